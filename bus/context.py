@@ -1,0 +1,174 @@
+"""The context of the call that is running: id, deadline, metadata, cancellation.
+
+A handler reads it with `context()`; clients made inside a handler read it by themselves, so
+that deadline, cancellation and trace follow every sub-call without a word in the handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from types import MappingProxyType
+
+_EMPTY: Mapping[str, str] = MappingProxyType({})
+
+
+class Context:
+    """What is known of one call while it runs.
+
+    Two strengths of cancellation exist: *stop* asks the handler to finish tidily, *kill*
+    drops the call now. Both pass on to every sub-call, and neither can be taken back.
+
+    Attributes:
+        id: the request id, shared by all sub-calls of one request.
+        deadline: when the time is over, on the clock of `time.monotonic` in seconds; None
+            when there is no limit.
+        metadata: what the caller sent along; read-only.
+        attempt: 1 for the first try, one more for each retry.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_draining",
+        "_killed",
+        "_listeners",
+        "_stopped",
+        "_trace_headers",
+        "_waiters",
+        "attempt",
+        "deadline",
+        "hop",
+        "id",
+        "metadata",
+        "priority",
+    )
+
+    def __init__(
+        self,
+        id: str = "",
+        *,
+        deadline: float | None = None,
+        metadata: Mapping[str, str] = _EMPTY,
+        attempt: int = 1,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] = _EMPTY,
+        hop: str = "",
+    ) -> None:
+        self.id = id or secrets.token_hex(16)
+        self.deadline = deadline
+        self.metadata = metadata if metadata is _EMPTY else MappingProxyType(dict(metadata))
+        self.attempt = attempt
+        self.priority = priority
+        self.hop = hop
+        self._trace_headers = trace_headers
+        self._stopped = False
+        self._killed = False
+        self._draining: Callable[[], bool] | None = None
+        self._listeners: dict[int, Callable[[bool], None]] | None = None
+        self._waiters: list[asyncio.Future[None]] | None = None
+
+    def __repr__(self) -> str:
+        state = "killed" if self._killed else "stopped" if self._stopped else "running"
+        return f"<Context {self.id} [{state} | attempt: {self.attempt}]>"
+
+    def is_stopped(self) -> bool:
+        """Whether the call was asked to stop, or was killed."""
+        return self._stopped
+
+    def is_killed(self) -> bool:
+        """Whether the call was killed."""
+        return self._killed
+
+    def is_draining(self) -> bool:
+        """Whether the instance is going away and waits for this call."""
+        return self._draining is not None and self._draining()
+
+    def time_left(self) -> float | None:
+        """Seconds to the deadline, negative when it has passed; None without one."""
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+    def stop_generating(self) -> None:
+        """Ask the call, and every sub-call that it made, to finish tidily."""
+        if not self._stopped:
+            self._stopped = True
+            self._tell(False)
+
+    def kill(self) -> None:
+        """Drop the call, and every sub-call that it made, now."""
+        if not self._killed:
+            self._stopped = True
+            self._killed = True
+            self._tell(True)
+
+    async def stopped(self) -> None:
+        """Wait until the call is asked to stop."""
+        if self._stopped:
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._waiters is None:
+            self._waiters = []
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            with suppress(ValueError):
+                self._waiters.remove(waiter)
+
+    def trace_headers(self) -> dict[str, str]:
+        """`traceparent`, `tracestate` and `baggage` for a call to another system."""
+        return dict(self._trace_headers)
+
+    def link(self, listener: Callable[[bool], None]) -> Callable[[], None]:
+        """Call `listener(killed)` at stop and at kill; returns the function that ends this.
+
+        A listener linked after a stop is called at once.
+        """
+        if self._listeners is None:
+            self._listeners = {}
+        listeners = self._listeners
+        key = id(listener)
+        listeners[key] = listener
+        if self._stopped:
+            listener(self._killed)
+
+        def unlink() -> None:
+            listeners.pop(key, None)
+
+        return unlink
+
+    def _tell(self, killed: bool) -> None:
+        for waiter in self._waiters or ():
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._listeners:
+            for listener in list(self._listeners.values()):
+                listener(killed)
+
+
+_current: ContextVar[Context | None] = ContextVar("dynbus_context", default=None)
+
+
+def context() -> Context:
+    """The context of the running handler.
+
+    Raises:
+        LookupError: called outside of a handler.
+    """
+    current = _current.get()
+    if current is None:
+        raise LookupError("context() is only known inside a handler")
+    return current
+
+
+def current_context() -> Context | None:
+    """The context of the running handler, or None outside of one."""
+    return _current.get()
+
+
+def enter_context(value: Context) -> None:
+    """Make `value` the context of the running task from here on."""
+    _current.set(value)

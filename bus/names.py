@@ -1,0 +1,149 @@
+"""Every name on the bus: what a token may look like, and how subjects are spelled.
+
+A subject is built here and nowhere else, so that `docs/protocol.md` has one counterpart in
+the code. Tokens that start with `_` belong to dynbus; a user's token never does.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+from .errors import ConfigError
+
+TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+MAX_SUBJECT_BYTES: Final = 255
+
+CONTROL: Final = "_ctl"
+ALL: Final = "_all"
+REPLY_ROOT: Final = "_R"
+ANONYMOUS: Final = "-"
+
+INSTANCES_BUCKET: Final = "dynbus_instances"
+
+DEFAULT_REPLY_PREFIXES: Final = ("_R.", "_INBOX.", "_R_.", "_GR_.")
+
+_LITERAL_SUBJECT = re.compile(r"[!-~]+")
+
+
+def check_token(kind: str, value: object) -> str:
+    """Return `value` when it is a legal name.
+
+    Args:
+        kind: what is being named, for the message: `namespace`, `component`, ...
+
+    Raises:
+        ConfigError: it is not a string of 1 to 63 characters `A-Z a-z 0-9 _ -` that begins
+            with a letter or a digit.
+    """
+    if isinstance(value, str) and TOKEN.fullmatch(value):
+        return value
+    raise ConfigError(
+        f"{kind} {value!r} is not a valid name: use 1 to 63 letters, digits, '_' or '-', "
+        "beginning with a letter or a digit"
+    )
+
+
+class EndpointName(NamedTuple):
+    """`namespace.component.endpoint`: one handler of one kind of actor."""
+
+    namespace: str
+    component: str
+    endpoint: str
+
+    @classmethod
+    def parse(cls, text: str) -> EndpointName:
+        """Split and check a dotted name.
+
+        Raises:
+            ConfigError: it does not have three legal parts.
+        """
+        parts = text.split(".")
+        if len(parts) != 3:
+            raise ConfigError(
+                f"{text!r} is not an endpoint: write namespace.component.endpoint, "
+                "for example demo.Shouter.generate"
+            )
+        return cls.of(*parts)
+
+    @classmethod
+    def of(cls, namespace: str, component: str, endpoint: str) -> EndpointName:
+        """Check three tokens and join them.
+
+        Raises:
+            ConfigError: one of them is not a legal name.
+        """
+        return cls(
+            check_token("namespace", namespace),
+            check_token("component", component),
+            check_token("endpoint", endpoint),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.component}.{self.endpoint}"
+
+    def at(self, instance_id: str) -> str:
+        """The subject of this endpoint on one instance."""
+        return f"{self.namespace}.{self.component}.{self.endpoint}.{instance_id}"
+
+    def hop(self, instance_id: str) -> str:
+        """How errors and logs name this endpoint on one instance."""
+        return f"{self.namespace}.{self.component}.{self.endpoint}@{instance_id}"
+
+
+def control_subject(namespace: str, component: str, instance_id: str) -> str:
+    """Where one instance takes cancels, credit, resumes and pings."""
+    return f"{namespace}.{component}.{CONTROL}.{instance_id}"
+
+
+class ReplySubjects:
+    """The subjects under which one client hears from the bus.
+
+    `{base}.{number}` answers one request, `{base}.f` carries frames, `{base}.b.{peer}` is
+    where the server's own 503 comes back to when a message found nobody;
+    `{base}.ctl.f` and `{base}.ctl.b.{peer}` are the same on the control connection.
+    """
+
+    def __init__(self, principal: str, client_id: str) -> None:
+        self.principal = principal
+        self.client_id = client_id
+        self.base = f"{REPLY_ROOT}.{principal}.{client_id}"
+        self.frames = f"{self.base}.f"
+        self.control_frames = f"{self.base}.ctl.f"
+        self.data_wildcard = f"{self.base}.*"
+        self.bounce_wildcard = f"{self.base}.b.*"
+        self.control_wildcard = f"{self.base}.ctl.>"
+
+    def request(self, number: int) -> str:
+        return f"{self.base}.{number}"
+
+    def bounce(self, peer: str) -> str:
+        return f"{self.base}.b.{peer}"
+
+    def control_bounce(self, peer: str) -> str:
+        return f"{self.base}.ctl.b.{peer}"
+
+
+def split_request_reply(reply: str) -> tuple[str, int] | None:
+    """The (base, request number) of a reply subject made by `ReplySubjects.request`."""
+    base, _, number = reply.rpartition(".")
+    if number.isascii() and number.isdigit() and len(number) <= 18 and base.count(".") == 2:
+        return base, int(number)
+    return None
+
+
+def is_safe_reply(reply: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether a message may be answered at `reply`.
+
+    A reply subject is chosen by whoever sends the request and used with our permissions, so
+    anything but an inbox (`$JS.API...`, another service's subject) is an attack.
+    """
+    return (
+        reply.startswith(prefixes)
+        and len(reply) <= MAX_SUBJECT_BYTES
+        and _LITERAL_SUBJECT.fullmatch(reply) is not None
+        and "*" not in reply
+        and ">" not in reply
+        and ".." not in reply
+        and not reply.endswith(".")
+    )

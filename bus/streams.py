@@ -1,0 +1,354 @@
+"""The two ends of a call's results: sequence, credit, resend and the one terminal.
+
+Both are plain objects without I/O or clock. `StreamWriter` turns items into frames and keeps
+them until the reader has them; `StreamReader` turns frames into items, in order and once.
+The channel between may lose, repeat and reorder messages and may be cut at any point: after
+a `Resume` from the reader's `next_sequence` the stream continues as if nothing had happened.
+
+    writer                                   reader
+    push(item) ──take()──> Items/Part ──────> receive() ──> drain()
+    blocked?  <──credit()─── Credit  <─────── credit_due()   (bytes granted since the start)
+              <──resume()─── Resume  <─────── behind()
+    end()/fail() ────────> End/Failed ──────> terminal
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .errors import DynbusError, PayloadTooLarge
+from .wire import End, Failed, Items, Part, Terminal, failed_frame
+
+DEFAULT_WINDOW: Final = 256 * 1024
+"""Bytes of items that a stream may be ahead of its reader."""
+
+
+class _Piece(bytes):
+    """A unit that is a part of an item."""
+
+
+class _Ending:
+    """The unit that ends a stream."""
+
+    __slots__ = ("data", "error")
+
+    def __init__(self, data: bytes | None, error: DynbusError | None) -> None:
+        self.data = data
+        self.error = error
+
+
+_Unit = bytes | _Ending
+
+
+class StreamWriter:
+    """The writing end of one call.
+
+    Args:
+        number, secret, attempt: what every frame of the call carries.
+        granted: bytes of items that may be pushed before the first credit arrives.
+        max_unit_bytes: a larger item is split into parts of this size.
+        max_item_bytes: a larger item is refused.
+    """
+
+    __slots__ = (
+        "_acknowledged",
+        "_fresh",
+        "_kept",
+        "attempt",
+        "ended",
+        "granted",
+        "max_item_bytes",
+        "max_unit_bytes",
+        "next_sequence",
+        "number",
+        "pushed_bytes",
+        "secret",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        secret: bytes,
+        attempt: int,
+        *,
+        granted: int,
+        max_unit_bytes: int,
+        max_item_bytes: int,
+    ) -> None:
+        self.number = number
+        self.secret = secret
+        self.attempt = attempt
+        self.granted = granted
+        self.max_unit_bytes = max_unit_bytes
+        self.max_item_bytes = max_item_bytes
+        self.next_sequence = 0
+        self.pushed_bytes = 0
+        self.ended = False
+        self._acknowledged = 0
+        self._kept: list[_Unit] = []
+        self._fresh: list[_Unit] = []
+
+    def __repr__(self) -> str:
+        state = "ended" if self.ended else "blocked" if self.blocked else "open"
+        return (
+            f"<StreamWriter {self.number} [{state} | next: {self.next_sequence}, "
+            f"kept: {self._acknowledged}+{len(self._kept)}, fresh: {len(self._fresh)}]>"
+        )
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the writer must wait for credit before it pushes again."""
+        return self.pushed_bytes >= self.granted
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether `take` would return something."""
+        return bool(self._fresh)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the stream has ended and the reader is known to have all of it."""
+        return self.ended and not self._kept and not self._fresh
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are kept for the reader."""
+        return sum(len(unit) for unit in (*self._kept, *self._fresh) if isinstance(unit, bytes))
+
+    def push(self, item: bytes) -> None:
+        """Add an item. One item may exceed the credit alone; after it the writer is blocked.
+
+        Raises:
+            PayloadTooLarge: it is larger than `max_item_bytes`.
+        """
+        if self.ended:
+            return
+        self.pushed_bytes += len(item)
+        if len(item) <= self.max_unit_bytes:
+            self._fresh.append(item)
+            self.next_sequence += 1
+        else:
+            self._fresh.append(self._split(item))
+            self.next_sequence += 1
+
+    def end(self, data: bytes | None = None) -> None:
+        """End the stream well, for a unary call with its result; later calls change nothing.
+
+        Raises:
+            PayloadTooLarge: the result is larger than `max_item_bytes`.
+        """
+        if self.ended:
+            return
+        if data is not None and len(data) > self.max_unit_bytes:
+            data = self._split(data)
+        self._finish(_Ending(data, None))
+
+    def fail(self, error: DynbusError) -> None:
+        """End the stream with an error; later calls change nothing."""
+        if not self.ended:
+            self._finish(_Ending(None, error))
+
+    def take(self, limit: int) -> list[Items | Part | Terminal]:
+        """Frames of units that were not handed out yet, of at most about `limit` bytes."""
+        frames: list[Items | Part | Terminal] = []
+        fresh = self._fresh
+        sequence = self.next_sequence - len(fresh)
+        items: list[bytes] = []
+        taken = 0
+        for unit in fresh:
+            size = len(unit) + 5 if isinstance(unit, bytes) else 256
+            if taken and size > limit:
+                break
+            limit -= size
+            taken += 1
+            if type(unit) is bytes:
+                items.append(unit)
+                continue
+            if items:
+                frames.append(
+                    Items(self.number, self.secret, self.attempt, sequence, items)
+                )
+                sequence += len(items)
+                items = []
+            frames.append(self._frame(unit, sequence))
+            sequence += 1
+        if items:
+            frames.append(Items(self.number, self.secret, self.attempt, sequence, items))
+        if taken == len(fresh):
+            self._kept += fresh
+            self._fresh = []
+        else:
+            self._kept += fresh[:taken]
+            del fresh[:taken]
+        return frames
+
+    def credit(self, granted: int, received: int) -> None:
+        """Note the reader's credit and drop the units that it holds.
+
+        Both figures only ever grow, so a repeated or late message changes nothing. A figure
+        beyond what was sent is a broken reader's and is cut to what was sent.
+        """
+        self.granted = max(self.granted, granted)
+        self._acknowledge(received)
+
+    def resume(self, sequence: int) -> bool:
+        """Hand out again everything from `sequence`; False when that is no longer kept."""
+        if not self._acknowledged <= sequence <= self.next_sequence:
+            return False
+        self._acknowledge(sequence)
+        self._fresh = self._kept + self._fresh
+        self._kept = []
+        return True
+
+    def _acknowledge(self, received: int) -> None:
+        drop = min(received - self._acknowledged, len(self._kept))
+        if drop > 0:
+            del self._kept[:drop]
+            self._acknowledged += drop
+
+    def _split(self, data: bytes) -> bytes:
+        if len(data) > self.max_item_bytes:
+            raise PayloadTooLarge(
+                f"an item of {len(data)} bytes exceeds max_item_bytes = {self.max_item_bytes}"
+            )
+        step = self.max_unit_bytes
+        last = (len(data) - 1) // step * step
+        for start in range(0, last, step):
+            self._fresh.append(_Piece(data[start : start + step]))
+            self.next_sequence += 1
+        return data[last:]
+
+    def _finish(self, ending: _Ending) -> None:
+        self._fresh.append(ending)
+        self.next_sequence += 1
+        self.ended = True
+
+    def _frame(self, unit: _Unit, sequence: int) -> Part | Terminal:
+        if isinstance(unit, _Ending):
+            if unit.error is not None:
+                return failed_frame(self.number, self.secret, self.attempt, sequence, unit.error)
+            return End(self.number, self.secret, self.attempt, sequence, unit.data)
+        return Part(self.number, self.secret, self.attempt, sequence, unit)
+
+
+class StreamReader:
+    """The reading end of one call.
+
+    Args:
+        window: bytes of items that the writer may be ahead of `consume`.
+        max_item_bytes: a larger item ends the stream with `PayloadTooLarge`.
+    """
+
+    __slots__ = (
+        "_consumed",
+        "_granted",
+        "_parts",
+        "_parts_bytes",
+        "_ready",
+        "behind",
+        "max_item_bytes",
+        "next_sequence",
+        "terminal",
+        "window",
+    )
+
+    def __init__(self, *, window: int, max_item_bytes: int) -> None:
+        self.window = window
+        self.max_item_bytes = max_item_bytes
+        self.next_sequence = 0
+        self.terminal: Terminal | None = None
+        self.behind = False
+        self._granted = window
+        self._consumed = 0
+        self._ready: list[bytes] = []
+        self._parts: list[bytes] = []
+        self._parts_bytes = 0
+
+    def __repr__(self) -> str:
+        state = "ended" if self.terminal else "behind" if self.behind else "open"
+        return f"<StreamReader [{state} | next: {self.next_sequence}, ready: {len(self._ready)}]>"
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether `drain` would return something."""
+        return bool(self._ready)
+
+    def receive(self, frame: Items | Part | Terminal) -> None:
+        """Take in a frame of this call and attempt.
+
+        What is already held is skipped. A frame after a gap is not kept: it sets `behind`,
+        which says that the writer must be asked to resume from `next_sequence`.
+
+        Raises:
+            PayloadTooLarge: the parts of one item exceed `max_item_bytes`.
+        """
+        if self.terminal is not None:
+            return
+        ahead = frame.sequence - self.next_sequence
+        if ahead > 0:
+            self.behind = True
+            return
+        if isinstance(frame, Items):
+            self._receive_items(frame.items, -ahead)
+        elif ahead == 0:
+            self._receive_unit(frame)
+
+    def drain(self) -> list[bytes]:
+        """The items that arrived since the last call, in order."""
+        ready = self._ready
+        self._ready = []
+        return ready
+
+    def result(self) -> bytes:
+        """The result of a unary call that has ended well."""
+        assert isinstance(self.terminal, End)
+        return b"".join(self._parts) + (self.terminal.data or b"")
+
+    def consume(self, size: int) -> int | None:
+        """Note that items of `size` bytes were taken by the reader.
+
+        Returns:
+            The bytes granted since the start, when it is time to tell the writer.
+        """
+        self._consumed += size
+        if self._granted - self._consumed > self.window // 2 or self.terminal is not None:
+            return None
+        self._granted = self._consumed + self.window
+        return self._granted
+
+    @property
+    def granted(self) -> int:
+        """Bytes granted to the writer since the start."""
+        return self._granted
+
+    def _receive_items(self, items: list[bytes], held: int) -> None:
+        if held >= len(items):
+            return
+        if held:
+            items = items[held:]
+        self.next_sequence += len(items)
+        self.behind = False
+        if self._parts:
+            items = [b"".join([*self._parts, items[0]]), *items[1:]]
+            self._parts = []
+            self._parts_bytes = 0
+        if self._ready:
+            self._ready += items
+        else:
+            self._ready = items
+
+    def _receive_unit(self, frame: Part | Terminal) -> None:
+        self.next_sequence += 1
+        self.behind = False
+        if isinstance(frame, Part):
+            self._parts_bytes += len(frame.data)
+            if self._parts_bytes > self.max_item_bytes:
+                raise PayloadTooLarge(
+                    f"an item of more than max_item_bytes = {self.max_item_bytes} arrived"
+                )
+            self._parts.append(frame.data)
+        else:
+            self.terminal = frame
+
+
+__all__ = ["DEFAULT_WINDOW", "Failed", "StreamReader", "StreamWriter"]

@@ -1,0 +1,275 @@
+"""What dynbus needs of a message bus.
+
+`Connection` is one connection; `nats_client.py` implements it over nats-server and
+`memory.py` over nothing. Both pass the same contract suite (`tests/contracts`). Publishing
+and delivery are plain functions: a callback runs inside the reader, once per message, and
+hands on what takes longer.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from .errors import DynbusError
+
+
+class Message(NamedTuple):
+    """A message as delivered.
+
+    Attributes:
+        headers: the raw header block, empty when there is none; see `headers.decode`.
+    """
+
+    subject: str
+    reply: str
+    headers: bytes
+    data: bytes
+
+
+Callback = Callable[[Message], None]
+
+
+class ConnectionState(enum.Enum):
+    """Whether a connection can reach its server."""
+
+    CONNECTING = "connecting"
+    CONNECTED = "connected"
+    DISCONNECTED = "disconnected"
+    CLOSED = "closed"
+
+
+class Subscription(Protocol):
+    """A live subscription; it survives reconnects."""
+
+    @property
+    def subject(self) -> str: ...
+    def unsubscribe(self) -> None:
+        """Stop delivery at once; more calls change nothing."""
+
+
+class StreamLimits(NamedTuple):
+    """What a JetStream stream may hold; None means no limit.
+
+    Attributes:
+        max_bytes: of all messages.
+        max_age: seconds.
+        max_messages_per_subject: newest kept.
+        duplicate_window: seconds in which a message id is remembered.
+    """
+
+    max_bytes: int | None = None
+    max_age: float | None = None
+    max_messages: int | None = None
+    max_messages_per_subject: int | None = None
+    duplicate_window: float = 120.0
+
+
+class StreamConfig(NamedTuple):
+    """A JetStream stream.
+
+    Attributes:
+        marker_ttl: seconds for which an expired or deleted subject leaves a marker; None
+            for streams without message TTLs. At least 1.
+        work_queue: each message goes to one consumer and is gone when acknowledged.
+    """
+
+    name: str
+    subjects: tuple[str, ...]
+    limits: StreamLimits = StreamLimits()
+    marker_ttl: float | None = None
+    work_queue: bool = False
+    in_memory: bool = False
+    replicas: int = 1
+    description: str = ""
+
+
+class StoredMessage(NamedTuple):
+    """A message in a stream.
+
+    Attributes:
+        sequence: its position in the stream, from 1.
+        time: Unix seconds at which the server stored it.
+        pending: messages behind it that this consumer has not got yet.
+    """
+
+    subject: str
+    sequence: int
+    time: float
+    headers: Mapping[str, str]
+    data: bytes
+    pending: int = 0
+
+    @property
+    def is_marker(self) -> bool:
+        """Whether it only says that its subject expired or was deleted."""
+        return "Nats-Marker-Reason" in self.headers or self.headers.get("KV-Operation") in (
+            "DEL",
+            "PURGE",
+        )
+
+
+class WrongLastSequence(DynbusError):
+    """Raised when a publish expected another last sequence of its subject.
+
+    Attributes:
+        last: the actual last sequence, 0 when the server did not say.
+    """
+
+    code = "WrongLastSequence"
+
+    def __init__(self, message: str, last: int = 0) -> None:
+        super().__init__(message)
+        self.last = last
+
+
+class NoStream(DynbusError):
+    """Raised when the stream of a subject or a consumer does not exist."""
+
+    code = "NoStream"
+    retryable = True
+
+
+class OrderedConsumer(Protocol):
+    """A reader of a stream that restarts itself after gaps, silence and reconnects."""
+
+    async def stop(self) -> None: ...
+
+
+class JetStream(Protocol):
+    """The persistent half of a connection. Every call is bounded by `timeout` seconds and
+    raises `Unavailable` when no answer came in that time."""
+
+    async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
+        """Make the stream, or leave one that exists with these subjects as it is.
+
+        Raises:
+            ConfigError: a stream of this name exists with other subjects.
+        """
+        ...
+
+    async def delete_stream(self, name: str, *, timeout: float = 5.0) -> None:
+        """Delete a stream; one that does not exist is no error."""
+        ...
+
+    async def publish(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        message_id: str = "",
+        expected_last_subject_sequence: int | None = None,
+        ttl: float | None = None,
+        rollup: bool = False,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 5.0,
+    ) -> int:
+        """Store a message and return its sequence once the server has acknowledged it.
+
+        Args:
+            message_id: a repeat within the stream's window is stored once; the sequence of
+                the first is returned.
+            ttl: whole seconds after which the message expires, at least 1.
+            rollup: drop all earlier messages of the subject.
+
+        Raises:
+            WrongLastSequence: `expected_last_subject_sequence` does not hold.
+            NoStream: no stream takes the subject.
+        """
+        ...
+
+    async def last(
+        self, stream: str, subject: str, *, timeout: float = 5.0
+    ) -> StoredMessage | None:
+        """The last message of a subject, markers included; None when there is none."""
+        ...
+
+    async def consume(
+        self,
+        stream: str,
+        on_message: Callable[[StoredMessage], None],
+        *,
+        subject: str = "",
+        start_sequence: int = 1,
+        last_per_subject: bool = False,
+        on_restart: Callable[[], None] | None = None,
+    ) -> OrderedConsumer:
+        """Read a stream in order, without acknowledgements, until stopped.
+
+        With `last_per_subject` each start first brings the last message of every subject;
+        after a restart it does so again, announced by `on_restart`. Otherwise a restart goes
+        on at the next sequence and nothing is delivered twice.
+        """
+        ...
+
+
+class Connection(Protocol):
+    """One connection to the bus, owned by the event loop that opened it."""
+
+    @property
+    def state(self) -> ConnectionState: ...
+    @property
+    def max_payload(self) -> int:
+        """Bytes of headers and data that one message may have."""
+        ...
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that were published and not yet given to the operating system."""
+        ...
+
+    @property
+    def server_name(self) -> str:
+        """The address connected to, without credentials."""
+        ...
+
+    @property
+    def jetstream(self) -> JetStream: ...
+
+    def publish(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"") -> None:
+        """Send a message in this turn of the loop. While disconnected it is dropped and counted:
+        whoever needs an answer resends, so a stale copy would only be a duplicate.
+
+        Raises:
+            PayloadTooLarge: headers and data exceed `max_payload`; nothing was sent.
+        """
+        ...
+
+    def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> Subscription:
+        """Deliver messages of a subject (wildcards allowed) to `callback`.
+
+        An exception out of `callback` is logged and counted; it never stops the reader.
+        """
+        ...
+
+    async def barrier(self, *, timeout: float = 5.0) -> None:
+        """Wait until the server knows every subscription made so far.
+
+        Raises:
+            Unavailable: it did not answer in time.
+        """
+        ...
+
+    async def drained(self, *, timeout: float = 5.0) -> None:
+        """Wait until `backlog` is small again."""
+        ...
+
+    def on_state(self, listener: Callable[[ConnectionState], None]) -> None:
+        """Call `listener` at every later change of `state`."""
+        ...
+
+    async def close(self) -> None:
+        """Send what is buffered and close; more calls change nothing."""
+        ...
+
+
+class Statistics(NamedTuple):
+    """What a connection has counted since it was opened."""
+
+    reconnects: int
+    sent_messages: int
+    received_messages: int
+    dropped_while_disconnected: int
+    malformed: int
+    callback_errors: int

@@ -1,0 +1,239 @@
+"""Version 1 of the wire: what frames hold, and how they become bytes.
+
+A message on a frames or control subject is one msgpack array, a `Batch`: who sends, and any
+number of frames of any number of calls. Every frame is an array whose first element is its
+kind; `docs/protocol.md` has the table. Nothing here does I/O.
+
+Units are what a stream's sequence numbers count: an item, a part of an item, or the end.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from .errors import ERRORS, DynbusError, HandlerError, Overloaded
+
+VERSION: Final = 1
+SECRET_BYTES: Final = 16
+
+BATCH_OVERHEAD: Final = 128
+"""Bytes to leave free in a message beside the units of its frames."""
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The fields every frame of a call begins with.
+
+    Attributes:
+        number: the request's number, unique per client.
+        secret: the 16 random bytes of the request; a frame with others is dropped.
+        attempt: which attempt at the request it belongs to; fences the earlier ones.
+    """
+
+    number: int
+    secret: bytes
+    attempt: int
+
+
+class Items(_Frame, frozen=True, array_like=True, gc=False, tag=0):
+    """Whole items. `sequence` numbers the first; the others follow by one."""
+
+    sequence: int
+    items: list[bytes]
+
+
+class Part(_Frame, frozen=True, array_like=True, gc=False, tag=1):
+    """A piece of an item that is larger than a message; the next `Items` or `End` completes it."""
+
+    sequence: int
+    data: bytes
+
+
+class End(_Frame, frozen=True, array_like=True, gc=False, tag=2):
+    """The one terminal frame of a call that went well; `data` is a unary result."""
+
+    sequence: int
+    data: bytes | None
+
+
+class Failed(_Frame, frozen=True, array_like=True, gc=False, tag=3):
+    """The one terminal frame of a call that did not."""
+
+    sequence: int
+    code: str
+    message: str
+    retryable: bool
+    started: bool
+    hop: str
+    request_id: str
+    retry_after: float
+    traceback: str
+
+
+class Credit(_Frame, frozen=True, array_like=True, gc=False, tag=4):
+    """Reader to writer: `granted` bytes in all since the start; units below `received` are held."""
+
+    granted: int
+    received: int
+
+
+class Cancel(_Frame, frozen=True, array_like=True, gc=False, tag=5):
+    """Reader to writer: stop (finish tidily) or, with `kill`, drop the call now."""
+
+    kill: bool
+
+
+class Resume(_Frame, frozen=True, array_like=True, gc=False, tag=6):
+    """Reader to writer: send every unit from `resume_from` again, or say `Unknown`."""
+
+    resume_from: int
+
+
+class Unknown(_Frame, frozen=True, array_like=True, gc=False, tag=7):
+    """Writer to reader: this request never began here and, from now on, never will."""
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=8):
+    """Reader to writer, while calls are open: the heartbeat. `done` holds ended numbers
+    with their secrets, whose units need not be kept any longer."""
+
+    numbers: list[int]
+    done: list[tuple[int, bytes]]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=9):
+    """Writer to reader, while calls are open: the sequence after the last unit sent, per call.
+
+    Attributes:
+        blocked: seconds for which the writer's main loop has not run.
+        draining: whether the instance takes no more calls.
+        calls: (number, next sequence) of each open or not yet acknowledged call.
+    """
+
+    blocked: float
+    draining: bool
+    calls: list[tuple[int, int]]
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=10):
+    """Asks the other side's control lane for a `Pong` with the same token."""
+
+    token: int
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=11):
+    """Answers a `Ping`."""
+
+    token: int
+
+
+Terminal = End | Failed
+Frame = (
+    Items | Part | End | Failed | Credit | Cancel | Resume | Unknown | Open | Heartbeat | Ping | Pong
+)
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One message.
+
+    Attributes:
+        version: 1.
+        sender: an instance's id, or the reply base of a client.
+        incarnation: random per process start of the sender.
+        load: calls that run or wait at the sender, when it is an instance.
+    """
+
+    version: int
+    sender: str
+    incarnation: str
+    load: int
+    frames: list[Frame]
+
+
+class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an instance says of itself in discovery, as JSON.
+
+    Attributes:
+        endpoints: endpoint name to its kind, `unary` or `stream`.
+        started: Unix time of the start, in seconds.
+        address: host name and process id, for people.
+    """
+
+    version: int = VERSION
+    namespace: str
+    component: str
+    instance_id: str
+    incarnation: str
+    endpoints: dict[str, str]
+    started: float
+    address: str = ""
+    counter: int = 0
+    draining: bool = False
+    metadata: dict[str, str] = {}
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Batch)
+_record_decoder = msgspec.json.Decoder(InstanceRecord)
+
+
+def encode_batch(sender: str, incarnation: str, load: int, frames: list[Frame]) -> bytes:
+    """One message out of `frames`."""
+    return _encoder.encode(Batch(VERSION, sender, incarnation, load, frames))
+
+
+def decode_batch(data: bytes) -> Batch | None:
+    """The batch in a message, or None for anything that is not one of version 1."""
+    try:
+        batch = _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return batch if batch.version == VERSION else None
+
+
+def encode_record(record: InstanceRecord) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def decode_record(data: bytes) -> InstanceRecord | None:
+    """The record, or None for anything that is not one."""
+    try:
+        return _record_decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def failed_frame(
+    number: int, secret: bytes, attempt: int, sequence: int, error: DynbusError
+) -> Failed:
+    """The terminal frame that carries `error`."""
+    return Failed(
+        number,
+        secret,
+        attempt,
+        sequence,
+        error.code,
+        error.message,
+        error.retryable,
+        error.started,
+        error.hop,
+        error.request_id,
+        error.retry_after if isinstance(error, Overloaded) else 0.0,
+        error.remote_traceback if isinstance(error, HandlerError) else "",
+    )
+
+
+def error_of(frame: Failed) -> DynbusError:
+    """The error that a terminal frame carries; an unknown code is a plain `DynbusError`."""
+    kind = ERRORS.get(frame.code, DynbusError)
+    error = kind(
+        frame.message, hop=frame.hop, request_id=frame.request_id, started=frame.started
+    )
+    error.code = frame.code
+    error.retryable = frame.retryable
+    if isinstance(error, Overloaded):
+        error.retry_after = frame.retry_after
+    if isinstance(error, HandlerError):
+        error.remote_traceback = frame.traceback
+    return error

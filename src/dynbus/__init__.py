@@ -1,0 +1,1 @@
+"""A typed actor message bus on NATS JetStream for serving language models."""

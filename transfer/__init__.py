@@ -1,0 +1,1 @@
+"""Moving KV blocks between instances with NIXL. Empty until its first part lands."""
