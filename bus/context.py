@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from types import MappingProxyType
+
+from .clock import monotonic
 
 _EMPTY: Mapping[str, str] = MappingProxyType({})
 
@@ -25,8 +26,8 @@ class Context:
 
     Attributes:
         id: the request id, shared by all sub-calls of one request.
-        deadline: when the time is over, on the clock of `time.monotonic` in seconds; None
-            when there is no limit.
+        deadline: when the time is over, on the library's monotonic clock in seconds; None
+            when there is no limit. `time_left` is what a handler wants.
         metadata: what the caller sent along; read-only.
         attempt: 1 for the first try, one more for each retry.
     """
@@ -57,6 +58,7 @@ class Context:
         priority: int = 0,
         trace_headers: Mapping[str, str] = _EMPTY,
         hop: str = "",
+        draining: Callable[[], bool] | None = None,
     ) -> None:
         self.id = id or secrets.token_hex(16)
         self.deadline = deadline
@@ -67,7 +69,7 @@ class Context:
         self._trace_headers = trace_headers
         self._stopped = False
         self._killed = False
-        self._draining: Callable[[], bool] | None = None
+        self._draining = draining
         self._listeners: dict[int, Callable[[bool], None]] | None = None
         self._waiters: list[asyncio.Future[None]] | None = None
 
@@ -89,7 +91,7 @@ class Context:
 
     def time_left(self) -> float | None:
         """Seconds to the deadline, negative when it has passed; None without one."""
-        return None if self.deadline is None else self.deadline - time.monotonic()
+        return None if self.deadline is None else self.deadline - monotonic()
 
     def stop_generating(self) -> None:
         """Ask the call, and every sub-call that it made, to finish tidily."""
@@ -121,6 +123,10 @@ class Context:
     def trace_headers(self) -> dict[str, str]:
         """`traceparent`, `tracestate` and `baggage` for a call to another system."""
         return dict(self._trace_headers)
+
+    def set_trace_headers(self, trace_headers: Mapping[str, str]) -> None:
+        """Replace what `trace_headers` gives, once this hop has a span of its own."""
+        self._trace_headers = trace_headers
 
     def link(self, listener: Callable[[bool], None]) -> Callable[[], None]:
         """Call `listener(killed)` at stop and at kill; returns the function that ends this.

@@ -224,4 +224,3 @@ STATUS_CODES: dict[str, int] = {
     "DeadlineExceeded": 504,
 }
 """`Nats-Service-Error-Code` by error code; every other error is 500."""
-

@@ -75,7 +75,9 @@ def status(block: bytes) -> str:
 
 def encode_metadata(metadata: Mapping[str, str]) -> str:
     """Metadata as one header value: `key=value` pairs, percent-encoded, joined by commas."""
-    return ",".join(f"{quote(key, safe='')}={quote(value, safe='')}" for key, value in metadata.items())
+    return ",".join(
+        f"{quote(key, safe='')}={quote(value, safe='')}" for key, value in metadata.items()
+    )
 
 
 def decode_metadata(value: str) -> dict[str, str]:

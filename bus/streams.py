@@ -63,6 +63,7 @@ class StreamWriter:
         "number",
         "pushed_bytes",
         "secret",
+        "taken_bytes",
     )
 
     def __init__(
@@ -83,6 +84,7 @@ class StreamWriter:
         self.max_item_bytes = max_item_bytes
         self.next_sequence = 0
         self.pushed_bytes = 0
+        self.taken_bytes = 0
         self.ended = False
         self._acknowledged = 0
         self._kept: list[_Unit] = []
@@ -123,13 +125,12 @@ class StreamWriter:
         """
         if self.ended:
             return
-        self.pushed_bytes += len(item)
-        if len(item) <= self.max_unit_bytes:
-            self._fresh.append(item)
-            self.next_sequence += 1
-        else:
-            self._fresh.append(self._split(item))
-            self.next_sequence += 1
+        size = len(item)
+        if size > self.max_unit_bytes:
+            item = self._split(item)
+        self.pushed_bytes += size
+        self._fresh.append(item)
+        self.next_sequence += 1
 
     def end(self, data: bytes | None = None) -> None:
         """End the stream well, for a unary call with its result; later calls change nothing.
@@ -149,25 +150,28 @@ class StreamWriter:
             self._finish(_Ending(None, error))
 
     def take(self, limit: int) -> list[Items | Part | Terminal]:
-        """Frames of units that were not handed out yet, of at most about `limit` bytes."""
+        """Frames of units that were not handed out yet, of at most about `limit` bytes.
+
+        `taken_bytes` then tells how much of the limit they use; one unit may exceed it alone.
+        """
         frames: list[Items | Part | Terminal] = []
         fresh = self._fresh
         sequence = self.next_sequence - len(fresh)
         items: list[bytes] = []
         taken = 0
+        self.taken_bytes = 0
         for unit in fresh:
             size = len(unit) + 5 if isinstance(unit, bytes) else 256
             if taken and size > limit:
                 break
             limit -= size
+            self.taken_bytes += size
             taken += 1
             if type(unit) is bytes:
                 items.append(unit)
                 continue
             if items:
-                frames.append(
-                    Items(self.number, self.secret, self.attempt, sequence, items)
-                )
+                frames.append(Items(self.number, self.secret, self.attempt, sequence, items))
                 sequence += len(items)
                 items = []
             frames.append(self._frame(unit, sequence))

@@ -194,12 +194,17 @@ class JetStream(Protocol):
         start_sequence: int = 1,
         last_per_subject: bool = False,
         on_restart: Callable[[], None] | None = None,
+        on_caught_up: Callable[[], None] | None = None,
     ) -> OrderedConsumer:
         """Read a stream in order, without acknowledgements, until stopped.
 
         With `last_per_subject` each start first brings the last message of every subject;
         after a restart it does so again, announced by `on_restart`. Otherwise a restart goes
-        on at the next sequence and nothing is delivered twice.
+        on at the next sequence and nothing is delivered twice. `on_caught_up` is called once
+        per start, when everything that the stream held at that start has been delivered.
+
+        Raises:
+            NoStream: the stream does not exist.
         """
         ...
 

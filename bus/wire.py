@@ -79,9 +79,13 @@ class Credit(_Frame, frozen=True, array_like=True, gc=False, tag=4):
 
 
 class Cancel(_Frame, frozen=True, array_like=True, gc=False, tag=5):
-    """Reader to writer: stop (finish tidily) or, with `kill`, drop the call now."""
+    """Reader to writer: stop, and drop the call after `kill_after` seconds.
 
-    kill: bool
+    Attributes:
+        kill_after: 0 to drop it now, negative to leave the handler to finish tidily.
+    """
+
+    kill_after: float
 
 
 class Resume(_Frame, frozen=True, array_like=True, gc=False, tag=6):
@@ -130,7 +134,18 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=11):
 
 Terminal = End | Failed
 Frame = (
-    Items | Part | End | Failed | Credit | Cancel | Resume | Unknown | Open | Heartbeat | Ping | Pong
+    Items
+    | Part
+    | End
+    | Failed
+    | Credit
+    | Cancel
+    | Resume
+    | Unknown
+    | Open
+    | Heartbeat
+    | Ping
+    | Pong
 )
 
 
@@ -227,9 +242,7 @@ def failed_frame(
 def error_of(frame: Failed) -> DynbusError:
     """The error that a terminal frame carries; an unknown code is a plain `DynbusError`."""
     kind = ERRORS.get(frame.code, DynbusError)
-    error = kind(
-        frame.message, hop=frame.hop, request_id=frame.request_id, started=frame.started
-    )
+    error = kind(frame.message, hop=frame.hop, request_id=frame.request_id, started=frame.started)
     error.code = frame.code
     error.retryable = frame.retryable
     if isinstance(error, Overloaded):

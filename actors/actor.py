@@ -1,0 +1,175 @@
+"""`Actor`: what a user subclasses, and `depends()`: how one actor calls another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar, cast, overload
+
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.names import check_token
+
+from .handlers import SPEC, HandlerSpec
+
+if TYPE_CHECKING:
+    from .routing import Routing
+    from .runtime import Runtime
+
+A = TypeVar("A", bound="Actor")
+
+PUBLIC_ATTRIBUTES: Final = ("instance_id", "on_start", "on_stop", "runtime")
+"""The names that `Actor` and its clients have for themselves."""
+
+
+class Actor:
+    """A class whose `@handler` methods are served on the bus.
+
+    Class arguments:
+        namespace: the deployment or model that it belongs to; inherited when left out.
+        component: its name on the bus; the class name unless given.
+        abstract: True for a base class that is never started itself.
+
+    Constructor arguments of a subclass are configuration: they can be set from YAML, the
+    command line and the environment.
+    """
+
+    __dynbus_namespace__: ClassVar[str] = ""
+    __dynbus_component__: ClassVar[str] = ""
+    __dynbus_abstract__: ClassVar[bool] = True
+    __dynbus_handlers__: ClassVar[dict[str, HandlerSpec]] = {}
+    __dynbus_dependencies__: ClassVar[dict[str, Dependency[Any]]] = {}
+
+    _dynbus_runtime: Runtime | None = None
+    _dynbus_instance_id: str = ""
+
+    def __init_subclass__(
+        cls,
+        *,
+        namespace: str | None = None,
+        component: str | None = None,
+        abstract: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init_subclass__(**kwargs)
+        if namespace is not None:
+            cls.__dynbus_namespace__ = check_token("namespace", namespace)
+        cls.__dynbus_component__ = check_token("component", component or cls.__name__)
+        cls.__dynbus_abstract__ = abstract
+        cls.__dynbus_handlers__ = _collect_handlers(cls)
+        cls.__dynbus_dependencies__ = {
+            name: value
+            for base in reversed(cls.__mro__)
+            for name, value in vars(base).items()
+            if isinstance(value, Dependency)
+        }
+        _check_hidden(cls)
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime that this instance runs in.
+
+        Raises:
+            RuntimeError: before `on_start`.
+        """
+        if self._dynbus_runtime is None:
+            raise RuntimeError(
+                f"{type(self).__name__} is not started: the bus can be used from on_start on"
+            )
+        return self._dynbus_runtime
+
+    @property
+    def instance_id(self) -> str:
+        """The id of this instance; empty before it is started."""
+        return self._dynbus_instance_id
+
+    async def on_start(self) -> None:
+        """Runs before the instance is announced; an exception here stops it."""
+
+    async def on_stop(self) -> None:
+        """Runs after the drain, when no call is left."""
+
+
+class Dependency(Generic[A]):
+    """The descriptor behind `depends()`."""
+
+    def __init__(self, actor: type[A], routing: Routing | None) -> None:
+        if not (isinstance(actor, type) and issubclass(actor, Actor)):
+            raise ConfigError(f"depends({actor!r}): give an Actor class")
+        self.actor = actor
+        self.routing = routing
+        self._name = ""
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type[Any]) -> Dependency[A]: ...
+    @overload
+    def __get__(self, instance: Actor, owner: type[Any]) -> A: ...
+    def __get__(self, instance: Actor | None, owner: type[Any]) -> Dependency[A] | A:
+        if instance is None:
+            return self
+        client = instance.runtime.client(self.actor, routing=self.routing)
+        # From now on the instance's own attribute is found first.
+        instance.__dict__[self._name] = client
+        return client
+
+
+def depends(actor: type[A], *, routing: Routing | None = None) -> A:
+    """Declare that a class calls `actor`: typed as the actor, a client at run time.
+
+    `dynbus run` starts the dependencies of what it starts. Deadline, cancellation, metadata
+    and trace of the running call follow every call made through it.
+
+    Raises:
+        ConfigError: `actor` is not an Actor class.
+    """
+    return cast(A, Dependency(actor, routing))
+
+
+def check_startable(cls: type[Actor]) -> None:
+    """Check that a class can be started.
+
+    Raises:
+        ConfigError: it is abstract, has no namespace or no handler, or an annotation of one
+            cannot be used.
+    """
+    if cls.__dynbus_abstract__:
+        raise ConfigError(f"{cls.__name__} is abstract: start a subclass of it")
+    if not cls.__dynbus_namespace__:
+        raise ConfigError(
+            f'{cls.__name__} has no namespace: write class {cls.__name__}(Actor, namespace="...")'
+        )
+    if not cls.__dynbus_handlers__:
+        raise ConfigError(f"{cls.__name__} has no handler: mark a method with @handler")
+    for spec in cls.__dynbus_handlers__.values():
+        spec.check()
+
+
+def _collect_handlers(cls: type[Actor]) -> dict[str, HandlerSpec]:
+    """Handlers by attribute, base classes first; an override without @handler is none."""
+    found: dict[str, HandlerSpec] = {}
+    for base in reversed(cls.__mro__):
+        for attribute, value in vars(base).items():
+            spec = getattr(value, SPEC, None)
+            if isinstance(spec, HandlerSpec):
+                found[attribute] = spec
+            elif attribute in found:
+                del found[attribute]
+    by_name: dict[str, str] = {}
+    for attribute, spec in found.items():
+        if spec.name in by_name:
+            raise ConfigError(
+                f"{cls.__name__}: {by_name[spec.name]} and {attribute} are both endpoint "
+                f"{spec.name!r}: give one of them another name"
+            )
+        by_name[spec.name] = attribute
+    return found
+
+
+def _check_hidden(cls: type[Actor]) -> None:
+    for name in (*cls.__dynbus_handlers__, *cls.__dynbus_dependencies__):
+        if name in PUBLIC_ATTRIBUTES or name.startswith("_"):
+            kind = "handler" if name in cls.__dynbus_handlers__ else "dependency"
+            raise ConfigError(
+                f"{cls.__name__}.{name}: a {kind} may not be called {name!r}; "
+                f"names with _ and {', '.join(PUBLIC_ATTRIBUTES)} are taken"
+            )

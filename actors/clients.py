@@ -1,0 +1,339 @@
+"""Clients: typed ones that look like the actor, and untyped ones for any endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from dynbus.bus.context import Context
+from dynbus.bus.endpoint import DEFAULT_TIMEOUT
+from dynbus.bus.errors import InvalidRequest, InvalidResponse
+from dynbus.bus.names import EndpointName, check_token
+
+from .actor import Actor
+from .codec import Misfit
+from .handlers import HandlerSpec
+from .invocation import Invocation
+from .options import current_options
+from .routing import Router, make_router
+from .streams import Stream
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+class JsonObject(Mapping[str, Any]):
+    """A JSON object that is read by key or by attribute and cannot be changed."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+
+    def __getitem__(self, key: str) -> Any:
+        return _wrap(self._fields[key])
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return _wrap(self._fields[name])
+        except KeyError:
+            raise AttributeError(
+                f"the object has no {name!r}; it has {', '.join(map(repr, self._fields))}"
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __repr__(self) -> str:
+        return repr(self._fields)
+
+
+def _wrap(value: Any) -> Any:
+    if isinstance(value, dict):
+        return JsonObject(value)
+    if isinstance(value, list):
+        return tuple(_wrap(element) for element in value)
+    return value
+
+
+def _decode_json(data: bytes) -> Any:
+    try:
+        return _wrap(msgspec.json.decode(data)) if data else None
+    except msgspec.DecodeError as error:
+        raise Misfit(str(error)) from None
+
+
+def _decode_json_items(items: Sequence[bytes]) -> list[Any]:
+    return [_decode_json(item) for item in items]
+
+
+def _encode_json(request: Any) -> bytes:
+    """JSON of a request of any kind: a model, a struct, a mapping or a plain value."""
+    try:
+        if hasattr(type(request), "__pydantic_serializer__"):
+            return bytes(type(request).__pydantic_serializer__.to_json(request))
+        if isinstance(request, JsonObject):
+            request = dict(request)
+        return msgspec.json.encode(request, enc_hook=_unwrap)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"a request of type {type(request).__name__} cannot be sent as JSON: {error}",
+            started=False,
+        ) from None
+
+
+def _unwrap(value: Any) -> Any:
+    if isinstance(value, JsonObject):
+        return dict(value)
+    if hasattr(type(value), "model_dump"):
+        return value.model_dump(mode="json")
+    raise TypeError(f"{type(value).__name__} is no JSON type")
+
+
+class Call:
+    """An untyped call: `await` it for a unary result, iterate over it for a stream.
+
+    Nothing is sent before that. Awaiting a streaming endpoint gives the stream.
+    """
+
+    def __init__(self, invocation: Invocation) -> None:
+        self._invocation = invocation
+        self._stream: Stream[Any] | None = None
+
+    @property
+    def id(self) -> str:
+        """The request id."""
+        return self._invocation.request_id
+
+    @property
+    def instance_id(self) -> str:
+        """The instance that serves the call; empty before it is chosen."""
+        return self._invocation.instance_id
+
+    def __repr__(self) -> str:
+        return f"<Call {self._invocation.endpoint} {self.id}>"
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._result().__await__()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        self._invocation.streaming = True
+        return self._as_stream()
+
+    async def aclose(self) -> None:
+        """Cancel the call."""
+        if self._stream is not None:
+            await self._stream.aclose()
+        self._invocation.abandon()
+
+    def _as_stream(self) -> Stream[Any]:
+        if self._stream is None:
+            self._stream = Stream(self._invocation, _decode_json_items)
+        return self._stream
+
+    async def _result(self) -> Any:
+        invocation = self._invocation
+        if invocation.streaming is None:
+            await invocation.learn_kind()
+        if invocation.streaming:
+            return self._as_stream()
+        return _decode_result(_decode_json, await invocation.unary(), invocation)
+
+
+class EndpointClient:
+    """An untyped client of one endpoint. `generate` routes by the client's own policy."""
+
+    def __init__(self, runtime: Runtime, endpoint: EndpointName, router: Router) -> None:
+        self.endpoint = endpoint
+        self._runtime = runtime
+        self._router = router
+        self._routers: dict[str, Router] = {}
+
+    def __repr__(self) -> str:
+        return f"<EndpointClient {self.endpoint} [{len(self.instance_ids())} instances]>"
+
+    def generate(self, request: Any = None) -> Call:
+        """Call the endpoint on the instance that the client's routing picks."""
+        return self._call(request, self._router)
+
+    def random(self, request: Any = None) -> Call:
+        """Call any instance."""
+        return self._call(request, self._policy("random"))
+
+    def round_robin(self, request: Any = None) -> Call:
+        """Call the next instance in turn."""
+        return self._call(request, self._policy("round_robin"))
+
+    def least_loaded(self, request: Any = None) -> Call:
+        """Call the instance with the fewest calls."""
+        return self._call(request, self._policy("least_loaded"))
+
+    def power_of_two(self, request: Any = None) -> Call:
+        """Call the less loaded of two random instances."""
+        return self._call(request, self._policy("power_of_two"))
+
+    def direct(self, request: Any, instance_id: str) -> Call:
+        """Call this very instance."""
+        check_token("instance", instance_id)
+        return self._call(request, self._router, instance=instance_id)
+
+    def instance_ids(self) -> list[str]:
+        """The instances that are known now."""
+        return self._runtime.instance_ids(self.endpoint.namespace, self.endpoint.component)
+
+    async def wait_for_instances(
+        self, timeout: float | None = None, *, count: int = 1
+    ) -> list[str]:
+        """Wait until `count` instances are known.
+
+        Raises:
+            NoInstances: there are not as many after `timeout` seconds.
+        """
+        found = await self._runtime.discovery.wait(self.endpoint, count, timeout)
+        return [instance.id for instance in found]
+
+    def _policy(self, name: Any) -> Router:
+        router = self._routers.get(name)
+        if router is None:
+            router = self._routers[name] = make_router(name)
+        return router
+
+    def _call(self, request: Any, router: Router, *, instance: str = "") -> Call:
+        options = current_options()
+        if instance:
+            options = options.merged({"instance": instance})
+        invocation = Invocation(
+            self._runtime,
+            self.endpoint,
+            router,
+            request,
+            _encode_json(request),
+            streaming=None,
+            timeout=DEFAULT_TIMEOUT,
+            options=options,
+        )
+        return Call(invocation)
+
+
+class ActorClient:
+    """What a typed client really is: one method per handler, and nothing else."""
+
+    def __init__(self, runtime: Runtime, actor: type[Actor], router: Router) -> None:
+        self._runtime = runtime
+        self._actor = actor
+        self._router = router
+
+    def __repr__(self) -> str:
+        cls = self._actor
+        return f"<client of {cls.__dynbus_namespace__}.{cls.__dynbus_component__}>"
+
+    def __getattr__(self, name: str) -> Any:
+        handlers = ", ".join(self._actor.__dynbus_handlers__)
+        raise AttributeError(
+            f"{self._actor.__name__}.{name} is not a handler; a client has only: {handlers}"
+        )
+
+
+_classes: WeakKeyDictionary[type[Actor], type[ActorClient]] = WeakKeyDictionary()
+
+
+def client_class(actor: type[Actor]) -> type[ActorClient]:
+    """The class of typed clients of an actor; made once per actor class.
+
+    Raises:
+        ConfigError: an annotation of a handler cannot be used.
+    """
+    made = _classes.get(actor)
+    if made is None:
+        made = _classes[actor] = _make_client_class(actor)
+    return made
+
+
+def _make_client_class(actor: type[Actor]) -> type[ActorClient]:
+    methods: dict[str, Any] = {}
+    for attribute, spec in actor.__dynbus_handlers__.items():
+        spec.check()
+        endpoint = EndpointName.of(
+            actor.__dynbus_namespace__, actor.__dynbus_component__, spec.name
+        )
+        make = _stream_method if spec.streaming else _unary_method
+        method = make(spec, endpoint)
+        method.__name__ = attribute
+        method.__qualname__ = f"{actor.__name__}.{attribute}"
+        method.__doc__ = spec.function.__doc__
+        methods[attribute] = method
+    return type(f"{actor.__name__}Client", (ActorClient,), methods)
+
+
+def _unary_method(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Any]:
+    decode = spec.result_codec.decode
+    invoke = _invoker(spec, endpoint)
+
+    async def call(self: ActorClient, *request: Any, **named: Any) -> Any:
+        invocation = invoke(self, request, named)
+        return _decode_result(decode, await invocation.unary(), invocation)
+
+    return call
+
+
+def _stream_method(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Any]:
+    decode_many = spec.result_codec.decode_many
+    invoke = _invoker(spec, endpoint)
+
+    def call(self: ActorClient, *request: Any, **named: Any) -> Stream[Any]:
+        return Stream(invoke(self, request, named), decode_many)
+
+    return call
+
+
+def _invoker(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Invocation]:
+    """What both kinds of method do first: bind, validate, and make the invocation."""
+    codec = spec.request_codec
+    parameter = spec.request_parameter
+    streaming, timeout, idempotent = spec.streaming, spec.timeout, spec.idempotent
+
+    def invoke(client: ActorClient, request: tuple[Any, ...], named: dict[str, Any]) -> Invocation:
+        parent: Context | None = named.pop("context", None) if named else None
+        if codec is None:
+            if request or named:
+                raise TypeError(f"{spec.label}() takes no request")
+            value, data = None, b""
+        else:
+            if len(request) == 1 and not named:
+                value = request[0]
+            elif not request and list(named) == [parameter]:
+                value = named[parameter]
+            else:
+                raise TypeError(f"{spec.label}() takes one request, {parameter!r}")
+            try:
+                data = codec.encode(value)
+            except Misfit as error:
+                raise InvalidRequest(f"{endpoint}: {error}", started=False) from None
+        return Invocation(
+            client._runtime,
+            endpoint,
+            client._router,
+            value,
+            data,
+            streaming=streaming,
+            timeout=timeout,
+            idempotent=idempotent,
+            parent=parent,
+        )
+
+    return invoke
+
+
+def _decode_result(decode: Callable[[bytes], Any], data: bytes, invocation: Invocation) -> Any:
+    try:
+        return decode(data)
+    except Misfit as error:
+        raise InvalidResponse(
+            f"the result of {invocation.endpoint}: {error}", request_id=invocation.request_id
+        ) from None

@@ -1,0 +1,168 @@
+"""Turning requests and results into JSON and back, by the handler's own annotations.
+
+pydantic does the work for models, dataclasses, TypedDicts and plain types; msgspec for its
+own structs. What does not fit raises with the path of what is wrong.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import pydantic
+import pydantic_core
+
+
+class Misfit(ValueError):
+    """Raised when a value or its bytes do not fit the annotation."""
+
+
+class Codec:
+    """Encodes and validates values of one annotation.
+
+    Args:
+        annotation: a resolved type, not a string.
+    """
+
+    __slots__ = ("_adapter", "_list_adapter", "_model", "_to_json", "annotation")
+
+    def __init__(self, annotation: Any) -> None:
+        self.annotation = annotation
+        self._adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(annotation)
+        self._list_adapter: pydantic.TypeAdapter[list[Any]] | None = None
+        is_model = isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)
+        self._model: type[Any] | None = annotation if is_model else None
+        self._to_json: Callable[[Any], bytes] = self._adapter.serializer.to_json
+
+    def encode(self, value: object) -> bytes:
+        """JSON of `value`, which is validated unless it already is an instance of the model.
+
+        Raises:
+            Misfit: it does not fit.
+        """
+        try:
+            if type(value) is self._model:
+                return self._to_json(value)
+            return self._adapter.dump_json(self._adapter.validate_python(value))
+        except pydantic.ValidationError as error:
+            raise Misfit(explain(error)) from None
+        except pydantic_core.PydanticSerializationError as error:
+            raise Misfit(str(error)) from None
+
+    def decode(self, data: bytes) -> Any:
+        """The validated value of `data`.
+
+        Raises:
+            Misfit: it does not fit.
+        """
+        try:
+            return self._adapter.validator.validate_json(data)
+        except pydantic.ValidationError as error:
+            raise Misfit(explain(error)) from None
+
+    def decode_many(self, items: Sequence[bytes]) -> list[Any]:
+        """`decode` of each; a run of items is validated in one go.
+
+        Raises:
+            Misfit: one of them does not fit.
+        """
+        if len(items) < 2:
+            return [self.decode(item) for item in items]
+        if self._list_adapter is None:
+            self._list_adapter = pydantic.TypeAdapter(list[self.annotation])  # type: ignore[name-defined]
+        try:
+            values = self._list_adapter.validator.validate_json(b"[" + b",".join(items) + b"]")
+        except pydantic.ValidationError as error:
+            raise Misfit(explain(error)) from None
+        if len(values) != len(items):
+            raise Misfit("an item is not one JSON value")
+        return list(values)
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema."""
+        return self._adapter.json_schema()
+
+
+class StructCodec:
+    """The same for annotations that hold msgspec structs."""
+
+    __slots__ = ("_decoder", "_encoder", "annotation")
+
+    def __init__(self, annotation: Any) -> None:
+        self.annotation = annotation
+        self._decoder = msgspec.json.Decoder(annotation)
+        self._encoder = msgspec.json.Encoder()
+
+    def encode(self, value: object) -> bytes:
+        try:
+            if not isinstance(self.annotation, type) or type(value) is not self.annotation:
+                value = msgspec.convert(value, self.annotation, from_attributes=True)
+            return self._encoder.encode(value)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise Misfit(str(error)) from None
+
+    def decode(self, data: bytes) -> Any:
+        try:
+            return self._decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise Misfit(str(error)) from None
+
+    def decode_many(self, items: Sequence[bytes]) -> list[Any]:
+        return [self.decode(item) for item in items]
+
+    def schema(self) -> dict[str, Any]:
+        return msgspec.json.schema(self.annotation)
+
+
+AnyCodec = Codec | StructCodec
+
+
+def holds_struct(annotation: Any) -> bool:
+    """Whether an annotation is, or contains, a msgspec struct."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return True
+    return any(holds_struct(argument) for argument in typing.get_args(annotation))
+
+
+def codec_for(annotation: Any) -> AnyCodec:
+    """The codec of an annotation.
+
+    Raises:
+        TypeError: neither pydantic nor msgspec can handle it.
+    """
+    return _cached(annotation) if _is_hashable(annotation) else _make(annotation)
+
+
+def explain(error: pydantic.ValidationError) -> str:
+    """A validation error on one line: where, what, and the value."""
+    parts: list[str] = []
+    for detail in error.errors(include_url=False, include_context=False)[:5]:
+        where = ".".join(str(step) for step in detail["loc"]) or "the value"
+        value = repr(detail["input"])
+        shown = value if len(value) <= 80 else value[:77] + "..."
+        parts.append(f"{where}: {detail['msg']}, got {shown}")
+    more = error.error_count() - len(parts)
+    return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
+
+
+def _make(annotation: Any) -> AnyCodec:
+    if holds_struct(annotation):
+        return StructCodec(annotation)
+    try:
+        return Codec(annotation)
+    except pydantic.PydanticUserError as error:
+        raise TypeError(str(error).partition("\n")[0]) from None
+
+
+_cached: Callable[[Any], AnyCodec] = lru_cache(maxsize=1024)(_make)
+
+
+def _is_hashable(annotation: Any) -> bool:
+    try:
+        hash(annotation)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,252 @@
+"""`@handler`: a method that the bus can call, and what is known of it."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, TypeVar, overload
+
+from dynbus.bus.endpoint import (
+    DEFAULT_CONCURRENCY,
+    DEFAULT_IDLE_TIMEOUT,
+    DEFAULT_QUEUE,
+    DEFAULT_TIMEOUT,
+)
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.names import check_token
+
+from .codec import AnyCodec, codec_for
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SPEC: Final = "__dynbus_handler__"
+STREAM_TYPES: Final = (AsyncGenerator, AsyncIterator, AsyncIterable)
+
+
+@dataclass(frozen=True)
+class HandlerSpec:
+    """One handler as its class declares it.
+
+    Attributes:
+        name: the endpoint.
+        attribute: the method's name.
+        takes_request: whether it has a request parameter.
+        takes_context: whether it has a `context` parameter.
+        concurrency, queue, timeout, idle_timeout: see `handler`.
+    """
+
+    function: Callable[..., Any]
+    attribute: str
+    name: str
+    streaming: bool
+    takes_request: bool
+    takes_context: bool
+    concurrency: int | None
+    queue: int | None
+    timeout: float | None
+    idle_timeout: float | None
+    idempotent: bool
+    migration_limit: int
+
+    @cached_property
+    def hints(self) -> dict[str, Any]:
+        """The resolved annotations.
+
+        Raises:
+            ConfigError: one of them names something that does not exist.
+        """
+        try:
+            return typing.get_type_hints(self.function)
+        except NameError as error:
+            raise ConfigError(f"{self.label}: an annotation cannot be resolved: {error}") from None
+
+    @property
+    def label(self) -> str:
+        """How messages name the handler."""
+        return self.function.__qualname__
+
+    @cached_property
+    def request_parameter(self) -> str:
+        """The name of the request parameter; empty for a handler without one."""
+        names = list(inspect.signature(self.function).parameters)[1:]
+        return next((name for name in names if name != "context"), "")
+
+    @cached_property
+    def request_codec(self) -> AnyCodec | None:
+        """Encodes requests; None for a handler without one."""
+        if not self.takes_request:
+            return None
+        return self._codec(self.hints[self.request_parameter], "the request")
+
+    @cached_property
+    def result_codec(self) -> AnyCodec:
+        """Encodes results, for a stream its items."""
+        annotation = self.hints["return"]
+        if self.streaming:
+            arguments = typing.get_args(annotation)
+            if not arguments:
+                raise ConfigError(
+                    f"{self.label}: annotate what it yields, for example AsyncGenerator[Word, None]"
+                )
+            annotation = arguments[0]
+        return self._codec(annotation, "the result")
+
+    def _codec(self, annotation: Any, what: str) -> AnyCodec:
+        try:
+            return codec_for(annotation)
+        except TypeError as error:
+            raise ConfigError(
+                f"{self.label}: {what} of type {annotation!r} cannot be sent as JSON: {error}"
+            ) from None
+
+    def check(self) -> None:
+        """Resolve all annotations now.
+
+        Raises:
+            ConfigError: one of them cannot be used.
+        """
+        _ = self.request_codec, self.result_codec
+
+
+_UNSET: Any = object()
+
+
+@overload
+def handler(function: F, /) -> F: ...
+@overload
+def handler(
+    *,
+    name: str | None = None,
+    concurrency: int | None = DEFAULT_CONCURRENCY,
+    queue: int | None = DEFAULT_QUEUE,
+    timeout: float | None = ...,
+    idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT,
+    idempotent: bool = False,
+    migration_limit: int = 0,
+) -> Callable[[F], F]: ...
+
+
+def handler(
+    function: Any = None,
+    /,
+    *,
+    name: str | None = None,
+    concurrency: int | None = DEFAULT_CONCURRENCY,
+    queue: int | None = DEFAULT_QUEUE,
+    timeout: float | None = _UNSET,
+    idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT,
+    idempotent: bool = False,
+    migration_limit: int = 0,
+) -> Any:
+    """Make an `async def` method of an `Actor` callable over the bus.
+
+    A method that yields streams its items; one that returns is unary. It takes one request
+    (or none) and may take `context: Context | None = None` besides.
+
+    Args:
+        name: the endpoint; the method's name unless given.
+        concurrency: calls that run in one instance at a time; 1 makes a mailbox that serves
+            in arrival order; None asks for no limit.
+        queue: calls that wait at most, until their deadline; further ones get `Overloaded`.
+        timeout: seconds for a whole call; 60 for unary handlers, none for streams.
+        idle_timeout: seconds that a stream may be without an item.
+        idempotent: whether a call whose outcome is unknown may be repeated elsewhere.
+        migration_limit: how often one call may move to another instance.
+
+    Raises:
+        ConfigError: the method or an option is not usable; the message says what to do.
+    """
+
+    def decorate(method: F) -> F:
+        streaming = _check_kind(method)
+        default = None if streaming else DEFAULT_TIMEOUT
+        spec = _inspect(method, streaming)
+        spec = replace(
+            spec,
+            name=check_token("endpoint", name if name is not None else method.__name__),
+            concurrency=_check_limit(spec, "concurrency", concurrency, 1),
+            queue=_check_limit(spec, "queue", queue, 0),
+            timeout=_check_seconds(spec, "timeout", default if timeout is _UNSET else timeout),
+            idle_timeout=_check_seconds(spec, "idle_timeout", idle_timeout),
+            idempotent=idempotent,
+            migration_limit=migration_limit,
+        )
+        setattr(method, SPEC, spec)
+        return method
+
+    return decorate if function is None else decorate(function)
+
+
+def _check_kind(method: Any) -> bool:
+    label = getattr(method, "__qualname__", repr(method))
+    if inspect.isasyncgenfunction(method):
+        return True
+    if inspect.iscoroutinefunction(method):
+        return False
+    if inspect.isgeneratorfunction(method):
+        raise ConfigError(f"{label} is a plain generator: write `async def` and keep `yield`")
+    raise ConfigError(
+        f"{label} is not async: write `async def`, and run blocking work in a thread with "
+        "`await anyio.to_thread.run_sync(...)`"
+    )
+
+
+def _inspect(method: Callable[..., Any], streaming: bool) -> HandlerSpec:
+    label = method.__qualname__
+    signature = inspect.signature(method)
+    parameters = list(signature.parameters.values())
+    if not parameters:
+        raise ConfigError(f"{label} takes no self: a handler is a method of an Actor")
+    requests = [p for p in parameters[1:] if p.name != "context"]
+    if len(requests) > 1 or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in requests):
+        raise ConfigError(
+            f"{label} takes {len(requests)} requests; a handler takes one: put them into one model"
+        )
+    for parameter in requests:
+        if parameter.annotation is parameter.empty:
+            raise ConfigError(
+                f"{label}: annotate {parameter.name!r}, for example "
+                f"{parameter.name}: Prompt (a pydantic model)"
+            )
+    returns = signature.return_annotation
+    if returns is signature.empty:
+        example = "AsyncGenerator[Word, None]" if streaming else "Word"
+        raise ConfigError(f"{label}: annotate what it returns, for example -> {example}")
+    text = returns if isinstance(returns, str) else getattr(returns, "__name__", str(returns))
+    if not streaming and text.partition("[")[0].rpartition(".")[2] in {
+        kind.__name__ for kind in STREAM_TYPES
+    }:
+        raise ConfigError(f"{label} returns {text} but never yields: use `yield` for its items")
+    return HandlerSpec(
+        function=method,
+        attribute=method.__name__,
+        name=method.__name__,
+        streaming=streaming,
+        takes_request=bool(requests),
+        takes_context=any(p.name == "context" for p in parameters[1:]),
+        concurrency=None,
+        queue=None,
+        timeout=None,
+        idle_timeout=None,
+        idempotent=False,
+        migration_limit=0,
+    )
+
+
+def _check_limit(spec: HandlerSpec, option: str, value: int | None, least: int) -> int | None:
+    if value is not None and (isinstance(value, bool) or value < least):
+        raise ConfigError(
+            f"{spec.label}: {option}={value!r} must be {least} or more, or None for no limit"
+        )
+    return value
+
+
+def _check_seconds(spec: HandlerSpec, option: str, value: float | None) -> float | None:
+    if value is not None and not value > 0:
+        raise ConfigError(
+            f"{spec.label}: {option}={value!r} must be more than 0 seconds, or None for no limit"
+        )
+    return value

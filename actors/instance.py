@@ -1,0 +1,242 @@
+"""One running actor: its object, its server and its lease."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dynbus.bus.clock import unix_time
+from dynbus.bus.context import context
+from dynbus.bus.endpoint import Endpoint
+from dynbus.bus.errors import InvalidRequest, InvalidResponse
+from dynbus.bus.leases import LeaseKeeper, LeaseState
+from dynbus.bus.server import InstanceServer
+from dynbus.bus.services import ServiceResponder
+from dynbus.bus.wire import InstanceRecord
+
+from .actor import Actor, check_startable
+from .codec import AnyCodec, Misfit
+from .configuration import build_arguments
+from .handlers import HandlerSpec
+from .lifecycle import InstanceState, Lifecycle
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+class ActorInstance:
+    """A started actor. Made by `Runtime.start`; `stop` ends it gracefully.
+
+    Attributes:
+        actor: the user's object.
+        id: the instance id, unique on the bus.
+    """
+
+    def __init__(
+        self, runtime: Runtime, actor: type[Actor], arguments: dict[str, Any], instance_id: str
+    ) -> None:
+        check_startable(actor)
+        self.id = instance_id or secrets.token_hex(8)
+        self.actor = actor(**build_arguments(actor, arguments))
+        self.actor._dynbus_runtime = runtime
+        self.actor._dynbus_instance_id = self.id
+        self.lifecycle = Lifecycle()
+        self._runtime = runtime
+        cls = actor
+        self.server = InstanceServer(
+            runtime.bus,
+            cls.__dynbus_namespace__,
+            cls.__dynbus_component__,
+            self.id,
+            [
+                make_endpoint(self.actor, attribute, spec)
+                for attribute, spec in cls.__dynbus_handlers__.items()
+            ],
+        )
+        self._keeper: LeaseKeeper | None = None
+        self._services: ServiceResponder | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._begun = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<ActorInstance [{self.lifecycle.state.value}] {self.server!r}>"
+
+    @property
+    def state(self) -> InstanceState:
+        return self.lifecycle.state
+
+    async def start(self) -> None:
+        """Run `on_start`, subscribe, and announce once the server knows every subscription.
+
+        Raises:
+            Exception: what `on_start` raised; nothing is left behind then.
+        """
+        self.lifecycle.to(InstanceState.STARTING)
+        try:
+            await self.actor.on_start()
+            await self.server.start()
+            self._services = ServiceResponder(self.server, self._metadata())
+            await self._services.start()
+            await self._announce()
+        except BaseException:
+            await asyncio.shield(self._withdraw())
+            self.lifecycle.to(InstanceState.STOPPED)
+            raise
+        self.lifecycle.to(InstanceState.READY)
+        logger.info("%s.%s@%s is ready", self.server.namespace, self.server.component, self.id)
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Unannounce, let calls finish within `grace` seconds, end the rest, run `on_stop`.
+
+        A second call with another grace waits for the first.
+        """
+        if self._stopping is None:
+            if self.lifecycle.state is not InstanceState.READY:
+                return
+            self.lifecycle.to(InstanceState.DRAINING)
+            seconds = self._runtime.bus.config.drain_grace if grace is None else grace
+            self._stopping = asyncio.get_running_loop().create_task(self._stop(seconds))
+        await asyncio.shield(self._stopping)
+
+    def stop_now(self) -> None:
+        """End what is still running in a drain."""
+        from dynbus.bus.errors import Draining
+
+        self.server.draining = True
+        self.server.end_all(Draining("the instance was stopped"))
+
+    async def _announce(self) -> None:
+        bus = self._runtime.bus
+        server = self.server
+        record = InstanceRecord(
+            namespace=server.namespace,
+            component=server.component,
+            instance_id=self.id,
+            incarnation=bus.incarnation,
+            endpoints={name: served.endpoint.kind for name, served in server.served.items()},
+            started=unix_time(),
+            address=f"{socket.gethostname()}:{os.getpid()}",
+        )
+
+        async def announce() -> LeaseKeeper:
+            connection = bus.lane.connection
+            keeper = LeaseKeeper(
+                connection.jetstream, record, bus.config.lease_ttl, self._lease_changed
+            )
+            connection.on_state(keeper.connection_changed)
+            await keeper.announce()
+            return keeper
+
+        self._keeper = await bus.lane.run(announce())
+
+    def _lease_changed(self, state: LeaseState) -> None:
+        level = logging.INFO if state in (LeaseState.HELD, LeaseState.ENDED) else logging.WARNING
+        logger.log(level, "the lease of %s is %s", self.id, state.value)
+
+    async def _stop(self, grace: float) -> None:
+        keeper = self._keeper
+        if keeper is not None:
+            self._runtime.bus.lane.call(self._say_draining, keeper)
+        await self.server.drain(grace)
+        await self._withdraw()
+        try:
+            await self.actor.on_stop()
+        finally:
+            self.lifecycle.to(InstanceState.STOPPED)
+            self._runtime.forget(self)
+            logger.info("%s is stopped", self.id)
+
+    @staticmethod
+    def _say_draining(keeper: LeaseKeeper) -> None:
+        keeper.change(draining=True)
+
+    async def _withdraw(self) -> None:
+        if self._services is not None:
+            self._services.stop()
+        if self._keeper is not None:
+            await self._runtime.bus.lane.run(self._keeper.end())
+        await self.server.stop()
+
+    def _metadata(self) -> dict[str, str]:
+        return {
+            "dynbus.namespace": self.server.namespace,
+            "dynbus.incarnation": self._runtime.bus.incarnation,
+        }
+
+
+def make_endpoint(actor: Actor, attribute: str, spec: HandlerSpec) -> Endpoint:
+    """What the bus needs of one handler of an actor's object."""
+    method = getattr(actor, attribute)
+    request_codec, result_codec = spec.request_codec, spec.result_codec
+    schemas: dict[str, Any] = {"response": schema_of(result_codec)}
+    if request_codec is not None:
+        schemas["request"] = schema_of(request_codec)
+    return Endpoint(
+        name=spec.name,
+        streaming=spec.streaming,
+        invoke=_make_invoke(method, spec),
+        decode=_make_decode(request_codec),
+        encode=_make_encode(result_codec),
+        concurrency=spec.concurrency,
+        queue=spec.queue,
+        timeout=spec.timeout,
+        idle_timeout=spec.idle_timeout,
+        schemas=schemas,
+    )
+
+
+def schema_of(codec: AnyCodec) -> dict[str, Any]:
+    """The JSON schema of a codec's annotation; empty for one that has none."""
+    try:
+        return codec.schema()
+    except (TypeError, ValueError) as error:
+        logger.debug("no JSON schema for %r: %s", codec.annotation, error)
+        return {}
+
+
+def _make_invoke(method: Callable[..., Any], spec: HandlerSpec) -> Callable[[Any], Any]:
+    if not spec.takes_request:
+        if spec.takes_context:
+            return lambda _: method(context=context())
+        return lambda _: method()
+    if not spec.takes_context:
+        return method
+    keyword_only = inspect.signature(spec.function).parameters[spec.request_parameter].kind
+    if keyword_only is inspect.Parameter.KEYWORD_ONLY:
+        name = spec.request_parameter
+        return lambda request: method(**{name: request, "context": context()})
+    return lambda request: method(request, context=context())
+
+
+def _make_decode(codec: AnyCodec | None) -> Callable[[bytes], Any]:
+    if codec is None:
+        return lambda data: None
+    inner = codec.decode
+
+    def decode(data: bytes) -> Any:
+        try:
+            return inner(data)
+        except Misfit as error:
+            raise InvalidRequest(str(error)) from None
+
+    return decode
+
+
+def _make_encode(codec: AnyCodec) -> Callable[[Any], bytes]:
+    inner = codec.encode
+
+    def encode(value: Any) -> bytes:
+        try:
+            return inner(value)
+        except Misfit as error:
+            raise InvalidResponse(str(error)) from None
+
+    return encode

@@ -1,0 +1,124 @@
+"""Choosing an instance for a call: the protocol, and the policies that come with dynbus."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from dynbus.bus.context import Context
+from dynbus.bus.discovery import Instance
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.names import EndpointName
+
+
+class Load(NamedTuple):
+    """What is known of an instance's load.
+
+    Attributes:
+        in_flight: calls of this process that are open there.
+        reported: calls that it last said to run or wait, of all its clients.
+    """
+
+    in_flight: int
+    reported: int
+
+    @property
+    def total(self) -> int:
+        """The better estimate of the two: reports are late, own calls are exact."""
+        return max(self.in_flight, self.reported)
+
+
+class RouteRequest(NamedTuple):
+    """What a router may look at.
+
+    Attributes:
+        request: the request as the caller gave it.
+        parent: the context of the handler that makes the call, if one does.
+        load: tells the load of an instance by id.
+    """
+
+    endpoint: EndpointName
+    request: Any
+    parent: Context | None
+    load: Callable[[str], Load]
+
+
+@runtime_checkable
+class Router(Protocol):
+    """Picks an instance for each call. Stateful routers are shared by the calls of a client."""
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        """The id of one of `instances`, which is never empty."""
+        ...
+
+
+RoutingName = Literal["round_robin", "random", "least_loaded", "power_of_two"]
+Routing = RoutingName | Router
+
+
+class RoundRobin:
+    """One after the other, from a random first."""
+
+    def __init__(self) -> None:
+        self._next = random.randrange(1 << 16)
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        self._next += 1
+        return instances[self._next % len(instances)].id
+
+
+class Random:
+    """Any, each with the same chance."""
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        return random.choice(instances).id
+
+
+class LeastLoaded:
+    """The one with the fewest calls; ties are broken at random."""
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        loads = [request.load(instance.id).total for instance in instances]
+        least = min(loads)
+        return random.choice(
+            [i for i, load in zip(instances, loads, strict=True) if load == least]
+        ).id
+
+
+class PowerOfTwo:
+    """The less loaded of two random ones: nearly as even as the least loaded, without herding."""
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        if len(instances) == 1:
+            return instances[0].id
+        first, second = random.sample(instances, 2)
+        if request.load(first.id).total <= request.load(second.id).total:
+            return first.id
+        return second.id
+
+
+POLICIES: dict[str, Callable[[], Router]] = {
+    "round_robin": RoundRobin,
+    "random": Random,
+    "least_loaded": LeastLoaded,
+    "power_of_two": PowerOfTwo,
+}
+
+
+def make_router(routing: Routing | None) -> Router:
+    """The router for a name, or the given one; round robin for None.
+
+    Raises:
+        ConfigError: an unknown name, or an object that is no router.
+    """
+    if routing is None:
+        return RoundRobin()
+    if isinstance(routing, str):
+        policy = POLICIES.get(routing)
+        if policy is None:
+            raise ConfigError(f"routing {routing!r} is unknown: use one of {', '.join(POLICIES)}")
+        return policy()
+    if isinstance(routing, Router):
+        return routing
+    raise ConfigError(f"routing {routing!r} has no method `async def route(request, instances)`")

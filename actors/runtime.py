@@ -1,0 +1,274 @@
+"""`Runtime`: one process on the bus, with the instances it runs and the clients it gives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Generator
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+from dynbus.bus.bus import Bus
+from dynbus.bus.caller import Caller
+from dynbus.bus.clock import monotonic
+from dynbus.bus.config import BusConfig, load_config
+from dynbus.bus.discovery import Discovery
+from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.bus.names import EndpointName, check_token
+from dynbus.bus.transport import ConnectionState
+
+from .actor import Actor
+from .clients import EndpointClient, client_class
+from .instance import ActorInstance
+from .routing import Routing, make_router
+
+logger = logging.getLogger(__name__)
+
+A = TypeVar("A", bound=Actor)
+
+
+class Runtime:
+    """One process on the bus. Use it as `async with Runtime.connect() as runtime`.
+
+    Attributes:
+        bus: the connections and their identity.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.caller = Caller(bus)
+        self.discovery = Discovery(bus)
+        self.instances: dict[str, ActorInstance] = {}
+        self._connected = asyncio.Event()
+        self._connected.set()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        running = sum(i.server.load for i in self.instances.values())
+        state = "closed" if self._closed else self.bus.data.state.value
+        return f"<Runtime [{state} | {len(self.instances)} instances | calls: {running} served]>"
+
+    @classmethod
+    def connect(
+        cls, url: str | None = None, *, name: str = "dynbus", **settings: Any
+    ) -> Connecting:
+        """Connect to the bus, with `async with` or `await`.
+
+        Args:
+            url: one or more NATS URLs with commas between; otherwise `NATS_URL`, otherwise
+                `nats://127.0.0.1:4222`.
+            name: how the connection shows in the server's lists.
+            settings: fields of `BusConfig`.
+
+        Raises:
+            ConfigError: a setting is not usable.
+            PermissionDenied: the server refuses the credentials.
+            Unavailable: no server can be reached.
+        """
+        explicit = dict(settings)
+        if url is not None:
+            explicit["servers"] = url
+        return Connecting(cls, explicit, name)
+
+    @classmethod
+    async def over(cls, bus: Bus) -> Runtime:
+        """A runtime on connections that exist; closing it closes them."""
+        runtime = cls(bus)
+        bus.data.on_state(runtime._on_state)
+        await runtime.caller.start()
+        return runtime
+
+    # Clients -------------------------------------------------------------------------------
+
+    def client(self, actor: type[A], *, routing: Routing | None = None) -> A:
+        """A client with the methods of `actor`'s handlers, typed as the actor.
+
+        Args:
+            routing: the name of a policy, or a `Router`; round robin unless given.
+
+        Raises:
+            ConfigError: the class has no namespace, or `routing` is unknown.
+        """
+        if not actor.__dynbus_namespace__:
+            raise ConfigError(f"{actor.__name__} has no namespace and so no address on the bus")
+        self.discovery.begin()
+        return cast(A, client_class(actor)(self, actor, make_router(routing)))
+
+    def namespace(self, name: str) -> Namespace:
+        """Where untyped clients begin: `runtime.namespace(n).component(c).endpoint(e)`."""
+        return Namespace(self, check_token("namespace", name))
+
+    def endpoint(self, name: str | EndpointName) -> EndpointAddress:
+        """The endpoint of a dotted name.
+
+        Raises:
+            ConfigError: it is not namespace.component.endpoint.
+        """
+        return EndpointAddress(self, EndpointName.parse(str(name)))
+
+    def instance_ids(self, namespace: str, component: str) -> list[str]:
+        """The ids of a component's instances that are known now."""
+        self.discovery.begin()
+        found = self.discovery.view.instances(namespace, component, monotonic())
+        return [instance.id for instance in found]
+
+    # Instances -----------------------------------------------------------------------------
+
+    async def start(
+        self, actor: type[Actor], /, *, instance_id: str = "", **arguments: Any
+    ) -> ActorInstance:
+        """Serve an actor in this process.
+
+        Args:
+            instance_id: a name of your own instead of a random one.
+            arguments: the constructor's.
+
+        Raises:
+            ConfigError: the class or an argument is not usable, or the id is taken.
+            Exception: what `on_start` raised.
+        """
+        if instance_id:
+            check_token("instance_id", instance_id)
+        instance = ActorInstance(self, actor, arguments, instance_id)
+        if instance.id in self.instances:
+            raise ConfigError(f"instance id {instance.id!r} is in use in this process")
+        self.instances[instance.id] = instance
+        try:
+            await instance.start()
+        except BaseException:
+            self.instances.pop(instance.id, None)
+            raise
+        return instance
+
+    def forget(self, instance: ActorInstance) -> None:
+        """An instance has stopped."""
+        self.instances.pop(instance.id, None)
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Stop every instance gracefully, all at once."""
+        instances = list(self.instances.values())
+        results = await asyncio.gather(
+            *(instance.stop(grace) for instance in instances), return_exceptions=True
+        )
+        for instance, result in zip(instances, results, strict=True):
+            if isinstance(result, Exception):
+                logger.error("%r did not stop cleanly", instance, exc_info=result)
+
+    # Connection ----------------------------------------------------------------------------
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connected.is_set()
+
+    async def wait_connected(self, timeout: float | None) -> None:
+        """Wait until the bus can be reached.
+
+        Raises:
+            Unavailable: it cannot within `timeout` seconds, or the runtime is closed.
+        """
+        if self._closed:
+            raise Unavailable("the runtime is closed", started=False)
+        limit = self.bus.config.connect_timeout
+        try:
+            async with asyncio.timeout(limit if timeout is None else min(timeout, limit)):
+                await self._connected.wait()
+        except TimeoutError:
+            raise Unavailable("the bus cannot be reached", started=False) from None
+
+    async def close(self) -> None:
+        """Stop every instance, end every call, and leave the bus; more calls change nothing."""
+        if self._closed:
+            return
+        await self.stop()
+        self._closed = True
+        await self.caller.close()
+        await self.discovery.close()
+        await self.bus.close()
+
+    def _on_state(self, state: ConnectionState) -> None:
+        if state is ConnectionState.CONNECTED:
+            self._connected.set()
+        else:
+            self._connected.clear()
+
+
+class Connecting:
+    """What `Runtime.connect` returns: to be awaited, or entered with `async with`."""
+
+    def __init__(self, kind: type[Runtime], settings: dict[str, Any], name: str) -> None:
+        self._kind = kind
+        self._settings = settings
+        self._name = name
+        self._runtime: Runtime | None = None
+
+    def __await__(self) -> Generator[Any, None, Runtime]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Runtime:
+        self._runtime = await self._open()
+        return self._runtime
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._runtime is not None:
+            await _finish(self._runtime.close())
+
+    async def _open(self) -> Runtime:
+        config: BusConfig = load_config(self._settings)
+        bus = await Bus.connect(config, name=self._name)
+        try:
+            return await self._kind.over(bus)
+        except BaseException:
+            await _finish(bus.close())
+            raise
+
+
+class Namespace:
+    """A namespace of the bus."""
+
+    def __init__(self, runtime: Runtime, name: str) -> None:
+        self._runtime = runtime
+        self.name = name
+
+    def component(self, name: str) -> Component:
+        return Component(self._runtime, self.name, check_token("component", name))
+
+
+class Component:
+    """One kind of actor in a namespace."""
+
+    def __init__(self, runtime: Runtime, namespace: str, name: str) -> None:
+        self._runtime = runtime
+        self.namespace = namespace
+        self.name = name
+
+    def endpoint(self, name: str) -> EndpointAddress:
+        return EndpointAddress(self._runtime, EndpointName.of(self.namespace, self.name, name))
+
+
+class EndpointAddress:
+    """One endpoint of a component."""
+
+    def __init__(self, runtime: Runtime, name: EndpointName) -> None:
+        self._runtime = runtime
+        self.name = name
+
+    async def client(self, *, routing: Routing | None = None) -> EndpointClient:
+        """An untyped client, once the instances that exist now are known."""
+        self._runtime.discovery.begin()
+        await self._runtime.discovery.wait_synchronized(self._runtime.bus.config.connect_timeout)
+        return EndpointClient(self._runtime, self.name, make_router(routing))
+
+
+async def _finish(work: Any) -> None:
+    """Run a clean-up to its end even when the task is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise

@@ -1,0 +1,115 @@
+"""What a caller iterates over: the items of a streaming call."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from dynbus.bus.errors import InvalidResponse
+
+from .codec import Misfit
+from .invocation import Invocation
+
+T = TypeVar("T")
+
+
+class Stream(AsyncGenerator[T, None]):
+    """The items of one streaming call, in order and once.
+
+    Iterating sends the request. Leaving early (`break`, an exception, `aclose`) cancels the
+    far side; so does dropping the stream.
+    """
+
+    __slots__ = ("_closed", "_decode_many", "_index", "_invocation", "_items", "_size")
+
+    def __init__(
+        self, invocation: Invocation, decode_many: Callable[[Sequence[bytes]], list[Any]]
+    ) -> None:
+        self._invocation = invocation
+        self._decode_many = decode_many
+        self._items: list[Any] = []
+        self._index = 0
+        self._size = 0
+        self._closed = False
+
+    @property
+    def id(self) -> str:
+        """The request id."""
+        return self._invocation.request_id
+
+    @property
+    def instance_id(self) -> str:
+        """The instance that serves the stream; empty before the first item is awaited."""
+        return self._invocation.instance_id
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<Stream {self._invocation.endpoint} {self.id} [{state}]>"
+
+    def __aiter__(self) -> Stream[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        index = self._index
+        items = self._items
+        if index < len(items):
+            self._index = index + 1
+            return items[index]  # type: ignore[no-any-return]
+        return await self._refill()
+
+    async def asend(self, value: None, /) -> T:
+        return await self.__anext__()
+
+    async def athrow(
+        self,
+        typ: type[BaseException] | BaseException,
+        val: BaseException | object = None,
+        tb: TracebackType | None = None,
+        /,
+    ) -> T:
+        self._close()
+        raise typ if isinstance(typ, BaseException) else typ()
+
+    async def aclose(self) -> None:
+        """Leave the stream; the far side stops."""
+        self._close()
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self._close()
+
+    async def _refill(self) -> T:
+        if self._closed:
+            raise StopAsyncIteration
+        invocation = self._invocation
+        if self._size and invocation.call is not None:
+            invocation.call.consumed(self._size)
+            self._size = 0
+        try:
+            raw = await invocation.items()
+        except BaseException:
+            self._close()
+            raise
+        if not raw:
+            self._closed = True
+            raise StopAsyncIteration
+        self._size = sum(map(len, raw))
+        self._items = self._decode(raw)
+        self._index = 1
+        return self._items[0]  # type: ignore[no-any-return]
+
+    def _decode(self, raw: list[bytes]) -> list[Any]:
+        try:
+            return self._decode_many(raw)
+        except Misfit as error:
+            self._close()
+            raise InvalidResponse(
+                f"an item of {self._invocation.endpoint}: {error}", request_id=self.id
+            ) from None
+
+    def _close(self) -> None:
+        self._closed = True
+        self._items = []
+        self._index = 0
+        self._invocation.abandon()

@@ -1,0 +1,1 @@
+"""Numbers, with the command that made them."""

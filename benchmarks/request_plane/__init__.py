@@ -1,0 +1,1 @@
+"""Calls and streams of dynbus against bare nats-py, Dynamo, grpc.aio and Ray Serve."""

@@ -1,0 +1,1 @@
+"""The systems under measurement, one module each; see `system.System`."""

@@ -1,0 +1,109 @@
+"""dynbus as a user writes it: an actor, typed models validated on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from benchmarks.request_plane.echo import STREAMS, StepClock, make_request
+from benchmarks.request_plane.nats_server import run_nats_server
+from benchmarks.request_plane.system import Caller, Served
+from dynbus import Actor, Runtime, handler
+
+READY_SECONDS = 15.0
+
+
+class Request(BaseModel):
+    """What is asked for."""
+
+    token_ids: list[int]
+    text: str
+    max_tokens: int
+
+
+class Item(BaseModel):
+    """One item."""
+
+    token_ids: list[int]
+    text: str
+    index: int
+
+
+class StepItem(Item):
+    """One item of an engine step; `step` is when it was due."""
+
+    step: float
+
+
+class Echo(Actor, namespace="bench"):
+    """The handlers of `echo.Echo`, with models."""
+
+    def __init__(self) -> None:
+        self._clock = StepClock()
+
+    @handler
+    async def unary(self, request: Request) -> Item:
+        return Item(token_ids=[request.token_ids[0]], text="tok", index=0)
+
+    @handler
+    async def stream(self, request: Request) -> AsyncGenerator[Item, None]:
+        for token_id in range(request.max_tokens):
+            yield Item(token_ids=[token_id], text="tok", index=0)
+
+    @handler
+    async def stream_yielding(self, request: Request) -> AsyncGenerator[Item, None]:
+        for token_id in range(request.max_tokens):
+            await asyncio.sleep(0)
+            yield Item(token_ids=[token_id], text="tok", index=0)
+
+    @handler
+    async def stream_steps(self, request: Request) -> AsyncGenerator[StepItem, None]:
+        for token_id in range(request.max_tokens):
+            step = await self._clock.next_step()
+            yield StepItem(token_ids=[token_id], text="tok", index=0, step=step)
+
+
+@asynccontextmanager
+async def serve(folder: Path) -> AsyncGenerator[Served, None]:
+    async with run_nats_server(folder) as server, Runtime.connect(server.url) as runtime:
+        await runtime.start(Echo)
+        yield Served(server.url, server.pid)
+
+
+@asynccontextmanager
+async def connect(address: str) -> AsyncGenerator[Caller, None]:
+    async with Runtime.connect(address) as runtime:
+        component = runtime.namespace("bench").component("Echo")
+        for endpoint in ("unary", *STREAMS):
+            untyped = await component.endpoint(endpoint).client()
+            await untyped.wait_for_instances(timeout=READY_SECONDS)
+        yield DynbusCaller(runtime.client(Echo))
+
+
+class DynbusCaller:
+    """Calls through the typed client."""
+
+    def __init__(self, echo: Echo) -> None:
+        self._echo = echo
+        self._streams: dict[str, Callable[[Request], AsyncGenerator[Item, None]]] = {
+            "stream": echo.stream,
+            "stream_yielding": echo.stream_yielding,
+            "stream_steps": echo.stream_steps,
+        }
+
+    async def unary(self) -> None:
+        await self._echo.unary(Request(**make_request(1)))
+
+    async def stream(self, endpoint: str, max_tokens: int, on_item: Callable[[Any], None]) -> None:
+        request = Request(**make_request(max_tokens))
+        async with aclosing(self._streams[endpoint](request)) as items:
+            async for item in items:
+                on_item(item)
+
+    def step_of(self, item: Any) -> float:
+        return float(item.step)

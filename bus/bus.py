@@ -1,0 +1,141 @@
+"""One process's presence on the bus: two connections, an identity, and what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .config import BusConfig
+from .heartbeats import Heartbeats
+from .lane import ControlLane, InlineLane, ThreadLane
+from .names import ReplySubjects
+from .transport import Connection
+
+if TYPE_CHECKING:
+    from .telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+
+class Bus:
+    """The connections and identity that a process's callers and servers share.
+
+    Attributes:
+        data: the connection of the main loop, for requests, results and plain replies.
+        lane: the control lane with the second connection.
+        replies: the subjects under which this process hears from others.
+        incarnation: random per process start.
+        drops: messages that were dropped, by reason.
+    """
+
+    def __init__(
+        self,
+        config: BusConfig,
+        data: Connection,
+        lane: ControlLane,
+        replies: ReplySubjects,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        self.config = config
+        self.data = data
+        self.lane = lane
+        self.replies = replies
+        self.telemetry = telemetry
+        self.loop = asyncio.get_running_loop()
+        self.incarnation = secrets.token_hex(8)
+        self.drops: Counter[str] = Counter()
+        self.bounce_handlers: dict[str, Callable[[], None]] = {}
+        self.bounce_tokens = itertools.count(1)
+        self.known_instances: Callable[[], int] = lambda: 0
+        self.heartbeats = Heartbeats(self)
+
+    def __repr__(self) -> str:
+        return f"<Bus {self.replies.client_id[:8]} [{self.data.state.value}]>"
+
+    @classmethod
+    async def connect(cls, config: BusConfig, *, name: str = "dynbus") -> Bus:
+        """Open both connections to nats-server.
+
+        Raises:
+            PermissionDenied: the server refuses the credentials or a reply subject.
+            Unavailable: no server can be reached.
+        """
+        from .nats_client import NatsConnection
+        from .nats_client import connect as connect_nats
+        from .telemetry import Telemetry
+
+        replies = ReplySubjects(config.principal, secrets.token_hex(16))
+        options: dict[str, Any] = {}
+        if config.credentials:
+            options["user_credentials"] = config.credentials
+
+        async def open_connection(suffix: str) -> NatsConnection:
+            return await connect_nats(
+                config.servers,
+                name=f"{name}{suffix}",
+                inbox=f"{replies.base}.js{suffix.replace(' ', '')}",
+                timeout=config.connect_timeout,
+                options=options,
+            )
+
+        data = await open_connection("")
+        lane = ThreadLane(f"{name}-control")
+        try:
+            await lane.start(lambda: open_connection(" control"))
+            bus = cls(config, data, lane, replies, Telemetry.from_environment())
+            await bus.start()
+        except BaseException:
+            await lane.stop()
+            await data.close()
+            raise
+        return bus
+
+    @classmethod
+    async def over(cls, config: BusConfig, data: Connection, control: Connection) -> Bus:
+        """Use two connections that exist, both on the running loop (the in-memory bus)."""
+        replies = ReplySubjects(config.principal, secrets.token_hex(16))
+        bus = cls(config, data, InlineLane(control), replies)
+        await bus.start()
+        return bus
+
+    async def start(self) -> None:
+        """Begin to hear bounces and heartbeats.
+
+        Raises:
+            PermissionDenied: the server refuses the reply subjects.
+        """
+        self.data.subscribe(self.replies.bounce_wildcard, lambda m: self._bounced(m.subject))
+        await self.data.barrier()
+        await self.lane.run(self.heartbeats.start())
+
+    def drop(self, reason: str) -> None:
+        """Count a message that is dropped, and why."""
+        self.drops[reason] += 1
+        if self.telemetry is not None:
+            self.telemetry.drop(reason)
+
+    def answer_jitter(self, most: float, above: int) -> float:
+        """Seconds over which to spread an answer that every instance gives at once.
+
+        `known_instances` says how many those are; up to `above` none is needed.
+        """
+        return most if self.known_instances() > above else 0.0
+
+    def _bounced(self, subject: str) -> None:
+        token = subject.rpartition(".")[2]
+        handler = self.bounce_handlers.get(token)
+        if handler is not None:
+            handler()
+        else:
+            self.lane.call(self.heartbeats.bounced, token)
+
+    async def close(self) -> None:
+        """Close both connections; what was published before is sent first."""
+        await self.lane.run(self.heartbeats.stop())
+        await self.lane.stop()
+        await self.data.close()

@@ -1,0 +1,562 @@
+"""The calling side: sends requests to instances and takes in what comes back.
+
+One `Caller` per process. It knows nothing of routing or types: `start` sends bytes to one
+instance and returns a `PendingCall`, which ends with bytes or one error, in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from . import headers
+from .clock import monotonic
+from .context import Context
+from .errors import (
+    STATUS_CODES,
+    Cancelled,
+    DeadlineExceeded,
+    DynbusError,
+    PayloadTooLarge,
+    StreamLost,
+    Unavailable,
+    UnknownOutcome,
+)
+from .heartbeats import Registry
+from .liveness import PeerLiveness
+from .names import EndpointName, control_subject
+from .streams import StreamReader
+from .transport import ConnectionState, Message
+from .wire import (
+    SECRET_BYTES,
+    VERSION,
+    Batch,
+    Cancel,
+    Credit,
+    End,
+    Failed,
+    Frame,
+    Heartbeat,
+    Items,
+    Open,
+    Part,
+    Resume,
+    Unknown,
+    decode_batch,
+    encode_batch,
+    error_of,
+)
+
+if TYPE_CHECKING:
+    from .bus import Bus
+
+logger = logging.getLogger(__name__)
+
+KILL_AFTER: Final = 1.0
+MAX_ACKNOWLEDGEMENTS: Final = 8192
+SMALLEST_WINDOW: Final = 16 * 1024
+
+_RESULTS = (Items, End, Failed, Part)
+
+
+class CallHead(NamedTuple):
+    """What a request says beside its payload.
+
+    Attributes:
+        deadline: on the clock of `monotonic`; None without a limit.
+        fields: further headers, checked by `headers.encode`.
+    """
+
+    endpoint: EndpointName
+    request_id: str
+    deadline: float | None
+    attempt: int
+    streaming: bool
+    fields: dict[str, str]
+
+
+class RemoteInstance:
+    """An instance that this process calls, and the calls that are open there."""
+
+    def __init__(self, caller: Caller, namespace: str, component: str, instance_id: str) -> None:
+        self._caller = caller
+        self.instance_id = instance_id
+        self._control_subject = control_subject(namespace, component, instance_id)
+        self.liveness: PeerLiveness | None = None
+        self.calls: dict[int, PendingCall] = {}
+        self.done: list[tuple[int, bytes]] = []
+        self.load = 0
+
+    @property
+    def control_subject(self) -> str:
+        return self._control_subject
+
+    def has_work(self) -> bool:
+        return bool(self.calls or self.done)
+
+    def beat(self) -> list[Frame]:
+        # The main loop only appends to `done`, so taking a prefix away loses nothing.
+        count = min(len(self.done), MAX_ACKNOWLEDGEMENTS)
+        done = self.done[:count]
+        del self.done[:count]
+        return [Open(list(self.calls), done)]
+
+    def gone(self) -> None:
+        self._caller.instance_gone(self)
+
+
+class PendingCall:
+    """A call that was sent to one instance. Owned by the task that awaits it."""
+
+    __slots__ = (
+        "_behind_at",
+        "_caller",
+        "_missed",
+        "_timer",
+        "_unlink",
+        "_waiter",
+        "attempt",
+        "endpoint",
+        "error",
+        "number",
+        "reader",
+        "remote",
+        "request_id",
+        "secret",
+        "streaming",
+    )
+
+    def __init__(
+        self, caller: Caller, remote: RemoteInstance, number: int, head: CallHead, window: int
+    ) -> None:
+        self._caller = caller
+        self.remote = remote
+        self.number = number
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self.attempt = head.attempt
+        self.endpoint = head.endpoint
+        self.request_id = head.request_id
+        self.streaming = head.streaming
+        self.reader = StreamReader(window=window, max_item_bytes=caller.bus.config.max_item_bytes)
+        self.error: DynbusError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._unlink: Callable[[], None] | None = None
+        self._missed = 0
+        self._behind_at = -1
+
+    def __repr__(self) -> str:
+        return f"<PendingCall {self.number} {self.endpoint} {self.reader!r}>"
+
+    @property
+    def is_open(self) -> bool:
+        return self.error is None and self.reader.terminal is None
+
+    async def result(self) -> bytes:
+        """Wait for the end; the result of a unary call.
+
+        Raises:
+            DynbusError: how the call ended otherwise.
+        """
+        try:
+            while self.is_open:
+                await self._wait()
+        except asyncio.CancelledError:
+            self.abandon()
+            raise
+        if self.error is not None:
+            raise self.error
+        return self.reader.result()
+
+    async def items(self) -> list[bytes]:
+        """Wait for items; an empty list is the end of a stream.
+
+        Items that arrived before an error are delivered before it is raised.
+
+        Raises:
+            DynbusError: how the call ended otherwise.
+        """
+        reader = self.reader
+        try:
+            while not reader.has_ready and self.is_open:
+                await self._wait()
+        except asyncio.CancelledError:
+            self.abandon()
+            raise
+        if reader.has_ready:
+            return reader.drain()
+        if self.error is not None:
+            raise self.error
+        return []
+
+    def consumed(self, size: int) -> None:
+        """The reader took items of `size` bytes; tells the writer now and then."""
+        granted = self.reader.consume(size)
+        if granted is not None and self.is_open:
+            self._caller.send(
+                self.remote,
+                Credit(self.number, self.secret, self.attempt, granted, self.reader.next_sequence),
+            )
+
+    def abandon(self) -> None:
+        """The reader leaves: the far side stops, and is killed a second later."""
+        if self.is_open:
+            self._cancel_far_side(KILL_AFTER)
+            self.fail(Cancelled("the caller left", request_id=self.request_id))
+
+    def cancel(self, *, kill: bool = False) -> None:
+        """Ask the far side to stop, or drop the call now; the reader goes on to the end."""
+        if self.is_open:
+            self._cancel_far_side(0.0 if kill else -1.0)
+
+    def follow(self, context: Context) -> None:
+        """Pass stop and kill of `context` on to this call."""
+        self._unlink = context.link(lambda killed: self.cancel(kill=killed))
+
+    # Called by the caller ----------------------------------------------------------------
+
+    def receive(self, frame: Items | Part | End | Failed) -> None:
+        reader = self.reader
+        try:
+            reader.receive(frame)
+        except PayloadTooLarge as error:
+            self._cancel_far_side(0.0)
+            self.fail(error)
+            return
+        if reader.terminal is not None:
+            terminal = reader.terminal
+            self._finish(error_of(terminal) if isinstance(terminal, Failed) else None)
+        elif reader.behind:
+            self._ask_to_resume()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def fail(self, error: DynbusError) -> None:
+        """End the call on this side."""
+        if not self.is_open:
+            return
+        if not error.request_id:
+            error.request_id = self.request_id
+        self._finish(error)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def expire(self) -> None:
+        """The deadline passed."""
+        if self.is_open:
+            self._cancel_far_side(0.0)
+            self.fail(
+                DeadlineExceeded(
+                    f"{self.endpoint} did not end in time",
+                    hop=f"caller of {self.endpoint.hop(self.remote.instance_id)}",
+                )
+            )
+
+    def arm(self, deadline: float) -> None:
+        """Expire at `deadline`, on the clock of `monotonic`."""
+        delay = max(0.0, deadline - monotonic())
+        self._timer = self._caller.bus.loop.call_later(delay, self.expire)
+
+    def compare(self, sent: int | None) -> None:
+        """A heartbeat says what the writer has sent, or does not know this call (None).
+
+        Acts on the second heartbeat in a row only: frames and heartbeats travel apart.
+        """
+        if sent is not None and sent <= self.reader.next_sequence:
+            self._missed = 0
+            self._behind_at = -1
+            return
+        position = self.reader.next_sequence
+        self._missed = self._missed + 1 if self._behind_at == position else 1
+        self._behind_at = position
+        if self._missed >= 2:
+            self._missed = 0
+            self.resume()
+
+    def resume(self) -> None:
+        """Ask the writer to send everything that is not here yet."""
+        self._caller.send(
+            self.remote,
+            Resume(self.number, self.secret, self.attempt, self.reader.next_sequence),
+        )
+
+    def _ask_to_resume(self) -> None:
+        # Every frame behind a gap says so; one question per position is enough, and a lost
+        # question is asked again at the next heartbeats.
+        if self._behind_at != self.reader.next_sequence:
+            self._behind_at = self.reader.next_sequence
+            self.resume()
+
+    def _cancel_far_side(self, kill_after: float) -> None:
+        self._caller.send(self.remote, Cancel(self.number, self.secret, self.attempt, kill_after))
+
+    async def _wait(self) -> None:
+        waiter = self._caller.bus.loop.create_future()
+        self._waiter = waiter
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+
+    def _finish(self, error: DynbusError | None) -> None:
+        self.error = error
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._unlink is not None:
+            self._unlink()
+        self._caller.forget(self)
+
+
+class Caller:
+    """Sends requests for one process and hands the answers to the calls that wait.
+
+    Call `start` once before anything else.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.registry: Registry[RemoteInstance] = Registry(bus.replies.base, self._on_control)
+        self._calls: dict[int, PendingCall] = {}
+        self._number = 0
+        self._window_left = bus.config.connection_window
+
+    def __repr__(self) -> str:
+        return f"<Caller [{len(self._calls)} calls]>"
+
+    async def start(self) -> None:
+        """Begin to hear answers.
+
+        Raises:
+            PermissionDenied: the server refuses the reply subjects.
+        """
+        bus = self.bus
+        bus.data.subscribe(bus.replies.data_wildcard, self._on_data)
+        bus.data.on_state(self._on_state)
+        bus.heartbeats.add(self.registry)
+        await bus.data.barrier()
+        await bus.lane.run(self._start_control())
+
+    async def _start_control(self) -> None:
+        connection = self.bus.lane.connection
+        connection.subscribe(
+            self.bus.replies.control_frames,
+            lambda message: self.bus.heartbeats.receive(self.registry, message),
+        )
+        await connection.barrier()
+
+    def statistics(self) -> dict[str, int]:
+        """Open calls by instance id."""
+        return {
+            key: len(remote.calls) for key, remote in self.registry.peers.items() if remote.calls
+        }
+
+    def in_flight(self, instance_id: str) -> int:
+        """Calls of this process that are open at an instance."""
+        remote = self.registry.peers.get(instance_id)
+        return len(remote.calls) if remote is not None else 0
+
+    def load(self, instance_id: str) -> int:
+        """Calls that an instance last reported to run or wait there."""
+        remote = self.registry.peers.get(instance_id)
+        return remote.load if remote is not None else 0
+
+    def begin(self, head: CallHead, instance_id: str, data: bytes) -> PendingCall:
+        """Send a request to one instance.
+
+        Raises:
+            PayloadTooLarge: it exceeds `max_request_bytes`; nothing was sent.
+            DeadlineExceeded: the deadline has passed; nothing was sent.
+            ConfigError: a header value is not printable ASCII.
+        """
+        config = self.bus.config
+        if len(data) > config.max_request_bytes:
+            raise PayloadTooLarge(
+                f"a request of {len(data)} bytes to {head.endpoint} exceeds "
+                f"max_request_bytes = {config.max_request_bytes}",
+                request_id=head.request_id,
+                started=False,
+            )
+        remote = self._remote(head.endpoint, instance_id)
+        self._number += 1
+        window = self._take_window()
+        call = PendingCall(self, remote, self._number, head, window)
+        block = self._head_block(call, head, window)
+        self._calls[call.number] = call
+        remote.calls[call.number] = call
+        if head.deadline is not None:
+            call.arm(head.deadline)
+        self._publish(head.endpoint.at(instance_id), call, block, data)
+        return call
+
+    def send(self, remote: RemoteInstance, frame: Frame) -> None:
+        """Send one control frame to an instance, from the main loop."""
+        bus = self.bus
+        bus.data.publish(
+            remote.control_subject,
+            encode_batch(bus.replies.base, bus.incarnation, 0, [frame]),
+            reply=bus.replies.bounce(self.registry.bounce_token(remote.instance_id)),
+        )
+
+    def forget(self, call: PendingCall) -> None:
+        """A call has ended."""
+        if self._calls.pop(call.number, None) is not None:
+            call.remote.calls.pop(call.number, None)
+            call.remote.done.append((call.number, call.secret))
+            self._window_left += call.reader.window
+
+    def instance_gone(self, remote: RemoteInstance) -> None:
+        """An instance died: end its calls. A call that never began is told apart by retries."""
+        for call in list(remote.calls.values()):
+            hop = call.endpoint.hop(remote.instance_id)
+            if call.streaming:
+                call.fail(StreamLost("the instance is gone", hop=hop))
+            else:
+                call.fail(
+                    UnknownOutcome(
+                        "the instance is gone; the call may or may not have been carried out",
+                        hop=hop,
+                    )
+                )
+        remote.done.clear()
+        self.registry.peers.pop(remote.instance_id, None)
+
+    async def close(self) -> None:
+        """End every open call and say so to the far sides."""
+        for call in list(self._calls.values()):
+            call.abandon()
+        self.bus.heartbeats.remove(self.registry)
+
+    # Internals ---------------------------------------------------------------------------
+
+    def _remote(self, endpoint: EndpointName, instance_id: str) -> RemoteInstance:
+        remote = self.registry.peers.get(instance_id)
+        if remote is None:
+            remote = RemoteInstance(self, endpoint.namespace, endpoint.component, instance_id)
+            self.registry.peers[instance_id] = remote
+        return remote
+
+    def _take_window(self) -> int:
+        config = self.bus.config
+        window = min(config.stream_window, max(SMALLEST_WINDOW, self._window_left // 8))
+        self._window_left -= window
+        return window
+
+    def _head_block(self, call: PendingCall, head: CallHead, window: int) -> bytes:
+        fields = {
+            headers.FRAMES: f"{VERSION} {call.secret.hex()} {window}",
+            headers.REQUEST_ID: head.request_id,
+        }
+        if head.deadline is not None:
+            left = head.deadline - monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"the deadline passed before {head.endpoint} was called",
+                    request_id=head.request_id,
+                    started=False,
+                )
+            fields[headers.DEADLINE] = str(max(1, round(left * 1000)))
+        if head.attempt > 1:
+            fields[headers.ATTEMPT] = str(head.attempt)
+        if head.fields:
+            fields |= head.fields
+        return headers.encode(fields)
+
+    def _publish(self, subject: str, call: PendingCall, block: bytes, data: bytes) -> None:
+        bus = self.bus
+        reply = bus.replies.request(call.number)
+        room = bus.data.max_payload - len(block) - 64
+        if len(data) <= room:
+            bus.data.publish(subject, data, reply=reply, headers=block)
+            return
+        count = -(-len(data) // room)
+        fields = headers.decode(block)
+        for index in range(count):
+            part = headers.encode(fields | {headers.PART: f"{index + 1}/{count}"})
+            chunk = data[index * room : (index + 1) * room]
+            bus.data.publish(subject, chunk, reply=reply, headers=part)
+
+    def _on_data(self, message: Message) -> None:
+        token = message.subject.rpartition(".")[2]
+        if token == "f":
+            self._on_frames(message)
+            return
+        call = self._calls.get(int(token)) if token.isdigit() and len(token) <= 18 else None
+        if call is None:
+            return
+        if headers.status(message.headers) == headers.NO_RESPONDERS:
+            call.fail(
+                Unavailable(
+                    "the instance is gone",
+                    hop=call.endpoint.hop(call.remote.instance_id),
+                    started=False,
+                )
+            )
+            return
+        self._plain_answer(call, message)
+
+    def _plain_answer(self, call: PendingCall, message: Message) -> None:
+        """An answer without frames: a responder that refused the request as a whole."""
+        fields = headers.decode(message.headers)
+        text = fields.get(headers.SERVICE_ERROR)
+        if text is None:
+            call.fail(DynbusError("the instance answered without frames: is it dynbus?"))
+            return
+        status = fields.get(headers.SERVICE_ERROR_CODE, "")
+        started = status not in {str(STATUS_CODES["Unavailable"]), str(STATUS_CODES["Overloaded"])}
+        call.fail(DynbusError(text, started=started))
+
+    def _on_frames(self, message: Message) -> None:
+        batch = decode_batch(message.data)
+        if batch is None:
+            self.bus.drop("malformed_frames")
+            return
+        remote = self.registry.peers.get(batch.sender)
+        if remote is not None:
+            remote.load = batch.load
+        calls = self._calls
+        for frame in batch.frames:
+            if not isinstance(frame, _RESULTS):
+                self.bus.drop("unexpected_frame")
+                continue
+            call = calls.get(frame.number)
+            if call is None or frame.secret != call.secret or frame.attempt != call.attempt:
+                self.bus.drop("stale_frame")
+                continue
+            call.receive(frame)
+
+    def _on_control(self, batch: Batch) -> None:
+        remote = self.registry.peers.get(batch.sender)
+        if remote is None:
+            return
+        for frame in batch.frames:
+            if isinstance(frame, Heartbeat):
+                self._on_heartbeat(remote, frame)
+            elif isinstance(frame, Unknown):
+                call = self._calls.get(frame.number)
+                if call is not None and frame.secret == call.secret:
+                    self._lost(call)
+
+    def _on_heartbeat(self, remote: RemoteInstance, frame: Heartbeat) -> None:
+        if frame.blocked > self.bus.config.stall_limit:
+            self.instance_gone(remote)
+            return
+        sent = dict(frame.calls)
+        for call in list(remote.calls.values()):
+            call.compare(sent.get(call.number))
+
+    def _lost(self, call: PendingCall) -> None:
+        hop = call.endpoint.hop(call.remote.instance_id)
+        if call.reader.next_sequence == 0:
+            call.fail(Unavailable("the request was lost on its way", hop=hop, started=False))
+        else:
+            call.fail(StreamLost("the instance does not know the stream any longer", hop=hop))
+
+    def _on_state(self, state: ConnectionState) -> None:
+        if state is ConnectionState.CONNECTED:
+            for call in list(self._calls.values()):
+                call.resume()

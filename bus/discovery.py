@@ -1,0 +1,325 @@
+"""Which instances exist: the view that clients choose from.
+
+`InstanceView` is the state, without I/O. `Discovery` feeds it from one ordered consumer on
+the control lane and wakes whoever waits on the main loop. The view forgets an instance late
+rather than early: an expiry seen just after an outage of ours may only mean that its renewal
+is on the way, and an instance that still answers is not dead whatever a record says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from .clock import monotonic
+from .errors import DynbusError, NoInstances, Unavailable
+from .leases import INSTANCES_STREAM
+from .names import EndpointName
+from .transport import ConnectionState, OrderedConsumer, StoredMessage
+from .wire import InstanceRecord, decode_record
+
+if TYPE_CHECKING:
+    from .bus import Bus
+
+logger = logging.getLogger(__name__)
+
+EXPIRY_GRACE: Final = 3.0
+SUSPECT_SECONDS: Final = 2.0
+RETRY_DELAY: Final = 0.5
+FIRST_READING: Final = 5.0
+
+ComponentKey = tuple[str, str]
+
+
+class Instance(NamedTuple):
+    """An instance as a client may choose it.
+
+    Attributes:
+        started: Unix time of its start.
+        renewed: Unix time of its last renewal, on the server's clock.
+    """
+
+    record: InstanceRecord
+    renewed: float
+
+    @property
+    def id(self) -> str:
+        return self.record.instance_id
+
+
+class InstanceView:
+    """All instances that are known, by component. Times are of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._instances: dict[ComponentKey, dict[str, Instance]] = {}
+        self._expired: dict[tuple[str, str, str], float] = {}
+        self._suspect: dict[tuple[str, str, str], float] = {}
+        self._unseen: set[tuple[str, str, str]] = set()
+        self._grace_until = 0.0
+        self._choice: dict[ComponentKey, list[Instance]] = {}
+
+    def __repr__(self) -> str:
+        count = sum(len(instances) for instances in self._instances.values())
+        return f"<InstanceView [{count} instances, {len(self._expired)} expired]>"
+
+    def put(self, record: InstanceRecord, renewed: float) -> bool:
+        """An instance announced itself or renewed; True when it was not known so."""
+        key = (record.namespace, record.component, record.instance_id)
+        component = self._instances.setdefault(key[:2], {})
+        before = component.get(record.instance_id)
+        component[record.instance_id] = Instance(record, renewed)
+        self._choice.pop(key[:2], None)
+        self._expired.pop(key, None)
+        self._unseen.discard(key)
+        news = before is None or before.record.incarnation != record.incarnation
+        if news:
+            self._suspect.pop(key, None)
+        return news or before is None or before.record.draining != record.draining
+
+    def delete(self, namespace: str, component: str, instance_id: str) -> None:
+        """An instance said that it goes."""
+        self._drop((namespace, component, instance_id))
+
+    def expire(self, namespace: str, component: str, instance_id: str, now: float) -> None:
+        """A record ran out; counts at once, or after the grace that follows an outage."""
+        key = (namespace, component, instance_id)
+        if now < self._grace_until:
+            self._expired[key] = self._grace_until
+        else:
+            self._drop(key)
+
+    def outage_ended(self, now: float) -> None:
+        """We were cut off until now: give records time to be renewed."""
+        self._grace_until = now + EXPIRY_GRACE
+
+    def pass_began(self) -> None:
+        """A complete reading of all records begins."""
+        self._unseen = {
+            (*key, instance_id)
+            for key, instances in self._instances.items()
+            for instance_id in instances
+        }
+
+    def pass_ended(self, now: float) -> None:
+        """It is complete: what it did not show has ended while we did not look."""
+        for key in self._unseen:
+            self.expire(*key, now)
+        self._unseen = set()
+
+    def suspect(self, namespace: str, component: str, instance_id: str, now: float) -> None:
+        """Do not choose an instance for a moment: a request to it found nobody."""
+        self._suspect[(namespace, component, instance_id)] = now + SUSPECT_SECONDS
+
+    def instances(self, namespace: str, component: str, now: float) -> list[Instance]:
+        """The instances of a component that may be chosen, in a stable order."""
+        if self._expired:
+            for expired in [key for key, until in self._expired.items() if until <= now]:
+                self._drop(expired)
+        key = (namespace, component)
+        choice = self._choice.get(key)
+        if choice is None:
+            known = self._instances.get(key, {})
+            choice = [one for one in known.values() if not one.record.draining]
+            self._choice[key] = choice
+        if not self._suspect:
+            return choice
+        for suspect in [key for key, until in self._suspect.items() if until <= now]:
+            del self._suspect[suspect]
+        return [one for one in choice if (namespace, component, one.id) not in self._suspect]
+
+    def everything(self) -> list[Instance]:
+        """Every known instance."""
+        return [one for instances in self._instances.values() for one in instances.values()]
+
+    def _drop(self, key: tuple[str, str, str]) -> None:
+        self._expired.pop(key, None)
+        self._suspect.pop(key, None)
+        self._choice.pop(key[:2], None)
+        component = self._instances.get(key[:2])
+        if component is not None:
+            component.pop(key[2], None)
+
+
+class Discovery:
+    """The view of one process, kept current from `start` to `close`.
+
+    `view` belongs to the main loop.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.view = InstanceView()
+        self.synchronized = asyncio.Event()
+        self._changed: set[asyncio.Future[None]] = set()
+        self._listeners: list[Callable[[], None]] = []
+        self._consumer: OrderedConsumer | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._begun = False
+
+    def begin(self) -> None:
+        """Start watching, once; returns at once."""
+        if not self._begun:
+            self._begun = True
+            self._bus.lane.call(self._launch)
+
+    async def close(self) -> None:
+        """Stop watching."""
+        if self._begun:
+            await self._bus.lane.run(self._stop())
+
+    async def wait_synchronized(self, timeout: float | None) -> None:
+        """Wait for the first complete reading of all records.
+
+        Raises:
+            Unavailable: it is not complete within `timeout` seconds.
+        """
+        self.begin()
+        if self.synchronized.is_set():
+            return
+        try:
+            async with asyncio.timeout(timeout):
+                await self.synchronized.wait()
+        except TimeoutError:
+            raise Unavailable(
+                f"the instances bucket could not be read within {timeout} s: "
+                "is JetStream enabled on the server?",
+                started=False,
+            ) from None
+
+    async def wait(
+        self, endpoint: EndpointName, count: int, timeout: float | None
+    ) -> list[Instance]:
+        """The instances of an endpoint's component, once there are `count`.
+
+        Args:
+            timeout: seconds to wait; None waits for ever, 0 does not wait beyond the first
+                complete reading.
+
+        Raises:
+            NoInstances: there are not as many in time.
+        """
+        try:
+            async with asyncio.timeout(timeout or None):
+                await self.wait_synchronized(FIRST_READING if timeout == 0 else None)
+                while True:
+                    found = self.view.instances(endpoint.namespace, endpoint.component, monotonic())
+                    if len(found) >= count or timeout == 0:
+                        break
+                    await self._change(1.0)
+        except TimeoutError:
+            found = self.view.instances(endpoint.namespace, endpoint.component, monotonic())
+        if len(found) < count:
+            waited = f" within {timeout} s" if timeout else ""
+            have = f", {len(found)} of {count} found" if found else ""
+            raise NoInstances(f"no instance serves {endpoint}{waited}{have}", started=False)
+        return found
+
+    async def _change(self, at_most: float) -> None:
+        future: asyncio.Future[None] = self._bus.loop.create_future()
+        self._changed.add(future)
+        try:
+            # Bounded: suspicion and grace end by time alone.
+            async with asyncio.timeout(at_most):
+                await future
+        except TimeoutError:
+            return
+        finally:
+            self._changed.discard(future)
+
+    def _notify(self) -> None:
+        for future in self._changed:
+            if not future.done():
+                future.set_result(None)
+
+    # On the lane ---------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._watch(), name="discovery")
+
+    async def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._consumer is not None:
+            await self._consumer.stop()
+
+    async def _watch(self) -> None:
+        connection = self._bus.lane.connection
+        connection.on_state(self._on_state)
+        while True:
+            try:
+                self._main(self.view.pass_began)
+                self._consumer = await connection.jetstream.consume(
+                    INSTANCES_STREAM.name,
+                    self._receive,
+                    last_per_subject=True,
+                    on_restart=lambda: self._main(self.view.pass_began),
+                    on_caught_up=lambda: self._main(self._caught_up),
+                )
+                return
+            except DynbusError as error:
+                if error.code == "NoStream":
+                    await self._make_bucket()
+                    continue
+                logger.warning("discovery cannot watch yet: %s", error)
+                await asyncio.sleep(RETRY_DELAY)
+
+    async def _make_bucket(self) -> None:
+        try:
+            await self._bus.lane.connection.jetstream.ensure_stream(INSTANCES_STREAM)
+        except DynbusError as error:
+            logger.warning("the instances bucket cannot be made: %s", error)
+            await asyncio.sleep(RETRY_DELAY)
+
+    def _on_state(self, state: ConnectionState) -> None:
+        if state is ConnectionState.CONNECTED:
+            self._main(lambda: self.view.outage_ended(monotonic()))
+
+    def _receive(self, message: StoredMessage) -> None:
+        tokens = message.subject.split(".")
+        if len(tokens) != 5:
+            self._main(self._bus.drop, "malformed_record")
+            return
+        _, _, namespace, component, instance_id = tokens
+        if message.is_marker:
+            if "Nats-Marker-Reason" in message.headers:
+                self._main(self._expire, namespace, component, instance_id)
+            else:
+                self._main(self._delete, namespace, component, instance_id)
+            return
+        record = decode_record(message.data)
+        if record is None or (record.namespace, record.component, record.instance_id) != (
+            namespace,
+            component,
+            instance_id,
+        ):
+            self._main(self._bus.drop, "malformed_record")
+            return
+        self._main(self._put, record, message.time)
+
+    def _main(self, function: Callable[..., object], *args: object) -> None:
+        try:
+            self._bus.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            logger.debug("the main loop is closed, %s was not run", function)
+
+    # On the main loop ----------------------------------------------------------------------
+
+    def _put(self, record: InstanceRecord, renewed: float) -> None:
+        if self.view.put(record, renewed):
+            self._notify()
+
+    def _expire(self, namespace: str, component: str, instance_id: str) -> None:
+        self.view.expire(namespace, component, instance_id, monotonic())
+        self._notify()
+
+    def _delete(self, namespace: str, component: str, instance_id: str) -> None:
+        self.view.delete(namespace, component, instance_id)
+        self._notify()
+
+    def _caught_up(self) -> None:
+        self.view.pass_ended(monotonic())
+        self.synchronized.set()
+        self._notify()

@@ -1,0 +1,44 @@
+"""What an instance serves: one handler, reduced to what the bus needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+DEFAULT_CONCURRENCY: Final = 256
+DEFAULT_QUEUE: Final = 1024
+DEFAULT_TIMEOUT: Final = 60.0
+DEFAULT_IDLE_TIMEOUT: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One handler of one instance.
+
+    Attributes:
+        invoke: takes a decoded request; returns a coroutine, or for a stream an async generator.
+        decode: request bytes to request; raises `InvalidRequest`.
+        encode: a result or an item to bytes; raises `InvalidResponse`.
+        concurrency: calls that run at a time; None for no limit.
+        queue: calls that wait at most; None for no limit.
+        timeout: seconds for a whole call; None for no limit.
+        idle_timeout: seconds that a stream may be without an item; None for no limit.
+        schemas: JSON schemas by `request` and `response`.
+    """
+
+    name: str
+    streaming: bool
+    invoke: Callable[[Any], Any]
+    decode: Callable[[bytes], Any]
+    encode: Callable[[Any], bytes]
+    concurrency: int | None = DEFAULT_CONCURRENCY
+    queue: int | None = DEFAULT_QUEUE
+    timeout: float | None = DEFAULT_TIMEOUT
+    idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT
+    schemas: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def kind(self) -> str:
+        """`stream` or `unary`."""
+        return "stream" if self.streaming else "unary"

@@ -1,0 +1,263 @@
+"""Heartbeats, bounces and the blocked main loop: what the control lane does by itself.
+
+Runs on the lane's loop. At each tick it reads the main loop's registries of peers (plain
+dictionaries, copied in one step) instead of being told of every call, so that a call costs
+nothing here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+
+from . import headers
+from .clock import monotonic
+from .liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, PeerLiveness
+from .transport import ConnectionState, Message
+from .wire import Batch, Frame, Ping, Pong, decode_batch, encode_batch
+
+if TYPE_CHECKING:
+    from .bus import Bus
+
+logger = logging.getLogger(__name__)
+
+TICK: Final = 0.1
+BLOCKED_REPORT: Final = 0.1
+FROZEN_TICK: Final = 0.7
+
+
+class Peer(Protocol):
+    """The other side of open calls, as the control lane sees it.
+
+    `liveness` belongs to the lane; everything else is read by it and written by the main loop.
+    """
+
+    liveness: PeerLiveness | None
+
+    @property
+    def control_subject(self) -> str:
+        """Where its control lane listens."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether calls are open, or acknowledgements to be sent."""
+        ...
+
+    def beat(self) -> list[Frame]:
+        """The frames of the next heartbeat; called on the lane's thread."""
+        ...
+
+    def gone(self) -> None:
+        """It is dead; called on the main loop."""
+        ...
+
+
+P = TypeVar("P", bound=Peer)
+
+
+class Registry(Generic[P]):
+    """The peers of one caller or one instance.
+
+    Args:
+        identity: what this side calls itself in its batches: a reply base or an instance id.
+        on_batch: takes their control batches on the main loop.
+    """
+
+    def __init__(self, identity: str, on_batch: Callable[[Batch], None]) -> None:
+        self.identity = identity
+        self.on_batch = on_batch
+        self.token = ""
+        self.peers: dict[str, P] = {}
+
+    def bounce_token(self, remote_id: str) -> str:
+        """The token of bounce subjects that names one of the peers."""
+        return f"{self.token}-{remote_id}"
+
+
+class Heartbeats:
+    """What the control lane of one process does at every tick.
+
+    Attributes:
+        blocked: seconds for which the main loop has not run; 0 while it answers.
+        longest_block: the longest such time so far.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._registries: dict[str, Registry[Any]] = {}
+        self._tokens = itertools.count(1)
+        self._task: asyncio.Task[None] | None = None
+        self._early = asyncio.Event()
+        self._main_thread = threading.get_ident()
+        self._main_answered = True
+        self._main_asked_at = 0.0
+        self._block_reported = False
+        self.blocked = 0.0
+        self.longest_block = 0.0
+
+    def add(self, registry: Registry[Any]) -> None:
+        """Beat for the peers of `registry` from now on."""
+        registry.token = str(next(self._tokens))
+        self._registries[registry.token] = registry
+
+    def remove(self, registry: Registry[Any]) -> None:
+        """The inverse of `add`."""
+        self._registries.pop(registry.token, None)
+
+    # On the lane's loop ----------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to beat and to hear bounces.
+
+        Raises:
+            PermissionDenied: the server refuses the reply subjects.
+        """
+        connection = self._bus.lane.connection
+        connection.subscribe(self._bus.replies.control_bounce("*"), self._ping_bounced)
+        connection.on_state(self._on_state)
+        self._bus.data.on_state(lambda state: self._bus.lane.call(self._on_state, state))
+        await connection.barrier()
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="heartbeats")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def bounced(self, key: str) -> None:
+        """A message of the main loop to the peer of this bounce token found nobody."""
+        registry, peer, remote_id = self._find(key)
+        if registry is None or peer is None:
+            return
+        if peer.liveness is None:
+            peer.liveness = PeerLiveness(monotonic())
+        if peer.liveness.bounced():
+            self._send(registry, remote_id, peer, [Ping(0)])
+
+    def receive(self, registry: Registry[Any], message: Message) -> None:
+        """Take in a control message for one of our callers or instances."""
+        batch = decode_batch(message.data)
+        if batch is None:
+            self._to_main(self._bus.drop, "malformed_control")
+            return
+        remote_id = batch.sender.rpartition(".")[2]
+        peer = registry.peers.get(remote_id)
+        if peer is not None and peer.liveness is not None:
+            peer.liveness.heard(monotonic())
+        concerns_calls = False
+        for frame in batch.frames:
+            if type(frame) is Ping:
+                if peer is not None:
+                    self._send(registry, remote_id, peer, [Pong(frame.token)])
+            elif type(frame) is not Pong:
+                concerns_calls = True
+        if concerns_calls:
+            self._to_main(registry.on_batch, batch)
+
+    async def _run(self) -> None:
+        last = monotonic()
+        next_beat = last
+        while True:
+            try:
+                async with asyncio.timeout(TICK):
+                    await self._early.wait()
+                self._early.clear()
+                next_beat = 0.0
+            except TimeoutError:
+                pass
+            now = monotonic()
+            if now - last > FROZEN_TICK:
+                # The whole process did not run: the silence was ours, not the peers'.
+                self._extend(now + 2 * HEARTBEAT_INTERVAL)
+            last = now
+            self._check_main_loop(now)
+            if now >= next_beat:
+                next_beat = now + HEARTBEAT_INTERVAL
+                for registry in list(self._registries.values()):
+                    self._beat(registry, now)
+
+    def _beat(self, registry: Registry[Any], now: float) -> None:
+        cut_off = self._bus.lane.connection.state is not ConnectionState.CONNECTED
+        for remote_id, peer in list(registry.peers.items()):
+            if not peer.has_work():
+                peer.liveness = None
+                continue
+            if peer.liveness is None:
+                peer.liveness = PeerLiveness(now)
+            if cut_off:
+                continue
+            if frames := peer.beat():
+                self._send(registry, remote_id, peer, frames)
+            if peer.liveness.is_gone(now):
+                logger.warning("%s is gone: %r", peer.control_subject, peer.liveness)
+                peer.liveness = None
+                self._to_main(peer.gone)
+
+    def _send(
+        self, registry: Registry[Any], remote_id: str, peer: Peer, frames: list[Frame]
+    ) -> None:
+        self._bus.lane.connection.publish(
+            peer.control_subject,
+            encode_batch(registry.identity, self._bus.incarnation, 0, frames),
+            reply=self._bus.replies.control_bounce(registry.bounce_token(remote_id)),
+        )
+
+    def _find(self, key: str) -> tuple[Registry[Any] | None, Peer | None, str]:
+        token, _, remote_id = key.partition("-")
+        registry = self._registries.get(token)
+        return registry, registry.peers.get(remote_id) if registry else None, remote_id
+
+    def _ping_bounced(self, message: Message) -> None:
+        if headers.status(message.headers) != headers.NO_RESPONDERS:
+            return
+        registry, peer, remote_id = self._find(message.subject.rpartition(".")[2])
+        if registry is None or peer is None:
+            return
+        if peer.liveness is None:
+            peer.liveness = PeerLiveness(monotonic())
+        peer.liveness.ping_bounced(monotonic())
+
+    def _extend(self, until: float) -> None:
+        for registry in list(self._registries.values()):
+            for peer in list(registry.peers.values()):
+                if peer.liveness is not None:
+                    peer.liveness.extend(until)
+
+    def _on_state(self, state: ConnectionState) -> None:
+        if state is ConnectionState.CONNECTED:
+            self._extend(monotonic() + RECONNECT_GRACE)
+            self._early.set()
+
+    def _check_main_loop(self, now: float) -> None:
+        if self._main_answered:
+            self.blocked = 0.0
+            self._block_reported = False
+            self._main_answered = False
+            self._main_asked_at = now
+            self._to_main(self._main_answer)
+            return
+        self.blocked = now - self._main_asked_at
+        self.longest_block = max(self.longest_block, self.blocked)
+        if self.blocked > BLOCKED_REPORT and not self._block_reported:
+            self._block_reported = True
+            frame = sys._current_frames().get(self._main_thread)
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else "unknown"
+            logger.warning(
+                "the main loop has been blocked for %.0f ms by:\n%s", self.blocked * 1000, stack
+            )
+
+    def _main_answer(self) -> None:
+        self._main_answered = True
+
+    def _to_main(self, function: Callable[..., object], *args: object) -> None:
+        try:
+            self._bus.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            # The main loop is closed: the process is going away and nobody waits for this.
+            logger.debug("the main loop is closed, %s was not run", function)

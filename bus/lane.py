@@ -1,0 +1,154 @@
+"""The control lane: a second connection on a thread and event loop of its own.
+
+Leases, heartbeats, cancels, credit and pings must neither queue behind bulk data nor stop
+when a handler blocks the main loop. Whatever runs here sees the main loop only through
+`call_soon_threadsafe`. The in-memory bus has no thread to spare and no need for one: its
+lane runs inline, on the loop that the test jumps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from .errors import Unavailable
+from .transport import Connection
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ConnectionFactory = Callable[[], Awaitable[Connection]]
+
+
+class ControlLane(Protocol):
+    """Where control traffic runs."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+    @property
+    def connection(self) -> Connection:
+        """The lane's connection; to be used on the lane's loop only."""
+        ...
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Run `function(*args)` on the lane soon; callable from any thread."""
+        ...
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the lane and await its result from the main loop."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class InlineLane:
+    """A lane on the main loop itself, for the in-memory bus."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.connection = connection
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        self.loop.call_soon(function, *args)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return await work
+
+    async def stop(self) -> None:
+        await self.connection.close()
+
+
+class ThreadLane:
+    """A lane on a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._connection: Connection | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        assert self._loop is not None, "the lane has not been started"
+        return self._loop
+
+    @property
+    def connection(self) -> Connection:
+        assert self._connection is not None, "the lane has not been started"
+        return self._connection
+
+    async def start(self, connect: ConnectionFactory) -> None:
+        """Start the thread and open its connection.
+
+        Raises:
+            PermissionDenied, Unavailable: what `connect` raised on the lane.
+        """
+        ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=self._main, args=(connect, ready), name=self._name, daemon=True
+        )
+        self._thread.start()
+        await asyncio.wrap_future(ready)
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            # The lane's loop is closed: the runtime is going away and nobody waits for this.
+            logger.debug("the control lane is closed, %s was not run", function)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:
+            work.close()
+            raise Unavailable("the control lane is closed") from None
+        return await asyncio.wrap_future(future)
+
+    async def stop(self) -> None:
+        if self._thread is None:
+            return
+        if self._stop is not None:
+            self.call(self._stop.set)
+        await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._ended)), 10.0)
+        self._thread.join(1.0)
+        self._thread = None
+
+    def _main(self, connect: ConnectionFactory, ready: concurrent.futures.Future[None]) -> None:
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(self._live(connect, ready))
+        except BaseException as error:
+            if ready.done():
+                logger.exception("the control lane broke")
+            else:
+                ready.set_exception(error)
+        finally:
+            self._ended.set_result(None)
+
+    async def _live(
+        self, connect: ConnectionFactory, ready: concurrent.futures.Future[None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._connection = await connect()
+        ready.set_result(None)
+        try:
+            await self._stop.wait()
+        finally:
+            await self._connection.close()
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A new event loop: uvloop's where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

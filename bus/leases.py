@@ -1,0 +1,250 @@
+"""An instance's lease: the record in the instances bucket that says it is there.
+
+`Lease` decides what to publish next and what an answer means; `LeaseKeeper` carries it out on
+the control lane. A record is written with a TTL every time (a write without one would make
+it immortal) and with the sequence it expects, so that two holders of one id cannot both live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from .errors import ConfigError, DynbusError
+from .names import INSTANCES_BUCKET
+from .transport import (
+    ConnectionState,
+    NoStream,
+    StoredMessage,
+    StreamConfig,
+    StreamLimits,
+    WrongLastSequence,
+)
+from .wire import InstanceRecord, decode_record, encode_record
+
+if TYPE_CHECKING:
+    from .transport import JetStream
+
+logger = logging.getLogger(__name__)
+
+MARKER_TTL: Final = 120.0
+"""Seconds for which an ended lease stays visible; far longer than a watcher's outage."""
+
+RETRY_DELAY: Final = 0.25
+
+INSTANCES_STREAM: Final = StreamConfig(
+    name=f"KV_{INSTANCES_BUCKET}",
+    subjects=(f"$KV.{INSTANCES_BUCKET}.>",),
+    limits=StreamLimits(max_messages_per_subject=1, max_bytes=64 * 1024 * 1024),
+    marker_ttl=MARKER_TTL,
+    description="dynbus: one record per running instance",
+)
+
+
+def record_subject(namespace: str, component: str, instance_id: str) -> str:
+    """Where an instance's record is stored."""
+    return f"$KV.{INSTANCES_BUCKET}.{namespace}.{component}.{instance_id}"
+
+
+class LeaseState(Enum):
+    """Where a lease stands."""
+
+    NEW = "new"
+    HELD = "held"
+    LOST = "lost"
+    ENDED = "ended"
+    CONFLICT = "conflict"
+
+
+class Write(NamedTuple):
+    """What to publish: the record, and the last sequence that its subject must have."""
+
+    record: InstanceRecord
+    expected: int
+
+
+class Lease:
+    """The life of one record, without I/O.
+
+    Args:
+        record: what the instance says of itself; its counter grows with each write.
+    """
+
+    __slots__ = ("_record", "revision", "state")
+
+    def __init__(self, record: InstanceRecord) -> None:
+        self._record = record
+        self.revision = 0
+        self.state = LeaseState.NEW
+
+    def __repr__(self) -> str:
+        return f"<Lease {self._record.instance_id} [{self.state.value} | rev {self.revision}]>"
+
+    @property
+    def record(self) -> InstanceRecord:
+        return self._record
+
+    def change(self, *, draining: bool) -> None:
+        """Change what the next write says."""
+        self._record = msgspec.structs.replace(self._record, draining=draining)
+
+    def write(self) -> Write:
+        """The next write."""
+        self._record = msgspec.structs.replace(self._record, counter=self._record.counter + 1)
+        return Write(self._record, self.revision)
+
+    def stored(self, sequence: int) -> None:
+        """The write was stored at `sequence`."""
+        self.revision = sequence
+        self.state = LeaseState.HELD
+
+    def missing(self) -> None:
+        """The bucket does not exist any longer; everything in it is gone."""
+        self.revision = 0
+        self.state = LeaseState.LOST
+
+    def found(self, stored: StoredMessage | None) -> None:
+        """Another sequence was there: this is it. The next write expects it.
+
+        A marker, a record of this very process, or nothing at all means that the lease
+        expired while we were away. A record of another process is a conflict.
+        """
+        self.state = LeaseState.LOST
+        self.revision = stored.sequence if stored is not None else 0
+        if stored is None or stored.is_marker:
+            return
+        other = decode_record(stored.data)
+        if other is not None and other.incarnation != self._record.incarnation:
+            self.state = LeaseState.CONFLICT
+
+
+class LeaseKeeper:
+    """Keeps one lease alive from `announce` to `end`. Lives on the control lane.
+
+    Args:
+        on_state: called on the lane at each change of the lease's state.
+    """
+
+    def __init__(
+        self,
+        jetstream: JetStream,
+        record: InstanceRecord,
+        ttl: float,
+        on_state: Callable[[LeaseState], None] | None = None,
+    ) -> None:
+        self.lease = Lease(record)
+        self._jetstream = jetstream
+        self._ttl = ttl
+        self._on_state = on_state
+        self._subject = record_subject(record.namespace, record.component, record.instance_id)
+        self._now = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def announce(self) -> None:
+        """Write the record for the first time and keep it from then on.
+
+        Raises:
+            ConfigError: another process holds the same id.
+            Unavailable: JetStream does not answer.
+        """
+        await self._renew()
+        self._task = asyncio.get_running_loop().create_task(self._keep(), name="lease")
+
+    def connection_changed(self, state: ConnectionState) -> None:
+        """Renew at once after a reconnect: the record may be about to expire, or be gone."""
+        if state is ConnectionState.CONNECTED:
+            self._now.set()
+
+    def change(self, *, draining: bool) -> None:
+        """Say something else from the next write on, which comes at once."""
+        self.lease.change(draining=draining)
+        self._now.set()
+
+    async def end(self) -> None:
+        """Withdraw the record; a failure is logged, the record expires by itself then."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        if self.lease.state is not LeaseState.HELD:
+            return
+        try:
+            await self._delete()
+        except DynbusError as error:
+            logger.warning("the record of %s expires by itself: %s", self._subject, error)
+        before, self.lease.state = self.lease.state, LeaseState.ENDED
+        self._tell(before)
+
+    async def _delete(self) -> None:
+        for _ in range(2):
+            try:
+                await self._jetstream.publish(
+                    self._subject,
+                    b"",
+                    ttl=MARKER_TTL,
+                    headers={"KV-Operation": "DEL"},
+                    expected_last_subject_sequence=self.lease.revision,
+                    timeout=2.0,
+                )
+                return
+            except WrongLastSequence:
+                # A renewal was cut off between its sending and its answer.
+                self.lease.found(await self._jetstream.last(INSTANCES_STREAM.name, self._subject))
+                if self.lease.state is LeaseState.CONFLICT:
+                    return
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._ttl / 3):
+                    await self._now.wait()
+            except TimeoutError:
+                pass
+            self._now.clear()
+            try:
+                await self._renew()
+            except ConfigError:
+                logger.exception("%r was taken over", self.lease)
+                return
+            except DynbusError as error:
+                logger.warning("%r was not renewed: %s", self.lease, error)
+                await asyncio.sleep(RETRY_DELAY)
+                self._now.set()
+
+    async def _renew(self) -> None:
+        lease = self.lease
+        before = lease.state
+        for _ in range(4):
+            write = lease.write()
+            try:
+                sequence = await self._jetstream.publish(
+                    self._subject,
+                    encode_record(write.record),
+                    ttl=self._ttl,
+                    expected_last_subject_sequence=write.expected,
+                    timeout=min(2.0, self._ttl / 4),
+                )
+                lease.stored(sequence)
+                break
+            except NoStream:
+                lease.missing()
+                await self._jetstream.ensure_stream(INSTANCES_STREAM)
+            except WrongLastSequence:
+                lease.found(await self._jetstream.last(INSTANCES_STREAM.name, self._subject))
+                if lease.state is LeaseState.CONFLICT:
+                    self._tell(before)
+                    raise ConfigError(
+                        f"instance id {lease.record.instance_id!r} of "
+                        f"{lease.record.namespace}.{lease.record.component} is in use by another "
+                        "process: leave the id out, or choose another"
+                    ) from None
+        self._tell(before)
+
+    def _tell(self, before: LeaseState) -> None:
+        if self.lease.state is not before and self._on_state is not None:
+            self._on_state(self.lease.state)

@@ -1,0 +1,1 @@
+"""The test kit: actors without a server, on a clock that jumps."""

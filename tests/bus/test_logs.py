@@ -1,0 +1,255 @@
+"""One pipeline for all log records: format, the running call, secrets."""
+
+from __future__ import annotations
+
+import contextvars
+import io
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+from opentelemetry.sdk.trace import TracerProvider
+
+from dynbus.bus.context import Context, enter_context
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.logs import configure_logging, get_logger, redact_url
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def stream() -> io.StringIO:
+    return io.StringIO()
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def inside(call: Context, log: logging.Logger) -> None:
+    """Log one line in the context of a call."""
+
+    def run() -> None:
+        enter_context(call)
+        log.warning("inside")
+
+    contextvars.copy_context().run(run)
+
+
+def test_an_event_is_one_json_object_with_its_fields(stream: io.StringIO) -> None:
+    configure_logging("json", stream=stream)
+
+    get_logger("dynbus.bus.test").info("instance started", component="Shouter", load=3)
+
+    (line,) = lines(stream)
+    assert line.pop("timestamp").endswith("Z")
+    assert line == {
+        "event": "instance started",
+        "component": "Shouter",
+        "load": 3,
+        "level": "info",
+        "logger": "dynbus.bus.test",
+    }
+
+
+def test_records_of_other_libraries_take_the_same_way(stream: io.StringIO) -> None:
+    configure_logging("json", stream=stream)
+
+    logging.getLogger("nats.aio.client").error("lost %s", "connection")
+    structlog.get_logger("user").warning("from structlog", key="value")
+
+    nats, user = lines(stream)
+    assert (nats["event"], nats["level"], nats["logger"]) == (
+        "lost connection",
+        "error",
+        "nats.aio.client",
+    )
+    assert (user["event"], user["key"], user["logger"]) == ("from structlog", "value", "user")
+
+
+def test_every_line_inside_a_handler_names_its_call(stream: io.StringIO) -> None:
+    configure_logging("json", stream=stream)
+    call = Context(
+        "request-1",
+        hop="demo.Shouter.generate@i1",
+        trace_headers={"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"},
+    )
+
+    inside(call, logging.getLogger("user"))
+    logging.getLogger("user").warning("outside")
+
+    within, without = lines(stream)
+    assert within["request_id"] == "request-1"
+    assert within["endpoint"] == "demo.Shouter.generate"
+    assert within["instance"] == "i1"
+    assert within["trace_id"] == TRACE
+    assert not {"request_id", "endpoint", "instance", "trace_id"} & without.keys()
+
+
+def test_the_current_span_is_named_on_each_line(stream: io.StringIO) -> None:
+    configure_logging("json", stream=stream)
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
+
+    with tracer.start_as_current_span("work") as span:
+        get_logger("dynbus").info("inside")
+
+    (line,) = lines(stream)
+    assert line["trace_id"] == f"{span.get_span_context().trace_id:032x}"
+    assert line["span_id"] == f"{span.get_span_context().span_id:016x}"
+
+
+def test_an_error_is_logged_with_its_traceback(stream: io.StringIO) -> None:
+    configure_logging("json", stream=stream)
+
+    try:
+        raise ValueError("broken nats://me:s3cret@host:4222")
+    except ValueError as error:
+        get_logger("dynbus").exception("failed", error)
+
+    (line,) = lines(stream)
+    assert "Traceback" in line["exception"]
+    assert "ValueError: broken nats://me:***@host:4222" in line["exception"]
+
+
+def test_no_format_writes_a_password(stream: io.StringIO) -> None:
+    console = Terminal()
+    for out in (stream, console):
+        configure_logging(stream=out)
+        get_logger("dynbus").info("connecting to nats://a:s3cret@b", url="nats://a:s3cret@b")
+        logging.getLogger("other").warning("url %s", "https://x:s3cret@y/z")
+
+    for out in (stream, console):
+        assert "s3cret" not in out.getvalue()
+        assert out.getvalue().count("***") == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ("nats://127.0.0.1:4222", "nats://127.0.0.1:4222"),
+        ("nats://me:secret@host:4222", "nats://me:***@host:4222"),
+        ("nats://token@host", "nats://***@host"),
+        ("tls://me:se/c@r#et@host", "tls://me:***@host"),
+        ("nats://a:b@h1,nats://c:d@h2", "nats://a:***@h1,nats://c:***@h2"),
+        ("NATS://me:secret@[::1]:4222", "NATS://me:***@[::1]:4222"),
+        ("wss://me:secret@host/path", "wss://me:***@host/path"),
+        ("https://me:secret@host/a@b", "https://me:***@host/a@b"),
+        ("https://host/@name", "https://host/@name"),
+        ("mail me@host", "mail me@host"),
+        ("", ""),
+    ],
+)
+def test_credentials_in_urls_are_hidden(text: str, redacted: str) -> None:
+    assert redact_url(text) == redacted
+
+
+def test_redacting_a_long_line_takes_linear_time() -> None:
+    line = "nats://" * 20_000 + "a" * 200_000 + "@"
+
+    assert len(redact_url(line)) < len(line)
+
+
+def test_without_configuration_the_fields_follow_the_message(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO"):
+        get_logger("dynbus").info("connected", url="nats://a:secret@b", attempt=1)
+
+    assert caplog.messages == ["connected url=nats://a:***@b attempt=1"]
+    assert caplog.records[0].funcName == (
+        "test_without_configuration_the_fields_follow_the_message"
+    )
+
+
+def test_a_terminal_gets_text_and_everything_else_json(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal()
+
+    configure_logging(stream=terminal)
+    get_logger("dynbus").info("hello", name="a")
+    configure_logging(stream=stream)
+    get_logger("dynbus").info("hello", name="a")
+
+    assert "hello" in terminal.getvalue()
+    assert "\x1b[" in terminal.getvalue()
+    assert lines(stream)[0]["event"] == "hello"
+
+
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = Terminal()
+
+    configure_logging("console", stream=terminal)
+    get_logger("dynbus").info("hello", name="a")
+
+    assert "hello" in terminal.getvalue()
+    assert "\x1b" not in terminal.getvalue()
+
+
+def test_lines_below_the_level_are_not_written(stream: io.StringIO) -> None:
+    configure_logging("json", "WARNING", stream=stream)
+
+    get_logger("dynbus").info("quiet")
+    get_logger("dynbus").warning("loud")
+    structlog.get_logger("user").info("quiet")
+
+    assert [line["event"] for line in lines(stream)] == ["loud"]
+
+
+def test_configuring_again_replaces_what_was_configured(stream: io.StringIO) -> None:
+    foreign = logging.NullHandler()
+    logging.getLogger().addHandler(foreign)
+    configure_logging("json", stream=io.StringIO())
+
+    configure_logging("json", stream=stream)
+    get_logger("dynbus").info("once")
+
+    assert len(lines(stream)) == 1
+    assert foreign in logging.getLogger().handlers
+
+
+@pytest.mark.parametrize(
+    ("format", "level", "message"),
+    [
+        ("xml", "info", "log format 'xml' is unknown: use console or json"),
+        ("json", "loud", "log level 'loud' is unknown: use one of debug, info"),
+    ],
+)
+def test_an_unknown_format_or_level_is_refused(format: Any, level: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configure_logging(format, level)
+
+
+def test_importing_it_does_not_import_structlog() -> None:
+    code = "import sys, dynbus.bus.logs; print('structlog' in sys.modules, 'rich' in sys.modules)"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+    assert done.stdout.strip() == "False False", done.stderr

@@ -1,0 +1,555 @@
+"""What every `JetStream` promises, in memory and over nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from dynbus.bus.clock import unix_time
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.transport import (
+    Connection,
+    NoStream,
+    StoredMessage,
+    StreamConfig,
+    StreamLimits,
+    WrongLastSequence,
+)
+
+from .conftest import Bus, Received, eventually, settled
+
+pytestmark = pytest.mark.anyio
+
+ONE_EACH = StreamLimits(max_messages_per_subject=1)
+
+
+async def last_when(
+    connection: Connection, stream: str, subject: str, *, marker: bool | None
+) -> StoredMessage | None:
+    """The last message once it is a marker, or is none (`marker=None`), within 15 s."""
+    async with asyncio.timeout(15):
+        while True:
+            found = await connection.jetstream.last(stream, subject)
+            if (None if found is None else found.is_marker) == marker:
+                return found
+            await asyncio.sleep(0.05)
+
+
+async def stored_data(connection: Connection, stream: str, count: int) -> list[bytes]:
+    """The data of all messages of a stream, which are `count`."""
+    received = Received()
+    consumer = await connection.jetstream.consume(stream, received)
+    await received.wait(count)
+    await settled(connection)
+    await consumer.stop()
+    return [message.data for message in received]
+
+
+async def test_publish_returns_the_sequence_and_last_the_message(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+
+    first = await js.publish(f"{stream}.a", b"1", headers={"Key": "value"})
+    second = await js.publish(f"{stream}.b", b"2")
+    last = await js.last(stream, f"{stream}.a")
+
+    assert (first, second) == (1, 2)
+    assert last is not None
+    assert (last.subject, last.sequence, last.data) == (f"{stream}.a", 1, b"1")
+    assert last.headers["Key"] == "value"
+    assert abs(last.time - unix_time()) < 60
+    assert not last.is_marker
+
+
+async def test_last_is_none_for_a_subject_without_messages(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+
+    assert await js.last(stream, f"{stream}.a") is None
+
+
+async def test_publish_to_a_subject_of_no_stream_says_so_at_once(bus: Bus, subject: str) -> None:
+    js = (await bus.connect()).jetstream
+    started = time.monotonic()
+
+    with pytest.raises(NoStream):
+        await js.publish(subject, b"", timeout=20.0)
+
+    assert time.monotonic() - started < 5
+
+
+async def test_last_and_consume_of_a_missing_stream_say_so(bus: Bus) -> None:
+    js = (await bus.connect()).jetstream
+
+    with pytest.raises(NoStream):
+        await js.last("missing", "missing.a")
+    with pytest.raises(NoStream):
+        await js.consume("missing", Received())
+
+
+async def test_an_existing_stream_is_left_as_it_is(bus: Bus) -> None:
+    stream = await bus.stream(StreamLimits(max_messages=5))
+    js = (await bus.connect()).jetstream
+    await js.publish(f"{stream}.a", b"kept")
+
+    await js.ensure_stream(StreamConfig(stream, (f"{stream}.>",), in_memory=True))
+
+    assert await js.last(stream, f"{stream}.a") is not None
+
+
+async def test_an_existing_stream_with_other_subjects_is_refused(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+
+    with pytest.raises(ConfigError, match="exists with subjects"):
+        await js.ensure_stream(StreamConfig(stream, (f"{stream}.other",), in_memory=True))
+
+
+async def test_a_deleted_stream_is_gone_and_deleting_it_again_is_no_error(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    await js.publish(f"{stream}.a", b"")
+
+    await js.delete_stream(stream)
+    await js.delete_stream(stream)
+
+    with pytest.raises(NoStream):
+        await js.publish(f"{stream}.a", b"")
+
+
+async def test_a_repeated_message_id_is_stored_once(bus: Bus) -> None:
+    stream = await bus.stream()
+    connection = await bus.connect()
+    js = connection.jetstream
+
+    first = await js.publish(f"{stream}.a", b"1", message_id="m")
+    again = await js.publish(f"{stream}.a", b"1", message_id="m")
+    other = await js.publish(f"{stream}.a", b"2", message_id="n")
+
+    assert (first, again, other) == (1, 1, 2)
+    assert await stored_data(connection, stream, 2) == [b"1", b"2"]
+
+
+async def test_a_message_id_is_forgotten_after_the_window(bus: Bus) -> None:
+    stream = await bus.stream(StreamLimits(duplicate_window=0.5))
+    js = (await bus.connect()).jetstream
+    await js.publish(f"{stream}.a", b"1", message_id="m")
+
+    repeated = await js.publish(f"{stream}.a", b"1", message_id="m")
+    async with asyncio.timeout(10):
+        later = 1
+        while later == 1:
+            await asyncio.sleep(0.1)
+            later = await js.publish(f"{stream}.a", b"1", message_id="m")
+
+    assert (repeated, later) == (1, 2)
+
+
+async def test_an_expected_sequence_that_holds_is_stored(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+
+    created = await js.publish(f"{stream}.a", b"1", expected_last_subject_sequence=0)
+    await js.publish(f"{stream}.b", b"")
+    updated = await js.publish(f"{stream}.a", b"2", expected_last_subject_sequence=created)
+
+    assert (created, updated) == (1, 3)
+
+
+@pytest.mark.parametrize("expected", [0, 7])
+async def test_an_expected_sequence_that_does_not_hold_names_the_actual(
+    bus: Bus, expected: int
+) -> None:
+    stream = await bus.stream()
+    connection = await bus.connect()
+    js = connection.jetstream
+    await js.publish(f"{stream}.b", b"")
+    await js.publish(f"{stream}.a", b"kept")
+
+    with pytest.raises(WrongLastSequence) as refused:
+        await js.publish(f"{stream}.a", b"", expected_last_subject_sequence=expected)
+
+    assert refused.value.last == 2
+    assert await stored_data(connection, stream, 2) == [b"", b"kept"]
+
+
+async def test_an_expected_sequence_is_checked_before_a_repeated_message_id(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    await js.publish(f"{stream}.a", b"", message_id="m", expected_last_subject_sequence=0)
+
+    with pytest.raises(WrongLastSequence) as refused:
+        await js.publish(f"{stream}.a", b"", message_id="m", expected_last_subject_sequence=0)
+
+    assert refused.value.last == 1
+
+
+async def test_of_two_that_create_a_key_one_succeeds(bus: Bus) -> None:
+    stream = await bus.stream()
+    one, two = await bus.connect(), await bus.connect()
+
+    results = await asyncio.gather(
+        *(
+            connection.jetstream.publish(f"{stream}.a", b"", expected_last_subject_sequence=0)
+            for connection in (one, two)
+        ),
+        return_exceptions=True,
+    )
+
+    assert sorted(type(result).__name__ for result in results) == ["WrongLastSequence", "int"]
+
+
+async def test_a_lease_expires_into_a_marker_and_is_taken_again_at_its_sequence(bus: Bus) -> None:
+    stream = await bus.stream(ONE_EACH, marker_ttl=60)
+    connection = await bus.connect()
+    js = connection.jetstream
+    key = f"{stream}.lease"
+    await js.publish(key, b"mine", ttl=1, expected_last_subject_sequence=0)
+
+    marker = await last_when(connection, stream, key, marker=True)
+    with pytest.raises(WrongLastSequence) as refused:
+        await js.publish(key, b"", ttl=1, expected_last_subject_sequence=0)
+    again = await js.publish(
+        key, b"again", ttl=60, expected_last_subject_sequence=refused.value.last
+    )
+
+    assert marker is not None
+    assert (marker.data, marker.headers["Nats-Marker-Reason"]) == (b"", "MaxAge")
+    assert refused.value.last == marker.sequence
+    found = await js.last(stream, key)
+    assert found is not None
+    assert (found.sequence, found.data, found.is_marker) == (again, b"again", False)
+
+
+async def test_a_marker_expires_and_leaves_nothing(bus: Bus) -> None:
+    stream = await bus.stream(ONE_EACH, marker_ttl=1)
+    connection = await bus.connect()
+    js = connection.jetstream
+    key = f"{stream}.lease"
+    await js.publish(key, b"", ttl=1, expected_last_subject_sequence=0)
+
+    await last_when(connection, stream, key, marker=True)
+    await last_when(connection, stream, key, marker=None)
+
+    assert await js.publish(key, b"", expected_last_subject_sequence=0) == 3
+
+
+async def test_where_subjects_keep_a_history_a_message_lives_as_long_as_its_marker(
+    bus: Bus,
+) -> None:
+    history = await bus.stream(marker_ttl=3)
+    single = await bus.stream(ONE_EACH, marker_ttl=3)
+    connection = await bus.connect()
+    await connection.jetstream.publish(f"{history}.a", b"", ttl=1)
+    await connection.jetstream.publish(f"{single}.a", b"", ttl=1)
+
+    await last_when(connection, single, f"{single}.a", marker=True)
+    found = await connection.jetstream.last(history, f"{history}.a")
+    expired = await last_when(connection, history, f"{history}.a", marker=True)
+
+    assert found is not None
+    assert not found.is_marker
+    assert expired is not None
+
+
+async def test_a_renewed_lease_does_not_expire(bus: Bus) -> None:
+    stream = await bus.stream(ONE_EACH, marker_ttl=60)
+    js = (await bus.connect()).jetstream
+    key, other = f"{stream}.lease", f"{stream}.other"
+    sequence = await js.publish(key, b"0", ttl=2)
+    await js.publish(other, b"", ttl=2)
+
+    expired = None
+    async with asyncio.timeout(15):
+        while expired is None or not expired.is_marker:
+            sequence = await js.publish(
+                key, b"1", ttl=2, rollup=True, expected_last_subject_sequence=sequence
+            )
+            await asyncio.sleep(0.2)
+            expired = await js.last(stream, other)
+
+    found = await js.last(stream, key)
+    assert found is not None
+    assert (found.sequence, found.is_marker) == (sequence, False)
+
+
+async def test_a_consumer_hears_of_an_expiry(bus: Bus) -> None:
+    stream = await bus.stream(ONE_EACH, marker_ttl=60)
+    js = (await bus.connect()).jetstream
+    received = Received()
+    consumer = await js.consume(stream, received, last_per_subject=True)
+
+    await js.publish(f"{stream}.lease", b"", ttl=1)
+    await received.wait(2)
+
+    assert [message.is_marker for message in received] == [False, True]
+    await consumer.stop()
+
+
+async def test_a_rollup_drops_the_earlier_messages_of_its_subject(bus: Bus) -> None:
+    stream = await bus.stream()
+    connection = await bus.connect()
+    js = connection.jetstream
+    for subject, data in (("a", b"1"), ("b", b"2"), ("a", b"3")):
+        await js.publish(f"{stream}.{subject}", data)
+
+    await js.publish(f"{stream}.a", b"4", rollup=True)
+
+    assert await stored_data(connection, stream, 2) == [b"2", b"4"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        (StreamLimits(max_messages=3), [b"7", b"8", b"9"]),
+        (StreamLimits(max_messages_per_subject=1), [b"8", b"9"]),
+        (StreamLimits(max_messages_per_subject=2), [b"6", b"7", b"8", b"9"]),
+    ],
+)
+async def test_over_a_limit_the_oldest_messages_go(
+    bus: Bus, limits: StreamLimits, kept: list[bytes]
+) -> None:
+    stream = await bus.stream(limits)
+    connection = await bus.connect()
+
+    for number in range(10):
+        await connection.jetstream.publish(f"{stream}.{number % 2}", b"%d" % number)
+
+    assert await stored_data(connection, stream, len(kept)) == kept
+
+
+async def test_over_the_byte_limit_the_oldest_messages_go(bus: Bus) -> None:
+    stream = await bus.stream(StreamLimits(max_bytes=10_000))
+    connection = await bus.connect()
+
+    for number in range(20):
+        await connection.jetstream.publish(f"{stream}.a", b"%02d" % number + bytes(1000))
+
+    kept = await stored_data(connection, stream, 9)
+    assert [int(data[:2]) for data in kept] == list(range(11, 20))
+
+
+async def test_messages_older_than_the_maximum_age_go(bus: Bus) -> None:
+    stream = await bus.stream(StreamLimits(max_age=1.0))
+    connection = await bus.connect()
+
+    await connection.jetstream.publish(f"{stream}.a", b"")
+    await last_when(connection, stream, f"{stream}.a", marker=None)
+
+    assert await connection.jetstream.publish(f"{stream}.a", b"") == 2
+
+
+async def test_core_subscribers_hear_what_is_stored_and_core_messages_are_stored(
+    bus: Bus,
+) -> None:
+    stream = await bus.stream()
+    connection = await bus.connect()
+    heard = Received()
+    connection.subscribe(f"{stream}.>", heard)
+
+    await connection.jetstream.publish(f"{stream}.a", b"1")
+    connection.publish(f"{stream}.a", b"2")
+    await heard.wait(2)
+
+    assert await stored_data(connection, stream, 2) == [b"1", b"2"]
+
+
+async def test_an_ordered_consumer_brings_what_is_there_and_what_follows(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    for number in range(5):
+        await js.publish(f"{stream}.{number}", b"%d" % number)
+    received = Received()
+    consumer = await js.consume(stream, received)
+
+    await received.wait(5)
+    for number in range(5, 10):
+        await js.publish(f"{stream}.{number}", b"%d" % number)
+    await received.wait(10)
+
+    assert [message.sequence for message in received] == list(range(1, 11))
+    assert [message.subject for message in received] == [f"{stream}.{n}" for n in range(10)]
+    assert [message.pending for message in received[:5]] == [4, 3, 2, 1, 0]
+    await consumer.stop()
+
+
+async def test_an_ordered_consumer_keeps_to_its_subject_and_start(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    for number in range(10):
+        await js.publish(f"{stream}.{'ab'[number % 2]}.x", b"%d" % number)
+    received = Received()
+
+    consumer = await js.consume(stream, received, subject=f"{stream}.b.*", start_sequence=5)
+    await received.wait(3)
+    await js.publish(f"{stream}.a.x", b"not this")
+    await js.publish(f"{stream}.b.x", b"11")
+    await received.wait(4)
+
+    assert [message.data for message in received] == [b"5", b"7", b"9", b"11"]
+    await consumer.stop()
+
+
+async def test_a_stopped_consumer_is_called_no_more(bus: Bus) -> None:
+    stream = await bus.stream()
+    connection = await bus.connect()
+    received = Received()
+    consumer = await connection.jetstream.consume(stream, received)
+
+    await connection.jetstream.publish(f"{stream}.a", b"1")
+    await received.wait(1)
+    await consumer.stop()
+    await connection.jetstream.publish(f"{stream}.a", b"2")
+    await settled(connection)
+
+    assert len(received) == 1
+
+
+async def test_a_consumer_callback_that_raises_stops_nobody(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    received = Received()
+
+    def fail_on_odd(message: StoredMessage) -> None:
+        received(message)
+        if message.sequence % 2:
+            raise ValueError("odd")
+
+    consumer = await js.consume(stream, fail_on_odd)
+    for _ in range(6):
+        await js.publish(f"{stream}.a", b"")
+    await received.wait(6)
+
+    assert [message.sequence for message in received] == [1, 2, 3, 4, 5, 6]
+    await consumer.stop()
+
+
+async def test_an_ordered_consumer_goes_on_after_a_reconnect_and_repeats_nothing(
+    bus: Bus,
+) -> None:
+    stream = await bus.stream()
+    reader, writer = await bus.connect(), await bus.connect()
+    received = Received()
+    consumer = await reader.jetstream.consume(stream, received)
+
+    for number in range(60):
+        await writer.jetstream.publish(f"{stream}.a", b"%d" % number)
+        if number % 20 == 10:
+            await bus.break_connection(reader)
+    await received.wait(60)
+    await settled(reader)
+
+    assert [message.sequence for message in received] == list(range(1, 61))
+    await consumer.stop()
+
+
+async def test_last_per_subject_brings_the_last_message_of_every_subject_first(
+    bus: Bus,
+) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    for number in range(6):
+        await js.publish(f"{stream}.{number % 3}", b"%d" % number)
+    received = Received()
+
+    consumer = await js.consume(stream, received, last_per_subject=True)
+    await received.wait(3)
+    await js.publish(f"{stream}.1", b"6")
+    await received.wait(4)
+
+    assert [message.data for message in received] == [b"3", b"4", b"5", b"6"]
+    assert [message.pending for message in received] == [2, 1, 0, 0]
+    await consumer.stop()
+
+
+@pytest.mark.parametrize("last_per_subject", [False, True])
+async def test_a_consumer_is_told_at_each_start_when_it_has_what_was_there(
+    bus: Bus, last_per_subject: bool
+) -> None:
+    stream = await bus.stream(ONE_EACH)
+    js = (await bus.connect()).jetstream
+    reader = await bus.connect()
+    events: list[str] = []
+    caught_up = Received()
+
+    def note_caught_up() -> None:
+        events.append("caught up")
+        caught_up(None)
+
+    await js.publish(f"{stream}.a", b"1")
+    await js.publish(f"{stream}.b", b"2")
+    consumer = await reader.jetstream.consume(
+        stream,
+        lambda message: events.append(message.data.decode()),
+        last_per_subject=last_per_subject,
+        on_caught_up=note_caught_up,
+    )
+    await caught_up.wait(1)
+    await js.publish(f"{stream}.b", b"3")
+    await eventually(lambda: "3" in events)
+    await bus.break_connection(reader)
+    await caught_up.wait(2)
+
+    again = ["1", "3"] if last_per_subject else []
+    assert events == ["1", "2", "caught up", "3", *again, "caught up"]
+    await consumer.stop()
+
+
+async def test_a_consumer_of_an_empty_stream_has_caught_up_at_once(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    received, caught_up = Received(), Received()
+
+    consumer = await js.consume(stream, received, on_caught_up=lambda: caught_up(None))
+    await caught_up.wait(1)
+
+    assert (len(received), len(caught_up)) == (0, 1)
+    await consumer.stop()
+
+
+async def test_last_per_subject_starts_over_after_a_reconnect_and_announces_it(
+    bus: Bus,
+) -> None:
+    stream = await bus.stream()
+    reader, writer = await bus.connect(), await bus.connect()
+    events: list[str] = []
+    received = Received()
+
+    def note(message: StoredMessage) -> None:
+        events.append(f"{message.subject[-1]}={message.data.decode()}")
+        received(message)
+
+    consumer = await reader.jetstream.consume(
+        stream, note, last_per_subject=True, on_restart=lambda: events.append("restart")
+    )
+    await writer.jetstream.publish(f"{stream}.a", b"1")
+    await writer.jetstream.publish(f"{stream}.b", b"1")
+    await writer.jetstream.publish(f"{stream}.a", b"2")
+    await received.wait(3)
+
+    await bus.break_connection(reader)
+    await received.wait(5)
+
+    assert events == ["a=1", "b=1", "a=2", "restart", "b=1", "a=2"]
+    await consumer.stop()
+
+
+async def test_a_consumer_finds_its_stream_again_after_it_was_deleted_and_made(
+    bus: Bus,
+) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    received = Received()
+    consumer = await js.consume(stream, received, last_per_subject=True)
+    await js.publish(f"{stream}.a", b"before")
+    await received.wait(1)
+
+    await js.delete_stream(stream)
+    await js.ensure_stream(StreamConfig(stream, (f"{stream}.>",), in_memory=True))
+    await js.publish(f"{stream}.a", b"after")
+    await received.wait(2, timeout=20)
+
+    assert received[1].data == b"after"
+    await consumer.stop()
