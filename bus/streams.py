@@ -54,6 +54,7 @@ class StreamWriter:
         "_acknowledged",
         "_fresh",
         "_kept",
+        "_sent",
         "attempt",
         "ended",
         "granted",
@@ -87,6 +88,7 @@ class StreamWriter:
         self.taken_bytes = 0
         self.ended = False
         self._acknowledged = 0
+        self._sent = 0
         self._kept: list[_Unit] = []
         self._fresh: list[_Unit] = []
 
@@ -184,6 +186,7 @@ class StreamWriter:
         else:
             self._kept += fresh[:taken]
             del fresh[:taken]
+        self._sent = max(self._sent, self._acknowledged + len(self._kept))
         return frames
 
     def credit(self, granted: int, received: int) -> None:
@@ -205,10 +208,14 @@ class StreamWriter:
         return True
 
     def _acknowledge(self, received: int) -> None:
-        drop = min(received - self._acknowledged, len(self._kept))
-        if drop > 0:
-            del self._kept[:drop]
-            self._acknowledged += drop
+        drop = min(received, self._sent) - self._acknowledged
+        if drop <= 0:
+            return
+        # After a resume, units that were sent before are fresh again; the reader may have
+        # them by now all the same.
+        del self._fresh[: max(0, drop - len(self._kept))]
+        del self._kept[:drop]
+        self._acknowledged += drop
 
     def _split(self, data: bytes) -> bytes:
         if len(data) > self.max_item_bytes:

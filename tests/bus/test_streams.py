@@ -316,6 +316,19 @@ def test_resume_sends_again_what_the_reader_lacks() -> None:
     ]
 
 
+def test_what_arrived_before_a_resume_is_dropped_when_its_credit_comes_after() -> None:
+    writer = make_writer()
+    for item in (b"a", b"b", b"c"):
+        writer.push(item)
+    writer.take(1000)
+    writer.push(b"d")
+
+    writer.resume(0)
+    writer.credit(WINDOW, 10**9)
+
+    assert writer.take(1000) == [Items(7, SECRET, 1, 3, [b"d"])]
+
+
 def test_a_gap_says_that_the_reader_is_behind_until_it_is_filled() -> None:
     reader = make_reader()
 

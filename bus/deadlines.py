@@ -1,0 +1,81 @@
+"""Many deadlines on one loop, at the cost of a dictionary entry each.
+
+Nearly every call ends long before its deadline, so arming and disarming must be cheap and
+firing need not be exact: a deadline that is far away fires up to `SLACK` seconds late. Near
+ones get a timer of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from .clock import monotonic
+
+SLACK: Final = 0.1
+NEAR: Final = 4.0
+
+
+class Deadlines:
+    """Calls functions when their time has come. Lives on one loop."""
+
+    __slots__ = ("_buckets", "_loop", "_near", "_timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._buckets: dict[int, dict[Callable[[], None], None]] = {}
+        self._near: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._near) + sum(map(len, self._buckets.values()))
+
+    def arm(self, at: float, now: float, expire: Callable[[], None]) -> int:
+        """Call `expire` at `at`, or up to `SLACK` later; returns what `disarm` wants."""
+        left = at - now
+        if left < NEAR:
+            self._near[expire] = self._loop.call_later(max(0.0, left), self._fire_near, expire)
+            return 0
+        number = int(at / SLACK) + 1
+        bucket = self._buckets.get(number)
+        if bucket is None:
+            bucket = self._buckets[number] = {}
+            if self._timer is None:
+                self._timer = self._loop.call_later(SLACK, self._tick)
+        bucket[expire] = None
+        return number
+
+    def disarm(self, number: int, expire: Callable[[], None]) -> None:
+        """Forget an armed function; one that has fired is no error."""
+        if number == 0:
+            timer = self._near.pop(expire, None)
+            if timer is not None:
+                timer.cancel()
+            return
+        bucket = self._buckets.get(number)
+        if bucket is not None:
+            bucket.pop(expire, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for timer in self._near.values():
+            timer.cancel()
+        self._near.clear()
+        self._buckets.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _fire_near(self, expire: Callable[[], None]) -> None:
+        if self._near.pop(expire, None) is not None:
+            expire()
+
+    def _tick(self) -> None:
+        self._timer = None
+        now = int(monotonic() / SLACK)
+        for number in [number for number in self._buckets if number <= now]:
+            for expire in list(self._buckets.pop(number)):
+                expire()
+        if self._buckets and self._timer is None:
+            self._timer = self._loop.call_later(SLACK, self._tick)
