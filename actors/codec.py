@@ -25,17 +25,21 @@ class Codec:
 
     Args:
         annotation: a resolved type, not a string.
+
+    Attributes:
+        model: the type whose instances need no validation; None when there is none.
+        to_json: JSON of such an instance.
     """
 
-    __slots__ = ("_adapter", "_list_adapter", "_model", "_to_json", "annotation")
+    __slots__ = ("_adapter", "_list_adapter", "model", "to_json", "annotation")
 
     def __init__(self, annotation: Any) -> None:
         self.annotation = annotation
         self._adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(annotation)
         self._list_adapter: pydantic.TypeAdapter[list[Any]] | None = None
         is_model = isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)
-        self._model: type[Any] | None = annotation if is_model else None
-        self._to_json: Callable[[Any], bytes] = self._adapter.serializer.to_json
+        self.model: Any = annotation if is_model else None
+        self.to_json: Callable[[Any], bytes] = self._adapter.serializer.to_json
 
     def encode(self, value: object) -> bytes:
         """JSON of `value`, which is validated unless it already is an instance of the model.
@@ -44,8 +48,8 @@ class Codec:
             Misfit: it does not fit.
         """
         try:
-            if type(value) is self._model:
-                return self._to_json(value)
+            if type(value) is self.model:
+                return self.to_json(value)
             return self._adapter.dump_json(self._adapter.validate_python(value))
         except pydantic.ValidationError as error:
             raise Misfit(explain(error)) from None
@@ -87,20 +91,21 @@ class Codec:
 
 
 class StructCodec:
-    """The same for annotations that hold msgspec structs."""
+    """The same by msgspec: for annotations that hold its structs."""
 
-    __slots__ = ("_decoder", "_encoder", "annotation")
+    __slots__ = ("_decoder", "annotation", "model", "to_json")
 
     def __init__(self, annotation: Any) -> None:
         self.annotation = annotation
         self._decoder = msgspec.json.Decoder(annotation)
-        self._encoder = msgspec.json.Encoder()
+        self.model: Any = annotation if isinstance(annotation, type) else None
+        self.to_json = msgspec.json.Encoder().encode
 
     def encode(self, value: object) -> bytes:
         try:
-            if not isinstance(self.annotation, type) or type(value) is not self.annotation:
+            if type(value) is not self.model:
                 value = msgspec.convert(value, self.annotation, from_attributes=True)
-            return self._encoder.encode(value)
+            return self.to_json(value)
         except (msgspec.ValidationError, TypeError) as error:
             raise Misfit(str(error)) from None
 
@@ -154,6 +159,9 @@ def _make(annotation: Any) -> AnyCodec:
     try:
         return Codec(annotation)
     except pydantic.PydanticUserError as error:
+        if error.code == "typed-dict-version":
+            # pydantic reads `typing.TypedDict` from Python 3.12 on, msgspec always does.
+            return StructCodec(annotation)
         raise TypeError(str(error).partition("\n")[0]) from None
 
 

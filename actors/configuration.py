@@ -1,21 +1,40 @@
-"""Constructor arguments of actors: where they come from, and that they fit.
+"""Configuration of a run: the constructor arguments of actors, how many instances, the bus.
 
-Precedence, highest first: command line, environment (`DYNBUS_Splitter__separator`), YAML, the
-constructor's default.
+Precedence, highest first: command line (`--Splitter.separator=,`), environment
+(`DYNBUS_Splitter__separator`), YAML file, the constructor's default. The YAML file has a key
+for each actor class, whose keys are constructor arguments and `ServiceArgs`, and a key `bus`
+for the fields of `BusConfig`.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import pydantic
+import yaml
 
+from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
 
 from .codec import explain
+
+MAX_FILE_BYTES: Final = 1024 * 1024
+MAX_VALUES: Final = 100_000
+"""Values that a YAML file may hold when its aliases are written out."""
+MAX_WORKERS: Final = 1024
+
+BUS_KEY: Final = "bus"
+SERVICE_KEY: Final = "ServiceArgs"
+WORKERS: Final = "workers"
+
+_OPTION = re.compile(r"--([A-Za-z_]\w*)\.([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
+_ENVIRONMENT: Final = "DYNBUS_{}__"
+_BUS_ENVIRONMENT: Final = "DYNBUS_{}"
 
 
 class Text(str):
@@ -23,6 +42,150 @@ class Text(str):
     type."""
 
     __slots__ = ()
+
+
+class ActorOption(NamedTuple):
+    """`--Actor.key=value` of the command line."""
+
+    actor: str
+    key: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"--{self.actor}.{self.key}"
+
+
+class ActorSettings(NamedTuple):
+    """What a run gives one actor class.
+
+    Attributes:
+        arguments: of the constructor, as written: values of the YAML file, and `Text`.
+        workers: the number of instances.
+    """
+
+    arguments: dict[str, Any]
+    workers: int
+
+
+def split_options(words: Sequence[str]) -> tuple[list[ActorOption], list[str]]:
+    """Take the `--Actor.key=value` (or `--Actor.key value`) out of a command line.
+
+    Nothing after `--` is taken.
+
+    Raises:
+        ConfigError: one of them has no value.
+    """
+    options: list[ActorOption] = []
+    rest: list[str] = []
+    position = 0
+    while position < len(words):
+        word = words[position]
+        if word == "--":
+            rest += words[position:]
+            break
+        found = _OPTION.fullmatch(word)
+        position += 1
+        if found is None:
+            rest.append(word)
+            continue
+        actor, key, value = found.groups()
+        if value is None:
+            if position == len(words):
+                raise ConfigError(f"{word} has no value: write {word}=VALUE")
+            value = words[position]
+            position += 1
+        options.append(ActorOption(actor, key, value))
+    return options, rest
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The keys of a YAML file.
+
+    Raises:
+        ConfigError: it cannot be read, is too large, has a key twice, or is no mapping.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        loaded: object = yaml.load(data, Loader=_Loader)  # a SafeLoader
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if loaded is None:
+        return {}
+    keys = _mapping(loaded)
+    if keys is None:
+        raise ConfigError(f"{path} must have actor names as its top-level keys")
+    _check_size(path, keys)
+    return keys
+
+
+def actor_settings(
+    actors: Sequence[type[Any]],
+    *,
+    file: Mapping[str, Any],
+    options: Sequence[ActorOption],
+    environment: Mapping[str, str],
+) -> dict[type[Any], ActorSettings]:
+    """What each actor of a run gets, checked against its constructor.
+
+    Args:
+        file: the keys of the YAML file.
+        environment: variables of actors that are not started are not looked at.
+
+    Raises:
+        ConfigError: an actor is not started by the run, an argument does not exist or is
+            missing, or a value does not fit.
+    """
+    names = {actor.__name__: actor for actor in actors}
+    _check_names([key for key in file if key != BUS_KEY], names, "the configuration file: {}")
+    _check_names([option.actor for option in options], names, "--{}.…")
+    settings: dict[type[Any], ActorSettings] = {}
+    for name, actor in names.items():
+        given, service = _from_file(name, file.get(name))
+        prefix = _ENVIRONMENT.format(name)
+        texts = {
+            key.removeprefix(prefix).replace("__", "."): value
+            for key, value in environment.items()
+            if key.startswith(prefix)
+        }
+        texts |= {option.key: option.value for option in options if option.actor == name}
+        for key, value in texts.items():
+            _set(actor, key, Text(value), given, service)
+        build_arguments(actor, given)
+        settings[actor] = ActorSettings(given, _workers(name, service))
+    return settings
+
+
+def bus_settings(
+    file: Mapping[str, Any], environment: Mapping[str, str], **explicit: Any
+) -> dict[str, Any]:
+    """The fields of `BusConfig` for `load_config`, which lets its argument win over the
+    environment: those of the file that the environment does not have, and the explicit ones.
+
+    Raises:
+        ConfigError: the file names a field that does not exist.
+    """
+    values = _mapping(file.get(BUS_KEY) or {})
+    if values is None:
+        raise ConfigError(f"the configuration file: {BUS_KEY} must have fields as its keys")
+    for key in values:
+        if key not in BusConfig.__struct_fields__:
+            raise ConfigError(
+                f"the configuration file: {BUS_KEY}.{key} does not exist; there are: "
+                f"{', '.join(BusConfig.__struct_fields__)}"
+            )
+    kept = {
+        key: value
+        for key, value in values.items()
+        if _BUS_ENVIRONMENT.format(key.upper()) not in environment
+        and not (key == "servers" and environment.get("NATS_URL"))
+    }
+    return kept | {key: value for key, value in explicit.items() if value is not None}
 
 
 def build_arguments(actor: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,3 +257,105 @@ def _read_text(adapter: pydantic.TypeAdapter[Any], text: Text) -> Any:
         if text[:1] in ("[", "{", '"'):
             return adapter.validate_json(text)
         raise
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that refuses a key that is written twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key: Any = self.construct_object(key_node, deep=True)  # pyright: ignore[reportUnknownMemberType]
+            if key_node.tag != "tag:yaml.org,2002:merge" and isinstance(key, Hashable):
+                if key in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key!r} is there twice", key_node.start_mark
+                    )
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _mapping(value: Any) -> dict[str, Any] | None:
+    """The value with its keys as text; None when it is no mapping."""
+    if not isinstance(value, dict):
+        return None
+    keys = typing.cast("dict[object, Any]", value)
+    return {str(key): each for key, each in keys.items()}
+
+
+def _check_size(path: Path, loaded: Any) -> None:
+    """Refuse what grows without end when it is written out: aliases within aliases."""
+    count = 0
+    open_values: list[Any] = [loaded]
+    while open_values:
+        value = open_values.pop()
+        count += 1
+        if count > MAX_VALUES:
+            raise ConfigError(f"{path} holds more than {MAX_VALUES} values: its aliases multiply")
+        if isinstance(value, dict):
+            open_values += typing.cast("dict[object, Any]", value).values()
+        elif isinstance(value, list):
+            open_values += typing.cast("list[object]", value)
+
+
+def _check_names(given: Sequence[str], known: Mapping[str, Any], where: str) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"{where.format(name)} is no actor of this run; there are: "
+                f"{', '.join(known) or 'none'}"
+            )
+
+
+def _from_file(name: str, section: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The constructor arguments and the service arguments of one actor."""
+    if section is None:
+        return {}, {}
+    given = _mapping(section)
+    if given is None:
+        raise ConfigError(
+            f"the configuration file: {name} must have constructor arguments as its keys"
+        )
+    service = _mapping(given.pop(SERVICE_KEY, None) or {})
+    if service is None:
+        raise ConfigError(
+            f"the configuration file: {name}.{SERVICE_KEY} must be a mapping, for example "
+            f"{{{WORKERS}: 2}}"
+        )
+    for key in service:
+        _check_service_key(name, key)
+    return given, service
+
+
+def _set(
+    actor: type[Any], key: str, value: Text, given: dict[str, Any], service: dict[str, Any]
+) -> None:
+    """Enter a value that was given by its dotted key."""
+    first, _, rest = key.partition(".")
+    if first == SERVICE_KEY:
+        _check_service_key(actor.__name__, rest)
+        service[rest] = value
+    elif rest:
+        raise ConfigError(
+            f"{actor.__name__}.{key}: only whole arguments can be set: give {first} as JSON"
+        )
+    elif key == WORKERS and WORKERS not in _parameters(actor):
+        service[WORKERS] = value
+    else:
+        given[key] = value
+
+
+def _check_service_key(name: str, key: str) -> None:
+    if key != WORKERS:
+        raise ConfigError(f"{name}.{SERVICE_KEY}.{key} does not exist; there is: {WORKERS}")
+
+
+def _workers(name: str, service: Mapping[str, Any]) -> int:
+    value = service.get(WORKERS, 1)
+    if isinstance(value, Text) and value.isascii() and value.isdigit():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_WORKERS:
+        raise ConfigError(
+            f"{name}.{WORKERS} = {value!r} must be a number of instances from 0 to {MAX_WORKERS}"
+        )
+    return value

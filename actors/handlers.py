@@ -201,7 +201,13 @@ def _inspect(method: Callable[..., Any], streaming: bool) -> HandlerSpec:
     if not parameters:
         raise ConfigError(f"{label} takes no self: a handler is a method of an Actor")
     requests = [p for p in parameters[1:] if p.name != "context"]
-    if len(requests) > 1 or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in requests):
+    for parameter in requests:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            shown = parameter.replace(annotation=parameter.empty)
+            raise ConfigError(
+                f"{label} takes {shown}; a handler takes one request: put them into one model"
+            )
+    if len(requests) > 1:
         raise ConfigError(
             f"{label} takes {len(requests)} requests; a handler takes one: put them into one model"
         )
@@ -236,16 +242,16 @@ def _inspect(method: Callable[..., Any], streaming: bool) -> HandlerSpec:
     )
 
 
-def _check_limit(spec: HandlerSpec, option: str, value: int | None, least: int) -> int | None:
-    if value is not None and (isinstance(value, bool) or value < least):
+def _check_limit(spec: HandlerSpec, option: str, value: Any, least: int) -> int | None:
+    if value is not None and (type(value) is not int or value < least):
         raise ConfigError(
             f"{spec.label}: {option}={value!r} must be {least} or more, or None for no limit"
         )
     return value
 
 
-def _check_seconds(spec: HandlerSpec, option: str, value: float | None) -> float | None:
-    if value is not None and not value > 0:
+def _check_seconds(spec: HandlerSpec, option: str, value: Any) -> float | None:
+    if value is not None and not (isinstance(value, int | float) and value > 0):
         raise ConfigError(
             f"{spec.label}: {option}={value!r} must be more than 0 seconds, or None for no limit"
         )

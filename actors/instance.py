@@ -61,6 +61,7 @@ class ActorInstance:
                 for attribute, spec in cls.__dynbus_handlers__.items()
             ],
         )
+        self._id_was_given = bool(instance_id)
         self._keeper: LeaseKeeper | None = None
         self._services: ServiceResponder | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -81,11 +82,12 @@ class ActorInstance:
         """
         self.lifecycle.to(InstanceState.STARTING)
         try:
+            self._keeper = await self._runtime.bus.lane.run(self._make_keeper())
             await self.actor.on_start()
             await self.server.start()
             self._services = ServiceResponder(self.server, self._metadata())
             await self._services.start()
-            await self._announce()
+            await self._runtime.bus.lane.run(self._keeper.announce())
         except BaseException:
             await asyncio.shield(self._withdraw())
             self.lifecycle.to(InstanceState.STOPPED)
@@ -113,7 +115,8 @@ class ActorInstance:
         self.server.draining = True
         self.server.end_all(Draining("the instance was stopped"))
 
-    async def _announce(self) -> None:
+    async def _make_keeper(self) -> LeaseKeeper:
+        """The keeper of the lease; to be called on the control lane."""
         bus = self._runtime.bus
         server = self.server
         record = InstanceRecord(
@@ -125,17 +128,15 @@ class ActorInstance:
             started=unix_time(),
             address=f"{socket.gethostname()}:{os.getpid()}",
         )
-
-        async def announce() -> LeaseKeeper:
-            connection = bus.lane.connection
-            keeper = LeaseKeeper(
-                connection.jetstream, record, bus.config.lease_ttl, self._lease_changed
-            )
-            connection.on_state(keeper.connection_changed)
-            await keeper.announce()
-            return keeper
-
-        self._keeper = await bus.lane.run(announce())
+        connection = bus.lane.connection
+        keeper = LeaseKeeper(
+            connection.jetstream, record, bus.config.lease_ttl, self._lease_changed
+        )
+        connection.on_state(keeper.connection_changed)
+        if self._id_was_given:
+            # Two holders of one id would both run every request until one of them notices.
+            await keeper.check_free()
+        return keeper
 
     def _lease_changed(self, state: LeaseState) -> None:
         level = logging.INFO if state in (LeaseState.HELD, LeaseState.ENDED) else logging.WARNING
@@ -145,8 +146,13 @@ class ActorInstance:
         keeper = self._keeper
         if keeper is not None:
             self._runtime.bus.lane.call(self._say_draining, keeper)
-        await self.server.drain(grace)
-        await self._withdraw()
+        try:
+            await self.server.drain(grace)
+            await self._withdraw()
+        finally:
+            await self._end()
+
+    async def _end(self) -> None:
         try:
             await self.actor.on_stop()
         finally:
@@ -161,9 +167,11 @@ class ActorInstance:
     async def _withdraw(self) -> None:
         if self._services is not None:
             self._services.stop()
-        if self._keeper is not None:
-            await self._runtime.bus.lane.run(self._keeper.end())
-        await self.server.stop()
+        try:
+            if self._keeper is not None:
+                await self._runtime.bus.lane.run(self._keeper.end())
+        finally:
+            await self.server.stop()
 
     def _metadata(self) -> dict[str, str]:
         return {
@@ -231,9 +239,11 @@ def _make_decode(codec: AnyCodec | None) -> Callable[[bytes], Any]:
 
 
 def _make_encode(codec: AnyCodec) -> Callable[[Any], bytes]:
-    inner = codec.encode
+    inner, model, to_json = codec.encode, codec.model, codec.to_json
 
     def encode(value: Any) -> bytes:
+        if type(value) is model:
+            return to_json(value)
         try:
             return inner(value)
         except Misfit as error:

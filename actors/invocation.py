@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import secrets
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus import headers
@@ -24,6 +23,7 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 from dynbus.bus.names import EndpointName
+from dynbus.bus.tokens import random_id
 
 from .options import DEFAULT, CallOptions, current_options
 from .routing import Load, Router, RouteRequest
@@ -91,7 +91,7 @@ class Invocation:
         self.data = data
         self.streaming = streaming
         self.options = options
-        self.request_id = options.request_id or (parent.id if parent else secrets.token_hex(16))
+        self.request_id = options.request_id or (parent.id if parent else random_id())
         self.idempotent = idempotent or bool(options.idempotency_key)
         self.instance_id = options.instance
         self.call: PendingCall | None = None

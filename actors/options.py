@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -13,6 +15,8 @@ from dynbus.bus.names import check_token
 
 MAX_METADATA: Final = 32
 MAX_METADATA_BYTES: Final = 8192
+
+_SHORT_TEXT: Final = re.compile(r"[!-~]{0,128}")
 
 
 class _Default:
@@ -72,7 +76,7 @@ def call_options(
     idempotency_key: str | None = None,
     retries: int | None = None,
     metadata: Mapping[str, str] | None = None,
-) -> Iterator[CallOptions]:
+) -> Generator[CallOptions]:
     """Options for every call that is begun inside the `with`, in this task and its children.
 
     Args:
@@ -109,27 +113,41 @@ def call_options(
 
 
 def _check(options: CallOptions) -> None:
-    timeout = options.timeout
-    if not isinstance(timeout, _Default) and timeout is not None and not timeout > 0:
+    # Not everyone runs a type checker, so the types are looked at as well.
+    timeout: Any = options.timeout
+    if timeout is not DEFAULT and timeout is not None and not _is_number(timeout, above=0):
         raise ConfigError(f"timeout={timeout!r} must be more than 0 seconds, or None for no limit")
-    if not options.wait >= 0:
-        raise ConfigError(f"wait={options.wait!r} must not be negative")
+    if not _is_number(options.wait) or not options.wait >= 0:
+        raise ConfigError(f"wait={options.wait!r} must be 0 or more seconds")
     if options.instance:
         check_token("instance", options.instance)
-    for name, text in (
-        ("request_id", options.request_id),
-        ("idempotency_key", options.idempotency_key),
-    ):
-        if len(text) > 128 or not all("!" <= c <= "~" for c in text):
+    for name in ("request_id", "idempotency_key"):
+        text: Any = getattr(options, name)
+        if not isinstance(text, str) or not _SHORT_TEXT.fullmatch(text):
             raise ConfigError(
-                f"{name}={text[:140]!r} must be at most 128 printable ASCII characters"
+                f"{name}={str(text)[:140]!r} must be at most 128 printable ASCII characters "
+                "without spaces"
             )
-    if options.retries is not None and options.retries < 0:
-        raise ConfigError(f"retries={options.retries!r} must not be negative")
-    metadata = options.metadata or {}
+    retries: Any = options.retries
+    if retries is not None and not (isinstance(retries, int) and retries >= 0):
+        raise ConfigError(f"retries={retries!r} must be a number, 0 or more")
+    priority: Any = options.priority
+    if priority is not None and not (isinstance(priority, int) and -9999 <= priority <= 99999):
+        raise ConfigError(f"priority={priority!r} must be a number from -9999 to 99999")
+    _check_metadata(options.metadata or {})
+
+
+def _check_metadata(metadata: Mapping[Any, Any]) -> None:
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ConfigError(f"metadata {key!r}={value!r}: keys and values must be strings")
     size = sum(len(key) + len(value) for key, value in metadata.items())
     if len(metadata) > MAX_METADATA or size > MAX_METADATA_BYTES:
         raise ConfigError(
             f"metadata has {len(metadata)} keys and {size} characters; at most "
             f"{MAX_METADATA} and {MAX_METADATA_BYTES} are carried"
         )
+
+
+def _is_number(value: Any, *, above: float = -math.inf) -> bool:
+    return isinstance(value, int | float) and value > above

@@ -119,6 +119,7 @@ def make_router(routing: Routing | None) -> Router:
         if policy is None:
             raise ConfigError(f"routing {routing!r} is unknown: use one of {', '.join(POLICIES)}")
         return policy()
-    if isinstance(routing, Router):
-        return routing
+    given: Any = routing
+    if isinstance(given, Router):
+        return given
     raise ConfigError(f"routing {routing!r} has no method `async def route(request, instances)`")

@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from . import headers
 from .config import BusConfig
 from .heartbeats import Heartbeats
 from .lane import ControlLane, InlineLane, ThreadLane
 from .names import ReplySubjects
-from .transport import Connection
+from .transport import Connection, Message
 
 if TYPE_CHECKING:
     from .telemetry import Telemetry
@@ -109,7 +110,7 @@ class Bus:
         Raises:
             PermissionDenied: the server refuses the reply subjects.
         """
-        self.data.subscribe(self.replies.bounce_wildcard, lambda m: self._bounced(m.subject))
+        self.data.subscribe(self.replies.bounce_wildcard, self._bounced)
         await self.data.barrier()
         await self.lane.run(self.heartbeats.start())
 
@@ -126,8 +127,12 @@ class Bus:
         """
         return most if self.known_instances() > above else 0.0
 
-    def _bounced(self, subject: str) -> None:
-        token = subject.rpartition(".")[2]
+    def _bounced(self, message: Message) -> None:
+        # A reader sees the bounce subject and might answer there; only the server's word counts.
+        if headers.status(message.headers) != headers.NO_RESPONDERS:
+            self.drop("unexpected_frame")
+            return
+        token = message.subject.rpartition(".")[2]
         handler = self.bounce_handlers.get(token)
         if handler is not None:
             handler()

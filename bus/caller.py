@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from . import headers
 from .clock import monotonic
 from .context import Context
+from .deadlines import Deadlines
 from .errors import (
     STATUS_CODES,
     Cancelled,
@@ -29,6 +29,7 @@ from .heartbeats import Registry
 from .liveness import PeerLiveness
 from .names import EndpointName, control_subject
 from .streams import StreamReader
+from .tokens import random_bytes
 from .transport import ConnectionState, Message
 from .wire import (
     SECRET_BYTES,
@@ -67,7 +68,8 @@ class CallHead(NamedTuple):
 
     Attributes:
         deadline: on the clock of `monotonic`; None without a limit.
-        fields: further headers, checked by `headers.encode`.
+        request_id: printable ASCII.
+        fields: further headers, checked by `headers.encode_lines`.
     """
 
     endpoint: EndpointName
@@ -115,7 +117,7 @@ class PendingCall:
         "_behind_at",
         "_caller",
         "_missed",
-        "_timer",
+        "_deadline_number",
         "_unlink",
         "_waiter",
         "attempt",
@@ -135,7 +137,7 @@ class PendingCall:
         self._caller = caller
         self.remote = remote
         self.number = number
-        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self.secret = random_bytes(SECRET_BYTES)
         self.attempt = head.attempt
         self.endpoint = head.endpoint
         self.request_id = head.request_id
@@ -143,7 +145,7 @@ class PendingCall:
         self.reader = StreamReader(window=window, max_item_bytes=caller.bus.config.max_item_bytes)
         self.error: DynbusError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._deadline_number: int | None = None
         self._unlink: Callable[[], None] | None = None
         self._missed = 0
         self._behind_at = -1
@@ -257,10 +259,9 @@ class PendingCall:
                 )
             )
 
-    def arm(self, deadline: float) -> None:
-        """Expire at `deadline`, on the clock of `monotonic`."""
-        delay = max(0.0, deadline - monotonic())
-        self._timer = self._caller.bus.loop.call_later(delay, self.expire)
+    def arm(self, deadline: float, now: float) -> None:
+        """Expire at `deadline`, on the clock of `monotonic`, which says `now`."""
+        self._deadline_number = self._caller.deadlines.arm(deadline, now, self.expire)
 
     def compare(self, sent: int | None) -> None:
         """A heartbeat says what the writer has sent, or does not know this call (None).
@@ -305,8 +306,8 @@ class PendingCall:
 
     def _finish(self, error: DynbusError | None) -> None:
         self.error = error
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._deadline_number is not None:
+            self._caller.deadlines.disarm(self._deadline_number, self.expire)
         if self._unlink is not None:
             self._unlink()
         self._caller.forget(self)
@@ -321,6 +322,7 @@ class Caller:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.registry: Registry[RemoteInstance] = Registry(bus.replies.base, self._on_control)
+        self.deadlines = Deadlines(bus.loop)
         self._calls: dict[int, PendingCall] = {}
         self._number = 0
         self._window_left = bus.config.connection_window
@@ -381,15 +383,18 @@ class Caller:
                 request_id=head.request_id,
                 started=False,
             )
-        remote = self._remote(head.endpoint, instance_id)
-        self._number += 1
+        now = monotonic()
+        remote = self.registry.peers.get(instance_id) or self._new_remote(
+            head.endpoint, instance_id
+        )
+        self._number = number = self._number + 1
         window = self._take_window()
-        call = PendingCall(self, remote, self._number, head, window)
-        block = self._head_block(call, head, window)
-        self._calls[call.number] = call
-        remote.calls[call.number] = call
+        call = PendingCall(self, remote, number, head, window)
+        block = self._head_block(call, head, window, now)
+        self._calls[number] = call
+        remote.calls[number] = call
         if head.deadline is not None:
-            call.arm(head.deadline)
+            call.arm(head.deadline, now)
         self._publish(head.endpoint.at(instance_id), call, block, data)
         return call
 
@@ -429,15 +434,14 @@ class Caller:
         """End every open call and say so to the far sides."""
         for call in list(self._calls.values()):
             call.abandon()
+        self.deadlines.clear()
         self.bus.heartbeats.remove(self.registry)
 
     # Internals ---------------------------------------------------------------------------
 
-    def _remote(self, endpoint: EndpointName, instance_id: str) -> RemoteInstance:
-        remote = self.registry.peers.get(instance_id)
-        if remote is None:
-            remote = RemoteInstance(self, endpoint.namespace, endpoint.component, instance_id)
-            self.registry.peers[instance_id] = remote
+    def _new_remote(self, endpoint: EndpointName, instance_id: str) -> RemoteInstance:
+        remote = RemoteInstance(self, endpoint.namespace, endpoint.component, instance_id)
+        self.registry.peers[instance_id] = remote
         return remote
 
     def _take_window(self) -> int:
@@ -446,25 +450,25 @@ class Caller:
         self._window_left -= window
         return window
 
-    def _head_block(self, call: PendingCall, head: CallHead, window: int) -> bytes:
-        fields = {
-            headers.FRAMES: f"{VERSION} {call.secret.hex()} {window}",
-            headers.REQUEST_ID: head.request_id,
-        }
+    def _head_block(self, call: PendingCall, head: CallHead, window: int, now: float) -> bytes:
+        text = (
+            f"NATS/1.0\r\n{headers.FRAMES}: {VERSION} {call.secret.hex()} {window}\r\n"
+            f"{headers.REQUEST_ID}: {head.request_id}\r\n"
+        )
         if head.deadline is not None:
-            left = head.deadline - monotonic()
+            left = head.deadline - now
             if left <= 0:
                 raise DeadlineExceeded(
                     f"the deadline passed before {head.endpoint} was called",
                     request_id=head.request_id,
                     started=False,
                 )
-            fields[headers.DEADLINE] = str(max(1, round(left * 1000)))
+            text += f"{headers.DEADLINE}: {max(1, round(left * 1000))}\r\n"
         if head.attempt > 1:
-            fields[headers.ATTEMPT] = str(head.attempt)
+            text += f"{headers.ATTEMPT}: {head.attempt}\r\n"
         if head.fields:
-            fields |= head.fields
-        return headers.encode(fields)
+            text += headers.encode_lines(head.fields)
+        return f"{text}\r\n".encode("ascii")
 
     def _publish(self, subject: str, call: PendingCall, block: bytes, data: bytes) -> None:
         bus = self.bus

@@ -7,13 +7,13 @@ that deadline, cancellation and trace follow every sub-call without a word in th
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from types import MappingProxyType
 
 from .clock import monotonic
+from .tokens import random_id
 
 _EMPTY: Mapping[str, str] = MappingProxyType({})
 
@@ -30,6 +30,8 @@ class Context:
             when there is no limit. `time_left` is what a handler wants.
         metadata: what the caller sent along; read-only.
         attempt: 1 for the first try, one more for each retry.
+        priority: as the caller gave it; larger is more urgent.
+        hop: `namespace.component.endpoint@instance` where the call runs.
     """
 
     __slots__ = (
@@ -53,20 +55,20 @@ class Context:
         id: str = "",
         *,
         deadline: float | None = None,
-        metadata: Mapping[str, str] = _EMPTY,
+        metadata: Mapping[str, str] | None = None,
         attempt: int = 1,
         priority: int = 0,
-        trace_headers: Mapping[str, str] = _EMPTY,
+        trace_headers: Mapping[str, str] | None = None,
         hop: str = "",
         draining: Callable[[], bool] | None = None,
     ) -> None:
-        self.id = id or secrets.token_hex(16)
+        self.id = id or random_id()
         self.deadline = deadline
-        self.metadata = metadata if metadata is _EMPTY else MappingProxyType(dict(metadata))
+        self.metadata = MappingProxyType(dict(metadata)) if metadata else _EMPTY
         self.attempt = attempt
         self.priority = priority
         self.hop = hop
-        self._trace_headers = trace_headers
+        self._trace_headers = trace_headers or _EMPTY
         self._stopped = False
         self._killed = False
         self._draining = draining

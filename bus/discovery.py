@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from .clock import monotonic
 from .errors import DynbusError, NoInstances, Unavailable
 from .leases import INSTANCES_STREAM
-from .names import EndpointName
+from .names import TOKEN, EndpointName
 from .transport import ConnectionState, OrderedConsumer, StoredMessage
 from .wire import InstanceRecord, decode_record
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXPIRY_GRACE: Final = 3.0
-SUSPECT_SECONDS: Final = 2.0
+SUSPECT_SECONDS: Final = 5.0
 RETRY_DELAY: Final = 0.5
+HEARD_AGAIN: Final = 1.0
 FIRST_READING: Final = 5.0
 
 ComponentKey = tuple[str, str]
@@ -50,14 +51,19 @@ class Instance(NamedTuple):
 
 
 class InstanceView:
-    """All instances that are known, by component. Times are of one monotonic clock."""
+    """All instances that are known, by component. Times are of one monotonic clock.
 
-    def __init__(self) -> None:
+    Args:
+        renewal_grace: seconds within which every living instance renews its record.
+    """
+
+    def __init__(self, renewal_grace: float = EXPIRY_GRACE) -> None:
         self._instances: dict[ComponentKey, dict[str, Instance]] = {}
         self._expired: dict[tuple[str, str, str], float] = {}
         self._suspect: dict[tuple[str, str, str], float] = {}
         self._unseen: set[tuple[str, str, str]] = set()
         self._grace_until = 0.0
+        self._renewal_grace = renewal_grace
         self._choice: dict[ComponentKey, list[Instance]] = {}
 
     def __repr__(self) -> str:
@@ -73,10 +79,16 @@ class InstanceView:
         self._choice.pop(key[:2], None)
         self._expired.pop(key, None)
         self._unseen.discard(key)
-        news = before is None or before.record.incarnation != record.incarnation
-        if news:
-            self._suspect.pop(key, None)
-        return news or before is None or before.record.draining != record.draining
+        suspected = key in self._suspect
+        if suspected and (before is None or renewed > before.renewed):
+            # Whoever renews is alive; a reading anew of what is stored says nothing.
+            del self._suspect[key]
+        return (
+            suspected
+            or before is None
+            or before.record.incarnation != record.incarnation
+            or before.record.draining != record.draining
+        )
 
     def delete(self, namespace: str, component: str, instance_id: str) -> None:
         """An instance said that it goes."""
@@ -102,14 +114,22 @@ class InstanceView:
             for instance_id in instances
         }
 
+    def is_settling(self, now: float) -> bool:
+        """Whether we were cut off until a moment ago, and others may be so still."""
+        return now < self._grace_until
+
     def pass_ended(self, now: float) -> None:
-        """It is complete: what it did not show has ended while we did not look."""
+        """It is complete: what it did not show has ended while we did not look.
+
+        Or the bucket was lost as a whole, and its instances are about to announce themselves
+        again: each has the time until its next renewal.
+        """
         for key in self._unseen:
-            self.expire(*key, now)
+            self._expired[key] = max(self._grace_until, now + self._renewal_grace)
         self._unseen = set()
 
     def suspect(self, namespace: str, component: str, instance_id: str, now: float) -> None:
-        """Do not choose an instance for a moment: a request to it found nobody."""
+        """Do not choose an instance until it renews, or for a moment: it does not answer."""
         self._suspect[(namespace, component, instance_id)] = now + SUSPECT_SECONDS
 
     def instances(self, namespace: str, component: str, now: float) -> list[Instance]:
@@ -129,6 +149,10 @@ class InstanceView:
             del self._suspect[suspect]
         return [one for one in choice if (namespace, component, one.id) not in self._suspect]
 
+    def find(self, namespace: str, component: str, instance_id: str) -> Instance | None:
+        """One instance, whether it may be chosen or not."""
+        return self._instances.get((namespace, component), {}).get(instance_id)
+
     def everything(self) -> list[Instance]:
         """Every known instance."""
         return [one for instances in self._instances.values() for one in instances.values()]
@@ -143,15 +167,19 @@ class InstanceView:
 
 
 class Discovery:
-    """The view of one process, kept current from `start` to `close`.
+    """The view of one process, kept current from `begin` to `close`.
 
-    `view` belongs to the main loop.
+    Attributes:
+        view: belongs to the main loop.
+        is_heard: whether heartbeats of an instance arrive just now.
     """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self.view = InstanceView()
+        # Records are renewed three times in a lease.
+        self.view = InstanceView(max(EXPIRY_GRACE, bus.config.lease_ttl / 2))
         self.synchronized = asyncio.Event()
+        self.is_heard: Callable[[str], bool] = lambda _: False
         self._changed: set[asyncio.Future[None]] = set()
         self._listeners: list[Callable[[], None]] = []
         self._consumer: OrderedConsumer | None = None
@@ -248,6 +276,7 @@ class Discovery:
     async def _watch(self) -> None:
         connection = self._bus.lane.connection
         connection.on_state(self._on_state)
+        self._bus.data.on_state(self._on_state)
         while True:
             try:
                 self._main(self.view.pass_began)
@@ -279,7 +308,7 @@ class Discovery:
 
     def _receive(self, message: StoredMessage) -> None:
         tokens = message.subject.split(".")
-        if len(tokens) != 5:
+        if len(tokens) != 5 or not all(map(TOKEN.fullmatch, tokens[2:])):
             self._main(self._bus.drop, "malformed_record")
             return
         _, _, namespace, component, instance_id = tokens
@@ -312,7 +341,20 @@ class Discovery:
             self._notify()
 
     def _expire(self, namespace: str, component: str, instance_id: str) -> None:
-        self.view.expire(namespace, component, instance_id, monotonic())
+        instance = self.view.find(namespace, component, instance_id)
+        if instance is not None:
+            self._expire_unless_heard(instance)
+
+    def _expire_unless_heard(self, instance: Instance) -> None:
+        record = instance.record
+        key = (record.namespace, record.component, record.instance_id)
+        if self.view.find(*key) is not instance:
+            return
+        if self.is_heard(instance.id):
+            # JetStream could not take its renewal in time; it is no less alive for that.
+            self._bus.loop.call_later(HEARD_AGAIN, self._expire_unless_heard, instance)
+            return
+        self.view.expire(*key, monotonic())
         self._notify()
 
     def _delete(self, namespace: str, component: str, instance_id: str) -> None:

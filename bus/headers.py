@@ -44,14 +44,23 @@ def encode(fields: Mapping[str, str]) -> bytes:
     Raises:
         ConfigError: a key or a value has a character that a header cannot carry.
     """
-    lines = [PREAMBLE]
+    return f"NATS/1.0\r\n{encode_lines(fields)}\r\n".encode("ascii")
+
+
+def encode_lines(fields: Mapping[str, str]) -> str:
+    """The lines of a header block for `fields`.
+
+    Raises:
+        ConfigError: a key or a value has a character that a header cannot carry.
+    """
+    lines: list[str] = []
     for key, value in fields.items():
         if not _KEY.fullmatch(key):
             raise ConfigError(f"header name {key!r} may hold printable ASCII without ':' only")
         if not _VALUE.fullmatch(value):
             raise ConfigError(f"header {key} may hold printable ASCII only, got {value!r}")
-        lines.append(f"{key}: {value}".encode("ascii"))
-    return b"\r\n".join(lines) + b"\r\n\r\n"
+        lines.append(f"{key}: {value}\r\n")
+    return "".join(lines)
 
 
 def decode(block: bytes) -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from . import headers
 from .clock import monotonic
+from .errors import PermissionDenied, Unavailable
 from .liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, PeerLiveness
 from .transport import ConnectionState, Message
 from .wire import Batch, Frame, Ping, Pong, decode_batch, encode_batch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK: Final = 0.1
+SERVER_ANSWER: Final = 0.5
 BLOCKED_REPORT: Final = 0.1
 FROZEN_TICK: Final = 0.7
 
@@ -93,6 +95,7 @@ class Heartbeats:
         self._registries: dict[str, Registry[Any]] = {}
         self._tokens = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
+        self._confirming: asyncio.Task[None] | None = None
         self._early = asyncio.Event()
         self._main_thread = threading.get_ident()
         self._main_answered = True
@@ -126,9 +129,10 @@ class Heartbeats:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="heartbeats")
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        for task in (self._task, self._confirming):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
 
     def bounced(self, key: str) -> None:
         """A message of the main loop to the peer of this bounce token found nobody."""
@@ -179,10 +183,22 @@ class Heartbeats:
             self._check_main_loop(now)
             if now >= next_beat:
                 next_beat = now + HEARTBEAT_INTERVAL
-                for registry in list(self._registries.values()):
-                    self._beat(registry, now)
+                self._beat_all(now)
 
-    def _beat(self, registry: Registry[Any], now: float) -> None:
+    def _beat_all(self, now: float) -> None:
+        doubted: list[tuple[Peer, PeerLiveness]] = []
+        for registry in list(self._registries.values()):
+            try:
+                doubted += self._beat(registry, now)
+            except Exception:
+                # Whatever is wrong with one side's calls, the other sides must go on beating.
+                logger.exception("a heartbeat of %s failed", registry.identity)
+        if doubted and self._confirming is None:
+            self._confirming = asyncio.create_task(self._confirm(doubted), name="confirm-gone")
+
+    def _beat(self, registry: Registry[Any], now: float) -> list[tuple[Peer, PeerLiveness]]:
+        """Send to the peers that calls are open with; returns those that seem to be gone."""
+        doubted: list[tuple[Peer, PeerLiveness]] = []
         cut_off = self._bus.lane.connection.state is not ConnectionState.CONNECTED
         for remote_id, peer in list(registry.peers.items()):
             if not peer.has_work():
@@ -195,7 +211,27 @@ class Heartbeats:
             if frames := peer.beat():
                 self._send(registry, remote_id, peer, frames)
             if peer.liveness.is_gone(now):
-                logger.warning("%s is gone: %r", peer.control_subject, peer.liveness)
+                doubted.append((peer, peer.liveness))
+        return doubted
+
+    async def _confirm(self, doubted: list[tuple[Peer, PeerLiveness]]) -> None:
+        """Tell the main loop who is gone, unless the silence is that of our own connection.
+
+        The server's answer comes after everything else that it had for us.
+        """
+        try:
+            await self._bus.lane.connection.barrier(timeout=SERVER_ANSWER)
+        except Unavailable:
+            self._extend(monotonic() + HEARTBEAT_INTERVAL)
+            return
+        except PermissionDenied:
+            # A refused subject shows at the next barrier, whoever asks; it is an answer too.
+            pass
+        finally:
+            self._confirming = None
+        for peer, liveness in doubted:
+            if peer.liveness is liveness and liveness.is_gone(monotonic()):
+                logger.warning("%s is gone: %r", peer.control_subject, liveness)
                 peer.liveness = None
                 self._to_main(peer.gone)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from .errors import ConfigError, DynbusError
+from .errors import ConfigError, DynbusError, Unavailable
 from .names import INSTANCES_BUCKET
 from .transport import (
     ConnectionState,
@@ -145,6 +145,21 @@ class LeaseKeeper:
         self._now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
+    async def check_free(self) -> None:
+        """Make sure that no other process holds the id, before anything is served under it.
+
+        Raises:
+            ConfigError: another process holds it.
+            Unavailable: JetStream does not answer.
+        """
+        try:
+            stored = await self._jetstream.last(INSTANCES_STREAM.name, self._subject)
+        except NoStream:
+            return
+        self.lease.found(stored)
+        if self.lease.state is LeaseState.CONFLICT:
+            raise self._conflict()
+
     async def announce(self) -> None:
         """Write the record for the first time and keep it from then on.
 
@@ -215,6 +230,11 @@ class LeaseKeeper:
                 logger.warning("%r was not renewed: %s", self.lease, error)
                 await asyncio.sleep(RETRY_DELAY)
                 self._now.set()
+            except Exception:
+                # An instance without a keeper would vanish while it works.
+                logger.exception("%r was not renewed", self.lease)
+                await asyncio.sleep(RETRY_DELAY)
+                self._now.set()
 
     async def _renew(self) -> None:
         lease = self.lease
@@ -230,7 +250,8 @@ class LeaseKeeper:
                     timeout=min(2.0, self._ttl / 4),
                 )
                 lease.stored(sequence)
-                break
+                self._tell(before)
+                return
             except NoStream:
                 lease.missing()
                 await self._jetstream.ensure_stream(INSTANCES_STREAM)
@@ -238,12 +259,16 @@ class LeaseKeeper:
                 lease.found(await self._jetstream.last(INSTANCES_STREAM.name, self._subject))
                 if lease.state is LeaseState.CONFLICT:
                     self._tell(before)
-                    raise ConfigError(
-                        f"instance id {lease.record.instance_id!r} of "
-                        f"{lease.record.namespace}.{lease.record.component} is in use by another "
-                        "process: leave the id out, or choose another"
-                    ) from None
+                    raise self._conflict() from None
         self._tell(before)
+        raise Unavailable(f"the record {self._subject} changes under every write")
+
+    def _conflict(self) -> ConfigError:
+        record = self.lease.record
+        return ConfigError(
+            f"instance id {record.instance_id!r} of {record.namespace}.{record.component} is in "
+            "use by another process: leave the id out, or choose another"
+        )
 
     def _tell(self, before: LeaseState) -> None:
         if self.lease.state is not before and self._on_state is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 READ_BYTES: Final = 256 * 1024
 LOW_BACKLOG: Final = 1024 * 1024
+EARLY_WRITE_BYTES: Final = 4096
 PING_INTERVAL: Final = 2.0
 MAX_SILENT_PINGS: Final = 2
 FIRST_RECONNECT_DELAY: Final = 0.05
@@ -46,10 +48,14 @@ class _Session(nats.aio.client.Client):
     def __init__(self) -> None:
         super().__init__()
         self.handshaken: asyncio.Event = asyncio.Event()
+        self._socket_number: int | None = None
 
     async def _read_loop(self) -> None:
         # nats-py starts this task as the last step of its handshake and would parse from
         # here on; the connection reads the transport itself instead.
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None and writer.get_extra_info("ssl_object") is None:
+            self._socket_number = writer.get_extra_info("socket").fileno()
         self.handshaken.set()
 
     async def _ping_interval(self) -> None:
@@ -60,7 +66,36 @@ class _Session(nats.aio.client.Client):
         return await self._open_transport.read(READ_BYTES)
 
     def write(self, data: bytes) -> None:
-        self._open_transport.write(data)
+        # What is written in the last moments of a session is lost, as it is on the way.
+        if not self._is_closing:
+            self._open_transport.write(data)
+
+    @property
+    def _is_closing(self) -> bool:
+        writer = getattr(self._transport, "_io_writer", None)
+        return writer is None or writer.is_closing()
+
+    def write_now(self, data: bytes) -> None:
+        """Hand bytes to the operating system in this very moment where that is possible.
+
+        uvloop sends at the end of a turn of the loop. In a turn that answers many calls the
+        other side would wait for all of them, and neither side would ever work while the
+        other does.
+        """
+        # A socket number may belong to another file as soon as the transport is closed.
+        if self._socket_number is None or self._is_closing or self.write_buffer_size > 0:
+            self.write(data)
+            return
+        try:
+            sent = os.write(self._socket_number, data)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            logger.debug("the socket is broken: %s", error)
+            self.abort()
+            return
+        if sent < len(data):
+            self.write(data[sent:])
 
     @property
     def write_buffer_size(self) -> int:
@@ -326,6 +361,7 @@ class NatsConnection:
             Unavailable: no server could be reached within `timeout` seconds.
         """
         session = await self._open_session(timeout)
+        self._begin(session)
         self._task = self._loop.create_task(self._run(session), name=f"nats-{self.name}")
 
     async def _open_session(self, timeout: float) -> _Session:
@@ -377,27 +413,37 @@ class NatsConnection:
         return servers
 
     async def _run(self, session: _Session) -> None:
-        delay = FIRST_RECONNECT_DELAY
         while True:
-            self._begin(session)
             try:
                 await self._serve(session)
+            except Exception:
+                # Whatever ended a session, another one follows it.
+                logger.exception("%s: the session broke", self.name)
             finally:
                 session.abort()
             self._end()
-            while True:
-                await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-                try:
-                    session = await self._open_session(2.0)
-                    delay = FIRST_RECONNECT_DELAY
-                    break
-                except PermissionDenied as error:
-                    logger.error("reconnect refused: %s", error)
-                    delay = REFUSED_RECONNECT_DELAY
-                except Unavailable as error:
-                    logger.debug("not reconnected yet: %s", error)
-                    delay = min(delay * 2, MAX_RECONNECT_DELAY)
-            self._reconnects += 1
+            session = await self._reopen()
+
+    async def _reopen(self) -> _Session:
+        """Open and begin a session, for as long as it takes."""
+        delay = FIRST_RECONNECT_DELAY
+        while True:
+            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            delay = min(delay * 2, MAX_RECONNECT_DELAY)
+            try:
+                session = await self._open_session(2.0)
+            except PermissionDenied as error:
+                logger.error("reconnect refused: %s", error)
+                delay = REFUSED_RECONNECT_DELAY
+            except Unavailable as error:
+                logger.debug("not reconnected yet: %s", error)
+            except Exception:
+                # A server that is killed in the middle of a handshake leaves half a line.
+                logger.exception("%s: the handshake broke", self.name)
+            else:
+                self._reconnects += 1
+                self._begin(session)
+                return session
 
     def _begin(self, session: _Session) -> None:
         self._session = session
@@ -523,17 +569,22 @@ class NatsConnection:
     def _write(self, data: bytes) -> None:
         self._out.append(data)
         self._out_bytes += len(data)
-        if not self._flush_scheduled:
+        if self._out_bytes >= EARLY_WRITE_BYTES:
+            self._write_out()
+        elif not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flush_scheduled = False
+        self._write_out()
+
+    def _write_out(self) -> None:
         if self._out and self._session is not None:
             data = b"".join(self._out)
             self._out.clear()
             self._out_bytes = 0
-            self._session.write(data)
+            self._session.write_now(data)
 
     async def _settled(self, session: _Session) -> None:
         """Wait until the server has taken all that was written."""
@@ -564,7 +615,12 @@ class NatsConnection:
         if state is not self._state and self._state is not ConnectionState.CLOSED:
             self._state = state
             for listener in list(self._listeners):
-                listener(state)
+                try:
+                    listener(state)
+                except Exception:
+                    # One listener must not keep the others, or the reader, from going on.
+                    self._callback_errors += 1
+                    logger.exception("%s: a listener to the state raised", self.name)
 
 
 async def connect(

@@ -11,12 +11,14 @@ import contextvars
 import logging
 from collections.abc import Iterable
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from . import headers
 from .admission import Admission, Verdict
 from .clock import monotonic
 from .context import Context, enter_context
+from .deadlines import Deadlines
 from .endpoint import Endpoint
 from .errors import (
     Cancelled,
@@ -32,14 +34,10 @@ from .errors import (
     Unavailable,
 )
 from .heartbeats import Registry
-from .names import (
-    EndpointName,
-    control_subject,
-    is_safe_reply,
-    split_request_reply,
-)
+from .names import EndpointName, control_subject, is_safe_reply
 from .server_calls import ClientPeer, FramedCall, PlainCall, ServerCall
 from .streams import StreamWriter
+from .tokens import random_id
 from .transport import ConnectionState, Message, Subscription
 from .wire import (
     BATCH_OVERHEAD,
@@ -68,12 +66,15 @@ MAX_PARTS: Final = 4096
 REMEMBERED_REFUSALS: Final = 1024
 LOST_CANCEL_BEATS: Final = 3
 
+_VERSION_WORD = str(VERSION)
+
 
 class ServedEndpoint:
     """An endpoint of this instance, with its admission and figures."""
 
-    def __init__(self, address: EndpointName, endpoint: Endpoint) -> None:
+    def __init__(self, address: EndpointName, endpoint: Endpoint, instance_id: str) -> None:
         self.address = address
+        self.hop = address.hop(instance_id)
         self.endpoint = endpoint
         self.admission: Admission[ServerCall] = Admission(endpoint.concurrency, endpoint.queue)
         self.requests = 0
@@ -119,7 +120,7 @@ class InstanceServer:
         self.draining = False
         self.served = {
             endpoint.name: ServedEndpoint(
-                EndpointName.of(namespace, component, endpoint.name), endpoint
+                EndpointName.of(namespace, component, endpoint.name), endpoint, instance_id
             )
             for endpoint in endpoints
         }
@@ -134,6 +135,8 @@ class InstanceServer:
         self._dirty: list[ClientPeer] = []
         self._flush_scheduled = False
         self._flushes = 0
+        self._load = 0
+        self._deadlines = Deadlines(bus.loop)
         self._queue_subscriptions: list[Subscription] = []
         self._subscriptions: list[Subscription] = []
         self._sweeper: asyncio.TimerHandle | None = None
@@ -150,7 +153,7 @@ class InstanceServer:
     @property
     def load(self) -> int:
         """Calls that run or wait here."""
-        return sum(s.admission.running + s.admission.waiting for s in self.served.values())
+        return self._load
 
     async def start(self) -> None:
         """Subscribe; when this returns the server knows all of it.
@@ -212,6 +215,7 @@ class InstanceServer:
             subscription.unsubscribe()
         if self._sweeper is not None:
             self._sweeper.cancel()
+        self._deadlines.clear()
         try:
             await self.bus.data.barrier(timeout=1.0)
         except Unavailable:
@@ -222,89 +226,91 @@ class InstanceServer:
     # Requests ------------------------------------------------------------------------------
 
     def _receive(self, served: ServedEndpoint, message: Message) -> None:
-        reply = message.reply
-        if not is_safe_reply(reply, self.bus.config.reply_prefixes):
-            self.bus.drop("unsafe_reply" if reply else "no_reply")
-            return
-        fields = headers.decode(message.headers)
+        now = monotonic()
+        fields = headers.decode(message.headers) if message.headers else {}
         framing = fields.get(headers.FRAMES)
         try:
             if framing is None:
-                self._admit(self._plain_call(served, fields, reply), message.data, fields)
+                plain = self._plain_call(served, fields, message.reply, now)
+                if plain is not None:
+                    self._admit(plain, message.data, fields, now)
                 return
-            call = self._framed_call(served, fields, framing, reply)
+            call = self._framed_call(served, fields, framing, message.reply, now)
             if call is None:
                 return
-            data = self._assemble(call, fields, message.data)
+            data: bytes | None = message.data
+            if headers.PART in fields:
+                data = self._assemble(call, fields[headers.PART], message.data)
         except DynbusError as error:
             self.bus.drop("malformed_request")
             logger.debug("%s: %s", served.address, error)
             return
         if data is not None:
-            self._admit(call, data, fields)
+            self._admit(call, data, fields, now)
 
-    def _context(self, served: ServedEndpoint, fields: dict[str, str]) -> Context:
+    def _context(self, served: ServedEndpoint, fields: dict[str, str], now: float) -> Context:
         deadline: float | None = None
         if served.endpoint.timeout is not None:
-            deadline = monotonic() + served.endpoint.timeout
+            deadline = now + served.endpoint.timeout
         if (text := fields.get(headers.DEADLINE)) is not None:
-            try:
-                given = monotonic() + int(text) / 1000
-            except ValueError:
-                raise InvalidRequest(f"{headers.DEADLINE}: {text[:40]!r} is no number") from None
+            if not (text.isascii() and text.isdigit() and len(text) < 16):
+                raise InvalidRequest(f"{headers.DEADLINE}: {text[:40]!r} is no number")
+            given = now + int(text) / 1000
             deadline = given if deadline is None else min(given, deadline)
-        trace: dict[str, str] = {
-            key: fields[key]
-            for key in (headers.TRACEPARENT, headers.TRACESTATE, headers.BAGGAGE)
-            if key in fields
-        }
-        metadata = fields.get(headers.METADATA)
-        attempt = fields.get(headers.ATTEMPT, "1")
-        priority = fields.get(headers.PRIORITY, "0")
-        return Context(
-            fields.get(headers.REQUEST_ID, "")[:128],
+        context = Context(
+            _request_id(fields.get(headers.REQUEST_ID)),
             deadline=deadline,
-            metadata=headers.decode_metadata(metadata) if metadata else {},
-            attempt=int(attempt) if attempt.isdigit() and len(attempt) < 6 else 1,
-            priority=int(priority) if priority.lstrip("-").isdigit() and len(priority) < 6 else 0,
-            trace_headers=trace,
-            hop=served.address.hop(self.instance_id),
+            trace_headers=_trace_headers(fields) if headers.TRACEPARENT in fields else None,
+            hop=served.hop,
             draining=self._is_draining,
         )
+        if headers.METADATA in fields:
+            context.metadata = MappingProxyType(headers.decode_metadata(fields[headers.METADATA]))
+        if headers.ATTEMPT in fields:
+            context.attempt = _small_number(fields[headers.ATTEMPT], 1)
+        if headers.PRIORITY in fields:
+            context.priority = _small_number(fields[headers.PRIORITY], 0)
+        return context
 
     def _is_draining(self) -> bool:
         return self.draining
 
-    def _plain_call(self, served: ServedEndpoint, fields: dict[str, str], reply: str) -> ServerCall:
-        call = PlainCall(self, served, self._context(served, fields), reply)
+    def _plain_call(
+        self, served: ServedEndpoint, fields: dict[str, str], reply: str, now: float
+    ) -> ServerCall | None:
+        if not is_safe_reply(reply, self.bus.config.reply_prefixes):
+            self.bus.drop("unsafe_reply" if reply else "no_reply")
+            return None
+        call = PlainCall(self, served, self._context(served, fields, now), now, reply)
         self._plain.add(call)
         return call
 
     def _framed_call(
-        self, served: ServedEndpoint, fields: dict[str, str], framing: str, reply: str
+        self,
+        served: ServedEndpoint,
+        fields: dict[str, str],
+        framing: str,
+        reply: str,
+        now: float,
     ) -> FramedCall | None:
         """The call that a framed request begins; None for one that is already known."""
-        words = framing.split(" ")
-        target = split_request_reply(reply)
-        if target is None or len(words) < 3 or words[0] != str(VERSION):
-            raise InvalidRequest(f"{headers.FRAMES}: {framing[:80]!r} to {reply[:80]!r}")
-        base, number = target
-        try:
-            secret, window = bytes.fromhex(words[1]), int(words[2])
-        except ValueError:
-            raise InvalidRequest(f"{headers.FRAMES}: {framing[:80]!r}") from None
-        if len(secret) != SECRET_BYTES:
-            raise InvalidRequest(f"{headers.FRAMES}: the secret has {len(secret)} bytes")
-        client_id = base.rpartition(".")[2]
-        peer = self.registry.peers.get(client_id)
-        if peer is None:
-            peer = ClientPeer(self, base)
-            self.registry.peers[client_id] = peer
-        context = self._context(served, fields)
+        base, _, digits = reply.rpartition(".")
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
+            raise InvalidRequest(f"{headers.FRAMES} needs a numbered reply, not {reply[:80]!r}")
+        number = int(digits)
+        peer = self.registry.peers.get(base.rpartition(".")[2])
+        if peer is None or peer.base != base:
+            peer = self._new_peer(base)
+            if peer is None:
+                return None
+        secret, window = _parse_framing(framing)
+        context = self._context(served, fields, now)
         known = peer.calls.get(number)
         if known is not None:
             return known if number in peer.parts and known.writer.secret == secret else None
-        if peer.refused.get(number, 0) >= context.attempt:
+        if number in peer.kept:
+            return None
+        if peer.refused and peer.refused.get(number, 0) >= context.attempt:
             self.bus.drop("refused_request")
             return None
         config = self.bus.config
@@ -313,18 +319,30 @@ class InstanceServer:
             secret,
             context.attempt,
             granted=min(window, config.stream_window),
-            max_unit_bytes=min(FLUSH_BYTES, self.bus.data.max_payload - 4 * BATCH_OVERHEAD),
+            max_unit_bytes=self._max_unit_bytes(),
             max_item_bytes=config.max_item_bytes,
         )
-        call = FramedCall(self, served, context, peer, writer)
+        call = FramedCall(self, served, context, now, peer, writer)
         peer.calls[number] = call
         return call
 
-    def _assemble(self, call: FramedCall, fields: dict[str, str], data: bytes) -> bytes | None:
+    def _max_unit_bytes(self) -> int:
+        return min(FLUSH_BYTES, self.bus.data.max_payload - 4 * BATCH_OVERHEAD)
+
+    def _new_peer(self, base: str) -> ClientPeer | None:
+        """Begin to answer a client; None for one that may not be answered."""
+        if base.count(".") != 2 or not is_safe_reply(base, self.bus.config.reply_prefixes):
+            self.bus.drop("unsafe_reply")
+            return None
+        client_id = base.rpartition(".")[2]
+        if client_id in self.registry.peers:
+            self.bus.drop("client_id_taken")
+            return None
+        peer = self.registry.peers[client_id] = ClientPeer(self, base)
+        return peer
+
+    def _assemble(self, call: FramedCall, part: str, data: bytes) -> bytes | None:
         """The whole request, or None while parts of it are still to come."""
-        part = fields.get(headers.PART)
-        if part is None:
-            return data
         number = call.writer.number
         index, _, count = part.partition("/")
         if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count) <= MAX_PARTS):
@@ -347,7 +365,7 @@ class InstanceServer:
         del call.peer.parts[number]
         return b"".join(piece for piece in parts if piece is not None)
 
-    def _admit(self, call: ServerCall, data: bytes, fields: dict[str, str]) -> None:
+    def _admit(self, call: ServerCall, data: bytes, fields: dict[str, str], now: float) -> None:
         served = call.served
         telemetry = self.bus.telemetry
         if telemetry is not None:
@@ -363,7 +381,7 @@ class InstanceServer:
             self._refuse(call, Draining("the instance is going away", started=False))
             return
         deadline = call.context.deadline
-        if deadline is not None and deadline <= monotonic():
+        if deadline is not None and deadline <= now:
             self._refuse(call, DeadlineExceeded("the deadline passed on the way", started=False))
             return
         try:
@@ -381,29 +399,31 @@ class InstanceServer:
             )
             self._refuse(call, overloaded)
             return
+        self._load += 1
         self._idle.clear()
         if deadline is not None:
-            delay = deadline - monotonic()
-            call.timers.append(self.bus.loop.call_later(max(0.0, delay), self._expire, call))
+            call.deadline_number = self._deadlines.arm(deadline, now, call.expire)
         if verdict is Verdict.RUN:
             self._run(call)
 
     def _refuse(self, call: ServerCall, error: DynbusError) -> None:
         call.fail(error)
-        self._settle(call)
+        self._retire(call)
+        served = call.served
+        served.finished(0.0, error)
+        if call.observation is not None:
+            call.observation.end(error)
 
     # Running -------------------------------------------------------------------------------
 
     def _run(self, call: ServerCall) -> None:
-        call.started_at = call.last_progress = monotonic()
         task = self.bus.loop.create_task(self._handle(call), context=self._variables.copy())
         call.task = task
         self._tasks.add(task)
-        # A callback rather than a `finally` in the task: a task that is cancelled before its
-        # first step never enters its body.
-        task.add_done_callback(partial(self._left, call))
+        task.add_done_callback(self._tasks.discard)
 
     async def _handle(self, call: ServerCall) -> None:
+        call.entered = True
         enter_context(call.context)
         observation = call.observation
         token = observation.activate() if observation is not None else None
@@ -428,6 +448,7 @@ class InstanceServer:
         finally:
             if observation is not None:
                 observation.deactivate(token)
+            self._left(call)
 
     async def _stream(self, call: ServerCall) -> None:
         """Send what a streaming handler yields, as fast as the reader allows."""
@@ -442,11 +463,11 @@ class InstanceServer:
                 if call.ended:
                     return
                 call.push(encode(item))
-                call.last_progress = monotonic()
                 if observation is not None:
                     observation.items(1)
                 if seen != self._flushes:
                     seen = self._flushes
+                    call.last_progress = monotonic()
                     burst = 0
                 burst += 1
                 if call.blocked:
@@ -477,32 +498,43 @@ class InstanceServer:
         error.started = True
         return error
 
-    def _left(self, call: ServerCall, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _left(self, call: ServerCall) -> None:
+        """A handler has been left, or will never be entered."""
         if not call.ended:
             call.fail(Cancelled("the handler was cancelled"))
         self._settle(call)
         following = call.served.admission.leave()
         if following is not None:
             self._run(following)
-        self._note_idle()
 
     def _settle(self, call: ServerCall) -> None:
         """Account for a call that neither runs nor waits any longer."""
-        for timer in call.timers:
-            timer.cancel()
-        call.timers.clear()
-        seconds = monotonic() - call.started_at if call.task is not None else 0.0
+        if call.deadline_number is not None:
+            self._deadlines.disarm(call.deadline_number, call.expire)
+        if call.kill_timer is not None:
+            call.kill_timer.cancel()
+        seconds = monotonic() - call.started_at if call.entered else 0.0
         call.served.finished(seconds, call.error)
         if call.observation is not None:
             call.observation.end(call.error)
-        self._plain.discard(call)
-
-    def _note_idle(self) -> None:
-        if self.load == 0:
+        self._retire(call)
+        self._load -= 1
+        if self._load == 0:
             self._idle.set()
 
-    def _expire(self, call: ServerCall) -> None:
+    def _retire(self, call: ServerCall) -> None:
+        """Forget a call; only what its reader has not acknowledged is kept."""
+        if isinstance(call, FramedCall):
+            number = call.writer.number
+            if call.peer.calls.pop(number, None) is not None:
+                call.peer.kept[number] = call.writer
+        else:
+            self._plain.discard(call)
+
+    def expire(self, call: ServerCall) -> None:
+        """The deadline of a call passed."""
+        if call.ended:
+            return
         waited = call.task is None
         message = (
             "the deadline passed while the call waited"
@@ -517,9 +549,12 @@ class InstanceServer:
         call.context.kill()
         if call.task is not None:
             call.task.cancel()
+            if not call.entered:
+                # A task that is cancelled before its first step never enters its body.
+                call.entered = True
+                self._left(call)
         elif call.served.admission.withdraw(call):
             self._settle(call)
-            self._note_idle()
 
     # Cancellation and death ------------------------------------------------------------------
 
@@ -534,8 +569,8 @@ class InstanceServer:
         call.context.stop_generating()
         if call.observation is not None:
             call.observation.cancelled()
-        if kill_after > 0:
-            call.timers.append(self.bus.loop.call_later(kill_after, self.cancel, call, 0.0))
+        if kill_after > 0 and call.kill_timer is None:
+            call.kill_timer = self.bus.loop.call_later(kill_after, self.cancel, call, 0.0)
 
     def reader_gone(self, call: ServerCall) -> None:
         """Whoever reads this call's results does not exist any longer."""
@@ -544,16 +579,16 @@ class InstanceServer:
 
     def client_gone(self, peer: ClientPeer) -> None:
         """A client died: stop its calls and forget it."""
+        self.registry.peers.pop(peer.client_id, None)
         for call in list(peer.calls.values()):
             self.cancel(call, 0.0)
-        self.registry.peers.pop(peer.client_id, None)
+        peer.kept.clear()
 
     # Results ---------------------------------------------------------------------------------
 
     def schedule_flush(self, peer: ClientPeer) -> None:
         """Send what `peer` has to get at the end of this turn of the loop."""
-        if len(peer.dirty) == 1:
-            self._dirty.append(peer)
+        self._dirty.append(peer)
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self.bus.loop.call_soon(self._flush)
@@ -562,22 +597,25 @@ class InstanceServer:
         self._flush_scheduled = False
         self._flushes += 1
         peers, self._dirty = self._dirty, []
-        limit = min(FLUSH_BYTES, self.bus.data.max_payload - 3 * BATCH_OVERHEAD)
         for peer in peers:
-            calls, peer.dirty = peer.dirty, []
-            room = limit
-            frames: list[Frame] = []
-            for call in calls:
-                call.dirty = False
-                writer = call.writer
-                while writer.has_fresh:
-                    frames += writer.take(room)
-                    room -= writer.taken_bytes + 48
-                    if room <= 0 or writer.has_fresh:
-                        self._send(peer, frames)
-                        frames, room = [], limit
-            if frames:
-                self._send(peer, frames)
+            self.flush_peer(peer)
+
+    def flush_peer(self, peer: ClientPeer) -> None:
+        """Send everything that is ready for one client, in as few messages as it fits."""
+        writers, peer.dirty = peer.dirty, []
+        peer.ended = 0
+        limit = room = min(FLUSH_BYTES, self.bus.data.max_payload - 3 * BATCH_OVERHEAD)
+        frames: list[Frame] = []
+        for writer in writers:
+            writer.dirty = False
+            while writer.has_fresh:
+                frames += writer.take(room)
+                room -= writer.taken_bytes + 48
+                if room <= 0 or writer.has_fresh:
+                    self._send(peer, frames)
+                    frames, room = [], limit
+        if frames:
+            self._send(peer, frames)
 
     def _send(self, peer: ClientPeer, frames: list[Frame]) -> None:
         self.bus.data.publish(
@@ -599,11 +637,14 @@ class InstanceServer:
 
     def _on_open(self, peer: ClientPeer, frame: Open) -> None:
         for number, secret in frame.done:
+            writer = peer.kept.get(number)
+            if writer is not None:
+                if writer.secret == secret:
+                    del peer.kept[number]
+                continue
             call = peer.calls.get(number)
             if call is not None and call.writer.secret == secret:
-                self.cancel(call, 0.0)
-                del peer.calls[number]
-                peer.parts.pop(number, None)
+                self._forget(peer, call)
         known = set(frame.numbers)
         newest = max(known, default=-1)
         for number, call in list(peer.calls.items()):
@@ -614,42 +655,47 @@ class InstanceServer:
             peer.missing[number] = peer.missing.get(number, 0) + 1
             if peer.missing[number] >= LOST_CANCEL_BEATS:
                 del peer.missing[number]
-                self.cancel(call, 0.0)
-                del peer.calls[number]
+                self._forget(peer, call)
 
     def _on_call_control(
         self, peer: ClientPeer | None, sender: str, frame: Credit | Cancel | Resume
     ) -> None:
-        call = peer.calls.get(frame.number) if peer is not None else None
-        if call is None:
+        writer = peer.writer(frame.number) if peer is not None else None
+        if peer is None or writer is None:
             if isinstance(frame, Resume):
                 self._say_unknown(sender, frame)
             return
-        if call.writer.secret != frame.secret or call.writer.attempt != frame.attempt:
+        if writer.secret != frame.secret or writer.attempt != frame.attempt:
             self.bus.drop("stale_control")
             return
+        call = peer.calls.get(frame.number)
         if isinstance(frame, Credit):
-            call.writer.credit(frame.granted, frame.received)
-            if not call.blocked:
+            writer.credit(frame.granted, frame.received)
+            if call is not None and not writer.blocked:
                 call.wake()
         elif isinstance(frame, Cancel):
-            self.cancel(call, frame.kill_after)
-        elif call.writer.resume(frame.resume_from):
-            if call.writer.has_fresh:
-                call.touch()
+            if call is not None:
+                self.cancel(call, frame.kill_after)
+        elif writer.resume(frame.resume_from):
+            if writer.has_fresh:
+                peer.touch(writer)
         else:
             self._say_unknown(sender, frame)
 
+    def _forget(self, peer: ClientPeer, call: FramedCall) -> None:
+        """The reader does not want a call that still runs."""
+        number = call.writer.number
+        self.cancel(call, 0.0)
+        peer.kept.pop(number, None)
+        peer.parts.pop(number, None)
+
     def _say_unknown(self, sender: str, frame: Resume) -> None:
         """Tell a client that its request is not here, and never accept it any more."""
-        client_id = sender.rpartition(".")[2]
-        if not is_safe_reply(f"{sender}.ctl.f", self.bus.config.reply_prefixes):
-            self.bus.drop("unsafe_reply")
-            return
-        peer = self.registry.peers.get(client_id)
-        if peer is None:
-            peer = ClientPeer(self, sender)
-            self.registry.peers[client_id] = peer
+        peer = self.registry.peers.get(sender.rpartition(".")[2])
+        if peer is None or peer.base != sender:
+            peer = self._new_peer(sender)
+            if peer is None:
+                return
         peer.refused[frame.number] = frame.attempt
         while len(peer.refused) > REMEMBERED_REFUSALS:
             del peer.refused[next(iter(peer.refused))]
@@ -667,9 +713,9 @@ class InstanceServer:
             return
         # Bytes of the last moments may be lost; whoever misses some asks, see `Resume`.
         for peer in list(self.registry.peers.values()):
-            for call in peer.calls.values():
-                if call.writer.has_fresh:
-                    call.touch()
+            for writer in (*(call.writer for call in peer.calls.values()), *peer.kept.values()):
+                if writer.has_fresh:
+                    peer.touch(writer)
 
     def _sweep(self) -> None:
         """End streams whose handler or reader has done nothing for too long."""
@@ -692,3 +738,42 @@ class InstanceServer:
         for peer in self.registry.peers.values():
             calls.extend(peer.calls.values())
         return calls
+
+
+def _parse_framing(framing: str) -> tuple[bytes, int]:
+    """The (secret, window) of a `Dynbus-Frames` header.
+
+    Raises:
+        InvalidRequest: it is not one of version 1.
+    """
+    words = framing.split(" ")
+    if len(words) >= 3 and words[0] == _VERSION_WORD and len(words[1]) == 2 * SECRET_BYTES:
+        try:
+            return bytes.fromhex(words[1]), int(words[2])
+        except ValueError:
+            pass
+    raise InvalidRequest(f"{headers.FRAMES}: {framing[:80]!r} is not of version {VERSION}")
+
+
+def _request_id(text: str | None) -> str:
+    """A request id as given, unless it could not be sent on as a header."""
+    if text and len(text) <= 128 and text.isascii() and text.isprintable():
+        return text
+    return random_id()
+
+
+def _trace_headers(fields: dict[str, str]) -> dict[str, str]:
+    found = {headers.TRACEPARENT: fields[headers.TRACEPARENT]}
+    for key in (headers.TRACESTATE, headers.BAGGAGE):
+        if key in fields:
+            found[key] = fields[key]
+    return {
+        key: text
+        for key, text in found.items()
+        if len(text) <= 4096 and text.isascii() and text.isprintable()
+    }
+
+
+def _small_number(text: str, default: int) -> int:
+    digits = text.removeprefix("-")
+    return int(text) if digits.isascii() and digits.isdigit() and len(digits) < 6 else default

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from . import headers
 from .clock import monotonic
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .telemetry import CallObservation
 
 
+EARLY_ENDS: Final = 16
+
+
 class ServerCall:
     """A call that waits or runs at an instance.
 
@@ -28,8 +31,11 @@ class ServerCall:
         "__weakref__",
         "blocked_since",
         "context",
+        "deadline_number",
         "ended",
+        "entered",
         "error",
+        "kill_timer",
         "last_progress",
         "observation",
         "request",
@@ -37,21 +43,24 @@ class ServerCall:
         "server",
         "started_at",
         "task",
-        "timers",
         "waiter",
     )
 
-    def __init__(self, server: InstanceServer, served: ServedEndpoint, context: Context) -> None:
+    def __init__(
+        self, server: InstanceServer, served: ServedEndpoint, context: Context, now: float
+    ) -> None:
         self.server = server
         self.served = served
         self.context = context
         self.request: Any = None
         self.task: asyncio.Task[None] | None = None
-        self.timers: list[asyncio.TimerHandle] = []
+        self.entered = False
+        self.deadline_number: int | None = None
+        self.kill_timer: asyncio.TimerHandle | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.ended = False
         self.error: DynbusError | None = None
-        self.started_at = self.last_progress = monotonic()
+        self.started_at = self.last_progress = now
         self.blocked_since: float | None = None
         self.observation: CallObservation | None = None
 
@@ -99,10 +108,14 @@ class ServerCall:
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
+    def expire(self) -> None:
+        """The deadline passed."""
+        self.server.expire(self)
+
     def label(self, error: DynbusError) -> None:
         """Complete an error with where and in which request it arose."""
         if not error.hop:
-            error.hop = self.served.address.hop(self.server.instance_id)
+            error.hop = self.served.hop
         if not error.request_id:
             error.request_id = self.context.id
 
@@ -110,21 +123,20 @@ class ServerCall:
 class FramedCall(ServerCall):
     """A call of a dynbus client."""
 
-    __slots__ = ("dirty", "finished_at", "peer", "writer")
+    __slots__ = ("peer", "writer")
 
     def __init__(
         self,
         server: InstanceServer,
         served: ServedEndpoint,
         context: Context,
+        now: float,
         peer: ClientPeer,
         writer: StreamWriter,
     ) -> None:
-        super().__init__(server, served, context)
+        super().__init__(server, served, context, now)
         self.peer = peer
         self.writer = writer
-        self.dirty = False
-        self.finished_at = 0.0
 
     @property
     def blocked(self) -> bool:
@@ -135,8 +147,10 @@ class FramedCall(ServerCall):
         return self.peer.base
 
     def push(self, item: bytes) -> None:
-        self.writer.push(item)
-        self.touch()
+        writer = self.writer
+        writer.push(item)
+        if not writer.dirty:
+            self.peer.touch(writer)
 
     def end(self, result: bytes | None = None) -> None:
         if not self.ended:
@@ -152,16 +166,13 @@ class FramedCall(ServerCall):
 
     def touch(self) -> None:
         """Have the fresh units sent at the end of this turn of the loop."""
-        if not self.dirty:
-            self.dirty = True
-            self.peer.dirty.append(self)
-            self.server.schedule_flush(self.peer)
+        self.peer.touch(self.writer)
 
     def _finish(self) -> None:
         self.ended = True
-        self.finished_at = monotonic()
-        self.touch()
-        self.wake()
+        self.peer.touch_ended(self.writer)
+        if self.waiter is not None:
+            self.wake()
 
 
 class PlainCall(ServerCall):
@@ -170,9 +181,14 @@ class PlainCall(ServerCall):
     __slots__ = ("_bounce", "reply")
 
     def __init__(
-        self, server: InstanceServer, served: ServedEndpoint, context: Context, reply: str
+        self,
+        server: InstanceServer,
+        served: ServedEndpoint,
+        context: Context,
+        now: float,
+        reply: str,
     ) -> None:
-        super().__init__(server, served, context)
+        super().__init__(server, served, context, now)
         self.reply = reply
         bus = server.bus
         token = f"p{next(bus.bounce_tokens)}"
@@ -231,7 +247,10 @@ class ClientPeer:
         self.bounce = server.bus.replies.bounce(server.registry.bounce_token(self.client_id))
         self.liveness: PeerLiveness | None = None
         self.calls: dict[int, FramedCall] = {}
-        self.dirty: list[FramedCall] = []
+        self.kept: dict[int, StreamWriter] = {}
+        self.kept_mark = 0
+        self.dirty: list[StreamWriter] = []
+        self.ended = 0
         self.parts: dict[int, list[bytes | None]] = {}
         self.refused: dict[int, int] = {}
         self.missing: dict[int, int] = {}
@@ -241,17 +260,42 @@ class ClientPeer:
         return self._control_subject
 
     def has_work(self) -> bool:
-        return bool(self.calls)
+        return bool(self.calls or self.kept)
 
     def beat(self) -> list[Frame]:
         server = self._server
-        recent = monotonic() - 0.2
-        calls = [
-            (number, call.writer.next_sequence)
-            for number, call in list(self.calls.items())
-            if not call.ended or call.finished_at < recent
+        calls = [(number, call.writer.next_sequence) for number, call in list(self.calls.items())]
+        # What ended since the last beat is most likely acknowledged before the next.
+        kept = list(self.kept.items())
+        calls += [
+            (number, writer.next_sequence) for number, writer in kept if number <= self.kept_mark
         ]
+        self.kept_mark = kept[-1][0] if kept else 0
         return [Heartbeat(server.bus.heartbeats.blocked, server.draining, calls)]
+
+    def touch(self, writer: StreamWriter) -> None:
+        """Have a writer's fresh units sent at the end of this turn of the loop."""
+        if not writer.dirty:
+            writer.dirty = True
+            self.dirty.append(writer)
+            if len(self.dirty) == 1:
+                self._server.schedule_flush(self)
+
+    def touch_ended(self, writer: StreamWriter) -> None:
+        """The same for a writer that has ended.
+
+        Its caller has nothing to do until it hears so: a busy turn of the loop does not make
+        many of them wait for the last.
+        """
+        self.touch(writer)
+        self.ended += 1
+        if self.ended >= EARLY_ENDS:
+            self._server.flush_peer(self)
+
+    def writer(self, number: int) -> StreamWriter | None:
+        """The writer of a call that runs, or has ended and is not acknowledged yet."""
+        call = self.calls.get(number)
+        return call.writer if call is not None else self.kept.get(number)
 
     def gone(self) -> None:
         self._server.client_gone(self)

@@ -45,9 +45,13 @@ class StreamWriter:
 
     Args:
         number, secret, attempt: what every frame of the call carries.
-        granted: bytes of items that may be pushed before the first credit arrives.
+        granted: bytes of items that may be pushed before the first credit arrives, and that
+            the reader may ever be behind.
         max_unit_bytes: a larger item is split into parts of this size.
         max_item_bytes: a larger item is refused.
+
+    Attributes:
+        dirty: whether its owner has queued it for sending.
     """
 
     __slots__ = (
@@ -55,7 +59,9 @@ class StreamWriter:
         "_fresh",
         "_kept",
         "_sent",
+        "_window",
         "attempt",
+        "dirty",
         "ended",
         "granted",
         "max_item_bytes",
@@ -81,6 +87,8 @@ class StreamWriter:
         self.secret = secret
         self.attempt = attempt
         self.granted = granted
+        self._window = granted
+        self.dirty = False
         self.max_unit_bytes = max_unit_bytes
         self.max_item_bytes = max_item_bytes
         self.next_sequence = 0
@@ -195,7 +203,7 @@ class StreamWriter:
         Both figures only ever grow, so a repeated or late message changes nothing. A figure
         beyond what was sent is a broken reader's and is cut to what was sent.
         """
-        self.granted = max(self.granted, granted)
+        self.granted = max(self.granted, min(granted, self.pushed_bytes + self._window))
         self._acknowledge(received)
 
     def resume(self, sequence: int) -> bool:
@@ -340,6 +348,7 @@ class StreamReader:
         self.next_sequence += len(items)
         self.behind = False
         if self._parts:
+            self._check_size(len(items[0]))
             items = [b"".join([*self._parts, items[0]]), *items[1:]]
             self._parts = []
             self._parts_bytes = 0
@@ -353,13 +362,18 @@ class StreamReader:
         self.behind = False
         if isinstance(frame, Part):
             self._parts_bytes += len(frame.data)
-            if self._parts_bytes > self.max_item_bytes:
-                raise PayloadTooLarge(
-                    f"an item of more than max_item_bytes = {self.max_item_bytes} arrived"
-                )
+            self._check_size(0)
             self._parts.append(frame.data)
         else:
+            if isinstance(frame, End) and frame.data and self._parts:
+                self._check_size(len(frame.data))
             self.terminal = frame
+
+    def _check_size(self, last: int) -> None:
+        if self._parts_bytes + last > self.max_item_bytes:
+            raise PayloadTooLarge(
+                f"an item of more than max_item_bytes = {self.max_item_bytes} arrived"
+            )
 
 
 __all__ = ["DEFAULT_WINDOW", "Failed", "StreamReader", "StreamWriter"]

@@ -202,7 +202,7 @@ def decode_batch(data: bytes) -> Batch | None:
     """The batch in a message, or None for anything that is not one of version 1."""
     try:
         batch = _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return batch if batch.version == VERSION else None
 
@@ -215,7 +215,7 @@ def decode_record(data: bytes) -> InstanceRecord | None:
     """The record, or None for anything that is not one."""
     try:
         return _record_decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

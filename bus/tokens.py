@@ -1,0 +1,45 @@
+"""Random tokens, from the system's generator but not one system call each."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+_POOL_BYTES: Final = 4096
+
+
+class _Pool:
+    """Random bytes that are handed out once."""
+
+    __slots__ = ("_bytes", "_position")
+
+    def __init__(self) -> None:
+        self._bytes = b""
+        self._position = 0
+
+    def take(self, count: int) -> bytes:
+        end = self._position + count
+        if end > len(self._bytes):
+            self._bytes = os.urandom(_POOL_BYTES)
+            self._position, end = 0, count
+        taken = self._bytes[self._position : end]
+        self._position = end
+        return taken
+
+    def forget(self) -> None:
+        self._bytes = b""
+
+
+_pool = _Pool()
+# A forked child must not hand out what its parent hands out too.
+os.register_at_fork(after_in_child=_pool.forget)
+
+
+def random_bytes(count: int) -> bytes:
+    """`count` unpredictable bytes. For the main loop: not to be called from other threads."""
+    return _pool.take(count)
+
+
+def random_id() -> str:
+    """128 random bits as 32 hexadecimal digits. For the main loop."""
+    return _pool.take(16).hex()
