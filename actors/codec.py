@@ -73,8 +73,8 @@ class Codec:
         Raises:
             Misfit: one of them does not fit.
         """
-        if len(items) < 2:
-            return [self.decode(item) for item in items]
+        if len(items) == 1:
+            return [self.decode(items[0])]
         if self._list_adapter is None:
             self._list_adapter = pydantic.TypeAdapter(list[self.annotation])  # type: ignore[name-defined]
         try:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus import headers
 from dynbus.bus.caller import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, current_context
+from dynbus.bus.discovery import Instance
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.errors import (
     DeadlineExceeded,
@@ -192,6 +194,11 @@ class Invocation:
                 self.observe_end(None)
             return items
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether items may be read from `call` without passing here: nothing counts them."""
+        return self._observation is None
+
     def abandon(self) -> None:
         """Leave the call; the far side is cancelled."""
         if self.call is not None and self.call.is_open:
@@ -206,22 +213,33 @@ class Invocation:
         Raises:
             DynbusError: the error itself, when none may.
         """
-        if self.instance_id and not error.started:
+        call = self.call
+        ended = call is not None and call.error is error
+        unreachable = call is not None and ended and call.unreachable
+        # The instance is there and says that the request never came.
+        lost = ended and not unreachable and isinstance(error, Unavailable) and not error.started
+        view = self.runtime.discovery.view
+        if unreachable and not error.started and view.is_settling(monotonic()):
+            # Right after an outage an instance may be a moment later on the bus than we are.
+            await self._pause(error)
+            self._attempt -= 1
+            return
+        if unreachable:
+            view.suspect(
+                self.endpoint.namespace, self.endpoint.component, self.instance_id, monotonic()
+            )
+        if self.instance_id and not error.started and not lost:
             self._tried.add(self.instance_id)
-            if isinstance(error, Unavailable):
-                self.runtime.discovery.view.suspect(
-                    self.endpoint.namespace, self.endpoint.component, self.instance_id, monotonic()
-                )
         if self._attempt >= MAX_ATTEMPTS or isinstance(error, DeadlineExceeded | NoInstances):
             raise error
-        if not error.started and not self.options.instance and self._has_untried():
+        if not error.started and not lost and not self.options.instance and self._has_untried():
             return
         safe = not error.started or (
             self.idempotent and (error.retryable or error.code == "UnknownOutcome")
         )
         allowed = self.options.retries
         if allowed is None:
-            allowed = DEFAULT_RETRIES if self.idempotent or _is_lost(error) else 0
+            allowed = DEFAULT_RETRIES if self.idempotent or lost else 0
         if not safe or self._retries >= allowed:
             raise error
         self._retries += 1
@@ -245,7 +263,7 @@ class Invocation:
         if not instances:
             wait = self.options.wait
             left = self._time_left()
-            instances = await discovery.wait(endpoint, 1, wait if left is None else min(wait, left))
+            instances = await self._wait_for_instances(wait, left)
         if self._tried:
             untried = [one for one in instances if one.id not in self._tried]
             instances = untried or instances
@@ -257,6 +275,21 @@ class Invocation:
                 for one in instances
             )
         return chosen
+
+    async def _wait_for_instances(self, wait: float, left: float | None) -> Sequence[Instance]:
+        discovery = self.runtime.discovery
+        try:
+            async with asyncio.timeout(left):
+                return await discovery.wait(
+                    self.endpoint, 1, wait if left is None else min(wait, left)
+                )
+        except TimeoutError:
+            # The first reading of the records does not end, and no wait was asked for.
+            raise DeadlineExceeded(
+                f"the deadline passed before {self.endpoint} was found",
+                request_id=self.request_id,
+                started=False,
+            ) from None
 
     def _load(self, instance_id: str) -> Load:
         caller = self.runtime.caller
@@ -317,8 +350,3 @@ class Invocation:
             fields[headers.IDEMPOTENCY_KEY] = options.idempotency_key
         self._fields = fields
         return fields
-
-
-def _is_lost(error: DynbusError) -> bool:
-    """Whether an attempt ended because its request was lost, with the instance alive or gone."""
-    return isinstance(error, Unavailable) and not error.started

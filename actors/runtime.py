@@ -38,6 +38,7 @@ class Runtime:
         self.bus = bus
         self.caller = Caller(bus)
         self.discovery = Discovery(bus)
+        self.discovery.is_heard = self.caller.is_heard
         self.instances: dict[str, ActorInstance] = {}
         self._connected = asyncio.Event()
         self._connected.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
 from collections import Counter
@@ -51,7 +50,6 @@ class Bus:
         self.incarnation = secrets.token_hex(8)
         self.drops: Counter[str] = Counter()
         self.bounce_handlers: dict[str, Callable[[], None]] = {}
-        self.bounce_tokens = itertools.count(1)
         self.known_instances: Callable[[], int] = lambda: 0
         self.heartbeats = Heartbeats(self)
 

@@ -16,22 +16,25 @@ from .clock import monotonic
 from .context import Context
 from .deadlines import Deadlines
 from .errors import (
+    ERRORS,
     STATUS_CODES,
     Cancelled,
     DeadlineExceeded,
     DynbusError,
     PayloadTooLarge,
+    PermissionDenied,
     StreamLost,
     Unavailable,
     UnknownOutcome,
 )
 from .heartbeats import Registry
-from .liveness import PeerLiveness
+from .liveness import SILENCE_LIMIT, PeerLiveness
 from .names import EndpointName, control_subject
 from .streams import StreamReader
 from .tokens import random_bytes
 from .transport import ConnectionState, Message
 from .wire import (
+    MAX_PARTS,
     SECRET_BYTES,
     VERSION,
     Batch,
@@ -57,8 +60,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KILL_AFTER: Final = 1.0
-MAX_ACKNOWLEDGEMENTS: Final = 8192
+ACKNOWLEDGEMENT_BYTES: Final = 32
 SMALLEST_WINDOW: Final = 16 * 1024
+PART_HEADER_BYTES: Final = 64
+MAX_IDLE_REMOTES: Final = 1024
 
 _RESULTS = (Items, End, Failed, Part)
 
@@ -101,7 +106,8 @@ class RemoteInstance:
 
     def beat(self) -> list[Frame]:
         # The main loop only appends to `done`, so taking a prefix away loses nothing.
-        count = min(len(self.done), MAX_ACKNOWLEDGEMENTS)
+        room = self._caller.bus.lane.connection.max_payload - 9 * len(self.calls)
+        count = min(len(self.done), max(1, room // ACKNOWLEDGEMENT_BYTES - 8))
         done = self.done[:count]
         del self.done[:count]
         return [Open(list(self.calls), done)]
@@ -116,8 +122,9 @@ class PendingCall:
     __slots__ = (
         "_behind_at",
         "_caller",
-        "_missed",
         "_deadline_number",
+        "_idle_at",
+        "_missed",
         "_unlink",
         "_waiter",
         "attempt",
@@ -129,6 +136,7 @@ class PendingCall:
         "request_id",
         "secret",
         "streaming",
+        "unreachable",
     )
 
     def __init__(
@@ -149,6 +157,8 @@ class PendingCall:
         self._unlink: Callable[[], None] | None = None
         self._missed = 0
         self._behind_at = -1
+        self._idle_at = -1
+        self.unreachable = False
 
     def __repr__(self) -> str:
         return f"<PendingCall {self.number} {self.endpoint} {self.reader!r}>"
@@ -165,7 +175,7 @@ class PendingCall:
         """
         try:
             while self.is_open:
-                await self._wait()
+                await self.wait()
         except asyncio.CancelledError:
             self.abandon()
             raise
@@ -183,12 +193,12 @@ class PendingCall:
         """
         reader = self.reader
         try:
-            while not reader.has_ready and self.is_open:
-                await self._wait()
+            while not reader.ready and self.is_open:
+                await self.wait()
         except asyncio.CancelledError:
             self.abandon()
             raise
-        if reader.has_ready:
+        if reader.ready:
             return reader.drain()
         if self.error is not None:
             raise self.error
@@ -233,9 +243,15 @@ class PendingCall:
             self._finish(error_of(terminal) if isinstance(terminal, Failed) else None)
         elif reader.behind:
             self._ask_to_resume()
+        self.wake()
+
+    def wake(self) -> None:
+        """Something has happened that the reader waits for."""
         waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
 
     def fail(self, error: DynbusError) -> None:
         """End the call on this side."""
@@ -244,9 +260,7 @@ class PendingCall:
         if not error.request_id:
             error.request_id = self.request_id
         self._finish(error)
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self.wake()
 
     def expire(self) -> None:
         """The deadline passed."""
@@ -271,6 +285,7 @@ class PendingCall:
         if sent is not None and sent <= self.reader.next_sequence:
             self._missed = 0
             self._behind_at = -1
+            self._repeat_credit()
             return
         position = self.reader.next_sequence
         self._missed = self._missed + 1 if self._behind_at == position else 1
@@ -278,6 +293,17 @@ class PendingCall:
         if self._missed >= 2:
             self._missed = 0
             self.resume()
+
+    def _repeat_credit(self) -> None:
+        """Tell a writer that sends nothing what it was granted: it may have missed that."""
+        reader = self.reader
+        position = reader.next_sequence
+        if self._idle_at == position and reader.granted > reader.window:
+            self._caller.send(
+                self.remote,
+                Credit(self.number, self.secret, self.attempt, reader.granted, position),
+            )
+        self._idle_at = position
 
     def resume(self) -> None:
         """Ask the writer to send everything that is not here yet."""
@@ -296,13 +322,11 @@ class PendingCall:
     def _cancel_far_side(self, kill_after: float) -> None:
         self._caller.send(self.remote, Cancel(self.number, self.secret, self.attempt, kill_after))
 
-    async def _wait(self) -> None:
-        waiter = self._caller.bus.loop.create_future()
+    def wait(self) -> asyncio.Future[None]:
+        """What to await until something has happened: items, the end, or an error."""
+        waiter: asyncio.Future[None] = self._caller.bus.loop.create_future()
         self._waiter = waiter
-        try:
-            await waiter
-        finally:
-            self._waiter = None
+        return waiter
 
     def _finish(self, error: DynbusError | None) -> None:
         self.error = error
@@ -339,12 +363,16 @@ class Caller:
         bus = self.bus
         bus.data.subscribe(bus.replies.data_wildcard, self._on_data)
         bus.data.on_state(self._on_state)
+        bus.data.on_error(self._refused)
         bus.heartbeats.add(self.registry)
         await bus.data.barrier()
         await bus.lane.run(self._start_control())
 
     async def _start_control(self) -> None:
         connection = self.bus.lane.connection
+        connection.on_error(
+            lambda error, subject: self.bus.loop.call_soon_threadsafe(self._refused, error, subject)
+        )
         connection.subscribe(
             self.bus.replies.control_frames,
             lambda message: self.bus.heartbeats.receive(self.registry, message),
@@ -361,6 +389,12 @@ class Caller:
         """Calls of this process that are open at an instance."""
         remote = self.registry.peers.get(instance_id)
         return len(remote.calls) if remote is not None else 0
+
+    def is_heard(self, instance_id: str) -> bool:
+        """Whether calls are open at an instance and its heartbeats arrive."""
+        remote = self.registry.peers.get(instance_id)
+        liveness = remote.liveness if remote is not None else None
+        return liveness is not None and monotonic() - liveness.heard_at < SILENCE_LIMIT
 
     def load(self, instance_id: str) -> int:
         """Calls that an instance last reported to run or wait there."""
@@ -388,9 +422,11 @@ class Caller:
             head.endpoint, instance_id
         )
         self._number = number = self._number + 1
-        window = self._take_window()
+        window = self._window()
         call = PendingCall(self, remote, number, head, window)
         block = self._head_block(call, head, window, now)
+        self._check_parts(head, block, data)
+        self._window_left -= window
         self._calls[number] = call
         remote.calls[number] = call
         if head.deadline is not None:
@@ -418,6 +454,7 @@ class Caller:
         """An instance died: end its calls. A call that never began is told apart by retries."""
         for call in list(remote.calls.values()):
             hop = call.endpoint.hop(remote.instance_id)
+            call.unreachable = True
             if call.streaming:
                 call.fail(StreamLost("the instance is gone", hop=hop))
             else:
@@ -428,7 +465,8 @@ class Caller:
                     )
                 )
         remote.done.clear()
-        self.registry.peers.pop(remote.instance_id, None)
+        if self.registry.peers.get(remote.instance_id) is remote:
+            del self.registry.peers[remote.instance_id]
 
     async def close(self) -> None:
         """End every open call and say so to the far sides."""
@@ -440,15 +478,32 @@ class Caller:
     # Internals ---------------------------------------------------------------------------
 
     def _new_remote(self, endpoint: EndpointName, instance_id: str) -> RemoteInstance:
+        peers = self.registry.peers
+        if len(peers) >= MAX_IDLE_REMOTES:
+            for idle in [key for key, remote in peers.items() if not remote.has_work()]:
+                del peers[idle]
         remote = RemoteInstance(self, endpoint.namespace, endpoint.component, instance_id)
         self.registry.peers[instance_id] = remote
         return remote
 
-    def _take_window(self) -> int:
+    def _window(self) -> int:
         config = self.bus.config
-        window = min(config.stream_window, max(SMALLEST_WINDOW, self._window_left // 8))
-        self._window_left -= window
-        return window
+        return min(config.stream_window, max(SMALLEST_WINDOW, self._window_left // 8))
+
+    def _check_parts(self, head: CallHead, block: bytes, data: bytes) -> None:
+        """Make sure that the request can be carried at all, before anything of it is sent."""
+        room = self._room(block)
+        if len(data) > room and len(data) > MAX_PARTS * room:
+            raise PayloadTooLarge(
+                f"a request of {len(data)} bytes with {len(block)} bytes of headers to "
+                f"{head.endpoint} does not fit into {MAX_PARTS} messages of the server's "
+                f"max_payload = {self.bus.data.max_payload}",
+                request_id=head.request_id,
+                started=False,
+            )
+
+    def _room(self, block: bytes) -> int:
+        return self.bus.data.max_payload - len(block) - PART_HEADER_BYTES
 
     def _head_block(self, call: PendingCall, head: CallHead, window: int, now: float) -> bytes:
         text = (
@@ -473,7 +528,7 @@ class Caller:
     def _publish(self, subject: str, call: PendingCall, block: bytes, data: bytes) -> None:
         bus = self.bus
         reply = bus.replies.request(call.number)
-        room = bus.data.max_payload - len(block) - 64
+        room = self._room(block)
         if len(data) <= room:
             bus.data.publish(subject, data, reply=reply, headers=block)
             return
@@ -489,10 +544,12 @@ class Caller:
         if token == "f":
             self._on_frames(message)
             return
-        call = self._calls.get(int(token)) if token.isdigit() and len(token) <= 18 else None
+        is_number = token.isascii() and token.isdigit() and len(token) <= 18
+        call = self._calls.get(int(token)) if is_number else None
         if call is None:
             return
         if headers.status(message.headers) == headers.NO_RESPONDERS:
+            call.unreachable = True
             call.fail(
                 Unavailable(
                     "the instance is gone",
@@ -510,9 +567,10 @@ class Caller:
         if text is None:
             call.fail(DynbusError("the instance answered without frames: is it dynbus?"))
             return
+        kind = ERRORS.get(fields.get(headers.ERROR, ""), DynbusError)
         status = fields.get(headers.SERVICE_ERROR_CODE, "")
         started = status not in {str(STATUS_CODES["Unavailable"]), str(STATUS_CODES["Overloaded"])}
-        call.fail(DynbusError(text, started=started))
+        call.fail(kind(text, started=started))
 
     def _on_frames(self, message: Message) -> None:
         batch = decode_batch(message.data)
@@ -531,7 +589,10 @@ class Caller:
             if call is None or frame.secret != call.secret or frame.attempt != call.attempt:
                 self.bus.drop("stale_frame")
                 continue
-            call.receive(frame)
+            if type(frame) is Items and call.reader.receive_next(frame):
+                call.wake()
+            else:
+                call.receive(frame)
 
     def _on_control(self, batch: Batch) -> None:
         remote = self.registry.peers.get(batch.sender)
@@ -559,6 +620,17 @@ class Caller:
             call.fail(Unavailable("the request was lost on its way", hop=hop, started=False))
         else:
             call.fail(StreamLost("the instance does not know the stream any longer", hop=hop))
+
+    def _refused(self, error: DynbusError, subject: str) -> None:
+        """The server does not let us publish to a subject: end the calls that need it."""
+        for call in list(self._calls.values()):
+            remote = call.remote
+            if subject in (call.endpoint.at(remote.instance_id), remote.control_subject):
+                call.fail(
+                    PermissionDenied(
+                        error.message, hop=call.endpoint.hop(remote.instance_id), started=False
+                    )
+                )
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:

@@ -57,7 +57,7 @@ class InstanceView:
         renewal_grace: seconds within which every living instance renews its record.
     """
 
-    def __init__(self, renewal_grace: float = EXPIRY_GRACE) -> None:
+    def __init__(self, renewal_grace: float = 0.0) -> None:
         self._instances: dict[ComponentKey, dict[str, Instance]] = {}
         self._expired: dict[tuple[str, str, str], float] = {}
         self._suspect: dict[tuple[str, str, str], float] = {}
@@ -79,16 +79,10 @@ class InstanceView:
         self._choice.pop(key[:2], None)
         self._expired.pop(key, None)
         self._unseen.discard(key)
-        suspected = key in self._suspect
-        if suspected and (before is None or renewed > before.renewed):
-            # Whoever renews is alive; a reading anew of what is stored says nothing.
-            del self._suspect[key]
-        return (
-            suspected
-            or before is None
-            or before.record.incarnation != record.incarnation
-            or before.record.draining != record.draining
-        )
+        news = before is None or before.record.incarnation != record.incarnation
+        if news:
+            self._suspect.pop(key, None)
+        return news or before is None or before.record.draining != record.draining
 
     def delete(self, namespace: str, component: str, instance_id: str) -> None:
         """An instance said that it goes."""
@@ -131,6 +125,10 @@ class InstanceView:
     def suspect(self, namespace: str, component: str, instance_id: str, now: float) -> None:
         """Do not choose an instance until it renews, or for a moment: it does not answer."""
         self._suspect[(namespace, component, instance_id)] = now + SUSPECT_SECONDS
+
+    def trust(self, namespace: str, component: str, instance_id: str) -> bool:
+        """End the suspicion of an instance; True when there was one."""
+        return self._suspect.pop((namespace, component, instance_id), None) is not None
 
     def instances(self, namespace: str, component: str, now: float) -> list[Instance]:
         """The instances of a component that may be chosen, in a stable order."""
@@ -337,7 +335,13 @@ class Discovery:
     # On the main loop ----------------------------------------------------------------------
 
     def _put(self, record: InstanceRecord, renewed: float) -> None:
-        if self.view.put(record, renewed):
+        key = (record.namespace, record.component, record.instance_id)
+        before = self.view.find(*key)
+        news = self.view.put(record, renewed)
+        # Who renews is alive; a reading anew of what is stored long since says nothing.
+        if before is not None and renewed > before.renewed:
+            news = self.view.trust(*key) or news
+        if news:
             self._notify()
 
     def _expire(self, namespace: str, component: str, instance_id: str) -> None:

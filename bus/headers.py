@@ -31,6 +31,7 @@ TRACESTATE: Final = "tracestate"
 BAGGAGE: Final = "baggage"
 SERVICE_ERROR: Final = "Nats-Service-Error"
 SERVICE_ERROR_CODE: Final = "Nats-Service-Error-Code"
+ERROR: Final = "Dynbus-Error"
 
 NO_RESPONDERS: Final = "503"
 

@@ -117,6 +117,9 @@ class MemoryConnection:
     def on_state(self, listener: Callable[[ConnectionState], None]) -> None:
         self._listeners.append(listener)
 
+    def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
+        """In memory no subject is refused, so `listener` is never called."""
+
     def publish(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"") -> None:
         message = Message(subject, reply, bytes(headers), bytes(data))
         size = self.check_size(message)

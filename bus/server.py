@@ -31,26 +31,31 @@ from .errors import (
     Overloaded,
     PayloadTooLarge,
     ReaderStalled,
+    StreamLost,
     Unavailable,
+    UnknownOutcome,
 )
 from .heartbeats import Registry
 from .names import EndpointName, control_subject, is_safe_reply
-from .server_calls import ClientPeer, FramedCall, PlainCall, ServerCall
+from .server_calls import ClientPeer, FramedCall, PlainCall, ServerCall, error_block
 from .streams import StreamWriter
 from .tokens import random_id
 from .transport import ConnectionState, Message, Subscription
 from .wire import (
     BATCH_OVERHEAD,
+    MAX_PARTS,
     SECRET_BYTES,
     VERSION,
     Batch,
     Cancel,
     Credit,
     Frame,
+    Heartbeat,
     Open,
     Resume,
     Unknown,
     encode_batch,
+    failed_frame,
 )
 
 if TYPE_CHECKING:
@@ -61,10 +66,14 @@ logger = logging.getLogger(__name__)
 TURN_ITEMS: Final = 64
 HIGH_BACKLOG: Final = 8 * 1024 * 1024
 FLUSH_BYTES: Final = 256 * 1024
+FRAME_OVERHEAD: Final = 48
 SWEEP_INTERVAL: Final = 0.5
-MAX_PARTS: Final = 4096
-REMEMBERED_REFUSALS: Final = 1024
+REMEMBERED_REQUESTS: Final = 8192
 LOST_CANCEL_BEATS: Final = 3
+ARRIVAL_GRACE: Final = 2.0
+IDLE_PEER_SECONDS: Final = 5.0
+KILL_AFTER: Final = 1.0
+MAX_KILL_AFTER: Final = 60.0
 
 _VERSION_WORD = str(VERSION)
 
@@ -130,6 +139,10 @@ class InstanceServer:
         self._variables = contextvars.copy_context()
         self._tasks: set[asyncio.Task[None]] = set()
         self._plain: set[ServerCall] = set()
+        # By client id and request number, with the request's secret; the oldest are dropped.
+        self._refused: dict[tuple[str, int], bytes] = {}
+        self._stopped: dict[tuple[str, int], bytes] = {}
+        self._forgotten: dict[tuple[str, int], bytes] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._dirty: list[ClientPeer] = []
@@ -140,6 +153,7 @@ class InstanceServer:
         self._queue_subscriptions: list[Subscription] = []
         self._subscriptions: list[Subscription] = []
         self._sweeper: asyncio.TimerHandle | None = None
+        self._control_subscription: Subscription | None = None
 
     def __repr__(self) -> str:
         state = "draining" if self.draining else "serving"
@@ -221,7 +235,8 @@ class InstanceServer:
         except Unavailable:
             logger.warning("%r: stopped while the bus was out of reach", self)
         self.bus.heartbeats.remove(self.registry)
-        self.bus.lane.call(self._control_subscription.unsubscribe)
+        if self._control_subscription is not None:
+            self.bus.lane.call(self._control_subscription.unsubscribe)
 
     # Requests ------------------------------------------------------------------------------
 
@@ -244,6 +259,9 @@ class InstanceServer:
         except DynbusError as error:
             self.bus.drop("malformed_request")
             logger.debug("%s: %s", served.address, error)
+            if is_safe_reply(message.reply, self.bus.config.reply_prefixes):
+                error.hop = served.hop
+                self.bus.data.publish(message.reply, b"", headers=error_block(error))
             return
         if data is not None:
             self._admit(call, data, fields, now)
@@ -298,32 +316,37 @@ class InstanceServer:
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
             raise InvalidRequest(f"{headers.FRAMES} needs a numbered reply, not {reply[:80]!r}")
         number = int(digits)
+        secret, window = _parse_framing(framing)
+        context = self._context(served, fields, now)
         peer = self.registry.peers.get(base.rpartition(".")[2])
         if peer is None or peer.base != base:
             peer = self._new_peer(base)
             if peer is None:
                 return None
-        secret, window = _parse_framing(framing)
-        context = self._context(served, fields, now)
         known = peer.calls.get(number)
         if known is not None:
             return known if number in peer.parts and known.writer.secret == secret else None
         if number in peer.kept:
-            return None
-        if peer.refused and peer.refused.get(number, 0) >= context.attempt:
-            self.bus.drop("refused_request")
             return None
         config = self.bus.config
         writer = StreamWriter(
             number,
             secret,
             context.attempt,
-            granted=min(window, config.stream_window),
+            granted=max(0, min(window, config.stream_window)),
             max_unit_bytes=self._max_unit_bytes(),
             max_item_bytes=config.max_item_bytes,
+            on_dirty=peer.note_dirty,
         )
         call = FramedCall(self, served, context, now, peer, writer)
         peer.calls[number] = call
+        if self._stopped and self._stopped.get((peer.client_id, number)) == secret:
+            context.stop_generating()
+        if self._refused and self._refused.get((peer.client_id, number)) == secret:
+            self.bus.drop("refused_request")
+            call.fail(Cancelled("the call was given up before it arrived", started=False))
+            self._retire(call)
+            return None
         return call
 
     def _max_unit_bytes(self) -> int:
@@ -345,20 +368,21 @@ class InstanceServer:
         """The whole request, or None while parts of it are still to come."""
         number = call.writer.number
         index, _, count = part.partition("/")
-        if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count) <= MAX_PARTS):
+        numbers = _small_number(index, 0), _small_number(count, 0)
+        if not 1 <= numbers[0] <= numbers[1] <= MAX_PARTS:
             call.peer.calls.pop(number, None)
             raise InvalidRequest(f"{headers.PART}: {part[:40]!r}")
         parts = call.peer.parts.setdefault(number, [None] * int(count))
         if len(parts) == int(count):
             parts[int(index) - 1] = data
         if sum(len(piece) for piece in parts if piece) > self.bus.config.max_request_bytes:
-            del call.peer.parts[number]
             call.fail(
                 PayloadTooLarge(
                     f"the request exceeds max_request_bytes = {self.bus.config.max_request_bytes}",
                     started=False,
                 )
             )
+            self._retire(call)
             return None
         if any(piece is None for piece in parts):
             return None
@@ -390,6 +414,11 @@ class InstanceServer:
             error.started = False
             self._refuse(call, error)
             return
+        except Exception as error:
+            logger.exception("%s: the request could not be read", served.address)
+            text = f"the request could not be read: {type(error).__name__}: {error}"
+            self._refuse(call, InvalidRequest(text, started=False))
+            return
         verdict = served.admission.enter(call)
         if verdict is Verdict.REFUSE:
             overloaded = Overloaded(
@@ -417,68 +446,84 @@ class InstanceServer:
     # Running -------------------------------------------------------------------------------
 
     def _run(self, call: ServerCall) -> None:
-        task = self.bus.loop.create_task(self._handle(call), context=self._variables.copy())
+        work = self._stream(call) if call.served.endpoint.streaming else self._answer(call)
+        task = self.bus.loop.create_task(work, context=self._variables.copy())
         call.task = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _handle(self, call: ServerCall) -> None:
-        call.entered = True
-        enter_context(call.context)
-        observation = call.observation
-        token = observation.activate() if observation is not None else None
+    async def _answer(self, call: ServerCall) -> None:
+        """Run a unary handler."""
+        token = self._enter(call)
         endpoint = call.served.endpoint
         try:
-            if endpoint.streaming:
-                await self._stream(call)
-                call.end()
-            else:
-                call.end(endpoint.encode(await endpoint.invoke(call.request)))
-        except DynbusError as error:
-            call.fail(self._outgoing(error))
-        except GeneratorExit:
-            call.fail(Migrate("the handler asks for another instance"))
-        except asyncio.CancelledError:
-            if not call.ended:
-                call.fail(Cancelled("the handler was cancelled"))
-            if not call.context.is_killed():
+            call.end(endpoint.encode(await endpoint.invoke(call.request)))
+        except BaseException as error:
+            if not self._conclude(call, error):
                 raise
-        except Exception as error:  # noqa: BLE001 - a handler may raise anything
-            call.fail(self._handler_error(call, error))
         finally:
-            if observation is not None:
-                observation.deactivate(token)
-            self._left(call)
+            self._leave(call, token)
 
     async def _stream(self, call: ServerCall) -> None:
-        """Send what a streaming handler yields, as fast as the reader allows."""
+        """Run a streaming handler and send what it yields, as fast as the reader allows."""
+        token = self._enter(call)
         bus = self.bus
+        push = call.push
         encode = call.served.endpoint.encode
         observation = call.observation
-        items = call.served.endpoint.invoke(call.request)
-        seen = self._flushes
         burst = TURN_ITEMS - 1  # the first item goes out before the second is asked for
         try:
-            async for item in items:
-                if call.ended:
-                    return
-                call.push(encode(item))
-                if observation is not None:
-                    observation.items(1)
-                if seen != self._flushes:
-                    seen = self._flushes
-                    call.last_progress = monotonic()
-                    burst = 0
-                burst += 1
-                if call.blocked:
-                    await call.writable()
-                elif bus.data.backlog > HIGH_BACKLOG:
-                    await bus.data.drained(timeout=bus.config.reader_stall_timeout)
-                elif burst >= TURN_ITEMS:
-                    burst = 0
-                    await asyncio.sleep(0)
+            items = call.served.endpoint.invoke(call.request)
+            try:
+                async for item in items:
+                    may_go_on = push(encode(item))
+                    if observation is not None:
+                        observation.items(1)
+                    burst += 1
+                    if not may_go_on:
+                        await call.writable()
+                        if call.ended:
+                            break
+                    elif burst >= TURN_ITEMS:
+                        burst = 0
+                        if bus.data.backlog > HIGH_BACKLOG:
+                            await bus.data.drained(timeout=bus.config.reader_stall_timeout)
+                        else:
+                            await asyncio.sleep(0)
+            finally:
+                await items.aclose()
+            call.end()
+        except BaseException as error:
+            if not self._conclude(call, error):
+                raise
         finally:
-            await items.aclose()
+            self._leave(call, token)
+
+    def _enter(self, call: ServerCall) -> object:
+        call.entered = True
+        enter_context(call.context)
+        return call.observation.activate() if call.observation is not None else None
+
+    def _leave(self, call: ServerCall, token: object) -> None:
+        if call.observation is not None:
+            call.observation.deactivate(token)
+        self._left(call)
+
+    def _conclude(self, call: ServerCall, error: BaseException) -> bool:
+        """End a call as its handler's exception says; False when that must go on upwards."""
+        if isinstance(error, DynbusError):
+            call.fail(self._outgoing(error))
+        elif isinstance(error, GeneratorExit):
+            call.fail(Migrate("the handler asks for another instance"))
+        elif isinstance(error, asyncio.CancelledError):
+            call.fail(Cancelled("the handler was cancelled"))
+            return call.context.is_killed()
+        elif isinstance(error, Exception):
+            call.fail(self._handler_error(call, error))
+        else:
+            call.fail(Draining("the instance was stopped"))
+            return False
+        return True
 
     def _handler_error(self, call: ServerCall, error: Exception) -> DynbusError:
         logger.exception(
@@ -526,7 +571,8 @@ class InstanceServer:
         """Forget a call; only what its reader has not acknowledged is kept."""
         if isinstance(call, FramedCall):
             number = call.writer.number
-            if call.peer.calls.pop(number, None) is not None:
+            call.peer.parts.pop(number, None)
+            if call.peer.calls.pop(number, None) is not None and not call.released:
                 call.peer.kept[number] = call.writer
         else:
             self._plain.discard(call)
@@ -555,6 +601,9 @@ class InstanceServer:
                 self._left(call)
         elif call.served.admission.withdraw(call):
             self._settle(call)
+        else:
+            # Parts of its request are still to come.
+            self._retire(call)
 
     # Cancellation and death ------------------------------------------------------------------
 
@@ -578,8 +627,13 @@ class InstanceServer:
         self.cancel(call, 0.0)
 
     def client_gone(self, peer: ClientPeer) -> None:
-        """A client died: stop its calls and forget it."""
-        self.registry.peers.pop(peer.client_id, None)
+        """A client died: stop its calls and forget it, but know them should it come back."""
+        if self.registry.peers.get(peer.client_id) is peer:
+            del self.registry.peers[peer.client_id]
+        for number in (*peer.calls, *peer.kept):
+            writer = peer.writer(number)
+            if writer is not None:
+                _remember(self._forgotten, (peer.client_id, number), writer.secret)
         for call in list(peer.calls.values()):
             self.cancel(call, 0.0)
         peer.kept.clear()
@@ -598,7 +652,11 @@ class InstanceServer:
         self._flushes += 1
         peers, self._dirty = self._dirty, []
         for peer in peers:
-            self.flush_peer(peer)
+            try:
+                self.flush_peer(peer)
+            except Exception:
+                # The other clients must get theirs; this one asks for what it misses.
+                logger.exception("results for %s could not be sent", peer.base)
 
     def flush_peer(self, peer: ClientPeer) -> None:
         """Send everything that is ready for one client, in as few messages as it fits."""
@@ -608,9 +666,14 @@ class InstanceServer:
         frames: list[Frame] = []
         for writer in writers:
             writer.dirty = False
+            frame = writer.take_items(room)
+            if frame is not None:
+                frames.append(frame)
+                room -= writer.taken_bytes + FRAME_OVERHEAD
+                continue
             while writer.has_fresh:
                 frames += writer.take(room)
-                room -= writer.taken_bytes + 48
+                room -= writer.taken_bytes + FRAME_OVERHEAD
                 if room <= 0 or writer.has_fresh:
                     self._send(peer, frames)
                     frames, room = [], limit
@@ -632,30 +695,48 @@ class InstanceServer:
             if isinstance(frame, Open):
                 if peer is not None:
                     self._on_open(peer, frame)
+                elif frame.numbers:
+                    # None of them is here; told so twice the client asks for each.
+                    self._answer_control(batch.sender, Heartbeat(0.0, self.draining, []))
             elif isinstance(frame, Credit | Cancel | Resume):
                 self._on_call_control(peer, batch.sender, frame)
 
     def _on_open(self, peer: ClientPeer, frame: Open) -> None:
         for number, secret in frame.done:
-            writer = peer.kept.get(number)
-            if writer is not None:
-                if writer.secret == secret:
-                    del peer.kept[number]
-                continue
-            call = peer.calls.get(number)
-            if call is not None and call.writer.secret == secret:
-                self._forget(peer, call)
+            writer = peer.writer(number)
+            if writer is None:
+                # A request that is still on its way, or waits in front of a blocked loop.
+                _remember(self._refused, (peer.client_id, number), secret)
+            elif writer.secret == secret:
+                self._release(peer, number)
         known = set(frame.numbers)
         newest = max(known, default=-1)
-        for number, call in list(peer.calls.items()):
-            if number in known or number > newest >= 0:
-                peer.missing.pop(number, None)
+        now = monotonic()
+        missing: dict[int, int] = {}
+        for number in (*peer.calls, *peer.kept):
+            if number in known:
+                continue
+            call = peer.calls.get(number)
+            # A request may overtake a heartbeat that was written before it.
+            young = call is not None and now - call.started_at < ARRIVAL_GRACE
+            if call is not None and (call.released or (number > newest and young)):
                 continue
             # The reader does not list it: a cancel or an acknowledgement was lost on the way.
-            peer.missing[number] = peer.missing.get(number, 0) + 1
-            if peer.missing[number] >= LOST_CANCEL_BEATS:
-                del peer.missing[number]
-                self._forget(peer, call)
+            missing[number] = peer.missing.get(number, 0) + 1
+        peer.missing = missing
+        for number, beats in missing.items():
+            if beats >= LOST_CANCEL_BEATS:
+                self._release(peer, number)
+
+    def _release(self, peer: ClientPeer, number: int) -> None:
+        """The reader has all that it wants of a call."""
+        peer.kept.pop(number, None)
+        call = peer.calls.get(number)
+        if call is not None:
+            call.released = True
+            if call.kill_timer is None:
+                # The cancel that a reader sends when it leaves was lost on the way.
+                self.cancel(call, KILL_AFTER)
 
     def _on_call_control(
         self, peer: ClientPeer | None, sender: str, frame: Credit | Cancel | Resume
@@ -664,6 +745,9 @@ class InstanceServer:
         if peer is None or writer is None:
             if isinstance(frame, Resume):
                 self._say_unknown(sender, frame)
+            elif isinstance(frame, Cancel):
+                # A request that is still on its way, or waits in front of a blocked loop.
+                self._refuse_request(sender, frame)
             return
         if writer.secret != frame.secret or writer.attempt != frame.attempt:
             self.bus.drop("stale_control")
@@ -675,38 +759,60 @@ class InstanceServer:
                 call.wake()
         elif isinstance(frame, Cancel):
             if call is not None:
-                self.cancel(call, frame.kill_after)
+                self.cancel(call, min(frame.kill_after, MAX_KILL_AFTER))
+        elif call is not None and frame.number in peer.parts:
+            # Parts of the request were lost: it has not begun, and is to be sent anew.
+            call.released = True
+            self._kill(call)
+            self._say_unknown(sender, frame)
         elif writer.resume(frame.resume_from):
             if writer.has_fresh:
                 peer.touch(writer)
         else:
             self._say_unknown(sender, frame)
 
-    def _forget(self, peer: ClientPeer, call: FramedCall) -> None:
-        """The reader does not want a call that still runs."""
-        number = call.writer.number
-        self.cancel(call, 0.0)
-        peer.kept.pop(number, None)
-        peer.parts.pop(number, None)
-
     def _say_unknown(self, sender: str, frame: Resume) -> None:
         """Tell a client that its request is not here, and never accept it any more."""
-        peer = self.registry.peers.get(sender.rpartition(".")[2])
-        if peer is None or peer.base != sender:
-            peer = self._new_peer(sender)
-            if peer is None:
-                return
-        peer.refused[frame.number] = frame.attempt
-        while len(peer.refused) > REMEMBERED_REFUSALS:
-            del peer.refused[next(iter(peer.refused))]
-        unknown = Unknown(frame.number, frame.secret, frame.attempt)
-        self.bus.lane.call(
-            partial(
-                self.bus.lane.connection.publish,
-                peer.control_subject,
-                encode_batch(self.instance_id, self.bus.incarnation, self.load, [unknown]),
-            )
+        if self._forgotten.get((sender.rpartition(".")[2], frame.number)) == frame.secret:
+            self._say_forgotten(sender, frame)
+            return
+        self._refuse_request(sender, frame)
+        self._answer_control(sender, Unknown(frame.number, frame.secret, frame.attempt))
+
+    def _say_forgotten(self, sender: str, frame: Resume) -> None:
+        """Tell a client that was taken for dead that its request did begin here."""
+        subject = f"{sender}.f"
+        if not is_safe_reply(subject, self.bus.config.reply_prefixes):
+            self.bus.drop("unsafe_reply")
+            return
+        kind = StreamLost if frame.resume_from else UnknownOutcome
+        failed = failed_frame(
+            frame.number,
+            frame.secret,
+            frame.attempt,
+            frame.resume_from,
+            kind(
+                "the instance took its caller for dead",
+                hop=f"{self.namespace}.{self.component}@{self.instance_id}",
+            ),
         )
+        batch = encode_batch(self.instance_id, self.bus.incarnation, self.load, [failed])
+        self.bus.data.publish(subject, batch)
+
+    def _refuse_request(self, sender: str, frame: Cancel | Resume) -> None:
+        if len(frame.secret) == SECRET_BYTES:
+            only_stops = isinstance(frame, Cancel) and frame.kill_after < 0
+            memory = self._stopped if only_stops else self._refused
+            _remember(memory, (sender.rpartition(".")[2], frame.number), frame.secret)
+
+    def _answer_control(self, sender: str, frame: Frame) -> None:
+        """Send one frame to the control lane of a client that need not have calls here."""
+        subject = f"{sender}.ctl.f"
+        if not is_safe_reply(subject, self.bus.config.reply_prefixes):
+            self.bus.drop("unsafe_reply")
+            return
+        batch = encode_batch(self.instance_id, self.bus.incarnation, self.load, [frame])
+        self.bus.lane.call(self.bus.lane.connection.publish, subject, batch)
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is not ConnectionState.CONNECTED:
@@ -718,8 +824,14 @@ class InstanceServer:
                     peer.touch(writer)
 
     def _sweep(self) -> None:
-        """End streams whose handler or reader has done nothing for too long."""
+        """End streams whose handler or reader has done nothing for too long, and forget
+        clients that have had no call here for a while."""
         now = monotonic()
+        for client_id, peer in list(self.registry.peers.items()):
+            if peer.calls or peer.kept or peer.dirty:
+                peer.busy_at = now
+            elif now - peer.busy_at > IDLE_PEER_SECONDS:
+                del self.registry.peers[client_id]
         for call in self._all_calls():
             if call.ended or call.task is None or not call.served.endpoint.streaming:
                 continue
@@ -728,6 +840,8 @@ class InstanceServer:
                 if now - call.blocked_since > self.bus.config.reader_stall_timeout:
                     call.fail(ReaderStalled("the reader granted no credit"))
                     self._kill(call)
+            elif call.has_progressed():
+                call.last_progress = now
             elif idle is not None and now - call.last_progress > idle:
                 call.fail(DeadlineExceeded(f"the handler yielded nothing for {idle} s"))
                 self._kill(call)
@@ -738,6 +852,12 @@ class InstanceServer:
         for peer in self.registry.peers.values():
             calls.extend(peer.calls.values())
         return calls
+
+
+def _remember(memory: dict[tuple[str, int], bytes], key: tuple[str, int], secret: bytes) -> None:
+    memory[key] = secret
+    if len(memory) > REMEMBERED_REQUESTS:
+        del memory[next(iter(memory))]
 
 
 def _parse_framing(framing: str) -> tuple[bytes, int]:

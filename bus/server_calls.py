@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from . import headers
@@ -10,6 +11,7 @@ from .clock import monotonic
 from .errors import STATUS_CODES, DynbusError
 from .liveness import PeerLiveness
 from .streams import StreamWriter
+from .tokens import random_id
 from .wire import Frame, Heartbeat
 
 if TYPE_CHECKING:
@@ -21,10 +23,17 @@ if TYPE_CHECKING:
 EARLY_ENDS: Final = 16
 
 
+def _refuse(item: bytes) -> bool:
+    raise NotImplementedError
+
+
 class ServerCall:
     """A call that waits or runs at an instance.
 
     The subclass says how results leave. After `end` or `fail` nothing more does.
+
+    Attributes:
+        push: sends one item of a stream; False when `writable` must be awaited before the next.
     """
 
     __slots__ = (
@@ -38,7 +47,9 @@ class ServerCall:
         "kill_timer",
         "last_progress",
         "observation",
+        "push",
         "request",
+        "seen_items",
         "served",
         "server",
         "started_at",
@@ -53,12 +64,14 @@ class ServerCall:
         self.served = served
         self.context = context
         self.request: Any = None
+        self.push: Callable[[bytes], bool] = _refuse
         self.task: asyncio.Task[None] | None = None
         self.entered = False
         self.deadline_number: int | None = None
         self.kill_timer: asyncio.TimerHandle | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.ended = False
+        self.seen_items = 0
         self.error: DynbusError | None = None
         self.started_at = self.last_progress = now
         self.blocked_since: float | None = None
@@ -70,13 +83,20 @@ class ServerCall:
         return False
 
     @property
+    def sent_items(self) -> int:
+        """How many items were sent, or a number that grows as they are."""
+        raise NotImplementedError
+
+    @property
     def reader(self) -> str:
         """Who reads the results, for logs."""
         raise NotImplementedError
 
-    def push(self, item: bytes) -> None:
-        """Send one item of a stream."""
-        raise NotImplementedError
+    def has_progressed(self) -> bool:
+        """Whether items were sent since the last time this was asked."""
+        progressed = self.sent_items != self.seen_items
+        self.seen_items = self.sent_items
+        return progressed
 
     def end(self, result: bytes | None = None) -> None:
         """End the call well, for a unary call with its result."""
@@ -121,9 +141,13 @@ class ServerCall:
 
 
 class FramedCall(ServerCall):
-    """A call of a dynbus client."""
+    """A call of a dynbus client.
 
-    __slots__ = ("peer", "writer")
+    Attributes:
+        released: whether the client has all that it wants of it.
+    """
+
+    __slots__ = ("peer", "released", "writer")
 
     def __init__(
         self,
@@ -136,7 +160,10 @@ class FramedCall(ServerCall):
     ) -> None:
         super().__init__(server, served, context, now)
         self.peer = peer
+        self.released = False
         self.writer = writer
+        # The hot path of every stream: a call less per item.
+        self.push = writer.push
 
     @property
     def blocked(self) -> bool:
@@ -146,11 +173,9 @@ class FramedCall(ServerCall):
     def reader(self) -> str:
         return self.peer.base
 
-    def push(self, item: bytes) -> None:
-        writer = self.writer
-        writer.push(item)
-        if not writer.dirty:
-            self.peer.touch(writer)
+    @property
+    def sent_items(self) -> int:
+        return self.writer.next_sequence
 
     def end(self, result: bytes | None = None) -> None:
         if not self.ended:
@@ -178,7 +203,7 @@ class FramedCall(ServerCall):
 class PlainCall(ServerCall):
     """A call of a plain NATS client: JSON on its reply subject, a message per item."""
 
-    __slots__ = ("_bounce", "reply")
+    __slots__ = ("_bounce", "_sent", "reply")
 
     def __init__(
         self,
@@ -190,8 +215,11 @@ class PlainCall(ServerCall):
     ) -> None:
         super().__init__(server, served, context, now)
         self.reply = reply
+        self._sent = 0
+        self.push = self._push
         bus = server.bus
-        token = f"p{next(bus.bounce_tokens)}"
+        # Readers see the bounce subject; none must be able to guess those of others.
+        token = f"p{random_id()}"
         self._bounce = bus.replies.bounce(token)
         bus.bounce_handlers[token] = self._gone
 
@@ -199,8 +227,14 @@ class PlainCall(ServerCall):
     def reader(self) -> str:
         return self.reply
 
-    def push(self, item: bytes) -> None:
+    @property
+    def sent_items(self) -> int:
+        return self._sent
+
+    def _push(self, item: bytes) -> bool:
         self.server.bus.data.publish(self.reply, item, reply=self._bounce)
+        self._sent += 1
+        return not self.ended
 
     def end(self, result: bytes | None = None) -> None:
         if not self.ended:
@@ -230,7 +264,7 @@ def error_block(error: DynbusError) -> bytes:
         {
             headers.SERVICE_ERROR: "".join(c if c.isprintable() else " " for c in text)[:1024],
             headers.SERVICE_ERROR_CODE: str(STATUS_CODES.get(error.code, 500)),
-            "Dynbus-Error": error.code,
+            headers.ERROR: error.code,
         }
     )
 
@@ -252,7 +286,7 @@ class ClientPeer:
         self.dirty: list[StreamWriter] = []
         self.ended = 0
         self.parts: dict[int, list[bytes | None]] = {}
-        self.refused: dict[int, int] = {}
+        self.busy_at = monotonic()
         self.missing: dict[int, int] = {}
 
     @property
@@ -277,9 +311,13 @@ class ClientPeer:
         """Have a writer's fresh units sent at the end of this turn of the loop."""
         if not writer.dirty:
             writer.dirty = True
-            self.dirty.append(writer)
-            if len(self.dirty) == 1:
-                self._server.schedule_flush(self)
+            self.note_dirty(writer)
+
+    def note_dirty(self, writer: StreamWriter) -> None:
+        """A writer has something to send."""
+        if not self.dirty:
+            self._server.schedule_flush(self)
+        self.dirty.append(writer)
 
     def touch_ended(self, writer: StreamWriter) -> None:
         """The same for a writer that has ended.

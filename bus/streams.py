@@ -14,6 +14,7 @@ a `Resume` from the reader's `next_sequence` the stream continues as if nothing 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from .errors import DynbusError, PayloadTooLarge
@@ -21,6 +22,9 @@ from .wire import End, Failed, Items, Part, Terminal, failed_frame
 
 DEFAULT_WINDOW: Final = 256 * 1024
 """Bytes of items that a stream may be ahead of its reader."""
+
+UNIT_OVERHEAD: Final = 5
+"""Bytes that a unit may take in a frame beside its own."""
 
 
 class _Piece(bytes):
@@ -30,14 +34,21 @@ class _Piece(bytes):
 class _Ending:
     """The unit that ends a stream."""
 
-    __slots__ = ("data", "error")
+    __slots__ = ("data", "error", "size")
 
     def __init__(self, data: bytes | None, error: DynbusError | None) -> None:
         self.data = data
         self.error = error
+        self.size = UNIT_OVERHEAD + len(data or b"")
+        if error is not None:
+            self.size += len(error.message) + len(error.hop) + 256
 
 
 _Unit = bytes | _Ending
+
+
+def _ignore(_: object) -> None:
+    """Nobody wants to know."""
 
 
 class StreamWriter:
@@ -49,15 +60,19 @@ class StreamWriter:
             the reader may ever be behind.
         max_unit_bytes: a larger item is split into parts of this size.
         max_item_bytes: a larger item is refused.
+        on_dirty: called when an item is added and `dirty` was not set.
 
     Attributes:
-        dirty: whether its owner has queued it for sending.
+        dirty: whether there is something to send; to be cleared by whoever sends it.
     """
 
     __slots__ = (
         "_acknowledged",
         "_fresh",
+        "_fresh_bytes",
+        "_items_only",
         "_kept",
+        "_on_dirty",
         "_sent",
         "_window",
         "attempt",
@@ -82,6 +97,7 @@ class StreamWriter:
         granted: int,
         max_unit_bytes: int,
         max_item_bytes: int,
+        on_dirty: Callable[[StreamWriter], None] | None = None,
     ) -> None:
         self.number = number
         self.secret = secret
@@ -89,14 +105,17 @@ class StreamWriter:
         self.granted = granted
         self._window = granted
         self.dirty = False
+        self._on_dirty = on_dirty or _ignore
         self.max_unit_bytes = max_unit_bytes
         self.max_item_bytes = max_item_bytes
         self.next_sequence = 0
         self.pushed_bytes = 0
         self.taken_bytes = 0
         self.ended = False
+        self._fresh_bytes = 0
         self._acknowledged = 0
         self._sent = 0
+        self._items_only = True
         self._kept: list[_Unit] = []
         self._fresh: list[_Unit] = []
 
@@ -127,20 +146,27 @@ class StreamWriter:
         """Bytes that are kept for the reader."""
         return sum(len(unit) for unit in (*self._kept, *self._fresh) if isinstance(unit, bytes))
 
-    def push(self, item: bytes) -> None:
-        """Add an item. One item may exceed the credit alone; after it the writer is blocked.
+    def push(self, item: bytes) -> bool:
+        """Add an item; returns whether another may follow, that is, not `blocked`.
+
+        One item may exceed the credit alone.
 
         Raises:
             PayloadTooLarge: it is larger than `max_item_bytes`.
         """
         if self.ended:
-            return
+            return False
         size = len(item)
         if size > self.max_unit_bytes:
             item = self._split(item)
-        self.pushed_bytes += size
+        self.pushed_bytes = pushed = self.pushed_bytes + size
+        self._fresh_bytes += size
         self._fresh.append(item)
         self.next_sequence += 1
+        if not self.dirty:
+            self.dirty = True
+            self._on_dirty(self)
+        return pushed < self.granted
 
     def end(self, data: bytes | None = None) -> None:
         """End the stream well, for a unary call with its result; later calls change nothing.
@@ -159,6 +185,25 @@ class StreamWriter:
         if not self.ended:
             self._finish(_Ending(None, error))
 
+    def take_items(self, limit: int) -> Items | None:
+        """All fresh units as one frame, when they are whole items only and fit the limit.
+
+        This is `take` for nearly every frame of a stream, at half its cost.
+        """
+        fresh = self._fresh
+        count = len(fresh)
+        size = self._fresh_bytes + UNIT_OVERHEAD * count
+        if not self._items_only or size > limit or not count:
+            return None
+        self.taken_bytes = size
+        self._fresh_bytes = 0
+        self._fresh = []
+        kept = self._kept
+        kept += fresh
+        self._sent = self._acknowledged + len(kept)
+        items: list[bytes] = fresh  # type: ignore[assignment]
+        return Items(self.number, self.secret, self.attempt, self.next_sequence - count, items)
+
     def take(self, limit: int) -> list[Items | Part | Terminal]:
         """Frames of units that were not handed out yet, of at most about `limit` bytes.
 
@@ -171,7 +216,7 @@ class StreamWriter:
         taken = 0
         self.taken_bytes = 0
         for unit in fresh:
-            size = len(unit) + 5 if isinstance(unit, bytes) else 256
+            size = unit.size if isinstance(unit, _Ending) else len(unit) + UNIT_OVERHEAD
             if taken and size > limit:
                 break
             limit -= size
@@ -191,9 +236,11 @@ class StreamWriter:
         if taken == len(fresh):
             self._kept += fresh
             self._fresh = []
+            self._items_only = True
         else:
             self._kept += fresh[:taken]
             del fresh[:taken]
+        self._fresh_bytes = sum(len(unit) for unit in self._fresh if isinstance(unit, bytes))
         self._sent = max(self._sent, self._acknowledged + len(self._kept))
         return frames
 
@@ -213,6 +260,7 @@ class StreamWriter:
         self._acknowledge(sequence)
         self._fresh = self._kept + self._fresh
         self._kept = []
+        self._items_only = False
         return True
 
     def _acknowledge(self, received: int) -> None:
@@ -235,10 +283,12 @@ class StreamWriter:
         for start in range(0, last, step):
             self._fresh.append(_Piece(data[start : start + step]))
             self.next_sequence += 1
+        self._items_only = False
         return data[last:]
 
     def _finish(self, ending: _Ending) -> None:
         self._fresh.append(ending)
+        self._items_only = False
         self.next_sequence += 1
         self.ended = True
 
@@ -256,6 +306,10 @@ class StreamReader:
     Args:
         window: bytes of items that the writer may be ahead of `consume`.
         max_item_bytes: a larger item ends the stream with `PayloadTooLarge`.
+
+    Attributes:
+        ready: the items that `drain` would return.
+        behind: whether a frame was lost, so that the writer must be asked to resume.
     """
 
     __slots__ = (
@@ -263,10 +317,10 @@ class StreamReader:
         "_granted",
         "_parts",
         "_parts_bytes",
-        "_ready",
         "behind",
         "max_item_bytes",
         "next_sequence",
+        "ready",
         "terminal",
         "window",
     )
@@ -279,18 +333,28 @@ class StreamReader:
         self.behind = False
         self._granted = window
         self._consumed = 0
-        self._ready: list[bytes] = []
+        self.ready: list[bytes] = []
         self._parts: list[bytes] = []
         self._parts_bytes = 0
 
     def __repr__(self) -> str:
         state = "ended" if self.terminal else "behind" if self.behind else "open"
-        return f"<StreamReader [{state} | next: {self.next_sequence}, ready: {len(self._ready)}]>"
+        return f"<StreamReader [{state} | next: {self.next_sequence}, ready: {len(self.ready)}]>"
 
-    @property
-    def has_ready(self) -> bool:
-        """Whether `drain` would return something."""
-        return bool(self._ready)
+    def receive_next(self, frame: Items) -> bool:
+        """Take in a frame of whole items that comes just in time; False if it does not.
+
+        This is `receive` for nearly every frame of a stream, at a fraction of its cost.
+        """
+        if frame.sequence != self.next_sequence or self._parts or self.terminal is not None:
+            return False
+        self.next_sequence += len(frame.items)
+        self.behind = False
+        if self.ready:
+            self.ready += frame.items
+        else:
+            self.ready = frame.items
+        return True
 
     def receive(self, frame: Items | Part | Terminal) -> None:
         """Take in a frame of this call and attempt.
@@ -314,8 +378,8 @@ class StreamReader:
 
     def drain(self) -> list[bytes]:
         """The items that arrived since the last call, in order."""
-        ready = self._ready
-        self._ready = []
+        ready = self.ready
+        self.ready = []
         return ready
 
     def result(self) -> bytes:
@@ -352,10 +416,10 @@ class StreamReader:
             items = [b"".join([*self._parts, items[0]]), *items[1:]]
             self._parts = []
             self._parts_bytes = 0
-        if self._ready:
-            self._ready += items
+        if self.ready:
+            self.ready += items
         else:
-            self._ready = items
+            self.ready = items
 
     def _receive_unit(self, frame: Part | Terminal) -> None:
         self.next_sequence += 1

@@ -264,6 +264,10 @@ class Connection(Protocol):
         """Call `listener` at every later change of `state`."""
         ...
 
+    def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
+        """Call `listener(error, subject)` when the server refuses a subject."""
+        ...
+
     async def close(self) -> None:
         """Send what is buffered and close; more calls change nothing."""
         ...

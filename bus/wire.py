@@ -18,6 +18,13 @@ from .errors import ERRORS, DynbusError, HandlerError, Overloaded
 VERSION: Final = 1
 SECRET_BYTES: Final = 16
 
+MAX_PARTS: Final = 4096
+"""Messages that one request may be split over."""
+
+MAX_MESSAGE: Final = 4096
+MAX_TRACEBACK: Final = 32768
+"""Characters of an error's texts; more than a message holds would never arrive."""
+
 BATCH_OVERHEAD: Final = 128
 """Bytes to leave free in a message beside the units of its frames."""
 
@@ -222,21 +229,28 @@ def decode_record(data: bytes) -> InstanceRecord | None:
 def failed_frame(
     number: int, secret: bytes, attempt: int, sequence: int, error: DynbusError
 ) -> Failed:
-    """The terminal frame that carries `error`."""
+    """The terminal frame that carries `error`, whose texts are cut to what one message holds."""
     return Failed(
         number,
         secret,
         attempt,
         sequence,
         error.code,
-        error.message,
+        _sendable(error.message, MAX_MESSAGE),
         error.retryable,
         error.started,
         error.hop,
         error.request_id,
         error.retry_after if isinstance(error, Overloaded) else 0.0,
-        error.remote_traceback if isinstance(error, HandlerError) else "",
+        _sendable(error.remote_traceback, MAX_TRACEBACK) if isinstance(error, HandlerError) else "",
     )
+
+
+def _sendable(text: str, most: int) -> str:
+    """A text that UTF-8 can carry, with the end cut off when it is long."""
+    if len(text) > most:
+        text = text[:most] + "..."
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def error_of(frame: Failed) -> DynbusError:

@@ -1,0 +1,1 @@
+"""Commands that start or call actors: `run`, `call` and `bench`."""

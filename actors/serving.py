@@ -1,0 +1,234 @@
+"""Serving instances in one process, from the first connection to the end of the drain.
+
+`dynbus run --in-process` does so in its own process, `worker.py` in a child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from dynbus.bus import exit_codes
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
+
+from .actor import Actor
+from .instance import ActorInstance
+from .lifecycle import InstanceState
+from .loader import level
+from .runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Assignment(NamedTuple):
+    """What one process serves of an actor class."""
+
+    actor: type[Actor]
+    arguments: Mapping[str, Any]
+    workers: int
+
+
+class Failure(NamedTuple):
+    """Why a run cannot go on, for the user.
+
+    Attributes:
+        code: the exit code.
+        traceback: of the user's code; empty when it had no part in it.
+    """
+
+    code: int
+    message: str
+    traceback: str = ""
+
+
+class Ending:
+    """Whether a process is to end: `drain` is the first word for it, `stop` the last.
+
+    Both may be called at any time and again; they belong to the loop.
+    """
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.at_once = asyncio.Event()
+        self.grace: float | None = None
+
+    def drain(self, grace: float | None = None) -> None:
+        """End tidily within `grace` seconds; None takes the configured ones."""
+        if not self.asked.is_set():
+            self.grace = grace
+            self.asked.set()
+
+    def stop(self) -> None:
+        """End at once."""
+        self.drain(0.0)
+        self.at_once.set()
+
+
+class StartFailed(Exception):
+    """Raised when an actor's constructor or `on_start` raised, which is the `__cause__`."""
+
+    def __init__(self, actor: type[Actor], cause: BaseException) -> None:
+        name = f"{actor.__dynbus_namespace__}.{actor.__dynbus_component__}"
+        super().__init__(f"{name} did not start: {type(cause).__name__}: {cause}")
+
+
+async def serve(
+    assignments: Sequence[Assignment],
+    bus: Mapping[str, Any],
+    ending: Ending,
+    *,
+    started: Callable[[Runtime], Awaitable[None]],
+    stopping: Callable[[Runtime], Awaitable[None]] | None = None,
+) -> None:
+    """Serve the instances in this process until they are told to end and have drained.
+
+    Args:
+        assignments: dependencies before what depends on them.
+        bus: fields of `BusConfig`.
+        started: awaited when all instances are ready.
+        stopping: awaited after the drain, before the bus is left.
+
+    Raises:
+        ConfigError: an instance is not usable as configured.
+        PermissionDenied, Unavailable: the bus cannot be used.
+        StartFailed: user code raised.
+    """
+    runtime = await _unless(ending, Runtime.connect(name="dynbus-run", **bus))
+    if runtime is None:
+        return
+    try:
+        done = await _unless(ending, _start_all(runtime, assignments, started))
+        if done is not None:
+            await ending.asked.wait()
+        await _drain(runtime, ending)
+        if stopping is not None:
+            await stopping(runtime)
+    finally:
+        await _close(runtime)
+
+
+async def _unless(ending: Ending, work: Awaitable[T]) -> T | None:
+    """The result of `work`; None when the end is asked for before, which cancels it."""
+    task = asyncio.ensure_future(work)
+    asked = asyncio.ensure_future(ending.asked.wait())
+    try:
+        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        return None if task.cancelled() else task.result()
+    finally:
+        task.cancel()
+        asked.cancel()
+
+
+async def _start_all(
+    runtime: Runtime,
+    assignments: Sequence[Assignment],
+    started: Callable[[Runtime], Awaitable[None]],
+) -> bool:
+    for assignment in assignments:
+        for _ in range(assignment.workers):
+            try:
+                await runtime.start(assignment.actor, **assignment.arguments)
+            except (ConfigError, PermissionDenied, Unavailable):
+                raise
+            except (Exception, SystemExit) as error:
+                raise StartFailed(assignment.actor, error) from error
+    await started(runtime)
+    return True
+
+
+async def _drain(runtime: Runtime, ending: Ending) -> None:
+    """Stop what others depend on last, all of it within one grace period."""
+    grace = runtime.bus.config.drain_grace if ending.grace is None else ending.grace
+    deadline = monotonic() + grace
+    by_level: dict[int, list[ActorInstance]] = {}
+    for instance in runtime.instances.values():
+        by_level.setdefault(level(type(instance.actor)), []).append(instance)
+    hurry = asyncio.ensure_future(_stop_at_once(runtime, ending))
+    try:
+        for _, instances in sorted(by_level.items(), reverse=True):
+            left = max(0.0, deadline - monotonic())
+            ended = await asyncio.gather(
+                *(instance.stop(left) for instance in instances), return_exceptions=True
+            )
+            for instance, error in zip(instances, ended, strict=True):
+                if isinstance(error, Exception):
+                    logger.error("%r did not stop cleanly", instance, exc_info=error)
+    finally:
+        hurry.cancel()
+
+
+async def _stop_at_once(runtime: Runtime, ending: Ending) -> None:
+    await ending.at_once.wait()
+    for instance in list(runtime.instances.values()):
+        instance.stop_now()
+
+
+async def _close(runtime: Runtime) -> None:
+    """Close the runtime even when the task is cancelled meanwhile."""
+    closing = asyncio.ensure_future(runtime.close())
+    try:
+        await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        await closing
+        raise
+
+
+def problems_of(runtime: Runtime) -> dict[str, str]:
+    """What keeps a process from taking calls; callable from any thread."""
+    found = dict(stalls_of(runtime))
+    if not runtime.is_connected:
+        found["bus"] = runtime.bus.data.state.value
+    for instance in list(runtime.instances.values()):
+        if instance.state is not InstanceState.READY:
+            found[instance.id] = instance.state.value
+    return found
+
+
+def stalls_of(runtime: Runtime) -> dict[str, str]:
+    """Whether the main loop has been blocked for too long; callable from any thread."""
+    blocked = runtime.bus.heartbeats.blocked
+    if blocked > runtime.bus.config.stall_limit:
+        return {"main_loop": f"blocked for {blocked:.1f} s"}
+    return {}
+
+
+def describe(error: BaseException) -> Failure:
+    """What an exception out of `serve`, or out of importing an actor, is to the user."""
+    if isinstance(error, StartFailed):
+        return Failure(exit_codes.START_FAILED, str(error), users_traceback(error.__cause__))
+    if isinstance(error, ConfigError):
+        return Failure(exit_codes.CONFIG_ERROR, str(error), users_traceback(error.__cause__))
+    if isinstance(error, Unavailable | PermissionDenied):
+        return Failure(exit_codes.NO_SERVER, str(error))
+    text = f"{type(error).__name__}: {error}"
+    return Failure(exit_codes.START_FAILED, text, users_traceback(error))
+
+
+def users_traceback(error: BaseException | None) -> str:
+    """The traceback of an exception from where it leaves dynbus's own code."""
+    if error is None:
+        return ""
+    own = tuple(f"{Path(__file__).parents[1] / part}{os.sep}" for part in ("actors", "bus"))
+    frames = error.__traceback__
+    while (
+        frames is not None
+        and frames.tb_next is not None
+        and _is_machinery(frames.tb_frame.f_code.co_filename, own)
+    ):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _is_machinery(file: str, own: tuple[str, ...]) -> bool:
+    return file.startswith(("<frozen importlib", *own)) or f"{os.sep}importlib{os.sep}" in file

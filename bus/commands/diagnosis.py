@@ -1,0 +1,288 @@
+"""The checks of `dynbus doctor`: functions from what was found to a verdict, and the finding."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import resource
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from typing import Any, Final, Literal, NamedTuple
+
+from dynbus.bus.clock import unix_time
+from dynbus.bus.config import BusConfig
+from dynbus.bus.embedded import Address, find_nats_server
+from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
+from dynbus.bus.leases import INSTANCES_STREAM, MARKER_TTL
+from dynbus.bus.logs import redact_url
+from dynbus.bus.names import ReplySubjects
+from dynbus.bus.nats_client import NatsConnection, connect
+from dynbus.bus.nats_jetstream import stream_request
+from dynbus.bus.transport import NoStream, StreamConfig
+
+OLDEST_VERSION: Final = (2, 11, 0)
+FAULTY_VERSIONS: Final[dict[tuple[int, ...], str]] = {(2, 14, 5): "it may deliver 10 to 18 s late"}
+SMALLEST_PAYLOAD: Final = 64 * 1024
+USUAL_PAYLOAD: Final = 1024 * 1024
+SLOW_ROUND_TRIP: Final = 0.01
+CLOCK_WARN: Final = 1.0
+CLOCK_FAIL: Final = 10.0
+FEW_DESCRIPTORS: Final = 1024
+LEAST_FREE_STORAGE: Final = 1024 * 1024
+SMALL_STORAGE: Final = 256 * 1024 * 1024
+ROUND_TRIPS: Final = 21
+
+EXTRAS: Final = {
+    "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp"),
+    "metrics": ("opentelemetry.sdk", "prometheus_client"),
+    "nkeys": ("nkeys",),
+}
+
+Status = Literal["ok", "warn", "fail"]
+
+
+class Check(NamedTuple):
+    """A verdict.
+
+    Attributes:
+        remedy: what to do; empty when nothing has to be done.
+    """
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+async def diagnose(config: BusConfig) -> list[Check]:
+    """Carry out every check that is possible; bounded by some seconds."""
+    return [*await _check_server(config), *check_machine()]
+
+
+# Verdicts ----------------------------------------------------------------------------------
+
+
+def check_version(text: str) -> Check:
+    """Whether the server is new enough."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    version = tuple(int(part) for part in found.groups()) if found else ()
+    if version < OLDEST_VERSION:
+        return Check(
+            "server version", "fail", text, "2.11 or newer is needed: leases use message TTLs"
+        )
+    if version in FAULTY_VERSIONS:
+        return Check("server version", "warn", text, f"{FAULTY_VERSIONS[version]}: use another")
+    return Check("server version", "ok", text)
+
+
+def check_payload(max_payload: int) -> Check:
+    """Whether messages may be large enough."""
+    text = f"{max_payload} bytes"
+    if max_payload < SMALLEST_PAYLOAD:
+        return Check(
+            "max_payload", "fail", text, f"set max_payload to {USUAL_PAYLOAD} in the server's file"
+        )
+    if max_payload < USUAL_PAYLOAD:
+        return Check(
+            "max_payload", "warn", text, "works; larger items are split more, so 1MB is better"
+        )
+    return Check("max_payload", "ok", text)
+
+
+def check_headers(supported: bool) -> Check:
+    """Whether the server carries headers."""
+    if supported:
+        return Check("headers", "ok", "supported")
+    return Check("headers", "fail", "switched off", "remove no_header from the server's file")
+
+
+def check_round_trip(seconds: float) -> Check:
+    """Whether the server is near."""
+    text = f"{seconds * 1000:.2f} ms (median)"
+    if seconds > SLOW_ROUND_TRIP:
+        return Check("round trip", "warn", text, "every call takes two of these: move nearer")
+    return Check("round trip", "ok", text)
+
+
+def check_clock(skew: float) -> Check:
+    """Whether this machine's clock agrees with the server's; `skew` is ours minus its."""
+    text = f"{skew:+.3f} s against the server"
+    remedy = "set the clock with NTP: ages and logs are wrong otherwise"
+    if abs(skew) > CLOCK_FAIL:
+        return Check("clock", "fail", text, remedy)
+    if abs(skew) > CLOCK_WARN:
+        return Check("clock", "warn", text, remedy)
+    return Check("clock", "ok", text)
+
+
+def check_limits(account: Mapping[str, Any]) -> Check:
+    """Whether the account may store enough; takes the answer to `$JS.API.INFO`."""
+    limits: Mapping[str, Any] = account.get("limits") or {}
+    most = int(limits.get("max_storage", -1))
+    used = int(account.get("storage", 0))
+    streams = int(limits.get("max_streams", -1))
+    text = f"{used} bytes used, limit {'none' if most < 0 else most}"
+    if most == 0 or 0 <= most - used < LEAST_FREE_STORAGE:
+        return Check("JetStream storage", "fail", text, "raise max_store, or free some")
+    if 0 < most < SMALL_STORAGE or 0 <= streams < 10:
+        return Check("JetStream storage", "warn", text, "raise max_store to 256MB or more")
+    return Check("JetStream storage", "ok", text)
+
+
+def check_bucket(config: Mapping[str, Any] | None) -> Check:
+    """Whether the bucket of instances is as dynbus makes it; None when it does not exist."""
+    name = "instances bucket"
+    if config is None:
+        return Check(name, "ok", "not there yet; the first instance makes it")
+    needed = stream_request(INSTANCES_STREAM)
+    wrong = [
+        f"{key} is {config.get(key)!r}, not {needed[key]!r}"
+        for key in ("subjects", "max_msgs_per_subject", "allow_msg_ttl", "allow_direct")
+        if config.get(key) != needed[key]
+    ]
+    marker = int(config.get("subject_delete_marker_ttl") or 0) / 1e9
+    if marker < MARKER_TTL:
+        wrong.append(f"subject_delete_marker_ttl is {marker:g} s, less than {MARKER_TTL:g} s")
+    if wrong:
+        return Check(
+            name,
+            "fail",
+            "; ".join(wrong),
+            f"delete the stream {INSTANCES_STREAM.name}: running instances make it again",
+        )
+    return Check(name, "ok", "as dynbus makes it")
+
+
+def check_descriptors(soft: int) -> Check:
+    """Whether this process may open enough files."""
+    if soft != resource.RLIM_INFINITY and soft < FEW_DESCRIPTORS:
+        return Check("file descriptors", "warn", f"at most {soft}", "raise it: ulimit -n 4096")
+    text = "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}"
+    return Check("file descriptors", "ok", text)
+
+
+def check_machine() -> list[Check]:
+    """What can be said without a server."""
+    checks = [check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[0])]
+    if importlib.util.find_spec("uvloop") is not None:
+        checks.append(Check("uvloop", "ok", "installed"))
+    else:
+        checks.append(Check("uvloop", "warn", "missing", "pip install uvloop: calls cost less"))
+    try:
+        checks.append(Check("embedded server", "ok", str(find_nats_server())))
+    except ConfigError as error:
+        checks.append(Check("embedded server", "warn", "missing", str(error)))
+    present = [name for name, modules in EXTRAS.items() if all(map(_is_there, modules))]
+    missing = [name for name in EXTRAS if name not in present]
+    hint = f"when needed: pip install 'dynbus[{','.join(missing)}]'" if missing else ""
+    checks.append(Check("extras", "ok", ", ".join(present) or "none", hint))
+    return checks
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+# The server --------------------------------------------------------------------------------
+
+
+async def _check_server(config: BusConfig) -> list[Check]:
+    url = redact_url(", ".join(config.servers))
+    replies = ReplySubjects(config.principal, secrets.token_hex(16))
+    try:
+        connection = await connect(
+            config.servers,
+            name="dynbus-doctor",
+            inbox=f"{replies.base}.js",
+            timeout=config.connect_timeout,
+            options={"user_credentials": config.credentials} if config.credentials else {},
+        )
+    except PermissionDenied as error:
+        remedy = "give credentials in the URL, or DYNBUS_CREDENTIALS"
+        return [Check("server", "fail", redact_url(str(error)), remedy)]
+    except DynbusError as error:
+        return [Check("server", "fail", redact_url(str(error)), _how_to_start(config))]
+    try:
+        info = connection.server_info
+        checks = [
+            Check("server", "ok", f"{url} ({info.get('server_name', '')})"),
+            check_version(str(info.get("version", ""))),
+            check_headers(bool(info.get("headers"))),
+            check_payload(connection.max_payload),
+            check_round_trip(await _round_trip(connection)),
+        ]
+        return checks + await _check_jetstream(connection)
+    except DynbusError as error:
+        return [
+            Check("server", "fail", str(error), "it does not answer in time: is it overloaded?")
+        ]
+    finally:
+        await connection.close()
+
+
+def _how_to_start(config: BusConfig) -> str:
+    with suppress(ConfigError):
+        if Address.parse(config.servers[0]).is_loopback:
+            return "`dynbus run` starts one here by itself, or name another with --nats URL"
+    return "is it running, and the URL right? Give another with --nats URL or NATS_URL"
+
+
+async def _round_trip(connection: NatsConnection) -> float:
+    times: list[float] = []
+    for _ in range(ROUND_TRIPS):
+        began = time.perf_counter()
+        await connection.barrier()
+        times.append(time.perf_counter() - began)
+    return sorted(times)[len(times) // 2]
+
+
+async def _check_jetstream(connection: NatsConnection) -> list[Check]:
+    jetstream = connection.jetstream
+    try:
+        account = await jetstream.api("INFO", {}, timeout=5.0)
+    except DynbusError as error:
+        remedy = "start the server with -js, or allow JetStream to the account"
+        return [Check("JetStream", "fail", str(error), remedy)]
+    checks = [Check("JetStream", "ok", "enabled"), check_limits(account)]
+    try:
+        bucket = await jetstream.api(f"STREAM.INFO.{INSTANCES_STREAM.name}", {}, timeout=5.0)
+        checks.append(check_bucket(bucket["config"]))
+    except NoStream:
+        checks.append(check_bucket(None))
+    except DynbusError as error:
+        checks.append(Check("instances bucket", "fail", str(error), "allow $JS.API to the account"))
+    return checks + await _check_writing(connection)
+
+
+async def _check_writing(connection: NatsConnection) -> list[Check]:
+    """Whether a stream can be made, and what time the server had when it made it."""
+    name = f"DYNBUS_DOCTOR_{secrets.token_hex(6)}"
+    request = stream_request(StreamConfig(name, (f"{name}.x",), marker_ttl=1.0, in_memory=True))
+    before = unix_time()
+    began = time.perf_counter()
+    try:
+        made = await connection.jetstream.api(f"STREAM.CREATE.{name}", request, timeout=5.0)
+        seconds = time.perf_counter() - began
+        await connection.jetstream.delete_stream(name)
+    except DynbusError as error:
+        remedy = "allow the account to make streams with message TTLs"
+        return [Check("JetStream writes", "fail", str(error), remedy)]
+    checks = [Check("JetStream writes", "ok", f"a stream was made in {seconds * 1000:.1f} ms")]
+    with suppress(KeyError, ValueError):
+        # The server's clock was read somewhere between the two readings of ours.
+        theirs = _unix(str(made["created"]))
+        checks.append(check_clock(before + seconds / 2 - theirs))
+    return checks
+
+
+def _unix(text: str) -> float:
+    """Unix seconds of a time as Go writes it, with up to nine digits of a second."""
+    head, _, rest = text.rstrip("Z").partition(".")
+    fraction = f".{rest[:6]}" if rest and "+" not in rest and "-" not in rest else ""
+    return datetime.fromisoformat(f"{head}{fraction}+00:00").timestamp()

@@ -1,0 +1,61 @@
+"""`dynbus doctor`: is this machine and its server fit for dynbus, and what to do if not."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import click
+
+from dynbus.bus import exit_codes
+
+from .terminal import json_option, nats_option, plain, print_json, print_table
+
+_STYLES: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+_HELP: Final = """Check the server and this machine, and say what to do.
+
+    Looks at: the server and its version, JetStream and its limits, message size, headers, round
+    trip, clocks, the bucket of instances, file descriptors, extras. It makes one stream in the
+    server's memory and deletes it again.
+
+    \b
+    dynbus doctor
+    dynbus doctor --nats nats://bus.example:4222 --json
+    """
+
+
+@click.command(
+    help=_HELP,
+    short_help="Check the server and this machine.",
+    epilog="Exit codes: 0 nothing failed, 1 a check failed, 2 wrong usage, 3 wrong configuration.",
+)
+@json_option
+@nats_option
+@click.pass_context
+def doctor(ctx: click.Context, /, as_json: bool, nats: str | None) -> None:
+    import asyncio
+
+    from dynbus.bus.config import load_config
+    from dynbus.bus.logs import configure_logging
+
+    from .diagnosis import diagnose
+
+    configure_logging("console", "critical")
+    checks = asyncio.run(diagnose(load_config({"servers": nats} if nats else {})))
+    if as_json:
+        print_json([check._asdict() for check in checks])
+    else:
+        print_table(
+            ("", "CHECK", "FOUND", "WHAT TO DO"),
+            [
+                (
+                    f"[{_STYLES[check.status]}]{check.status}[/]",
+                    plain(check.name),
+                    plain(check.found),
+                    plain(check.remedy),
+                )
+                for check in checks
+            ],
+        )
+    failed = any(check.status == "fail" for check in checks)
+    ctx.exit(exit_codes.FAILURE if failed else exit_codes.OK)

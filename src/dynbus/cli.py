@@ -1,0 +1,178 @@
+"""The `dynbus` command: finds its subcommands through the entry-point group `dynbus.commands`.
+
+A subcommand is imported when it is run or listed, and one that cannot be imported is listed
+with its error: it fails only when it is run, and never takes the others with it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import click
+
+from dynbus.bus import exit_codes
+from dynbus.bus.errors import DynbusError
+
+GROUP: Final = "dynbus.commands"
+DISTRIBUTION: Final = "dynbus"
+
+_EPILOG: Final = f"{exit_codes.GENERAL} `run` and `call` have more: see their --help."
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit; every `DynbusError` ends as one line on standard error."""
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except DynbusError as error:
+        code = _fail(error)
+    except (_ReaderGone, BrokenPipeError):
+        code = _reader_gone()
+    sys.exit(code)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        result = dynbus.main(arguments, prog_name="dynbus", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return exit_codes.INTERRUPTED
+    return result if isinstance(result, int) else exit_codes.OK
+
+
+def _fail(error: DynbusError) -> int:
+    from dynbus.bus.logs import redact_url
+
+    click.echo(f"dynbus: {error.code}: {redact_url(' '.join(str(error).split()))}", err=True)
+    return exit_codes.exit_code(error)
+
+
+def _reader_gone() -> int:
+    # The interpreter flushes standard output once more at its end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return exit_codes.READER_GONE
+
+
+class _ReaderGone(Exception):
+    """Raised when nobody reads standard output any longer; click has a code of its own for it."""
+
+
+class Commands(click.Group):
+    """Commands by the name of their entry point."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise _ReaderGone from None
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_registered())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        found = _registered().get(cmd_name, [])
+        return _load(cmd_name, found) if found else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            raise click.UsageError(
+                f"{error.message} There are: {', '.join(self.list_commands(ctx))}.", ctx
+            ) from None
+
+
+class BrokenCommand(click.Command):
+    """Stands for a command that could not be loaded; it fails when it is run."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(
+            name,
+            short_help=f"[not usable: {reason}]",
+            context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+            add_help_option=False,
+        )
+        self.reason = reason
+
+    def invoke(self, ctx: click.Context) -> Any:
+        raise click.ClickException(f"the command {self.name!r} cannot be loaded: {self.reason}")
+
+
+def _load(name: str, entry_points: Sequence[metadata.EntryPoint]) -> click.Command:
+    if len(entry_points) > 1:
+        owners = ", ".join(_owner(each) for each in entry_points)
+        return BrokenCommand(name, f"registered by several packages: {owners}")
+    (entry_point,) = entry_points
+    try:
+        command = entry_point.load()
+    except Exception as error:  # noqa: BLE001 - whatever a plug-in raises concerns it alone
+        text = str(error).strip().partition("\n")[0]
+        return BrokenCommand(name, f"{type(error).__name__}: {text} (in {_owner(entry_point)})")
+    if not isinstance(command, click.Command):
+        kind = type(command).__name__
+        return BrokenCommand(name, f"{entry_point.value} is a {kind}, no click command")
+    return command
+
+
+def _owner(entry_point: metadata.EntryPoint) -> str:
+    return entry_point.dist.name if entry_point.dist is not None else entry_point.value
+
+
+def _registered() -> dict[str, list[metadata.EntryPoint]]:
+    """The entry points by name; dynbus's own come before a plug-in's of the same name."""
+    found = list(metadata.entry_points(group=GROUP))
+    own = [each for each in found if each.dist is None or each.dist.name == DISTRIBUTION]
+    if not own:
+        own = _of_checkout()
+        found += own
+    names = {each.name for each in own}
+    seen: Counter[tuple[str, str]] = Counter()
+    by_name: dict[str, list[metadata.EntryPoint]] = {}
+    for each in found:
+        # One distribution may be found twice, in an editable install and on the path.
+        seen[(each.name, each.value)] += 1
+        if seen[(each.name, each.value)] > 1 or (each.name in names and each not in own):
+            continue
+        by_name.setdefault(each.name, []).append(each)
+    return by_name
+
+
+def _of_checkout() -> list[metadata.EntryPoint]:
+    """The entry points of a source checkout that is on the path without being installed."""
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    try:
+        declared = tomllib.loads(project.read_text())["project"]["entry-points"][GROUP]
+    except (OSError, KeyError, tomllib.TOMLDecodeError):
+        return []
+    return [metadata.EntryPoint(name, value, GROUP) for name, value in declared.items()]
+
+
+@click.group(
+    cls=Commands,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+def dynbus() -> None:
+    """Actors on NATS: serve, call and watch them.
+
+    \b
+    dynbus run actors.py                              serve the actors of a file
+    dynbus call demo.Shouter.generate '{"text":"a"}'  call one
+    dynbus ps                                         who is there
+    dynbus doctor                                     is the server fit for it
+    """
+
+
+if __name__ == "__main__":
+    main()

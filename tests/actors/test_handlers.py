@@ -1,0 +1,249 @@
+"""`@handler` reads a method once, and refuses what cannot be called over the bus."""
+
+# Annotations are objects here, as some of the methods are refused for theirs.
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from dynbus import ConfigError, Context, handler
+from dynbus.actors.handlers import SPEC, HandlerSpec
+
+
+class Prompt(BaseModel):
+    text: str
+
+
+class Right:
+    async def unary(self, prompt: Prompt) -> Prompt:
+        return prompt
+
+    async def stream(self, prompt: Prompt) -> AsyncGenerator[Prompt, None]:
+        yield prompt
+
+    async def iterate(self) -> AsyncIterator[int]:
+        yield 1
+
+    async def with_context(self, prompt: Prompt, context: Context | None = None) -> None:
+        pass
+
+    async def with_context_only(self, context: Context | None = None) -> None:
+        pass
+
+    async def late(self, prompt: "Later") -> "list[Later]":
+        return [prompt]
+
+
+class Later(BaseModel):
+    text: str
+
+
+class Wrong:
+    def plain(self, prompt: Prompt) -> Prompt:
+        return prompt
+
+    def generator(self, prompt: Prompt) -> Iterator[Prompt]:
+        yield prompt
+
+    async def selfless() -> None:  # type: ignore[misc]
+        pass
+
+    async def two(self, prompt: Prompt, other: Prompt) -> None:
+        pass
+
+    async def many(self, *prompts: Prompt) -> None:
+        pass
+
+    async def untyped(self, prompt) -> None:  # type: ignore[no-untyped-def]
+        pass
+
+    async def unreturned(self, prompt: Prompt):  # type: ignore[no-untyped-def]
+        pass
+
+    async def unyielded(self, prompt: Prompt):  # type: ignore[no-untyped-def]
+        yield prompt
+
+    async def silent(self, prompt: Prompt) -> AsyncGenerator[Prompt, None]:
+        raise NotImplementedError
+
+    async def undefined(self, prompt: "Missing") -> None:  # type: ignore[name-defined]  # noqa: F821
+        pass
+
+    async def unsendable(self, prompt: Prompt) -> Iterator[object]:
+        return iter([])
+
+    async def unknown(self, prompt: object) -> Exception:
+        return Exception()
+
+    async def bare(self, prompt: Prompt) -> AsyncGenerator:  # type: ignore[type-arg]
+        yield prompt
+
+
+def spec_of(method: Any, **options: Any) -> HandlerSpec:
+    decorated = handler(**options)(method) if options else handler(method)
+    spec = getattr(decorated, SPEC)
+    assert isinstance(spec, HandlerSpec)
+    return spec
+
+
+def test_a_method_that_returns_is_unary() -> None:
+    assert not spec_of(Right.unary).streaming
+
+
+@pytest.mark.parametrize("method", [Right.stream, Right.iterate])
+def test_a_method_that_yields_streams(method: Any) -> None:
+    assert spec_of(method).streaming
+
+
+def test_a_unary_handler_has_the_documented_defaults() -> None:
+    spec = spec_of(Right.unary)
+
+    assert (spec.concurrency, spec.queue, spec.timeout, spec.idle_timeout) == (256, 1024, 60, 30)
+    assert (spec.name, spec.idempotent, spec.migration_limit) == ("unary", False, 0)
+
+
+def test_a_stream_has_no_limit_in_total() -> None:
+    spec = spec_of(Right.stream)
+
+    assert (spec.timeout, spec.idle_timeout) == (None, 30)
+
+
+def test_none_asks_for_no_limit() -> None:
+    spec = spec_of(Right.unary, concurrency=None, queue=None, timeout=None, idle_timeout=None)
+
+    assert (spec.concurrency, spec.queue, spec.timeout, spec.idle_timeout) == (None,) * 4
+
+
+def test_the_endpoint_can_have_a_name_of_its_own() -> None:
+    assert spec_of(Right.unary, name="say-it").name == "say-it"
+
+
+def test_the_context_is_no_request() -> None:
+    spec, alone = spec_of(Right.with_context), spec_of(Right.with_context_only)
+
+    assert (spec.takes_request, spec.takes_context, spec.request_parameter) == (
+        True,
+        True,
+        "prompt",
+    )
+    assert (alone.takes_request, alone.takes_context, alone.request_codec) == (False, True, None)
+
+
+def test_an_annotation_may_name_a_class_that_is_defined_later() -> None:
+    spec = spec_of(Right.late)
+
+    spec.check()
+
+    assert spec.result_codec.decode(b'[{"text":"a"}]') == [Later(text="a")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "plain",
+            "Wrong.plain is not async: write `async def`, and run blocking work in a thread "
+            "with `await anyio.to_thread.run_sync(...)`",
+        ),
+        (
+            "generator",
+            "Wrong.generator is a plain generator: write `async def` and keep `yield`",
+        ),
+        ("selfless", "Wrong.selfless takes no self: a handler is a method of an Actor"),
+        (
+            "two",
+            "Wrong.two takes 2 requests; a handler takes one: put them into one model",
+        ),
+        (
+            "many",
+            "Wrong.many takes *prompts; a handler takes one request: put them into one model",
+        ),
+        (
+            "untyped",
+            "Wrong.untyped: annotate 'prompt', for example prompt: Prompt (a pydantic model)",
+        ),
+        (
+            "unreturned",
+            "Wrong.unreturned: annotate what it returns, for example -> Word",
+        ),
+        (
+            "unyielded",
+            "Wrong.unyielded: annotate what it returns, for example -> AsyncGenerator[Word, None]",
+        ),
+        (
+            "silent",
+            "Wrong.silent returns AsyncGenerator but never yields: use `yield` for its items",
+        ),
+    ],
+)
+def test_a_method_that_cannot_be_called_is_refused_with_the_remedy(name: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        handler(getattr(Wrong, name))
+
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "undefined",
+            "Wrong.undefined: an annotation cannot be resolved: name 'Missing' is not defined",
+        ),
+        (
+            "bare",
+            "Wrong.bare: annotate what it yields, for example AsyncGenerator[Word, None]",
+        ),
+    ],
+)
+def test_an_annotation_that_cannot_be_used_is_refused_before_the_start(
+    name: str, text: str
+) -> None:
+    spec = spec_of(getattr(Wrong, name))
+
+    with pytest.raises(ConfigError) as caught:
+        spec.check()
+
+    assert str(caught.value) == text
+
+
+def test_a_type_without_json_is_refused_before_the_start() -> None:
+    spec = spec_of(Wrong.unknown)
+
+    with pytest.raises(ConfigError) as caught:
+        spec.check()
+
+    assert str(caught.value).startswith(
+        "Wrong.unknown: the result of type <class 'Exception'> cannot be sent as JSON: "
+        "Unable to generate pydantic-core schema for <class 'Exception'>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"concurrency": 0}, "concurrency=0 must be 1 or more, or None for no limit"),
+        ({"concurrency": True}, "concurrency=True must be 1 or more, or None for no limit"),
+        ({"concurrency": 1.5}, "concurrency=1.5 must be 1 or more, or None for no limit"),
+        ({"queue": -1}, "queue=-1 must be 0 or more, or None for no limit"),
+        ({"queue": "many"}, "queue='many' must be 0 or more, or None for no limit"),
+        ({"timeout": 0}, "timeout=0 must be more than 0 seconds, or None for no limit"),
+        ({"timeout": "60s"}, "timeout='60s' must be more than 0 seconds, or None for no limit"),
+        (
+            {"idle_timeout": float("nan")},
+            "idle_timeout=nan must be more than 0 seconds, or None for no limit",
+        ),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        spec_of(Right.unary, **options)
+
+    assert str(caught.value) == f"Right.unary: {text}"
+
+
+def test_an_endpoint_name_is_one_token() -> None:
+    with pytest.raises(ConfigError, match=r"endpoint 'a\.b' is not a valid name"):
+        spec_of(Right.unary, name="a.b")

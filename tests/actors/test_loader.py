@@ -1,0 +1,250 @@
+"""Targets of `dynbus run` name exactly the actors that are meant, wherever they are written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dynbus.actors.actor import Actor
+from dynbus.actors.loader import (
+    ImportFailed,
+    Target,
+    level,
+    load_targets,
+    reference,
+    resolve,
+    with_dependencies,
+)
+from dynbus.bus.errors import ConfigError
+
+HEAD = "from dynbus import Actor, depends, handler\n"
+
+
+def actor(name: str, *, bases: str = 'Actor, namespace="demo"', body: str = "") -> str:
+    return f"""
+class {name}({bases}):
+    {body}
+    @handler
+    async def call(self, text: str) -> str:
+        return text
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory; modules that are imported from it are forgotten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def names(actors: list[type[Actor]]) -> list[str]:
+    return [each.__qualname__ for each in actors]
+
+
+def test_a_file_gives_the_actors_that_it_defines_in_their_order(folder: Path) -> None:
+    (folder / "service.py").write_text(HEAD + actor("Second") + actor("First"))
+
+    found = load_targets(["service.py"])
+
+    assert names(found) == ["Second", "First"]
+
+
+def test_a_file_is_imported_under_its_stem(folder: Path) -> None:
+    (folder / "service.py").write_text(HEAD + actor("One"))
+
+    (found,) = load_targets(["service.py"])
+
+    assert found.__module__ == "service"
+
+
+def test_a_file_sees_the_other_files_of_its_folder_first(folder: Path) -> None:
+    (folder / "deep").mkdir()
+    (folder / "neighbour.py").write_text("NAME = 'wrong'")
+    (folder / "deep" / "neighbour.py").write_text("NAME = 'right'")
+    text = HEAD + "from neighbour import NAME\n" + actor("One", body="name = NAME")
+    (folder / "deep" / "service.py").write_text(text)
+
+    (found,) = load_targets(["deep/service.py"])
+
+    assert vars(found)["name"] == "right"
+
+
+def test_actors_that_a_file_only_imports_are_not_started(folder: Path) -> None:
+    (folder / "library.py").write_text(HEAD + actor("Imported"))
+    (folder / "service.py").write_text(HEAD + "from library import Imported\n" + actor("Own"))
+
+    found = load_targets(["service.py"])
+
+    assert names(found) == ["Own"]
+
+
+def test_dependencies_are_started_too_and_come_first(folder: Path) -> None:
+    (folder / "library.py").write_text(
+        HEAD + actor("Deepest") + actor("Deep", body="deepest = depends(Deepest)")
+    )
+    (folder / "service.py").write_text(
+        HEAD + "from library import Deep\n" + actor("Top", body="deep = depends(Deep)")
+    )
+
+    found = load_targets(["service.py"])
+
+    assert names(found) == ["Deepest", "Deep", "Top"]
+    assert [level(each) for each in found] == [0, 1, 2]
+
+
+def test_an_abstract_class_is_never_started(folder: Path) -> None:
+    base = actor("Base", bases='Actor, namespace="demo", abstract=True')
+    (folder / "service.py").write_text(HEAD + base + actor("Concrete", bases="Base"))
+
+    found = load_targets(["service.py"])
+
+    assert names(found) == ["Concrete"]
+
+
+def test_a_name_chooses_one_actor(folder: Path) -> None:
+    (folder / "service.py").write_text(HEAD + actor("One") + actor("Two"))
+
+    by_file, by_module = load_targets(["service.py:Two"]), load_targets(["service:Two"])
+
+    assert names(by_file) == ["Two"]
+    assert by_file == by_module
+
+
+def test_a_dotted_module_is_found_in_the_working_directory(folder: Path) -> None:
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").write_text("")
+    (folder / "package" / "base.py").write_text(HEAD + actor("One"))
+    (folder / "package" / "service.py").write_text(HEAD + "from .base import One\n" + actor("Two"))
+
+    assert names(load_targets(["package.service:Two"])) == ["Two"]
+    assert names(load_targets(["package.service:One"])) == ["One"]
+
+
+def test_an_actor_that_two_targets_name_is_started_once(folder: Path) -> None:
+    (folder / "service.py").write_text(HEAD + actor("One") + actor("Two"))
+
+    found = load_targets(["service.py", "service.py:One"])
+
+    assert names(found) == ["One", "Two"]
+
+
+def test_a_reference_leads_back_to_the_class(folder: Path) -> None:
+    (folder / "service.py").write_text(HEAD + actor("One"))
+    (found,) = load_targets(["service.py"])
+
+    assert reference(found) == "service:One"
+    assert resolve("service:One") is found
+
+
+def test_a_class_inside_a_function_has_no_reference() -> None:
+    class Local(Actor, namespace="demo"):
+        pass
+
+    with pytest.raises(ConfigError, match="use --in-process"):
+        reference(Local)
+
+
+def test_a_shared_dependency_comes_once() -> None:
+    class Base(Actor, namespace="demo"):
+        pass
+
+    found = with_dependencies([Base, Base])
+
+    assert found == [Base]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("", "is no target: write actors.py"),
+        ("service.py:", "is no target"),
+        ("service.py:a b", "is no target"),
+        ("my-service", "is no target"),
+        ("missing.py", "there is no file missing.py"),
+        ("missing", "there is no module 'missing'"),
+        ("service", "is it a file"),
+        ("my-service.py", "must be a Python identifier"),
+        ("good.py:Missing", "there is no 'Missing'; its actors are: One"),
+        ("good.py:handler", "handler is no actor"),
+        ("good.py:Base", "Base is abstract"),
+        ("empty.py", "defines no actor: write class Name"),
+        ("imports.py", "defines no actor of its own; One comes from good: run good:One"),
+        ("homeless.py", "Homeless has no namespace"),
+        ("mute.py", "Mute has no handler"),
+        ("random.py", "the name 'random' belongs to another module"),
+    ],
+)
+def test_a_target_that_cannot_be_used_is_refused_with_the_remedy(
+    target: str, message: str, folder: Path
+) -> None:
+    base = actor("Base", bases='Actor, namespace="demo", abstract=True')
+    (folder / "good.py").write_text(HEAD + base + actor("One"))
+    (folder / "my-service.py").write_text(HEAD + actor("One"))
+    (folder / "empty.py").write_text("")
+    (folder / "imports.py").write_text("from good import One")
+    (folder / "homeless.py").write_text(HEAD + actor("Homeless", bases="Actor"))
+    (folder / "mute.py").write_text(HEAD + 'class Mute(Actor, namespace="demo"): pass')
+    (folder / "random.py").write_text(HEAD + actor("One"))
+
+    with pytest.raises(ConfigError, match=message):
+        load_targets([target])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def broken(:", "SyntaxError"),
+        ("import not_installed_anywhere", "No module named 'not_installed_anywhere'"),
+        ("from . import other", "run by its dotted name"),
+    ],
+)
+def test_a_file_that_raises_is_told_with_its_own_exception(
+    text: str, message: str, folder: Path
+) -> None:
+    (folder / "service.py").write_text(text)
+
+    with pytest.raises(ImportFailed, match=message) as raised:
+        load_targets(["service.py"])
+
+    assert raised.value.__cause__ is not None
+
+
+def test_two_classes_of_one_name_are_refused(folder: Path) -> None:
+    (folder / "one.py").write_text(HEAD + actor("Same"))
+    (folder / "two.py").write_text(HEAD + actor("Same", bases='Actor, namespace="other"'))
+
+    with pytest.raises(ConfigError, match=r"one\.Same and two\.Same have the same name"):
+        load_targets(["one.py", "two.py"])
+
+
+def test_two_classes_at_one_address_are_refused(folder: Path) -> None:
+    other = actor("Other", bases='Actor, namespace="demo", component="One"')
+    (folder / "service.py").write_text(HEAD + actor("One") + other)
+
+    with pytest.raises(ConfigError, match=r"the same address 'demo\.One'"):
+        load_targets(["service.py"])
+
+
+def test_no_target_runs_code_when_one_of_them_does_not_exist(folder: Path) -> None:
+    (folder / "service.py").write_text("raise RuntimeError('ran')")
+
+    with pytest.raises(ConfigError, match="there is no file missing.py"):
+        load_targets(["service.py", "missing.py"])
+
+
+def test_a_target_is_read_into_its_parts(folder: Path) -> None:
+    (folder / "service.py").write_text("")
+
+    assert Target.parse("service.py:A.B") == Target(
+        "service.py:A.B", folder, "service", "A.B", folder / "service.py"
+    )

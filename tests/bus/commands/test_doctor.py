@@ -1,0 +1,141 @@
+"""`dynbus doctor` judges what it finds, and says what to do where something is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from dynbus.bus.commands.diagnosis import (
+    Check,
+    check_bucket,
+    check_clock,
+    check_descriptors,
+    check_headers,
+    check_limits,
+    check_payload,
+    check_round_trip,
+    check_version,
+    diagnose,
+)
+from dynbus.bus.commands.doctor import doctor
+from dynbus.bus.config import BusConfig
+from dynbus.bus.embedded import RunningServer, free_port
+from dynbus.bus.leases import INSTANCES_STREAM
+from dynbus.bus.nats_client import connect
+from dynbus.bus.nats_jetstream import stream_request
+from dynbus.bus.transport import StreamConfig
+
+
+@pytest.mark.parametrize(
+    ("check", "status"),
+    [
+        (check_version("2.10.29"), "fail"),
+        (check_version("2.11.0"), "ok"),
+        (check_version("2.14.5"), "warn"),
+        (check_version("2.15.1"), "ok"),
+        (check_version("3.0.0-beta.1"), "ok"),
+        (check_version("unknown"), "fail"),
+        (check_headers(True), "ok"),
+        (check_headers(False), "fail"),
+        (check_payload(4096), "fail"),
+        (check_payload(512 * 1024), "warn"),
+        (check_payload(1024 * 1024), "ok"),
+        (check_round_trip(0.0005), "ok"),
+        (check_round_trip(0.05), "warn"),
+        (check_clock(-0.2), "ok"),
+        (check_clock(-2.0), "warn"),
+        (check_clock(60.0), "fail"),
+        (check_descriptors(256), "warn"),
+        (check_descriptors(4096), "ok"),
+        (check_descriptors(-1), "ok"),
+        (check_limits({"storage": 5, "limits": {"max_storage": -1, "max_streams": -1}}), "ok"),
+        (check_limits({"storage": 0, "limits": {"max_storage": 0}}), "fail"),
+        (check_limits({"storage": 2**28, "limits": {"max_storage": 2**28}}), "fail"),
+        (check_limits({"storage": 0, "limits": {"max_storage": 2**25}}), "warn"),
+        (check_limits({}), "ok"),
+        (check_bucket(None), "ok"),
+        (check_bucket(stream_request(INSTANCES_STREAM)), "ok"),
+    ],
+)
+def test_each_finding_has_its_verdict(check: Check, status: str) -> None:
+    assert check.status == status
+    assert (check.remedy != "") == (status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"max_msgs_per_subject": 64}, "max_msgs_per_subject is 64, not 1"),
+        ({"allow_msg_ttl": False}, "allow_msg_ttl is False"),
+        ({"subject_delete_marker_ttl": 0}, "subject_delete_marker_ttl is 0 s, less than 120 s"),
+        ({"subjects": ["other.>"]}, "subjects is ['other.>']"),
+    ],
+)
+def test_a_bucket_that_dynbus_did_not_make_is_told_apart(
+    changes: dict[str, Any], text: str
+) -> None:
+    check = check_bucket(stream_request(INSTANCES_STREAM) | changes)
+
+    assert check.status == "fail"
+    assert text in check.found
+    assert check.remedy.startswith("delete the stream KV_dynbus_instances")
+
+
+@pytest.mark.anyio
+async def test_a_fit_server_passes_every_check_and_nothing_is_left_on_it(
+    own_server: RunningServer,
+) -> None:
+    checks = await diagnose(BusConfig(servers=(own_server.url,)))
+
+    assert [check for check in checks if check.status != "ok"] == []
+    assert [check.name for check in checks][:9] == [
+        "server",
+        "server version",
+        "headers",
+        "max_payload",
+        "round trip",
+        "JetStream",
+        "JetStream storage",
+        "instances bucket",
+        "JetStream writes",
+    ]
+    connection = await connect([own_server.url])
+    names = await connection.jetstream.api("STREAM.NAMES", {}, timeout=5.0)
+    await connection.close()
+    assert not names.get("streams")
+
+
+@pytest.mark.anyio
+async def test_the_clock_is_compared_with_the_servers(own_server: RunningServer) -> None:
+    checks = await diagnose(BusConfig(servers=(own_server.url,)))
+
+    (clock,) = [check for check in checks if check.name == "clock"]
+    assert abs(float(clock.found.split(" ")[0])) < 0.5
+
+
+@pytest.mark.anyio
+async def test_a_bucket_of_another_shape_on_the_server_fails(own_server: RunningServer) -> None:
+    connection = await connect([own_server.url])
+    await connection.jetstream.ensure_stream(
+        StreamConfig(INSTANCES_STREAM.name, INSTANCES_STREAM.subjects)
+    )
+    await connection.close()
+
+    checks = await diagnose(BusConfig(servers=(own_server.url,)))
+
+    assert [check.name for check in checks if check.status == "fail"] == ["instances bucket"]
+
+
+def test_without_a_server_the_command_fails_and_says_how_to_get_one() -> None:
+    url = f"nats://me:secret@127.0.0.1:{free_port()}"
+
+    result = CliRunner().invoke(doctor, ["--json", "--nats", url])
+
+    server = json.loads(result.stdout)[0]
+    assert result.exit_code == 1
+    assert (server["name"], server["status"]) == ("server", "fail")
+    assert "`dynbus run` starts one here" in server["remedy"]
+    assert "secret" not in result.stdout

@@ -1,0 +1,153 @@
+"""`dynbus ps` shows what is listed and what answers, and tells the two apart."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynbus.bus.commands.survey import Answer, Row, join, parse_answer, survey
+from dynbus.bus.config import BusConfig
+from dynbus.bus.embedded import RunningServer
+from dynbus.bus.leases import INSTANCES_STREAM, record_subject
+from dynbus.bus.nats_client import connect
+from dynbus.bus.transport import Message
+from dynbus.bus.wire import InstanceRecord, encode_record
+
+RECORD = InstanceRecord(
+    namespace="demo",
+    component="Hello",
+    instance_id="i1",
+    incarnation="x",
+    endpoints={"greet": "unary"},
+    started=100.0,
+    address="host:1",
+)
+ANSWER = Answer("demo", "Hello", "i1", ("greet",), 100.0, 2, 3, False)
+
+
+def test_an_instance_that_is_listed_and_answers_is_serving() -> None:
+    assert join([RECORD], [ANSWER]) == [
+        Row("demo", "Hello", "i1", "serving", 100.0, True, 2, 3, ("greet",), "host:1")
+    ]
+
+
+def test_a_record_without_an_answering_instance_is_silent_and_its_load_unknown() -> None:
+    (row,) = join([RECORD], [])
+
+    assert row.state == "silent"
+    assert row.to_json(160.0) == {
+        "namespace": "demo",
+        "component": "Hello",
+        "instance_id": "i1",
+        "state": "silent",
+        "started": 100.0,
+        "running": None,
+        "waiting": None,
+        "endpoints": ("greet",),
+        "address": "host:1",
+        "age": 60.0,
+    }
+
+
+def test_an_instance_that_answers_without_a_record_is_unlisted() -> None:
+    (row,) = join([], [ANSWER])
+
+    assert (row.state, row.running, row.waiting, row.address) == ("unlisted", 2, 3, "")
+
+
+@pytest.mark.parametrize(
+    ("record", "answer"),
+    [
+        (msgspec.structs.replace(RECORD, draining=True), ANSWER),
+        (RECORD, ANSWER._replace(draining=True)),
+    ],
+)
+def test_draining_is_told_by_either(record: InstanceRecord, answer: Answer) -> None:
+    (row,) = join([record], [answer])
+
+    assert row.state == "draining"
+
+
+def test_rows_come_by_component_and_the_oldest_first() -> None:
+    younger = msgspec.structs.replace(RECORD, instance_id="i2", started=50.0)
+    other = msgspec.structs.replace(RECORD, component="Abc", instance_id="i3", started=200.0)
+
+    rows = join([RECORD, younger, other], [])
+
+    assert [row.instance_id for row in rows] == ["i3", "i2", "i1"]
+
+
+def stats(**changes: Any) -> bytes:
+    answer: dict[str, Any] = {
+        "type": "io.nats.micro.v1.stats_response",
+        "name": "my_space_Hello",
+        "id": "i1",
+        "version": "1.0.0",
+        "started": "2026-01-01T00:00:00Z",
+        "metadata": {"dynbus.namespace": "my_space"},
+        "endpoints": [
+            {"name": "a", "data": {"running": 1, "waiting": 2, "draining": False}},
+            {"name": "b", "data": {"running": 3, "waiting": 0, "draining": True}},
+        ],
+    }
+    return json.dumps(answer | changes).encode()
+
+
+def test_an_answer_is_summed_over_its_endpoints() -> None:
+    assert parse_answer(stats()) == Answer(
+        "my_space", "Hello", "i1", ("a", "b"), 1767225600.0, 4, 2, True
+    )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        stats(metadata={}),
+        stats(name="other_Hello"),
+        stats(started="yesterday"),
+        stats(endpoints=None),
+    ],
+)
+def test_what_is_no_answer_of_a_dynbus_instance_is_passed_over(data: bytes) -> None:
+    assert parse_answer(data) is None
+
+
+@pytest.mark.anyio
+async def test_records_and_answers_are_gathered_from_a_real_server(
+    own_server: RunningServer,
+) -> None:
+    connection = await connect([own_server.url])
+
+    def respond(message: Message) -> None:
+        connection.publish(message.reply, stats())
+
+    await connection.jetstream.ensure_stream(INSTANCES_STREAM)
+    await connection.jetstream.publish(
+        record_subject("demo", "Hello", "i1"), encode_record(RECORD), ttl=60
+    )
+    connection.subscribe("$SRV.STATS", respond)
+    await connection.barrier()
+
+    found = await survey(BusConfig(servers=(own_server.url,)))
+
+    await connection.close()
+    assert [(row.instance_id, row.component, row.state) for row in found.rows] == [
+        ("i1", "Hello", "silent"),
+        ("i1", "Hello", "draining"),
+    ]
+    assert found.notice == ""
+
+
+@pytest.mark.anyio
+async def test_a_server_on_which_nothing_ever_ran_has_no_instance(
+    own_server: RunningServer,
+) -> None:
+    found = await survey(BusConfig(servers=(own_server.url,)))
+
+    assert found == ([], "")

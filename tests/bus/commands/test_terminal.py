@@ -1,0 +1,44 @@
+"""What commands print is readable by people and, when piped, by programs."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynbus.bus.commands.terminal import duration, plain, print_json, print_table
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-1.0, "0s"),
+        (0.9, "0s"),
+        (59.0, "59s"),
+        (60.0, "1m"),
+        (725.0, "12m 5s"),
+        (3605.0, "1h 5s"),
+        (273_845.0, "3d 4h"),
+    ],
+)
+def test_a_length_of_time_has_its_two_largest_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_piped_table_is_plain_text_with_nothing_cut_off(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    long = "x" * 150
+
+    print_table(("NAME", "STATE"), [(plain("[a]"), "[green]serving[/]"), (plain(long), "-")])
+
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1].split() == ["[a]", "serving"]
+    assert lines[2].split() == [long, "-"]
+
+
+def test_json_is_indented_for_people_and_one_line_for_programs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_json({"a": [1]})
+    print_json({"a": [1]}, indent=0)
+
+    assert capsys.readouterr().out == '{\n  "a": [\n    1\n  ]\n}\n{"a":[1]}\n'

@@ -1,0 +1,164 @@
+"""The view of all instances forgets late rather than early."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynbus.bus.discovery import EXPIRY_GRACE, SUSPECT_SECONDS, InstanceView
+from dynbus.bus.wire import InstanceRecord
+
+KEY = ("demo", "Splitter")
+
+
+def record(instance_id: str, *, incarnation: str = "1", draining: bool = False) -> InstanceRecord:
+    return InstanceRecord(
+        namespace="demo",
+        component="Splitter",
+        instance_id=instance_id,
+        incarnation=incarnation,
+        endpoints={"split": "stream"},
+        started=0.0,
+        draining=draining,
+    )
+
+
+def view_of(*instance_ids: str) -> InstanceView:
+    view = InstanceView()
+    for instance_id in instance_ids:
+        view.put(record(instance_id), 0.0)
+    return view
+
+
+def ids(view: InstanceView, now: float = 0.0) -> list[str]:
+    return [instance.id for instance in view.instances(*KEY, now)]
+
+
+def test_an_instance_that_announced_itself_can_be_chosen() -> None:
+    view = view_of("a", "b")
+
+    assert ids(view) == ["a", "b"]
+    assert repr(view) == "<InstanceView [2 instances, 0 expired]>"
+
+
+def test_components_are_kept_apart() -> None:
+    view = view_of("a")
+
+    assert view.instances("demo", "Shouter", 0.0) == []
+    assert view.instances("other", "Splitter", 0.0) == []
+
+
+def test_a_first_record_is_news_and_a_renewal_is_not() -> None:
+    view = InstanceView()
+
+    assert view.put(record("a"), 1.0)
+    assert not view.put(record("a"), 2.0)
+    assert view.instances(*KEY, 0.0)[0].renewed == 2.0
+
+
+def test_a_new_incarnation_is_news() -> None:
+    view = view_of("a")
+
+    assert view.put(record("a", incarnation="2"), 1.0)
+
+
+def test_a_draining_instance_is_known_but_not_chosen() -> None:
+    view = view_of("a", "b")
+
+    assert view.put(record("a", draining=True), 1.0)
+    assert ids(view) == ["b"]
+    assert len(view.everything()) == 2
+
+
+def test_an_instance_that_says_goodbye_is_gone_at_once() -> None:
+    view = view_of("a", "b")
+
+    view.delete(*KEY, "a")
+
+    assert ids(view) == ["b"]
+
+
+def test_an_expired_instance_is_gone_at_once() -> None:
+    view = view_of("a", "b")
+
+    view.expire(*KEY, "a", 100.0)
+
+    assert ids(view, 100.0) == ["b"]
+
+
+def test_an_expiry_just_after_an_outage_waits_for_a_renewal() -> None:
+    view = view_of("a", "b")
+    view.outage_ended(100.0)
+
+    view.expire(*KEY, "a", 100.5)
+
+    assert ids(view, 100.0 + EXPIRY_GRACE - 0.01) == ["a", "b"]
+    assert ids(view, 100.0 + EXPIRY_GRACE) == ["b"]
+
+
+def test_a_renewal_in_that_time_saves_the_instance() -> None:
+    view = view_of("a")
+    view.outage_ended(100.0)
+    view.expire(*KEY, "a", 100.5)
+
+    view.put(record("a"), 101.0)
+
+    assert ids(view, 100.0 + EXPIRY_GRACE) == ["a"]
+
+
+def test_a_reading_that_does_not_show_an_instance_ends_it() -> None:
+    view = view_of("a", "b")
+    view.pass_began()
+    view.put(record("b"), 1.0)
+
+    view.pass_ended(100.0)
+
+    assert ids(view, 100.0) == ["b"]
+
+
+def test_a_reading_just_after_an_outage_leaves_time_to_renew() -> None:
+    view = view_of("a", "b")
+    view.outage_ended(100.0)
+    view.pass_began()
+
+    view.pass_ended(100.1)
+
+    assert ids(view, 100.1) == ["a", "b"]
+    assert ids(view, 100.0 + EXPIRY_GRACE) == []
+
+
+def test_an_instance_announced_while_reading_is_kept() -> None:
+    view = view_of("a")
+    view.pass_began()
+    view.put(record("a"), 1.0)
+    view.put(record("b"), 1.0)
+
+    view.pass_ended(100.0)
+
+    assert ids(view, 100.0) == ["a", "b"]
+
+
+def test_a_suspect_is_not_chosen_for_a_moment() -> None:
+    view = view_of("a", "b")
+
+    view.suspect(*KEY, "a", 100.0)
+
+    assert ids(view, 100.0) == ["b"]
+    assert ids(view, 100.0 + SUSPECT_SECONDS) == ["a", "b"]
+
+
+def test_a_restarted_suspect_is_chosen_at_once() -> None:
+    view = view_of("a")
+    view.suspect(*KEY, "a", 100.0)
+
+    view.put(record("a", incarnation="2"), 1.0)
+
+    assert ids(view, 100.0) == ["a"]
+
+
+def test_a_renewal_does_not_clear_a_suspect() -> None:
+    view = view_of("a", "b")
+    view.suspect(*KEY, "a", 100.0)
+
+    view.put(msgspec.structs.replace(record("a"), counter=2), 1.0)
+
+    assert ids(view, 100.1) == ["b"]

@@ -1,0 +1,127 @@
+"""A lease is written with what it expects, and knows an expiry from a conflict."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from dynbus.bus.leases import INSTANCES_STREAM, Lease, LeaseState, record_subject
+from dynbus.bus.transport import StoredMessage
+from dynbus.bus.wire import InstanceRecord, encode_record
+
+RECORD = InstanceRecord(
+    namespace="demo",
+    component="Splitter",
+    instance_id="a1",
+    incarnation="mine",
+    endpoints={"split": "stream"},
+    started=1.0,
+)
+SUBJECT = "$KV.dynbus_instances.demo.Splitter.a1"
+
+
+def stored(sequence: int, data: bytes, **headers: str) -> StoredMessage:
+    fields = {key.replace("_", "-"): value for key, value in headers.items()}
+    return StoredMessage(SUBJECT, sequence, 0.0, fields, data)
+
+
+def held(sequence: int = 5) -> Lease:
+    lease = Lease(RECORD)
+    lease.write()
+    lease.stored(sequence)
+    return lease
+
+
+def test_a_record_is_stored_under_the_instance_s_three_names() -> None:
+    assert record_subject("demo", "Splitter", "a1") == SUBJECT
+
+
+def test_the_bucket_keeps_one_record_per_instance_and_markers_of_expired_ones() -> None:
+    assert INSTANCES_STREAM.name == "KV_dynbus_instances"
+    assert INSTANCES_STREAM.subjects == ("$KV.dynbus_instances.>",)
+    assert INSTANCES_STREAM.limits.max_messages_per_subject == 1
+    assert INSTANCES_STREAM.marker_ttl == 120.0
+
+
+def test_the_first_write_expects_that_nothing_is_there() -> None:
+    lease = Lease(RECORD)
+
+    write = lease.write()
+
+    assert write.expected == 0
+    assert repr(lease) == "<Lease a1 [new | rev 0]>"
+
+
+def test_a_stored_lease_is_held_and_its_next_write_expects_the_last_one() -> None:
+    lease = held(5)
+
+    write = lease.write()
+
+    assert write.expected == 5
+    assert lease.state is LeaseState.HELD
+
+
+def test_every_write_counts_up() -> None:
+    lease = Lease(RECORD)
+
+    counters = [lease.write().record.counter for _ in range(3)]
+
+    assert counters == [1, 2, 3]
+
+
+def test_a_change_is_in_the_next_write() -> None:
+    lease = held()
+
+    lease.change(draining=True)
+
+    assert lease.write().record.draining
+
+
+def test_a_missing_bucket_starts_from_nothing() -> None:
+    lease = held()
+
+    lease.missing()
+
+    assert (lease.state, lease.write().expected) == (LeaseState.LOST, 0)
+
+
+def test_nothing_stored_means_that_the_lease_expired() -> None:
+    lease = held()
+
+    lease.found(None)
+
+    assert (lease.state, lease.write().expected) == (LeaseState.LOST, 0)
+
+
+@pytest.mark.parametrize("header", [{"Nats_Marker_Reason": "MaxAge"}, {"KV_Operation": "DEL"}])
+def test_a_marker_means_that_the_lease_expired(header: dict[str, str]) -> None:
+    lease = held()
+
+    lease.found(stored(9, b"", **header))
+
+    assert (lease.state, lease.write().expected) == (LeaseState.LOST, 9)
+
+
+def test_a_record_of_the_same_process_is_taken_over() -> None:
+    lease = held()
+
+    lease.found(stored(9, encode_record(RECORD)))
+
+    assert (lease.state, lease.write().expected) == (LeaseState.LOST, 9)
+
+
+def test_a_record_of_another_process_is_a_conflict() -> None:
+    lease = held()
+    other = msgspec.structs.replace(RECORD, incarnation="another")
+
+    lease.found(stored(9, encode_record(other)))
+
+    assert lease.state is LeaseState.CONFLICT
+
+
+def test_bytes_that_are_no_record_are_overwritten() -> None:
+    lease = held()
+
+    lease.found(stored(9, b"garbage"))
+
+    assert (lease.state, lease.write().expected) == (LeaseState.LOST, 9)

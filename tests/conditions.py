@@ -1,0 +1,30 @@
+"""Waiting for a condition, with a bound, instead of sleeping and hoping."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+POLL = 0.02
+
+
+async def eventually(
+    condition: Callable[[], Any | Awaitable[Any]], within: float = 5.0, *, what: str = ""
+) -> float:
+    """Wait until `condition()` is true; returns the seconds that it took.
+
+    Raises:
+        AssertionError: it still is not after `within` seconds.
+    """
+    begun = time.monotonic()
+    while True:
+        value = condition()
+        if isinstance(value, Awaitable):
+            value = await value
+        passed = time.monotonic() - begun
+        if value:
+            return passed
+        assert passed < within, f"not within {within} s: {what or condition}"
+        await asyncio.sleep(POLL)

@@ -1,0 +1,70 @@
+"""The examples are typed: both checkers accept them as their user's editor sees them.
+
+Each example has an `actors.py` of its own, so each is checked from its own folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import EXAMPLES
+
+NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/actors.py"))
+SOURCE = str(EXAMPLES.parent / "src")
+
+EXCEPTIONS = {
+    # nats-py's own annotations have holes.
+    "plain_nats": {"reportUnknownMemberType": False},
+}
+
+
+def _check(command: list[str], folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        env={**os.environ, "MYPYPATH": SOURCE},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_there_are_four_examples() -> None:
+    assert NAMES == ["fanout", "hello", "pipeline", "plain_nats"]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", NAMES)
+def test_mypy_strict_accepts_the_example(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cache = tmp_path_factory.getbasetemp() / "mypy-cache"
+
+    _check(["mypy", "--strict", f"--cache-dir={cache}", "."], EXAMPLES / name)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", NAMES)
+def test_pyright_strict_accepts_the_example(name: str, tmp_path: Path) -> None:
+    # A copy, as pyright looks for a configuration in the folders above and takes relative
+    # paths only.
+    folder = shutil.copytree(EXAMPLES / name, tmp_path / name)
+    config = {
+        "typeCheckingMode": "strict",
+        "reportMissingTypeStubs": False,
+        "extraPaths": [SOURCE],
+        **EXCEPTIONS.get(name, {}),
+    }
+    (folder / "pyrightconfig.json").write_text(json.dumps(config))
+
+    _check(["pyright", "--pythonpath", sys.executable, "-p", str(folder)], folder)

@@ -1,0 +1,120 @@
+"""Worker and caller processes of the failure stories: started, frozen and killed on command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from ..conditions import eventually
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """A Python program of these tests in a process of its own; its output goes to a file."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self.log = log
+        paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            )
+
+    def __repr__(self) -> str:
+        return f"<Process {self._process.pid} [{self._process.poll()}]>"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    @property
+    def output(self) -> str:
+        """What it has printed and logged so far."""
+        return self.log.read_text(errors="replace")
+
+    async def says(self, text: str, within: float = 15.0) -> None:
+        """Wait until its output holds `text`."""
+        await eventually(
+            lambda: text in self.output or self._process.poll() is not None,
+            within,
+            what=f"{self!r} says {text!r}",
+        )
+        assert text in self.output, f"{self!r} ended: {self.output[-2000:]}"
+
+    def kill(self) -> None:
+        """SIGKILL; takes effect before this returns."""
+        self._process.kill()
+        self._process.wait(5.0)
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    async def ended(self, within: float = 10.0) -> int:
+        """Wait for its end; returns its exit status."""
+        await eventually(lambda: self._process.poll() is not None, within, what=f"{self!r} ends")
+        return self._process.returncode
+
+
+class Processes:
+    """Starts processes for one test and ends them with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[Process] = []
+
+    async def worker(self, url: str, *actors: str, instance_id: str = "", ttl: float = 0) -> Process:
+        """A worker that serves `actors`, once it is announced."""
+        process = self.begin_worker(url, *actors, instance_id=instance_id, ttl=ttl)
+        await process.says("ready")
+        return process
+
+    def begin_worker(
+        self, url: str, *actors: str, instance_id: str = "", ttl: float = 0
+    ) -> Process:
+        options = ["--id", instance_id] if instance_id else []
+        if ttl:
+            options += ["--ttl", str(ttl)]
+        return self._start("worker", url, *options, *(actors or ("Source",)))
+
+    async def caller(self, url: str, actor: str, streams: int) -> Process:
+        """A caller that keeps `streams` streams open, once each has had an item."""
+        process = self._start("caller_process", url, actor, str(streams))
+        await process.says("streaming")
+        return process
+
+    def end_all(self) -> None:
+        for process in self._started:
+            process.thaw()
+            process.kill()
+
+    def _start(self, module: str, *arguments: str) -> Process:
+        log = self._folder / f"{module}-{len(self._started)}.log"
+        process = Process(log, f"tests.scenarios.{module}", *arguments)
+        self._started.append(process)
+        return process
+
+
+async def in_thread(function: object, *arguments: object) -> None:
+    """Run a blocking function beside the event loop."""
+    assert callable(function)
+    await asyncio.to_thread(function, *arguments)

@@ -1,0 +1,172 @@
+"""The broker is killed and comes back: streams go on byte-exactly, calls end, leases stay."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+
+from dynbus import Runtime, call_options
+from dynbus.bus.embedded import RunningServer
+
+from .processes import Processes
+from .workload import Count, Done, Item, Source, Wait, payload
+
+pytestmark = pytest.mark.anyio
+
+ITEMS = 300
+SIZE = 700
+
+
+async def read_all(source: Source, number: int) -> list[Item]:
+    """Every item of one stream, each checked as it comes."""
+    items: list[Item] = []
+    async for item in source.count(Count(items=ITEMS, size=SIZE, pause=0.01, tag=str(number))):
+        assert item.index == len(items)
+        assert item.text == payload(item.index, SIZE)
+        items.append(item)
+    return items
+
+
+async def restart_broker(server: RunningServer, outage: float) -> None:
+    await asyncio.to_thread(server.kill)
+    await asyncio.sleep(outage)
+    await server.start()
+
+
+@pytest.mark.parametrize(
+    "outage", [0.1, 1.5, pytest.param(0.0, marks=pytest.mark.soak), pytest.param(3.0, marks=pytest.mark.soak)]
+)
+async def test_64_streams_go_on_byte_exactly_over_a_restart_of_the_broker(
+    own_server: RunningServer, processes: Processes, outage: float
+) -> None:
+    await processes.worker(own_server.url)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            streams = [asyncio.create_task(read_all(source, number)) for number in range(64)]
+        await asyncio.sleep(1.0)
+
+        await restart_broker(own_server, outage)
+        begun = time.monotonic()
+        received = await asyncio.gather(*streams)
+        after = time.monotonic() - begun
+
+    assert [len(items) for items in received] == [ITEMS] * 64
+    assert after < 12.0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+async def test_64_streams_go_on_over_20_restarts(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    await processes.worker(own_server.url)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        for _ in range(20):
+            with call_options(wait=5.0):
+                streams = [asyncio.create_task(read_all(source, number)) for number in range(64)]
+            await asyncio.sleep(random.uniform(0.1, 3.0))
+
+            await restart_broker(own_server, random.uniform(0.0, 5.0))
+            received = await asyncio.gather(*streams)
+
+            assert [len(items) for items in received] == [ITEMS] * 64
+
+
+async def test_streams_that_live_on_credit_go_on_over_restarts(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    await processes.worker(own_server.url)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+
+        async def read(number: int) -> int:
+            with call_options(wait=5.0):
+                stream = source.count(Count(items=400, size=40_000, pause=0.01, tag=str(number)))
+            count = 0
+            async for item in stream:
+                assert item.text == payload(count, 40_000)
+                count += 1
+            return count
+
+        streams = [asyncio.create_task(read(number)) for number in range(8)]
+        for _ in range(3):
+            await asyncio.sleep(random.uniform(0.5, 1.0))
+            await restart_broker(own_server, 0.2)
+        counts = await asyncio.gather(*streams)
+
+    assert counts == [400] * 8
+
+
+async def test_unary_calls_in_flight_over_a_restart_complete(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    await processes.worker(own_server.url)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            calls = [
+                asyncio.create_task(source.work(Wait(seconds=number / 16, tag=str(number))))
+                for number in range(64)
+            ]
+        await asyncio.sleep(1.0)
+
+        await restart_broker(own_server, 1.0)
+        results = await asyncio.gather(*calls)
+        journal = await source.journal()
+
+    assert len(results) == 64
+    assert sorted(map(int, journal.begun)) == list(range(64))
+
+
+async def test_calls_that_begin_during_and_right_after_an_outage_complete(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    await processes.worker(own_server.url)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            await source.where()
+        calls: list[asyncio.Task[Done]] = []
+
+        async def keep_calling() -> None:
+            while True:
+                calls.append(asyncio.create_task(source.where()))
+                await asyncio.sleep(0.01)
+
+        calling = asyncio.create_task(keep_calling())
+        await asyncio.sleep(0.2)
+        await restart_broker(own_server, 0.5)
+        await asyncio.sleep(1.5)
+        calling.cancel()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+
+    assert [result for result in results if not isinstance(result, Done)] == []
+
+
+async def test_an_outage_shorter_than_the_ttl_removes_nobody(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    workers = [processes.begin_worker(own_server.url, ttl=4.0) for _ in range(3)]
+    for worker in workers:
+        await worker.says("ready")
+    async with Runtime.connect(own_server.url) as runtime:
+        client = await runtime.namespace("scenario").component("Source").endpoint("where").client()
+        known = set(await client.wait_for_instances(timeout=5.0, count=3))
+        seen: set[frozenset[str]] = set()
+
+        async def watch() -> None:
+            while True:
+                seen.add(frozenset(client.instance_ids()))
+                await asyncio.sleep(0.01)
+
+        watching = asyncio.create_task(watch())
+        await restart_broker(own_server, 3.0)
+        await asyncio.sleep(6.0)
+        watching.cancel()
+
+    assert seen == {frozenset(known)}

@@ -1,0 +1,224 @@
+"""A worker dies or freezes: whoever waits on it is told in time, and nothing is run twice unasked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+import pytest
+
+from dynbus import NoInstances, Runtime, StreamLost, Unavailable, UnknownOutcome, call_options
+from dynbus.bus.embedded import RunningServer
+
+from ..conditions import eventually
+from .observation import Prefer, begun_at, no_handler_runs
+from .processes import Processes
+from .workload import Count, Item, Source, Wait
+
+pytestmark = pytest.mark.anyio
+
+NOTICED_WITHIN = 2.3
+"""Two seconds, and what a busy machine adds to them."""
+
+
+async def read_until_error(source: Source, received: list[Item]) -> None:
+    async for item in source.count(Count(items=10**9, pause=0.01)):
+        received.append(item)
+
+
+async def test_a_stream_of_a_killed_worker_ends_in_stream_lost(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url, instance_id="killed")
+    async with Runtime.connect(own_server.url) as runtime:
+        received: list[Item] = []
+        with call_options(wait=5.0, instance="killed"):
+            reading = asyncio.create_task(read_until_error(runtime.client(Source), received))
+        await eventually(lambda: len(received) > 10)
+
+        worker.kill()
+        killed = time.monotonic()
+        with pytest.raises(StreamLost) as raised:
+            await reading
+        noticed = time.monotonic() - killed
+
+    assert noticed < NOTICED_WITHIN
+    assert raised.value.hop == "scenario.Source.count@killed"
+    assert [item.index for item in received] == list(range(len(received)))
+
+
+async def test_a_unary_call_on_a_killed_worker_has_an_unknown_outcome_and_is_not_repeated(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url, instance_id="victim")
+    other = await processes.worker(own_server.url, instance_id="other")
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source, routing=Prefer("victim"))
+        await runtime.discovery.wait_synchronized(5.0)
+        call = asyncio.create_task(source.work(Wait(seconds=30.0, tag="once")))
+        with call_options(instance="victim"):
+            await eventually(begun_at(source, "once"))
+
+        worker.kill()
+        killed = time.monotonic()
+        with pytest.raises(UnknownOutcome):
+            await call
+        noticed = time.monotonic() - killed
+        with call_options(instance="other"):
+            journal = await source.journal()
+
+    assert noticed < NOTICED_WITHIN
+    assert "once" not in journal.begun
+    assert other.returncode is None
+
+
+async def test_an_idempotent_call_is_repeated_on_another_instance(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url, instance_id="first")
+    await processes.worker(own_server.url, instance_id="second")
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source, routing=Prefer("first"))
+        await runtime.discovery.wait_synchronized(5.0)
+        call = asyncio.create_task(source.repeatable(Wait(seconds=1.0, tag="again")))
+        with call_options(instance="first"):
+            await eventually(begun_at(source, "again"))
+
+        worker.kill()
+        killed = time.monotonic()
+        done = await call
+
+    assert done.instance == "second"
+    assert done.attempt == 2
+    assert time.monotonic() - killed < NOTICED_WITHIN + 1.5
+
+
+async def test_a_request_that_did_not_start_goes_to_the_next_instance(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    workers = [await processes.worker(own_server.url, instance_id=f"w{i}") for i in range(3)]
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        await runtime.discovery.wait_synchronized(5.0)
+
+        workers[0].kill()
+        workers[1].kill()
+        begun = time.monotonic()
+        places = [(await source.where()).instance for _ in range(20)]
+        took = time.monotonic() - begun
+
+    assert set(places) == {"w2"}
+    assert took < 1.0
+
+
+async def test_when_every_worker_is_dead_a_call_fails_at_once(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    workers = [await processes.worker(own_server.url) for _ in range(2)]
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        await runtime.discovery.wait_synchronized(5.0)
+        await source.where()
+
+        for worker in workers:
+            worker.kill()
+        begun = time.monotonic()
+        with pytest.raises((NoInstances, Unavailable)):
+            await source.where()
+        took = time.monotonic() - begun
+
+        await processes.worker(own_server.url, instance_id="fresh")
+        await eventually(lambda: "fresh" in runtime.instance_ids("scenario", "Source"), 1.0)
+        done = await source.where()
+
+    assert took < 0.5
+    assert done.instance == "fresh"
+
+
+async def test_a_frozen_worker_is_noticed_and_sends_nothing_once_it_thaws(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url, instance_id="frozen")
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        received: list[Item] = []
+        with call_options(wait=5.0, instance="frozen"):
+            reading = asyncio.create_task(read_until_error(source, received))
+            await eventually(lambda: len(received) > 10)
+
+            worker.freeze()
+            frozen = time.monotonic()
+            with pytest.raises(StreamLost):
+                await reading
+            noticed = time.monotonic() - frozen
+            count = len(received)
+            worker.thaw()
+            # The zombie's handler must be told to stop, by our silence about its call.
+            journal = await source.journal()
+            took = await eventually(no_handler_runs(source), 4.0)
+
+    assert noticed < NOTICED_WITHIN
+    assert len(received) == count
+    assert journal.begun == [""]
+    assert took < 4.0
+
+
+async def test_a_frozen_worker_gets_no_more_calls_until_it_is_heard_again(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url, instance_id="frozen")
+    await processes.worker(own_server.url, instance_id="lively")
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source, routing=Prefer("frozen"))
+        await runtime.discovery.wait_synchronized(5.0)
+
+        worker.freeze()
+        first = await source.repeatable(Wait())
+        begun = time.monotonic()
+        places: list[str] = []
+        while time.monotonic() - begun < 4.0:
+            places.append((await source.repeatable(Wait())).instance)
+            await asyncio.sleep(0.1)
+        worker.thaw()
+
+        async def chosen_again() -> bool:
+            return (await source.repeatable(Wait())).instance == "frozen"
+
+        await eventually(chosen_again, 10.0)
+
+    assert first.instance == "lively"
+    assert set(places) == {"lively"}
+    assert len(places) > 25
+
+
+async def test_no_call_hangs_while_workers_come_and_go(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    workers = [await processes.worker(own_server.url) for _ in range(2)]
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            await source.where()
+        slowest = 0.0
+        calls = 0
+
+        async def keep_calling() -> None:
+            nonlocal slowest, calls
+            while True:
+                begun = time.monotonic()
+                with suppress(NoInstances, Unavailable, UnknownOutcome), call_options(wait=5.0):
+                    await source.where()
+                slowest = max(slowest, time.monotonic() - begun)
+                calls += 1
+
+        calling = [asyncio.create_task(keep_calling()) for _ in range(16)]
+        for _ in range(3):
+            workers.append(await processes.worker(own_server.url))
+            workers.pop(0).kill()
+        for task in calling:
+            task.cancel()
+        await asyncio.gather(*calling, return_exceptions=True)
+
+    assert calls > 1000
+    assert slowest < 5.0

@@ -1,0 +1,255 @@
+"""The `dynbus` command finds its subcommands, survives broken ones, and ends with clear codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+
+import click
+import pytest
+
+from dynbus import cli
+from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
+
+COMMANDS = ["bench", "call", "doctor", "ps", "run", "version"]
+
+NOT_A_COMMAND = "no command"
+
+
+@click.command(short_help="A plug-in that works.")
+def plugin() -> None:
+    click.echo("the plug-in ran")
+
+
+@click.command()
+@click.argument("kind")
+def failing(kind: str) -> None:
+    errors: dict[str, BaseException] = {
+        "config": ConfigError("no such thing:\nwrite another"),
+        "server": Unavailable("nats://me:secret@bus:4222 is down"),
+        "other": DynbusError("odd"),
+        "abort": click.Abort(),
+        "interrupt": KeyboardInterrupt(),
+        "pipe": BrokenPipeError(),
+    }
+    raise errors[kind]
+
+
+def entry_point(name: str, value: str) -> metadata.EntryPoint:
+    return metadata.EntryPoint(name, f"{__name__}:{value}", cli.GROUP)
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Registers entry points beside those of dynbus itself."""
+    own = [each for found in cli._registered().values() for each in found]
+    module = sys.modules[__name__]
+    monkeypatch.setitem(sys.modules, __name__, module)
+
+    def register(*entry_points: metadata.EntryPoint) -> None:
+        def found(**group: str) -> list[metadata.EntryPoint]:
+            return [*own, *entry_points]
+
+        monkeypatch.setattr(metadata, "entry_points", found)
+
+    return register
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_help_lists_every_command_and_all_of_them_can_be_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = run("--help")
+
+    text = capsys.readouterr().out
+    assert code == 0
+    assert [name for name in COMMANDS if f"  {name} " in text] == COMMANDS
+    assert "not usable" not in text
+    assert "Exit codes: 0 well" in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_that_shows_its_exit_codes_or_options(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(name, "--help")
+
+    assert code == 0
+    assert f"Usage: dynbus {name}" in capsys.readouterr().out
+
+
+def test_a_plug_in_registers_a_command(
+    plugins: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugins(entry_point("extra", "plugin"))
+
+    code = run("extra")
+
+    assert code == 0
+    assert capsys.readouterr().out == "the plug-in ran\n"
+
+
+def test_a_plug_in_that_cannot_be_imported_is_listed_with_its_error_beside_the_others(
+    plugins: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugins(metadata.EntryPoint("sick", "no_such_module_here:x", cli.GROUP))
+
+    code = run("--help")
+
+    text = " ".join(capsys.readouterr().out.split())
+    assert code == 0
+    assert "sick [not usable: ModuleNotFoundError: No module named 'no_such_module_here'" in text
+    assert "version Print the versions that matter." in text
+
+
+def test_a_plug_in_that_cannot_be_imported_fails_only_when_it_is_run(
+    plugins: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugins(metadata.EntryPoint("sick", "no_such_module_here:x", cli.GROUP))
+
+    well, sick = run("version"), run("sick", "--any", "option")
+
+    assert (well, sick) == (0, 1)
+    assert "the command 'sick' cannot be loaded: ModuleNotFoundError" in capsys.readouterr().err
+
+
+def test_an_entry_point_that_is_no_command_is_named(
+    plugins: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugins(entry_point("odd", "NOT_A_COMMAND"))
+
+    code = run("odd")
+
+    assert code == 1
+    assert "is a str, no click command" in capsys.readouterr().err
+
+
+def test_a_name_that_two_packages_register_is_refused(
+    plugins: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (_Owned(name) for name in ("one-package", "other-package"))
+    plugins(first.entry_point("extra", "plugin"), second.entry_point("extra", "failing"))
+
+    code = run("extra")
+
+    assert code == 1
+    assert "registered by several packages: one-package, other-package" in capsys.readouterr().err
+
+
+def test_a_plug_in_cannot_take_the_name_of_a_command_of_dynbus(
+    plugins: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugins(_Owned("greedy").entry_point("version", "plugin"))
+
+    code = run("version")
+
+    assert code == 0
+    assert "nats-py" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_wrong_usage_and_the_message_lists_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = run("serve")
+
+    assert code == 2
+    assert "There are: bench, call, doctor, ps, run, version." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "text"),
+    [
+        ("config", 3, "dynbus: ConfigError: no such thing: write another\n"),
+        ("server", 4, "dynbus: Unavailable: nats://me:***@bus:4222 is down\n"),
+        ("other", 1, "dynbus: DynbusError: odd\n"),
+        ("abort", 130, ""),
+        ("interrupt", 130, "\n"),
+    ],
+)
+def test_an_error_ends_in_one_line_and_its_exit_code(
+    kind: str,
+    code: int,
+    text: str,
+    plugins: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plugins(entry_point("failing", "failing"))
+
+    ended = run("failing", kind)
+
+    assert ended == code
+    assert capsys.readouterr().err == text
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
+    command = f'"{sys.executable}" -m dynbus version --json'
+
+    ended = subprocess.run(
+        ["bash", "-c", f"( {command} ; echo $? >&2 ) | true"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert "Traceback" not in ended.stderr
+    assert "BrokenPipeError" not in ended.stderr
+
+
+def test_python_m_dynbus_is_the_same_command() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "dynbus", "version"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert ended.returncode == 0
+    assert ended.stdout.splitlines()[0].startswith("dynbus ")
+
+
+def test_the_version_command_imports_nothing_heavy_beyond_the_package_itself() -> None:
+    program = """
+import sys
+import dynbus
+before = set(sys.modules)
+from dynbus import cli
+try:
+    cli.main(["version"])
+except SystemExit:
+    heavy = ("nats", "pydantic", "yaml", "rich", "structlog", "watchfiles", "uvloop")
+    print([name for name in heavy if name in set(sys.modules) - before])
+"""
+
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+class _Owned(metadata.Distribution):
+    """A distribution that is only a name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def read_text(self, filename: str) -> str:
+        return f"Metadata-Version: 2.1\nName: {self._name}\nVersion: 1\n"
+
+    def locate_file(self, path: object) -> object:  # type: ignore[override]
+        raise NotImplementedError
+
+    def entry_point(self, name: str, value: str) -> metadata.EntryPoint:
+        made = entry_point(name, value)
+        vars(made)["dist"] = self
+        return made

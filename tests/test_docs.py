@@ -1,0 +1,422 @@
+"""The documents are true: programs run, commands exist, links resolve, tables match the code.
+
+A code block that needs more than compiling is marked by a comment on the line above it:
+`<!-- python: PATH -->` is that file, `<!-- python: a program against examples/hello -->` is run
+while the hello example is served, `<!-- bash: KIND -->` says how its commands are checked.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import pytest
+
+import dynbus
+from dynbus.actors import handlers, options
+from dynbus.actors.routing import RoutingName
+from dynbus.bus import exit_codes, headers, metrics, wire
+from dynbus.bus.config import BusConfig
+from dynbus.bus.embedded import RunningServer
+from dynbus.bus.endpoint import DEFAULT_TIMEOUT
+from dynbus.bus.errors import ERRORS, STATUS_CODES
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "benchmarks" / "README.md",
+]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+PROGRAM = "a program against examples/hello"
+
+
+class Block(NamedTuple):
+    """A fenced block of a document."""
+
+    document: str
+    line: int
+    language: str
+    mark: str
+    text: str
+
+
+def _blocks() -> Iterator[Block]:
+    fence = re.compile(
+        r"^(?:<!-- (?:bash|python): (?P<mark>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$",
+        re.MULTILINE | re.DOTALL,
+    )
+    for path in DOCUMENTS:
+        text = path.read_text()
+        for found in fence.finditer(text):
+            line = text.count("\n", 0, found.start()) + 1
+            document = path.relative_to(ROOT).as_posix()
+            yield Block(document, line, found["language"], found["mark"] or "", found["text"])
+
+
+BLOCKS = list(_blocks())
+
+
+def blocks(language: str, mark: str | None = None) -> list[Any]:
+    """The blocks of a language, each with a readable id."""
+    return [
+        pytest.param(block, id=f"{block.document}:{block.line}")
+        for block in BLOCKS
+        if block.language == language and mark in (None, block.mark)
+    ]
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """The cells of the first table behind a line, backticks taken away."""
+    table = re.search(r"(?:^\|.*\|\n)+", text[text.index(heading) :], re.MULTILINE)
+    assert table is not None, heading
+    lines = table[0].splitlines()[2:]
+    return [
+        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines
+    ]
+
+
+# Code ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_a_python_block_compiles(block: Block) -> None:
+    compile(block.text, f"{block.document}:{block.line}", "exec")
+
+
+@pytest.mark.parametrize("path", ["examples/hello/actors.py", "examples/hello/client.py"])
+def test_the_readme_shows_the_example_as_it_is(path: str) -> None:
+    [shown] = [block.text for block in BLOCKS if block.mark == path]
+
+    assert shown == page(path)
+
+
+@pytest.mark.parametrize("block", blocks("python", ""))
+def test_a_python_block_runs_on_its_own(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(block.text)
+
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "program.py"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("block", blocks("python", PROGRAM))
+def test_a_program_of_the_documents_greets_ada(
+    block: Block, nats_server: RunningServer, tmp_path: Path
+) -> None:
+    served = (
+        "import asyncio, sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'examples' / 'hello')!r})\n"
+        "from actors import Greeter\n"
+        "from dynbus import Runtime\n"
+        "async def serve():\n"
+        "    async with Runtime.connect() as runtime:\n"
+        "        await runtime.start(Greeter)\n"
+        "        print('ready', flush=True)\n"
+        "        await asyncio.to_thread(sys.stdin.read)\n"
+        "asyncio.run(serve())\n"
+    )
+    (tmp_path / "serve.py").write_text(served)
+    (tmp_path / "program.py").write_text(block.text)
+    environment = ENVIRONMENT | {"NATS_URL": nats_server.url}
+    server = subprocess.Popen(
+        [sys.executable, "serve.py"],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+
+        done = subprocess.run(
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "Hello, Ada!" in done.stdout
+    finally:
+        server.communicate("", timeout=20)
+
+
+# Commands -----------------------------------------------------------------------------------
+
+
+def _help(command: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "dynbus", command, "--help"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    ).stdout
+
+
+def _commands() -> list[str]:
+    project = tomllib.loads(page("pyproject.toml"))
+    return sorted(project["project"]["entry-points"]["dynbus.commands"])
+
+
+def test_every_bash_block_says_how_it_is_checked() -> None:
+    kinds = {
+        "runs an example",
+        "dynbus commands",
+        "a script of this repository",
+        "the benchmark",
+    }
+
+    assert [block for block in BLOCKS if block.language == "bash" and block.mark not in kinds] == []
+
+
+@pytest.mark.parametrize("block", blocks("bash", "a script of this repository"))
+def test_a_script_of_the_documents_is_there_and_can_be_run(block: Block) -> None:
+    script = ROOT / block.text.strip()
+
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True, timeout=10)
+
+
+def test_the_first_command_of_the_readme_starts_the_hello_example() -> None:
+    [block] = [block for block in BLOCKS if block.mark == "runs an example"]
+    venv, install, run = (shlex.split(part) for part in block.text.split("&&"))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "dynbus", *run[1:], "--dry-run"],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert venv == ["python3", "-m", "venv", ".venv"]
+    assert install == [".venv/bin/pip", "install", "-e", "."]
+    assert run[0] == ".venv/bin/dynbus"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "hello.Greeter" in done.stdout
+
+
+@pytest.mark.parametrize("block", blocks("bash", "dynbus commands"))
+def test_every_command_of_the_documents_exists_with_its_options(block: Block) -> None:
+    for line in block.text.splitlines():
+        words = shlex.split(line)
+        while "=" in words[0]:
+            words.pop(0)
+        assert words[0] in ("dynbus", ".venv/bin/dynbus")
+        assert words[1] in _commands()
+        known = _help(words[1])
+        options_used = [word for word in words[2:] if re.fullmatch(r"--?[a-z-]+", word)]
+        assert [option for option in options_used if f"{option} " not in known] == []
+
+
+@pytest.mark.parametrize("block", blocks("bash", "the benchmark"))
+def test_the_benchmark_of_the_documents_is_a_module_with_these_options(block: Block) -> None:
+    command = shlex.split(block.text)
+
+    text = (ROOT / "benchmarks" / "request_plane" / "__main__.py").read_text()
+
+    assert command[:3] == ["python", "-m", "benchmarks.request_plane"]
+    assert [word for word in command[3:] if word.startswith("--") and word not in text] == []
+
+
+# Links --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_link_between_documents_resolves(path: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)\s]+)\)", prose)
+
+    broken = [link for link in links if "://" not in link and not _resolves(path, link)]
+
+    assert broken == []
+
+
+def _resolves(path: Path, link: str) -> bool:
+    name, _, anchor = link.partition("#")
+    target = path.parent / name if name else path
+    if not anchor:
+        return target.exists()
+    headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+    return anchor in {
+        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+    }
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_file_that_a_document_names_is_there(path: Path) -> None:
+    named = re.findall(r"`((?:tests|bus|actors|docs|examples)/[\w/.-]+)`", path.read_text())
+
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+# Tables -------------------------------------------------------------------------------------
+
+
+def test_every_field_of_the_bus_is_documented_with_its_variable_and_default() -> None:
+    documented = [row[:3] for row in rows(page("docs/configuration.md"), "## The bus")]
+
+    defaults = BusConfig()
+    assert documented == [
+        [name, f"DYNBUS_{name.upper()}", _shown(getattr(defaults, name))]
+        for name in BusConfig.__struct_fields__
+    ]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)  # pyright: ignore[reportUnknownArgumentType]
+    return str(value).lower() if isinstance(value, bool) else str(value) or "none"
+
+
+def test_every_option_of_a_handler_is_documented_with_its_default() -> None:
+    documented = {row[0]: row[1] for row in rows(page("docs/configuration.md"), "## Handlers")}
+    parameters = inspect.signature(handlers.handler).parameters
+    defaults = {name: p.default for name, p in parameters.items() if name != "function"}
+
+    assert list(documented) == list(defaults)
+    special = {
+        "name": "the method's name",
+        "timeout": f"{DEFAULT_TIMEOUT} for unary, none for streams",
+    }
+    assert documented == {
+        name: special.get(name, _shown(default)) for name, default in defaults.items()
+    }
+
+
+def test_every_option_of_a_call_is_documented() -> None:
+    documented = [row[0] for row in rows(page("docs/configuration.md"), "## Calls")]
+
+    assert documented == list(inspect.signature(options.call_options).parameters)
+
+
+def test_every_routing_policy_is_documented() -> None:
+    documented = [row[0] for row in rows(page("docs/configuration.md"), "## Routing")]
+
+    assert documented == list(get_args(RoutingName))
+
+
+def test_every_option_of_every_command_is_documented() -> None:
+    documented = {
+        row[0]: set(re.findall(r"--[a-z-]+", row[1].replace("--Actor.argument=value", "")))
+        for row in rows(page("docs/configuration.md"), "## Commands")
+    }
+
+    assert sorted(documented) == _commands()
+    assert documented == {
+        command: set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", _help(command), re.MULTILINE))
+        - {"--help"}
+        for command in _commands()
+    }
+
+
+def test_every_exit_code_is_documented() -> None:
+    text = page("docs/configuration.md")
+    codes = {int(row[0]) for row in rows(text, "Exit codes:")}
+
+    assert codes == {
+        value
+        for name, value in vars(exit_codes).items()
+        if name.isupper() and isinstance(value, int)
+    }
+    prose = " ".join(text.split())
+    assert [
+        code
+        for code, number in exit_codes.CALL_CODES.items()
+        if number >= 10 and f"`{code}` {number}" not in prose
+    ] == []
+
+
+def test_every_error_is_documented_with_whether_it_is_retryable() -> None:
+    documented = {row[0]: row[2] for row in rows(page("docs/guides/calling.md"), "## Errors")}
+
+    assert documented == {
+        code: "yes" if kind.retryable else "no"
+        for code, kind in ERRORS.items()
+        if code != "DynbusError"
+    }
+
+
+def test_every_status_code_is_documented() -> None:
+    found = re.findall(r"\| `(\w+)` \| (\d{3}) ", page("docs/protocol.md"))
+
+    assert {code: int(number) for code, number in found} == STATUS_CODES
+
+
+def test_every_header_is_documented() -> None:
+    text = page("docs/protocol.md")
+    names = {
+        value
+        for name, value in vars(headers).items()
+        if name.isupper() and isinstance(value, str) and name != "NO_RESPONDERS"
+    }
+
+    assert [name for name in sorted(names) if f"`{name}`" not in text] == []
+
+
+def test_every_kind_of_frame_is_documented_with_its_fields() -> None:
+    documented = [row[:3] for row in rows(page("docs/protocol.md"), "A frame is a msgpack array")]
+
+    assert documented == [
+        [str(index), kind.__name__, ", ".join(kind.__struct_fields__)]
+        for index, kind in enumerate(get_args(wire.Frame))
+    ]
+    assert [kind.__struct_config__.tag for kind in get_args(wire.Frame)] == list(
+        range(len(documented))
+    )
+
+
+def test_every_field_of_a_batch_is_documented_in_order() -> None:
+    documented = [row[1] for row in rows(page("docs/protocol.md"), "is one **batch**")]
+
+    assert documented == list(wire.Batch.__struct_fields__)
+
+
+def test_every_field_of_a_record_is_documented() -> None:
+    table = rows(page("docs/protocol.md"), "### Record of an instance")
+    documented = {name for row in table for name in row[0].split(", ")}
+
+    assert documented == set(wire.InstanceRecord.__struct_fields__)
+
+
+def test_every_metric_is_documented() -> None:
+    documented = {row[0] for row in rows(page("docs/guides/observability.md"), "| metric")}
+    source = inspect.getsource(metrics.Metrics)
+    named = re.findall(r'(?:tally|histogram)\("([\w.]+)"', source)
+
+    assert documented == {f"dynbus.{name}" for name in named} | {"dynbus.calls.in_flight"}
+
+
+def test_the_readme_names_no_part_that_is_not_there() -> None:
+    assert "not\nthere yet" in page("README.md")
+    assert not hasattr(dynbus, "KvRouter")

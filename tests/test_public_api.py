@@ -1,0 +1,68 @@
+"""What `dynbus` and its folders export is listed, sorted and complete."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import dynbus
+import dynbus.actors
+import dynbus.bus.errors
+
+
+def test_everything_that_the_specification_promises_is_there() -> None:
+    promised = {"Actor", "Context", "Runtime", "call_options", "context", "depends", "handler"}
+
+    assert promised <= set(dynbus.__all__)
+
+
+@pytest.mark.parametrize("module", [dynbus, dynbus.actors], ids=lambda module: module.__name__)
+def test_all_is_sorted(module: ModuleType) -> None:
+    # Constants, then classes, then functions: the order that ruff writes.
+    assert module.__all__ == sorted(module.__all__, key=lambda name: (name.islower(), name))
+
+
+@pytest.mark.parametrize("module", [dynbus, dynbus.actors], ids=lambda module: module.__name__)
+def test_all_is_what_the_module_has(module: ModuleType) -> None:
+    has = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not inspect.ismodule(value) and name != "annotations"
+    }
+
+    assert set(module.__all__) == has
+
+
+def test_every_error_that_a_caller_can_see_is_exported() -> None:
+    assert set(dynbus.bus.errors.ERRORS) <= set(dynbus.__all__)
+
+
+@pytest.mark.parametrize("name", dynbus.__all__)
+def test_every_public_name_has_a_docstring(name: str) -> None:
+    assert (getattr(dynbus, name).__doc__ or "").strip()
+
+
+def test_every_public_name_tells_where_it_lives() -> None:
+    classes = [getattr(dynbus, name) for name in dynbus.__all__]
+
+    assert {one.__module__.partition(".")[0] for one in classes} == {"dynbus"}
+
+
+def test_the_import_loads_nothing_that_is_only_sometimes_needed() -> None:
+    heavy = ["opentelemetry.sdk", "rich", "watchfiles", "structlog", "click", "nats.aio.client"]
+    program = f"import sys, dynbus; print([m for m in {heavy!r} if m in sys.modules])"
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30
+    )
+
+    assert done.stdout == "[]\n"
+
+
+def test_the_package_is_not_shadowed_by_a_module_called_actors() -> None:
+    assert importlib.import_module("dynbus.actors").__name__ == "dynbus.actors"

@@ -1,0 +1,160 @@
+"""Everything here must pass mypy --strict and pyright strict."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypedDict, assert_type
+
+import msgspec
+from pydantic import BaseModel
+
+from dynbus import (
+    Actor,
+    ActorInstance,
+    Context,
+    EndpointClient,
+    RouteRequest,
+    Runtime,
+    call_options,
+    context,
+    depends,
+    handler,
+)
+from dynbus.bus.discovery import Instance
+
+
+class Prompt(BaseModel):
+    text: str
+
+
+class Word(BaseModel):
+    text: str
+
+
+@dataclass
+class Size:
+    characters: int
+
+
+class Row(TypedDict):
+    key: str
+
+
+class Packed(msgspec.Struct):
+    numbers: list[int]
+
+
+class Splitter(Actor, namespace="demo"):
+    def __init__(self, separator: str = " ") -> None:
+        self.separator = separator
+
+    async def on_start(self) -> None:
+        self.seen = 0
+
+    async def on_stop(self) -> None:
+        self.seen = 0
+
+    @handler
+    async def split(self, prompt: Prompt) -> AsyncGenerator[Word, None]:
+        for word in prompt.text.split(self.separator):
+            yield Word(text=word)
+
+    @handler
+    async def letters(self, prompt: Prompt) -> AsyncIterator[str]:
+        for letter in prompt.text:
+            yield letter
+
+    @handler
+    async def numbers(self) -> AsyncIterable[int]:
+        yield 1
+
+    @handler(name="size-of", concurrency=None, queue=0, timeout=None, idempotent=True)
+    async def size(self, prompt: Prompt) -> Size:
+        return Size(characters=len(prompt.text))
+
+    @handler
+    async def row(self, packed: Packed) -> Row:
+        return {"key": str(packed.numbers)}
+
+    @handler
+    async def count(self) -> int:
+        return self.seen
+
+    @handler
+    async def tell(self, prompt: Prompt, context: Context | None = None) -> None:
+        assert context is not None
+
+
+class Shouter(Actor, namespace="demo", component="shouting"):
+    splitter = depends(Splitter, routing="least_loaded")
+
+    @handler(concurrency=64)
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[Word, None]:
+        async for word in self.splitter.split(prompt):
+            assert_type(word, Word)
+            if context().is_stopped():
+                break
+            yield Word(text=word.text.upper())
+
+    @handler
+    async def measure(self, prompt: Prompt) -> int:
+        size = await self.splitter.size(prompt)
+        assert_type(size, Size)
+        return size.characters
+
+
+class First:
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        loads = {one.id: request.load(one.id).total for one in instances}
+        return min(loads, key=loads.__getitem__)
+
+
+async def use_typed(runtime: Runtime) -> None:
+    splitter = runtime.client(Splitter, routing=First())
+    assert_type(splitter, Splitter)
+    assert_type(await splitter.size(Prompt(text="a")), Size)
+    assert_type(await splitter.size(prompt=Prompt(text="a")), Size)
+    assert_type(await splitter.row(Packed(numbers=[1])), Row)
+    assert_type(await splitter.count(), int)
+    await splitter.tell(Prompt(text="a"))
+    async for letter in splitter.letters(Prompt(text="a")):
+        assert_type(letter, str)
+    async for number in splitter.numbers():
+        assert_type(number, int)
+    async with aclosing(splitter.split(Prompt(text="a b"))) as words:
+        assert_type(await anext(words), Word)
+    with call_options(
+        timeout=None,
+        wait=1.0,
+        instance="abc",
+        request_id="r1",
+        priority=1,
+        idempotency_key="k1",
+        retries=3,
+        metadata={"tenant": "a"},
+    ):
+        await splitter.count()
+
+
+async def use_untyped(runtime: Runtime) -> None:
+    endpoint = runtime.namespace("demo").component("Splitter").endpoint("split")
+    client = await endpoint.client(routing="power_of_two")
+    assert_type(client, EndpointClient)
+    assert_type(await client.wait_for_instances(timeout=5, count=2), list[str])
+    assert_type(client.instance_ids(), list[str])
+    result: Any = await client.direct({"text": "a"}, "abc")
+    assert result is not None
+    async for word in client.generate(Prompt(text="a")):
+        assert word.text == word["text"]
+
+
+async def serve() -> None:
+    async with Runtime.connect("nats://127.0.0.1:4222", lease_ttl=5.0) as runtime:
+        instance = await runtime.start(Splitter, separator=",")
+        assert_type(instance, ActorInstance)
+        await instance.stop(grace=1.0)
+    other = await Runtime.connect()
+    assert_type(other, Runtime)
+    await other.close()

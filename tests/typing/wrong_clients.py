@@ -1,0 +1,119 @@
+"""Wrong calls of typed clients: every line marked `# error` is refused by both checkers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+
+from pydantic import BaseModel
+
+from dynbus import Actor, RouteRequest, Runtime, call_options, depends, handler
+from dynbus.bus.discovery import Instance
+
+
+class Prompt(BaseModel):
+    text: str
+
+
+class Word(BaseModel):
+    text: str
+
+
+class Splitter(Actor, namespace="demo"):
+    @handler
+    async def split(self, prompt: Prompt) -> AsyncGenerator[Word, None]:
+        for word in prompt.text.split():
+            yield Word(text=word)
+
+    @handler
+    async def count(self, prompt: Prompt) -> int:
+        return len(prompt.text)
+
+
+class Plain:
+    pass
+
+
+class Shouter(Actor, namespace="demo"):
+    splitter = depends(Splitter)
+    plain = depends(Plain)  # error
+    named = depends("Splitter")  # error
+    routed = depends(Splitter, routing="fastest")  # error
+
+    @handler
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[Word, None]:
+        async for word in self.splitter.split("a b"):  # error
+            yield word
+        async for word in self.splitter.count(prompt):  # error
+            yield word
+        async for word in self.splitter.split(prompt):
+            yield word.text.upper()  # error
+
+    @handler
+    async def measure(self, prompt: Prompt) -> int:
+        return await self.splitter.measure(prompt)  # error
+
+
+async def wrong_requests(runtime: Runtime) -> None:
+    splitter = runtime.client(Splitter)
+    await splitter.count("a b")  # error
+    await splitter.count(Word(text="a"))  # error
+    await splitter.count()  # error
+    await splitter.count(Prompt(text="a"), Prompt(text="b"))  # error
+    await splitter.count(request=Prompt(text="a"))  # error
+    await splitter.count(Prompt(words="a"))  # error
+    await splitter.counts(Prompt(text="a"))  # error
+
+
+async def wrong_results(runtime: Runtime) -> None:
+    splitter = runtime.client(Splitter)
+    (await splitter.count(Prompt(text="a"))).upper()  # error
+    text: str = await splitter.count(Prompt(text="a"))  # error
+    await splitter.split(Prompt(text=text))  # error
+    async for _ in splitter.count(Prompt(text="a")):  # error
+        pass
+    for _ in splitter.split(Prompt(text="a")):  # error
+        pass
+    async for word in splitter.split(Prompt(text="a")):
+        word.txt.upper()  # error
+
+
+class Forgetful:
+    async def route(self, request: RouteRequest) -> str:
+        return ""
+
+
+class Synchronous:
+    def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        return instances[0].id
+
+
+class Picky:
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> Instance:
+        return instances[0]
+
+
+def wrong_routers(runtime: Runtime) -> None:
+    runtime.client(Splitter, routing=Forgetful())  # error
+    runtime.client(Splitter, routing=Synchronous())  # error
+    runtime.client(Splitter, routing=Picky())  # error
+    runtime.client(Splitter, routing="fastest")  # error
+    runtime.client(Plain)  # error
+    runtime.client(Splitter())  # error
+
+
+async def wrong_starts(runtime: Runtime) -> None:
+    await runtime.start(Plain)  # error
+    await runtime.start(Splitter())  # error
+    async with Runtime() as _:  # error
+        pass
+
+
+def wrong_options() -> None:
+    call_options(time_out=1.0)  # error
+    call_options(timeout="1s")  # error
+    call_options(metadata={"tenant": 1})  # error
+    call_options(retries="three")  # error
+    call_options(1.0)  # error
+    handler(concurency=1)  # error
+    handler(concurrency="many")  # error
+    handler(timeout="60s")  # error
