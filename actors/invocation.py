@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus import headers
@@ -276,7 +275,7 @@ class Invocation:
             )
         return chosen
 
-    async def _wait_for_instances(self, wait: float, left: float | None) -> Sequence[Instance]:
+    async def _wait_for_instances(self, wait: float, left: float | None) -> list[Instance]:
         discovery = self.runtime.discovery
         try:
             async with asyncio.timeout(left):

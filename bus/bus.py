@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from . import headers
 from .config import BusConfig
+from .drops import DropReason
 from .heartbeats import Heartbeats
 from .lane import ControlLane, InlineLane, ThreadLane
 from .names import ReplySubjects
-from .transport import Connection, Message
+from .tokens import random_id
+from .transport import Connection, ConnectionState, Message
 
 if TYPE_CHECKING:
     from .telemetry import Telemetry
@@ -48,7 +50,7 @@ class Bus:
         self.telemetry = telemetry
         self.loop = asyncio.get_running_loop()
         self.incarnation = secrets.token_hex(8)
-        self.drops: Counter[str] = Counter()
+        self.drops: Counter[DropReason] = Counter()
         self.bounce_handlers: dict[str, Callable[[], None]] = {}
         self.known_instances: Callable[[], int] = lambda: 0
         self.heartbeats = Heartbeats(self)
@@ -68,7 +70,7 @@ class Bus:
         from .nats_client import connect as connect_nats
         from .telemetry import Telemetry
 
-        replies = ReplySubjects(config.principal, secrets.token_hex(16))
+        replies = ReplySubjects(config.principal, random_id())
         options: dict[str, Any] = {}
         if config.credentials:
             options["user_credentials"] = config.credentials
@@ -95,10 +97,16 @@ class Bus:
         return bus
 
     @classmethod
-    async def over(cls, config: BusConfig, data: Connection, control: Connection) -> Bus:
+    async def over(
+        cls,
+        config: BusConfig,
+        data: Connection,
+        control: Connection,
+        telemetry: Telemetry | None = None,
+    ) -> Bus:
         """Use two connections that exist, both on the running loop (the in-memory bus)."""
-        replies = ReplySubjects(config.principal, secrets.token_hex(16))
-        bus = cls(config, data, InlineLane(control), replies)
+        replies = ReplySubjects(config.principal, random_id())
+        bus = cls(config, data, InlineLane(control), replies, telemetry)
         await bus.start()
         return bus
 
@@ -109,10 +117,24 @@ class Bus:
             PermissionDenied: the server refuses the reply subjects.
         """
         self.data.subscribe(self.replies.bounce_wildcard, self._bounced)
+        self._count_reconnects()
         await self.data.barrier()
         await self.lane.run(self.heartbeats.start())
 
-    def drop(self, reason: str) -> None:
+    def _count_reconnects(self) -> None:
+        telemetry = self.telemetry
+        if telemetry is None:
+            return
+        connections = (("data", self.data), ("control", self.lane.connection))
+        for name, connection in connections:
+
+            def count(state: ConnectionState, name: str = name) -> None:
+                if state is ConnectionState.CONNECTED:
+                    telemetry.reconnect(name)
+
+            connection.on_state(count)
+
+    def drop(self, reason: DropReason) -> None:
         """Count a message that is dropped, and why."""
         self.drops[reason] += 1
         if self.telemetry is not None:
@@ -128,7 +150,7 @@ class Bus:
     def _bounced(self, message: Message) -> None:
         # A reader sees the bounce subject and might answer there; only the server's word counts.
         if headers.status(message.headers) != headers.NO_RESPONDERS:
-            self.drop("unexpected_frame")
+            self.drop(DropReason.UNEXPECTED)
             return
         token = message.subject.rpartition(".")[2]
         handler = self.bounce_handlers.get(token)

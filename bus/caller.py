@@ -15,6 +15,7 @@ from . import headers
 from .clock import monotonic
 from .context import Context
 from .deadlines import Deadlines
+from .drops import DropReason
 from .errors import (
     ERRORS,
     STATUS_CODES,
@@ -370,9 +371,7 @@ class Caller:
 
     async def _start_control(self) -> None:
         connection = self.bus.lane.connection
-        connection.on_error(
-            lambda error, subject: self.bus.loop.call_soon_threadsafe(self._refused, error, subject)
-        )
+        connection.on_error(self._refused_on_lane)
         connection.subscribe(
             self.bus.replies.control_frames,
             lambda message: self.bus.heartbeats.receive(self.registry, message),
@@ -428,6 +427,8 @@ class Caller:
         self._check_parts(head, block, data)
         self._window_left -= window
         self._calls[number] = call
+        if self.bus.telemetry is not None:
+            self.bus.telemetry.in_flight(head.endpoint, 1, side="client")
         remote.calls[number] = call
         if head.deadline is not None:
             call.arm(head.deadline, now)
@@ -446,6 +447,8 @@ class Caller:
     def forget(self, call: PendingCall) -> None:
         """A call has ended."""
         if self._calls.pop(call.number, None) is not None:
+            if self.bus.telemetry is not None:
+                self.bus.telemetry.in_flight(call.endpoint, -1, side="client")
             call.remote.calls.pop(call.number, None)
             call.remote.done.append((call.number, call.secret))
             self._window_left += call.reader.window
@@ -575,7 +578,7 @@ class Caller:
     def _on_frames(self, message: Message) -> None:
         batch = decode_batch(message.data)
         if batch is None:
-            self.bus.drop("malformed_frames")
+            self.bus.drop(DropReason.MALFORMED)
             return
         remote = self.registry.peers.get(batch.sender)
         if remote is not None:
@@ -583,11 +586,11 @@ class Caller:
         calls = self._calls
         for frame in batch.frames:
             if not isinstance(frame, _RESULTS):
-                self.bus.drop("unexpected_frame")
+                self.bus.drop(DropReason.UNEXPECTED)
                 continue
             call = calls.get(frame.number)
             if call is None or frame.secret != call.secret or frame.attempt != call.attempt:
-                self.bus.drop("stale_frame")
+                self.bus.drop(DropReason.STALE)
                 continue
             if type(frame) is Items and call.reader.receive_next(frame):
                 call.wake()
@@ -620,6 +623,9 @@ class Caller:
             call.fail(Unavailable("the request was lost on its way", hop=hop, started=False))
         else:
             call.fail(StreamLost("the instance does not know the stream any longer", hop=hop))
+
+    def _refused_on_lane(self, error: DynbusError, subject: str) -> None:
+        self.bus.loop.call_soon_threadsafe(self._refused, error, subject)
 
     def _refused(self, error: DynbusError, subject: str) -> None:
         """The server does not let us publish to a subject: end the calls that need it."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .clock import monotonic
+from .drops import DropReason
 from .errors import DynbusError, NoInstances, Unavailable
 from .leases import INSTANCES_STREAM
 from .names import TOKEN, EndpointName
@@ -242,6 +243,25 @@ class Discovery:
             raise NoInstances(f"no instance serves {endpoint}{waited}{have}", started=False)
         return found
 
+    async def wait_for_instance(
+        self, namespace: str, component: str, instance_id: str, *, timeout: float = 5.0
+    ) -> Instance:
+        """This very instance, once it is known.
+
+        Raises:
+            NoInstances: it is not known after `timeout` seconds.
+        """
+        self.begin()
+        end = monotonic() + timeout
+        while (left := end - monotonic()) > 0:
+            found = self.view.find(namespace, component, instance_id)
+            if found is not None:
+                return found
+            await self._change(left)
+        raise NoInstances(
+            f"{namespace}.{component}@{instance_id} is not known after {timeout} s", started=False
+        )
+
     async def _change(self, at_most: float) -> None:
         future: asyncio.Future[None] = self._bus.loop.create_future()
         self._changed.add(future)
@@ -307,7 +327,7 @@ class Discovery:
     def _receive(self, message: StoredMessage) -> None:
         tokens = message.subject.split(".")
         if len(tokens) != 5 or not all(map(TOKEN.fullmatch, tokens[2:])):
-            self._main(self._bus.drop, "malformed_record")
+            self._main(self._bus.drop, DropReason.MALFORMED)
             return
         _, _, namespace, component, instance_id = tokens
         if message.is_marker:
@@ -322,7 +342,7 @@ class Discovery:
             component,
             instance_id,
         ):
-            self._main(self._bus.drop, "malformed_record")
+            self._main(self._bus.drop, DropReason.MALFORMED)
             return
         self._main(self._put, record, message.time)
 

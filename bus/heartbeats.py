@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from . import headers
 from .clock import monotonic
+from .drops import DropReason
 from .errors import PermissionDenied, Unavailable
 from .liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, PeerLiveness
 from .transport import ConnectionState, Message
@@ -148,7 +149,7 @@ class Heartbeats:
         """Take in a control message for one of our callers or instances."""
         batch = decode_batch(message.data)
         if batch is None:
-            self._to_main(self._bus.drop, "malformed_control")
+            self._to_main(self._bus.drop, DropReason.MALFORMED)
             return
         remote_id = batch.sender.rpartition(".")[2]
         peer = registry.peers.get(remote_id)

@@ -7,11 +7,11 @@ distribution is recorded through the SDK call by call.
 from __future__ import annotations
 
 import asyncio
-import enum
 import threading
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Final
 
+from .drops import DropReason
 from .errors import ERRORS, DynbusError
 
 if TYPE_CHECKING:
@@ -31,18 +31,6 @@ Labels = tuple[tuple[str, str], ...]
 
 CANCELLATIONS: Final = frozenset({"stop", "kill"})
 CONNECTIONS: Final = frozenset({"data", "control"})
-
-
-class DropReason(enum.StrEnum):
-    """Why a message was dropped unanswered."""
-
-    UNSAFE_REPLY = "unsafe_reply"
-    MALFORMED = "malformed"
-    STALE = "stale"
-    TOO_LARGE = "too_large"
-    SLOW_READER = "slow_reader"
-    DISCONNECTED = "disconnected"
-    CALLBACK_ERROR = "callback_error"
 
 
 DROP_REASONS: Final = frozenset(DropReason)

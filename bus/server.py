@@ -12,13 +12,14 @@ import logging
 from collections.abc import Iterable
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from . import headers
 from .admission import Admission, Verdict
 from .clock import monotonic
 from .context import Context, enter_context
 from .deadlines import Deadlines
+from .drops import DropReason
 from .endpoint import Endpoint
 from .errors import (
     Cancelled,
@@ -257,7 +258,7 @@ class InstanceServer:
             if headers.PART in fields:
                 data = self._assemble(call, fields[headers.PART], message.data)
         except DynbusError as error:
-            self.bus.drop("malformed_request")
+            self.bus.drop(DropReason.MALFORMED)
             logger.debug("%s: %s", served.address, error)
             if is_safe_reply(message.reply, self.bus.config.reply_prefixes):
                 error.hop = served.hop
@@ -297,7 +298,7 @@ class InstanceServer:
         self, served: ServedEndpoint, fields: dict[str, str], reply: str, now: float
     ) -> ServerCall | None:
         if not is_safe_reply(reply, self.bus.config.reply_prefixes):
-            self.bus.drop("unsafe_reply" if reply else "no_reply")
+            self.bus.drop(DropReason.UNSAFE_REPLY if reply else DropReason.NO_REPLY)
             return None
         call = PlainCall(self, served, self._context(served, fields, now), now, reply)
         self._plain.add(call)
@@ -343,7 +344,7 @@ class InstanceServer:
         if self._stopped and self._stopped.get((peer.client_id, number)) == secret:
             context.stop_generating()
         if self._refused and self._refused.get((peer.client_id, number)) == secret:
-            self.bus.drop("refused_request")
+            self.bus.drop(DropReason.REFUSED)
             call.fail(Cancelled("the call was given up before it arrived", started=False))
             self._retire(call)
             return None
@@ -355,11 +356,11 @@ class InstanceServer:
     def _new_peer(self, base: str) -> ClientPeer | None:
         """Begin to answer a client; None for one that may not be answered."""
         if base.count(".") != 2 or not is_safe_reply(base, self.bus.config.reply_prefixes):
-            self.bus.drop("unsafe_reply")
+            self.bus.drop(DropReason.UNSAFE_REPLY)
             return None
         client_id = base.rpartition(".")[2]
         if client_id in self.registry.peers:
-            self.bus.drop("client_id_taken")
+            self.bus.drop(DropReason.CLIENT_ID_TAKEN)
             return None
         peer = self.registry.peers[client_id] = ClientPeer(self, base)
         return peer
@@ -430,6 +431,8 @@ class InstanceServer:
             return
         self._load += 1
         self._idle.clear()
+        if telemetry is not None:
+            telemetry.in_flight(served.address, 1)
         if deadline is not None:
             call.deadline_number = self._deadlines.arm(deadline, now, call.expire)
         if verdict is Verdict.RUN:
@@ -499,12 +502,12 @@ class InstanceServer:
         finally:
             self._leave(call, token)
 
-    def _enter(self, call: ServerCall) -> object:
+    def _enter(self, call: ServerCall) -> Any:
         call.entered = True
         enter_context(call.context)
         return call.observation.activate() if call.observation is not None else None
 
-    def _leave(self, call: ServerCall, token: object) -> None:
+    def _leave(self, call: ServerCall, token: Any) -> None:
         if call.observation is not None:
             call.observation.deactivate(token)
         self._left(call)
@@ -563,6 +566,8 @@ class InstanceServer:
         if call.observation is not None:
             call.observation.end(call.error)
         self._retire(call)
+        if self.bus.telemetry is not None:
+            self.bus.telemetry.in_flight(call.served.address, -1)
         self._load -= 1
         if self._load == 0:
             self._idle.set()
@@ -611,6 +616,9 @@ class InstanceServer:
         """Stop a call, and kill it `kill_after` seconds later unless that is negative."""
         if call.ended:
             return
+        if self.bus.telemetry is not None:
+            kind = "kill" if kill_after == 0 else "stop"
+            self.bus.telemetry.cancellation(call.served.address, kind)
         if kill_after == 0:
             call.fail(Cancelled("the caller cancelled the call"))
             self._kill(call)
@@ -623,7 +631,7 @@ class InstanceServer:
 
     def reader_gone(self, call: ServerCall) -> None:
         """Whoever reads this call's results does not exist any longer."""
-        self.bus.drop("reader_gone")
+        self.bus.drop(DropReason.READER_GONE)
         self.cancel(call, 0.0)
 
     def client_gone(self, peer: ClientPeer) -> None:
@@ -635,7 +643,10 @@ class InstanceServer:
             if writer is not None:
                 _remember(self._forgotten, (peer.client_id, number), writer.secret)
         for call in list(peer.calls.values()):
-            self.cancel(call, 0.0)
+            if not call.ended:
+                kind = StreamLost if call.served.endpoint.streaming else UnknownOutcome
+                call.fail(kind("the instance took its caller for dead"))
+                self._kill(call)
         peer.kept.clear()
 
     # Results ---------------------------------------------------------------------------------
@@ -750,7 +761,7 @@ class InstanceServer:
                 self._refuse_request(sender, frame)
             return
         if writer.secret != frame.secret or writer.attempt != frame.attempt:
-            self.bus.drop("stale_control")
+            self.bus.drop(DropReason.STALE)
             return
         call = peer.calls.get(frame.number)
         if isinstance(frame, Credit):
@@ -783,7 +794,7 @@ class InstanceServer:
         """Tell a client that was taken for dead that its request did begin here."""
         subject = f"{sender}.f"
         if not is_safe_reply(subject, self.bus.config.reply_prefixes):
-            self.bus.drop("unsafe_reply")
+            self.bus.drop(DropReason.UNSAFE_REPLY)
             return
         kind = StreamLost if frame.resume_from else UnknownOutcome
         failed = failed_frame(
@@ -809,7 +820,7 @@ class InstanceServer:
         """Send one frame to the control lane of a client that need not have calls here."""
         subject = f"{sender}.ctl.f"
         if not is_safe_reply(subject, self.bus.config.reply_prefixes):
-            self.bus.drop("unsafe_reply")
+            self.bus.drop(DropReason.UNSAFE_REPLY)
             return
         batch = encode_batch(self.instance_id, self.bus.incarnation, self.load, [frame])
         self.bus.lane.call(self.bus.lane.connection.publish, subject, batch)

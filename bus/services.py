@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from .clock import unix_time
+from .drops import DropReason
 from .names import is_safe_reply
 from .transport import Message, Subscription
 
@@ -132,7 +133,7 @@ class ServiceResponder:
     def _respond(self, message: Message, answer: Any, *, direct: bool) -> None:
         bus = self._server.bus
         if not is_safe_reply(message.reply, bus.config.reply_prefixes):
-            bus.drop("unsafe_reply" if message.reply else "no_reply")
+            bus.drop(DropReason.UNSAFE_REPLY if message.reply else DropReason.NO_REPLY)
             return
         pause = 0.0 if direct else bus.answer_jitter(MAX_JITTER, JITTER_ABOVE)
         if pause == 0.0:

@@ -32,7 +32,6 @@ from .metrics import (
     error_code,
     listed,
 )
-from .metrics import DropReason as DropReason
 from .names import EndpointName
 from .telemetry_sdk import Shutdown as Shutdown
 from .telemetry_sdk import configure as configure
@@ -135,7 +134,9 @@ class CallObservation:
             )
 
     def items(self, count: int) -> None:
-        """Note that `count` more items were sent or delivered."""
+        """Note that `count` more items were sent or delivered, for the first also when."""
+        if not self._items:
+            self.first_item()
         self._items += count
         if self._metrics is not None:
             self._metrics.items.add(self._profile.labels, count)

@@ -51,7 +51,8 @@ class Block(NamedTuple):
 
 def _blocks() -> Iterator[Block]:
     fence = re.compile(
-        r"^(?:<!-- (?:bash|python): (?P<mark>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$",
+        r"^(?:<!-- (?:bash|python): (?P<mark>[^\n]*) -->\n)?"
+        r"```(?P<language>\w+)\n(?P<text>.*?)^```$",
         re.MULTILINE | re.DOTALL,
     )
     for path in DOCUMENTS:

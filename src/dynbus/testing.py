@@ -1,1 +1,7 @@
 """The test kit: actors without a server, on a clock that jumps."""
+
+from dynbus.actors.testing import TestKit
+from dynbus.bus.clock import Deadlock, JumpingLoop, run
+from dynbus.bus.memory import MemoryBus
+
+__all__ = ["Deadlock", "JumpingLoop", "MemoryBus", "TestKit", "run"]

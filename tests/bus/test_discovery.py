@@ -126,6 +126,28 @@ def test_a_reading_just_after_an_outage_leaves_time_to_renew() -> None:
     assert ids(view, 100.0 + EXPIRY_GRACE) == []
 
 
+def test_instances_of_a_lost_bucket_have_the_time_to_announce_themselves_again() -> None:
+    view = InstanceView(renewal_grace=5.0)
+    view.put(record("a"), 0.0)
+    view.pass_began()
+
+    view.pass_ended(100.0)
+
+    assert ids(view, 104.99) == ["a"]
+    assert ids(view, 105.0) == []
+
+
+def test_an_instance_can_be_found_whether_it_may_be_chosen_or_not() -> None:
+    view = InstanceView()
+    view.put(record("a", draining=True), 0.0)
+
+    found = view.find(*KEY, "a")
+
+    assert found is not None
+    assert found.id == "a"
+    assert view.find(*KEY, "b") is None
+
+
 def test_an_instance_announced_while_reading_is_kept() -> None:
     view = view_of("a")
     view.pass_began()

@@ -24,10 +24,11 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, DEFAULT_ON, 
 from opentelemetry.trace import SpanKind, StatusCode
 
 from dynbus.bus.context import Context
+from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import ConfigError, DynbusError, HandlerError
 from dynbus.bus.headers import encode
 from dynbus.bus.names import EndpointName
-from dynbus.bus.telemetry import MAX_ENDPOINTS, CallObservation, DropReason, Telemetry
+from dynbus.bus.telemetry import MAX_ENDPOINTS, CallObservation, Telemetry
 from dynbus.bus.telemetry_sdk import exporters, is_requested
 
 GENERATE = EndpointName("demo", "Shouter", "generate")

@@ -1,0 +1,262 @@
+"""The supervisor starts in order, restarts with bounds, and never leaves a child behind."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dynbus.actors.actor import Actor
+from dynbus.actors.configuration import Text
+from dynbus.actors.loader import resolve
+from dynbus.actors.serving import Assignment
+from dynbus.actors.supervisor import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    ChildState,
+    RestartPolicy,
+    Supervisor,
+    WorkerSettings,
+)
+from dynbus.bus import exit_codes
+from dynbus.bus.embedded import RunningServer
+from dynbus.bus.errors import ConfigError
+
+ACTORS = """
+from pathlib import Path
+from dynbus import Actor, depends, handler
+
+class Below(Actor, namespace="supervised"):
+    def __init__(self, folder: Path, order: int = 0) -> None:
+        self.folder = folder
+
+    async def on_start(self) -> None:
+        self.log("start")
+
+    async def on_stop(self) -> None:
+        self.log("stop")
+
+    def log(self, what: str) -> None:
+        with (self.folder / "order").open("a") as file:
+            file.write(f"{what} {type(self).__name__}\\n")
+
+    @handler
+    async def call(self) -> str:
+        return ""
+
+class Above(Below, namespace="supervised"):
+    below = depends(Below)
+"""
+
+
+# When to start again -----------------------------------------------------------------------
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    policy = RestartPolicy(limit=10)
+
+    pauses = [policy.pause_after(now=0.0, jitter=1.0) for _ in range(8)]
+
+    assert pauses == [FIRST_PAUSE * 2.0**n for n in range(6)] + [LONGEST_PAUSE, LONGEST_PAUSE]
+
+
+def test_jitter_takes_up_to_half_of_a_pause() -> None:
+    assert RestartPolicy().pause_after(0.0, 0.0) == FIRST_PAUSE / 2
+    assert RestartPolicy().pause_after(0.0, 1.0) == FIRST_PAUSE
+
+
+def test_too_many_ends_within_the_window_are_the_end() -> None:
+    policy = RestartPolicy(limit=2, window=60.0)
+
+    pauses = [policy.pause_after(now, 1.0) for now in (0.0, 10.0, 20.0)]
+
+    assert pauses[2] is None
+    assert None not in pauses[:2]
+
+
+def test_ends_outside_of_the_window_are_forgotten() -> None:
+    policy = RestartPolicy(limit=2, window=60.0)
+
+    pauses = [policy.pause_after(100.0 * n, 1.0) for n in range(10)]
+
+    assert pauses == [FIRST_PAUSE] * 10
+
+
+# With children -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "supervised_actors.py").write_text(ACTORS)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "supervised_actors", raising=False)
+    return tmp_path
+
+
+def supervise(
+    server: RunningServer, folder: Path, *names: str, limit: int = 5, **arguments: Any
+) -> Supervisor:
+    given = {"folder": str(folder), **arguments}
+    return Supervisor(
+        [Assignment(resolve(f"supervised_actors:{name}"), given, 1) for name in names],
+        WorkerSettings({"servers": server.url}, "json", "warning"),
+        drain_grace=5.0,
+        policy=lambda: RestartPolicy(limit),
+    )
+
+
+@asynccontextmanager
+async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[int]]:
+    """Run the supervisor; at the end none of its children is left."""
+    task = asyncio.create_task(supervisor.run())
+    pids: set[int] = set()
+    try:
+        async with asyncio.timeout(40):
+            yield task
+            pids = {child.pid for child in supervisor.children if child.pid is not None}
+    finally:
+        task.cancel()
+        await asyncio.wait({task}, timeout=15.0)
+        assert [child for child in supervisor.children if child.pid is not None] == []
+        assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+
+
+async def all_ready(supervisor: Supervisor) -> None:
+    for child in supervisor.children:
+        await child.has_been_ready.wait()
+
+
+async def until(condition: Any) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.anyio
+async def test_dependencies_start_first_and_stop_last(
+    nats_server: RunningServer, folder: Path
+) -> None:
+    supervisor = supervise(nats_server, folder, "Below", "Above")
+
+    async with running(supervisor) as task:
+        supervisor.begin()
+        await all_ready(supervisor)
+        supervisor.drain()
+        code = await task
+
+    assert code == exit_codes.OK
+    assert (folder / "order").read_text().splitlines() == [
+        "start Below",
+        "start Above",
+        "stop Above",
+        "stop Below",
+    ]
+
+
+@pytest.mark.anyio
+async def test_children_wait_for_the_word_to_begin(
+    nats_server: RunningServer, folder: Path
+) -> None:
+    supervisor = supervise(nats_server, folder, "Below")
+    (child,) = supervisor.children
+
+    async with running(supervisor):
+        await until(lambda: child.state is ChildState.LOADED)
+        waiting = supervisor.problems()
+        supervisor.begin()
+        await all_ready(supervisor)
+
+        assert waiting == {"supervised.Below/1": "loaded"}
+        assert supervisor.problems() == {}
+
+
+@pytest.mark.anyio
+async def test_a_drain_while_children_still_load_leaves_none(
+    nats_server: RunningServer, folder: Path
+) -> None:
+    supervisor = supervise(nats_server, folder, "Below", "Above")
+
+    async with running(supervisor) as task:
+        supervisor.drain()
+        code = await task
+
+    assert code == exit_codes.OK
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_run_leaves_no_child(nats_server: RunningServer, folder: Path) -> None:
+    supervisor = supervise(nats_server, folder, "Below")
+
+    async with running(supervisor) as task:
+        supervisor.begin()
+        await all_ready(supervisor)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    assert [child.state for child in supervisor.children] == [ChildState.ENDED]
+
+
+@pytest.mark.anyio
+async def test_text_of_the_command_line_is_read_as_its_type_in_the_child(
+    nats_server: RunningServer, folder: Path
+) -> None:
+    supervisor = supervise(nats_server, folder, "Below", order=Text("7"))
+
+    async with running(supervisor):
+        supervisor.begin()
+        await all_ready(supervisor)
+
+    assert (folder / "order").read_text().startswith("start Below")
+
+
+@pytest.mark.anyio
+async def test_a_child_that_ended_too_often_ends_the_run_with_the_reason(
+    nats_server: RunningServer, folder: Path
+) -> None:
+    supervisor = supervise(nats_server, folder, "Below", limit=0)
+    (child,) = supervisor.children
+
+    async with running(supervisor) as task:
+        supervisor.begin()
+        await all_ready(supervisor)
+        assert child.pid is not None
+        psutil.Process(child.pid).kill()
+        code = await task
+
+    assert code == exit_codes.GAVE_UP
+    assert supervisor.failure is not None
+    assert "the last time: killed by SIGKILL" in supervisor.failure.message
+
+
+@pytest.mark.anyio
+async def test_a_child_that_dies_before_it_is_ready_ends_the_run(
+    nats_server: RunningServer, folder: Path
+) -> None:
+    supervisor = supervise(nats_server, folder, "Below")
+    (child,) = supervisor.children
+
+    async with running(supervisor) as task:
+        await until(lambda: child.state is ChildState.LOADED)
+        assert child.pid is not None
+        psutil.Process(child.pid).kill()
+        code = await task
+
+    assert code == exit_codes.START_FAILED
+    assert supervisor.failure is not None
+    assert supervisor.failure.message == (
+        "supervised.Below/1 ended before it was ready: killed by SIGKILL"
+    )
+
+
+def test_a_class_that_another_process_cannot_find_is_refused() -> None:
+    class Local(Actor, namespace="supervised"):
+        pass
+
+    with pytest.raises(ConfigError, match="use --in-process"):
+        Supervisor([Assignment(Local, {}, 1)], WorkerSettings({}), drain_grace=1.0)

@@ -1,0 +1,83 @@
+"""A handler that blocks its event loop is named, with its stack, and is not taken for dead."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from dynbus import Runtime, UnknownOutcome, call_options
+from dynbus.bus.embedded import RunningServer
+
+from .processes import Processes
+from .workload import Source, Wait
+
+pytestmark = pytest.mark.anyio
+
+BLOCKED = 5.0
+
+
+async def test_a_handler_that_blocks_its_loop_is_reported_and_its_calls_complete(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url, instance_id="blocked", ttl=3.0)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            await source.where()
+        waiting = asyncio.create_task(source.work(Wait(seconds=0.5)))
+        await asyncio.sleep(0.1)
+        seen: set[tuple[str, ...]] = set()
+
+        begun = time.monotonic()
+        blocking = asyncio.create_task(source.block(Wait(seconds=BLOCKED)))
+        await asyncio.sleep(0.2)
+        late = asyncio.create_task(source.where())
+        while not blocking.done():
+            seen.add(tuple(runtime.instance_ids("scenario", "Source")))
+            await asyncio.sleep(0.02)
+        results = await asyncio.gather(blocking, waiting, late)
+        took = time.monotonic() - begun
+
+    assert [result.instance for result in results] == ["blocked"] * 3
+    assert BLOCKED <= took < BLOCKED + 1.0
+    assert seen == {("blocked",)}
+    report = worker.output.split("the main loop has been blocked for")
+    assert len(report) == 2
+    assert "time.sleep(request.seconds)" in report[1]
+
+
+async def test_a_caller_that_blocks_its_loop_keeps_its_streams(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    await processes.worker(own_server.url)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            journal = await source.journal()
+        working = asyncio.create_task(source.work(Wait(seconds=1.0, tag="kept")))
+        await asyncio.sleep(0.1)
+
+        time.sleep(3.0)  # noqa: ASYNC251 - that is the story
+        await working
+        journal = await source.journal()
+
+    assert journal.finished == ["kept"]
+
+
+async def test_a_loop_that_is_blocked_beyond_the_limit_is_given_up(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    await processes.worker(own_server.url)
+    async with Runtime.connect(own_server.url, stall_limit=1.0) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            await source.where()
+
+        begun = time.monotonic()
+        with pytest.raises(UnknownOutcome):
+            await source.block(Wait(seconds=4.0))
+        took = time.monotonic() - begun
+
+    assert 1.0 < took < 2.5

@@ -1,0 +1,146 @@
+"""A caller dies, freezes or is cut off: the work that it asked for stops, down to the last hop."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from nats.aio.client import Client
+
+from dynbus import Runtime, call_options
+from dynbus.bus.embedded import RunningServer
+
+from ..conditions import eventually
+from ..proxy import Proxy
+from .observation import leftovers, no_handler_runs
+from .processes import Processes
+from .workload import Source
+
+pytestmark = pytest.mark.anyio
+
+STOPPED_WITHIN = 2.5
+"""Two seconds, and what a busy machine and the question itself add to them."""
+
+
+
+@pytest.mark.parametrize("actor", ["Source", "Top"])
+async def test_the_handlers_of_a_killed_caller_are_cancelled_down_to_the_grandchildren(
+    own_server: RunningServer, processes: Processes, actor: str
+) -> None:
+    await processes.worker(own_server.url, "Source")
+    if actor == "Top":
+        await processes.worker(own_server.url, "Relay")
+        await processes.worker(own_server.url, "Top")
+    caller = await processes.caller(own_server.url, actor, streams=20)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        assert (await source.journal()).running == 20
+
+        caller.kill()
+        took = await eventually(no_handler_runs(source), 5.0)
+        journal = await source.journal()
+
+    assert took < STOPPED_WITHIN
+    assert len(journal.cancelled) + len(journal.finished) == 20
+
+
+async def test_the_handlers_of_a_frozen_caller_are_cancelled_and_it_gets_an_error_once_it_thaws(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    await processes.worker(own_server.url)
+    caller = await processes.caller(own_server.url, "Source", streams=20)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+
+        caller.freeze()
+        took = await eventually(no_handler_runs(source), 5.0)
+        caller.thaw()
+        status = await caller.ended(5.0)
+
+    assert took < STOPPED_WITHIN
+    assert status != 0
+    assert "StreamLost" in caller.output
+
+
+async def test_the_handlers_of_a_caller_that_is_cut_off_for_good_are_cancelled(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    await processes.worker(own_server.url)
+    async with Proxy(own_server.port) as proxy, Runtime.connect(own_server.url) as runtime:
+        await processes.caller(proxy.url, "Source", streams=20)
+        source = runtime.client(Source)
+
+        proxy.refuse()
+        proxy.cut()
+        took = await eventually(no_handler_runs(source), 5.0)
+
+    assert took < STOPPED_WITHIN
+
+
+async def test_a_plain_client_that_dies_is_noticed_at_the_next_item(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    await processes.worker(own_server.url)
+    plain = Client()
+    await plain.connect(own_server.url)
+    inbox = plain.new_inbox()
+    subscription = await plain.subscribe(inbox)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            await source.where()
+        request = b'{"items": 1000000, "pause": 0.02}'
+        await plain.publish("scenario.Source.count", request, reply=inbox)
+        await subscription.next_msg(timeout=5)
+        assert (await source.journal()).running == 1
+
+        await plain.close()
+        took = await eventually(no_handler_runs(source), 5.0)
+
+    assert took < 1.0
+
+
+async def test_a_plain_client_cannot_end_streams_by_answering_an_item(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    await processes.worker(own_server.url)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            await source.where()
+        plain = Client()
+        await plain.connect(own_server.url)
+        inbox = plain.new_inbox()
+        subscription = await plain.subscribe(inbox)
+        await plain.publish(
+            "scenario.Source.count", b'{"items": 20, "pause": 0.02}', reply=inbox
+        )
+
+        items = 0
+        while True:
+            message = await subscription.next_msg(timeout=5)
+            if not message.data:
+                break
+            items += 1
+            await message.respond(b"thanks")
+        await plain.close()
+
+    assert items == 20
+    assert message.headers is None
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+async def test_100_callers_killed_one_after_the_other_leave_nothing_running(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    async with Runtime.connect(own_server.url) as runtime:
+        await runtime.start(Source, instance_id="source")
+        source = runtime.client(Source)
+        for _ in range(100):
+            caller = await processes.caller(own_server.url, "Source", streams=100)
+            caller.kill()
+            took = await eventually(no_handler_runs(source), 5.0)
+            assert took < STOPPED_WITHIN
+            await eventually(lambda: not leftovers(runtime), 5.0)
+        await asyncio.sleep(0)

@@ -1,0 +1,241 @@
+"""`dynbus call`, `ps`, `doctor` and `bench` against actors that run, as a shell uses them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dynbus.bus.embedded import free_port
+
+from .project import Folder, project_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
+    """A project whose actors run while these tests call them."""
+    with project_folder(tmp_path_factory.mktemp("project")) as project:
+        project.start_ready("actors.py", instances=3)
+        yield project
+
+
+# call --------------------------------------------------------------------------------------
+
+
+def test_a_result_is_printed_as_json(folder: Folder) -> None:
+    ended = folder.dynbus("call", "demo.Slow.work", "0.01")
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, '"done"\n', "")
+
+
+def test_a_stream_is_printed_line_by_line_as_it_comes(folder: Folder) -> None:
+    call = folder.begin("call", "demo.Slow.tick")
+    assert call.stdout is not None
+
+    lines = [call.stdout.readline() for _ in range(3)]
+
+    assert lines == ["0\n", "1\n", "2\n"]
+    assert call.poll() is None
+    call.send_signal(signal.SIGTERM)
+    call.communicate(timeout=10)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_cancels_the_call_on_the_far_side(
+    number: signal.Signals, code: int, folder: Folder
+) -> None:
+    (folder.path / "cancelled").unlink(missing_ok=True)
+    call = folder.begin("call", "demo.Slow.tick")
+    assert call.stdout is not None
+    call.stdout.readline()
+
+    call.send_signal(number)
+
+    _, errors = call.communicate(timeout=10)
+    assert call.returncode == code
+    assert "Traceback" not in errors
+    folder.wait_for_file("cancelled")
+
+
+def test_a_reader_that_leaves_cancels_the_call(folder: Folder) -> None:
+    (folder.path / "cancelled").unlink(missing_ok=True)
+    command = f"'{sys.executable}' -m dynbus call demo.Slow.tick | head -2; echo ${{PIPESTATUS[0]}}"
+
+    ended = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        env=folder.environment(),
+        timeout=20,
+        check=False,
+    )
+
+    assert (ended.stdout, ended.stderr) == ("0\n1\n141\n", "")
+    folder.wait_for_file("cancelled")
+
+
+def test_a_request_can_come_from_standard_input(folder: Folder) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "dynbus", "call", "demo.Splitter.split", "-", "--json"],
+        input='"a b"',
+        capture_output=True,
+        text=True,
+        env=folder.environment(),
+        timeout=20,
+        check=False,
+    )
+
+    assert (ended.returncode, ended.stdout) == (0, '"a"\n"b"\n')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("demo.Splitter.fail", '"why"'), 10, "dynbus: HandlerError: ValueError: why (at demo."),
+        (("demo.Nobody.call", '"a"'), 11, "dynbus: NoInstances: no instance serves"),
+        (("demo.Slow.work", "9", "--timeout", "0.2"), 14, "dynbus: DeadlineExceeded: "),
+        (("demo.Slow.work", '"x"'), 16, "dynbus: InvalidRequest: "),
+        (("demo.Slow.work", "1", "--instance", "nobody"), 12, "dynbus: Unavailable: "),
+        (("demo.Slow", "1"), 2, "is not an endpoint"),
+        (("demo.Slow.work", "{"), 2, "it is not JSON"),
+        (("demo.Slow.work", "1", "--metadata", "x"), 2, "write KEY=VALUE"),
+        (("demo.Slow.work", "1", "--timeout", "0"), 2, "--timeout"),
+        (("demo.Slow.work", "1", "--instance", "a b"), 3, "is not a valid name"),
+    ],
+)
+def test_a_failed_call_ends_with_one_line_and_the_code_of_its_kind(
+    arguments: tuple[str, ...], code: int, text: str, folder: Folder
+) -> None:
+    ended = folder.dynbus("call", *arguments)
+
+    assert ended.returncode == code, ended.stderr
+    assert text in ended.stderr.splitlines()[-1]
+    assert ended.stdout == ""
+    assert "Traceback" not in ended.stderr
+
+
+def test_with_json_an_error_is_one_object(folder: Folder) -> None:
+    ended = folder.dynbus("call", "demo.Splitter.fail", '"why"', "--json")
+
+    error = json.loads(ended.stderr)
+    assert error["error"] == "HandlerError"
+    assert error["message"] == "ValueError: why"
+    assert error["hop"].startswith("demo.Splitter.fail@")
+
+
+def test_a_call_can_wait_for_its_first_instance(folder: Folder, tmp_path: Path) -> None:
+    late = tmp_path / "late.py"
+    late.write_text(
+        "from dynbus import Actor, handler\n"
+        'class Late(Actor, namespace="demo"):\n'
+        "    @handler\n"
+        "    async def call(self) -> str:\n"
+        '        return "here"\n'
+    )
+    call = folder.begin("call", "demo.Late.call", "--wait", "20")
+
+    run = folder.start(str(late))
+
+    assert call.communicate(timeout=25)[0] == '"here"\n'
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait(15) == 0
+
+
+def test_without_a_server_a_call_ends_with_no_server(folder: Folder) -> None:
+    ended = folder.dynbus("call", "demo.A.b", "1", "--nats", f"nats://127.0.0.1:{free_port()}")
+
+    assert ended.returncode == 4
+    assert ended.stderr.startswith("dynbus: Unavailable: no NATS server can be reached")
+
+
+# ps, doctor, bench -------------------------------------------------------------------------
+
+
+def test_ps_shows_every_instance_with_its_load(folder: Folder) -> None:
+    (folder.path / "working").unlink(missing_ok=True)
+    call = folder.begin("call", "demo.Slow.work", "3")
+    folder.wait_for_file("working")
+
+    rows = {row["component"]: row for row in json.loads(folder.dynbus("ps", "--json").stdout)}
+
+    assert sorted(rows) == ["Shouter", "Slow", "Splitter"]
+    assert {row["state"] for row in rows.values()} == {"serving"}
+    assert rows["Slow"]["running"] == 1
+    assert 0 < rows["Splitter"]["age"] < 600
+    assert sorted(rows["Splitter"]["endpoints"]) == ["fail", "split"]
+    assert call.communicate(timeout=20)[0] == '"done"\n'
+
+
+def test_ps_prints_a_plain_table_when_piped(folder: Folder) -> None:
+    ended = folder.dynbus("ps", "--namespace", "demo")
+
+    head, *rows = ended.stdout.splitlines()
+    assert head.split() == [
+        "COMPONENT",
+        "INSTANCE",
+        "STATE",
+        "AGE",
+        "LOAD",
+        "ENDPOINTS",
+        "ADDRESS",
+    ]
+    assert [row.split()[0] for row in rows] == ["demo.Shouter", "demo.Slow", "demo.Splitter"]
+    assert "\x1b" not in ended.stdout
+
+
+def test_ps_of_another_namespace_is_empty(folder: Folder) -> None:
+    ended = folder.dynbus("ps", "--namespace", "other")
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "no instance in other\n")
+
+
+def test_ps_shows_a_frozen_instance_as_silent(folder: Folder) -> None:
+    rows = json.loads(folder.dynbus("ps", "--json").stdout)
+    (address,) = [row["address"] for row in rows if row["component"] == "Shouter"]
+    process = psutil.Process(int(address.rpartition(":")[2]))
+    process.suspend()
+
+    try:
+        frozen = json.loads(folder.dynbus("ps", "--json").stdout)
+    finally:
+        process.resume()
+
+    states = {row["component"]: row["state"] for row in frozen}
+    assert states == {"Shouter": "silent", "Slow": "serving", "Splitter": "serving"}
+
+
+def test_doctor_finds_nothing_wrong_with_the_embedded_server(folder: Folder) -> None:
+    ended = folder.dynbus("doctor", "--json")
+
+    checks = json.loads(ended.stdout)
+    assert ended.returncode == 0
+    assert [check for check in checks if check["status"] == "fail"] == []
+    bucket = next(check for check in checks if check["name"] == "instances bucket")
+    assert bucket["found"] == "as dynbus makes it"
+
+
+def test_bench_measures_the_users_server_and_leaves_nothing(folder: Folder) -> None:
+    before = {process.pid for process in folder.processes()}
+
+    ended = folder.dynbus("bench", "--duration", "0.2", "--json")
+
+    figures = json.loads(ended.stdout)
+    assert ended.returncode == 0, ended.stderr
+    assert list(figures) == [
+        "round_trip_us",
+        "unary_p50_us",
+        "unary_p99_us",
+        "unary_per_second",
+        "items_per_second",
+        "items_per_second_64",
+    ]
+    assert all(value > 0 for value in figures.values())
+    assert figures["unary_p50_us"] <= figures["unary_p99_us"]
+    assert {process.pid for process in folder.processes()} == before

@@ -1,0 +1,150 @@
+"""What the server does not allow is said at once and as such."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from dynbus import PermissionDenied, Runtime, call_options
+from dynbus.bus.embedded import RunningServer, run_server
+
+from .workload import Count, Source
+
+pytestmark = pytest.mark.anyio
+
+USERS = """
+authorization {
+  users = [
+    { user: "operator", password: "secret" }
+    { user: "outsider", password: "secret", permissions: {
+        publish: { deny: ["scenario.Source.>"] } } }
+    { user: "mute", password: "secret", permissions: {
+        publish: { deny: ["scenario.Source._ctl.>"] } } }
+    { user: "deaf", password: "secret", permissions: {
+        subscribe: { deny: ["_R.>"] } } }
+    { user: "idler", password: "secret", permissions: {
+        subscribe: { deny: ["scenario.>"] } } }
+  ]
+}
+"""
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[RunningServer]:
+    """A server with users of different rights."""
+    server = await run_server(store_dir=tmp_path / "nats-server", config=USERS)
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def url_of(server: RunningServer, user: str, password: str = "secret") -> str:
+    return f"nats://{user}:{password}@127.0.0.1:{server.port}"
+
+
+@pytest.mark.parametrize("url", ["operator:wrong@", "nobody:secret@", ""])
+async def test_wrong_credentials_are_told_at_once_and_without_the_password(
+    guarded: RunningServer, url: str
+) -> None:
+    begun = time.monotonic()
+
+    with pytest.raises(PermissionDenied) as raised:
+        await Runtime.connect(f"nats://{url}127.0.0.1:{guarded.port}")
+
+    assert time.monotonic() - begun < 2.0
+    assert f"127.0.0.1:{guarded.port}" in str(raised.value)
+    assert "secret" not in str(raised.value)
+    assert "wrong" not in str(raised.value)
+
+
+async def test_a_caller_that_may_not_publish_to_an_endpoint_is_told_so(
+    guarded: RunningServer,
+) -> None:
+    async with (
+        Runtime.connect(url_of(guarded, "operator")) as serving,
+        Runtime.connect(url_of(guarded, "outsider")) as calling,
+    ):
+        await serving.start(Source)
+        source = calling.client(Source)
+
+        begun = time.monotonic()
+        with pytest.raises(PermissionDenied) as of_unary, call_options(wait=5.0):
+            await source.where()
+        with pytest.raises(PermissionDenied):
+            async for _ in source.count(Count(items=3)):
+                pass
+        took = time.monotonic() - begun
+
+    assert took < 2.0
+    assert "scenario.Source.where" in str(of_unary.value)
+
+
+async def test_a_caller_that_may_not_use_the_control_lane_is_told_so(
+    guarded: RunningServer,
+) -> None:
+    async with (
+        Runtime.connect(url_of(guarded, "operator")) as serving,
+        Runtime.connect(url_of(guarded, "mute")) as calling,
+    ):
+        await serving.start(Source)
+        source = calling.client(Source)
+
+        with pytest.raises(PermissionDenied), call_options(wait=5.0):
+            async with asyncio.timeout(5.0):
+                async for _ in source.count(Count(items=10**9, pause=0.01)):
+                    pass
+
+
+async def test_a_runtime_that_may_not_hear_its_replies_does_not_connect(
+    guarded: RunningServer,
+) -> None:
+    with pytest.raises(PermissionDenied) as raised:
+        await Runtime.connect(url_of(guarded, "deaf"))
+
+    assert "_R." in str(raised.value)
+
+
+async def test_an_instance_that_may_not_subscribe_does_not_start_and_is_not_announced(
+    guarded: RunningServer,
+) -> None:
+    async with (
+        Runtime.connect(url_of(guarded, "idler")) as serving,
+        Runtime.connect(url_of(guarded, "operator")) as watching,
+    ):
+        with pytest.raises(PermissionDenied):
+            await serving.start(Source, instance_id="idler")
+        await watching.discovery.wait_synchronized(5.0)
+
+        assert watching.instance_ids("scenario", "Source") == []
+        assert serving.instances == {}
+
+
+async def test_credentials_that_are_withdrawn_and_given_back_are_found_out_by_reconnecting(
+    guarded: RunningServer, tmp_path: Path
+) -> None:
+    async with Runtime.connect(url_of(guarded, "operator")) as runtime:
+        await runtime.start(Source)
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            before = await source.where()
+
+        await guarded.stop()
+        guarded._config = USERS.replace('password: "secret" }', 'password: "changed" }')
+        await guarded.start()
+        await asyncio.sleep(0.5)
+        refused_while_withdrawn = not runtime.is_connected
+        await guarded.stop()
+        guarded._config = USERS
+        await guarded.start()
+        async with asyncio.timeout(15.0):
+            while not runtime.is_connected:
+                await asyncio.sleep(0.05)
+        after = await source.where()
+
+    assert refused_while_withdrawn
+    assert after.instance == before.instance

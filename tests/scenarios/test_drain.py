@@ -1,0 +1,158 @@
+"""An instance goes away gracefully: what runs finishes, what is left is told, new calls go elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from nats.aio.client import Client
+
+from dynbus import Draining, Runtime, call_options
+from dynbus.bus.embedded import RunningServer
+
+from ..conditions import eventually
+from .observation import Prefer, leftovers
+from .processes import Processes
+from .workload import Count, Item, Source, Wait
+
+pytestmark = pytest.mark.anyio
+
+
+async def read(source: Source, request: Count, received: list[Item]) -> int:
+    async for item in source.count(request):
+        received.append(item)
+    return len(received)
+
+
+async def test_running_streams_finish_while_new_calls_go_to_another_instance(
+    own_server: RunningServer,
+) -> None:
+    async with (
+        Runtime.connect(own_server.url) as first,
+        Runtime.connect(own_server.url) as second,
+        Runtime.connect(own_server.url) as calling,
+    ):
+        leaving = await first.start(Source, instance_id="leaving")
+        source = calling.client(Source, routing=Prefer("leaving"))
+        received: list[list[Item]] = [[] for _ in range(64)]
+        with call_options(wait=5.0):
+            streams = [
+                asyncio.create_task(read(source, Count(items=100, pause=0.01), items))
+                for items in received
+            ]
+        await eventually(lambda: all(received))
+        await second.start(Source, instance_id="staying")
+
+        begun = time.monotonic()
+        stopping = asyncio.create_task(leaving.stop(10.0))
+        places: set[str] = set()
+        while not stopping.done():
+            places.add((await source.where()).instance)
+            await asyncio.sleep(0.01)
+        counts = await asyncio.gather(*streams)
+        took = time.monotonic() - begun
+
+        assert counts == [100] * 64
+        assert places == {"staying"}
+        assert took < 5.0
+        assert leftovers(calling) == {}
+
+
+async def test_what_is_left_after_the_grace_ends_in_draining(own_server: RunningServer) -> None:
+    async with (
+        Runtime.connect(own_server.url) as serving,
+        Runtime.connect(own_server.url) as calling,
+    ):
+        instance = await serving.start(Source)
+        source = calling.client(Source)
+        received: list[Item] = []
+        with call_options(wait=5.0):
+            stream = asyncio.create_task(
+                read(source, Count(items=10**9, pause=0.01), received)
+            )
+            unary = asyncio.create_task(source.work(Wait(seconds=60.0)))
+        await eventually(lambda: len(received) > 5)
+
+        begun = time.monotonic()
+        await instance.stop(0.5)
+        took = time.monotonic() - begun
+        with pytest.raises(Draining) as of_stream:
+            await stream
+        with pytest.raises(Draining) as of_unary:
+            await unary
+
+        assert 0.5 <= took < 1.5
+        assert of_stream.value.retryable
+        assert of_unary.value.retryable
+        assert leftovers(calling) == {}
+
+
+async def test_a_handler_sees_that_its_instance_drains(own_server: RunningServer) -> None:
+    async with Runtime.connect(own_server.url) as runtime:
+        instance = await runtime.start(Source)
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            call = asyncio.create_task(source.work(Wait(seconds=0.3)))
+        await eventually(lambda: instance.server.load == 1)
+
+        await instance.stop(5.0)
+
+        assert (await call).instance == instance.id
+        assert instance.id not in runtime.instances
+
+
+async def test_a_worker_process_finishes_its_streams_on_sigterm_and_exits(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        received: list[list[Item]] = [[] for _ in range(16)]
+        with call_options(wait=5.0):
+            streams = [
+                asyncio.create_task(read(source, Count(items=100, pause=0.01), items))
+                for items in received
+            ]
+        await eventually(lambda: all(received))
+
+        worker.terminate()
+        counts = await asyncio.gather(*streams)
+        status = await worker.ended(5.0)
+
+    assert counts == [100] * 16
+    assert status == 0
+    assert "stopped" in worker.output
+
+
+async def test_plain_requests_are_not_lost_while_one_of_two_instances_drains(
+    own_server: RunningServer,
+) -> None:
+    async with (
+        Runtime.connect(own_server.url) as first,
+        Runtime.connect(own_server.url) as second,
+    ):
+        leaving = await first.start(Source, instance_id="leaving")
+        await second.start(Source, instance_id="staying")
+        plain = Client()
+        await plain.connect(own_server.url)
+        refused = 0
+
+        async def keep_asking() -> None:
+            nonlocal refused
+            while True:
+                answer = await plain.request("scenario.Source.where", b"", timeout=2)
+                refused += b"instance" not in answer.data
+
+        asking = [asyncio.create_task(keep_asking()) for _ in range(8)]
+        await asyncio.sleep(0.2)
+        await leaving.stop(2.0)
+        await asyncio.sleep(0.2)
+        failed = [task for task in asking if task.done()]
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await plain.close()
+
+    assert failed == []
+    assert refused == 0

@@ -1,0 +1,379 @@
+"""`dynbus run` as its user knows it: real processes, real signals, an embedded server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+
+from dynbus.bus.embedded import free_port
+
+from .project import ACTORS, Folder, project_folder
+
+FAILS = """
+from dynbus import Actor, handler
+
+class Fails(Actor, namespace="demo"):
+    async def on_start(self) -> None:
+        raise RuntimeError("the model is missing")
+
+    @handler
+    async def call(self) -> str:
+        return ""
+
+class Good(Actor, namespace="demo"):
+    @handler
+    async def call(self) -> str:
+        return ""
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    with project_folder(tmp_path) as project:
+        yield project
+
+
+# Starting ----------------------------------------------------------------------------------
+
+
+def test_an_actor_and_what_it_depends_on_are_served_with_an_embedded_server(
+    folder: Folder,
+) -> None:
+    folder.start_ready("actors.py:Shouter", "--Splitter.separator=,", instances=2)
+
+    answer = folder.dynbus("call", "demo.Shouter.shout", '"a,b"')
+
+    assert (answer.returncode, answer.stdout) == (0, '"A"\n"B"\n'), answer.stderr
+    assert folder.output().count("nats-server 2.") == 1
+    assert "started on" in folder.output()
+    assert "demo.Slow" not in folder.output()
+
+
+def test_each_instance_has_a_process_and_the_file_says_how_many(folder: Folder) -> None:
+    (folder.path / "config.yaml").write_text("Splitter:\n  ServiceArgs: {workers: 2}\n")
+
+    folder.start_ready("actors.py:Splitter", "-f", "config.yaml", instances=2)
+
+    rows = json.loads(folder.dynbus("ps", "--json").stdout)
+    assert [row["state"] for row in rows] == ["serving", "serving"]
+    assert len({row["address"] for row in rows}) == 2
+    assert len(folder.workers()) == 2
+
+
+def test_in_process_serves_everything_in_one_process(folder: Folder) -> None:
+    run = folder.start_ready("actors.py", "--in-process", instances=3)
+
+    rows = json.loads(folder.dynbus("ps", "--json").stdout)
+
+    assert sorted(row["component"] for row in rows) == ["Shouter", "Slow", "Splitter"]
+    assert {row["address"].rpartition(":")[2] for row in rows} == {str(run.pid)}
+    assert folder.workers() == []
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(folder: Folder) -> None:
+    ended = folder.dynbus("run", "actors.py:Shouter", "--dry-run", "--json", "--Splitter.workers=3")
+
+    plan = json.loads(ended.stdout)
+    assert ended.returncode == 0
+    assert [(actor["address"], actor["instances"]) for actor in plan["actors"]] == [
+        ("demo.Splitter", 3),
+        ("demo.Shouter", 1),
+    ]
+    assert plan["servers"] == [folder.url]
+    assert not (folder.path / ".dynbus").exists()
+
+
+def test_files_of_the_user_that_have_names_of_the_standard_library_do_no_harm(
+    folder: Folder,
+) -> None:
+    (folder.path / "service").mkdir()
+    (folder.path / "service" / "actors.py").write_text(ACTORS)
+    (folder.path / "socket.py").write_text("raise RuntimeError('the wrong socket')")
+
+    # As the installed command does: without the working directory on the path.
+    folder.start("service/actors.py:Slow", python=("-P",))
+
+    folder.wait_for(lambda: " is ready" in folder.output())
+
+
+# Failing to start --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+def test_an_actor_whose_on_start_raises_ends_the_run_with_its_traceback_once(
+    mode: tuple[str, ...], folder: Folder
+) -> None:
+    (folder.path / "fails.py").write_text(FAILS)
+
+    ended = folder.dynbus("run", "fails.py", "--Fails.workers=2", *mode)
+
+    assert ended.returncode == 5
+    assert ended.stderr.count("RuntimeError: the model is missing\n") == 2  # and in the last line
+    assert ended.stderr.count("Traceback") == 1
+    assert 'fails.py", line 6, in on_start' in ended.stderr
+    assert "serving.py" not in ended.stderr
+    assert ended.stderr.endswith(
+        "dynbus: demo.Fails did not start: RuntimeError: the model is missing\n"
+    )
+    assert folder.workers() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("missing.py",), 3, "there is no file missing.py"),
+        (("actors.py", "--Spliter.x=1"), 3, "is no actor of this run; there are: Splitter"),
+        (("actors.py", "--Splitter.x=1"), 3, "has no argument 'x'"),
+        (("actors.py", "--Splitter.x"), 2, "--Splitter.x has no value"),
+        (("actors.py", "--unknown"), 2, "No such option"),
+        ((), 2, "Missing argument"),
+        (("actors.py", "--health", "nowhere"), 3, "is not an address"),
+        (("actors.py", "--health", "0.0.0.0:0"), 3, "open to other machines"),
+        (("actors.py:Slow", "--nats", "nats://192.0.2.1:1", "--fresh"), 3, "is not embedded"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_its_code(
+    arguments: tuple[str, ...], code: int, text: str, folder: Folder
+) -> None:
+    ended = folder.dynbus("run", *arguments)
+
+    assert ended.returncode == code, ended.stderr
+    assert text in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_file_that_raises_is_shown_with_the_users_frames_alone(folder: Folder) -> None:
+    (folder.path / "broken.py").write_text("def load():\n    return 1 / 0\n\nload()\n")
+
+    ended = folder.dynbus("run", "broken.py")
+
+    assert ended.returncode == 3
+    assert 'broken.py", line 2, in load' in ended.stderr
+    assert "importlib" not in ended.stderr
+    assert "loader.py" not in ended.stderr
+
+
+def test_a_server_elsewhere_that_is_not_there_ends_the_run(folder: Folder) -> None:
+    (folder.path / "config.yaml").write_text("bus: {connect_timeout: 1}\n")
+    url = f"nats://127.0.0.1:{free_port()},nats://127.0.0.1:{free_port()}"
+
+    ended = folder.dynbus("run", "actors.py:Slow", "-f", "config.yaml", "--nats", url)
+
+    assert ended.returncode == 4
+    assert "no NATS server can be reached" in ended.stderr
+
+
+# Ending ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+def test_ctrl_c_in_the_terminal_lets_calls_finish(mode: tuple[str, ...], folder: Folder) -> None:
+    run = folder.start_ready("actors.py:Slow", *mode)
+    call = folder.begin("call", "demo.Slow.work", "1.5")
+    folder.wait_for_file("working")
+
+    os.killpg(run.pid, signal.SIGINT)
+
+    output, errors = call.communicate(timeout=20)
+    assert (output, errors) == ('"done"\n', "")
+    assert run.wait(15) == 0
+    assert (folder.path / "stopped").exists()
+    assert folder.processes() == []
+
+
+def test_sigterm_to_every_process_of_a_service_is_one_drain(folder: Folder) -> None:
+    run = folder.start_ready("actors.py:Slow")
+    call = folder.begin("call", "demo.Slow.work", "1.5")
+    folder.wait_for_file("working")
+
+    os.killpg(run.pid, signal.SIGTERM)
+
+    assert call.communicate(timeout=20)[0] == '"done"\n'
+    assert run.wait(15) == 0
+
+
+@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+def test_a_second_ctrl_c_stops_at_once_even_when_a_handler_blocks(
+    mode: tuple[str, ...], folder: Folder
+) -> None:
+    run = folder.start_ready("actors.py:Slow", *mode)
+    call = folder.begin("call", "demo.Slow.block", "60")
+    folder.wait_for_file("blocking")
+    os.killpg(run.pid, signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.wait(1.0)
+
+    os.killpg(run.pid, signal.SIGINT)
+
+    assert run.wait(8.0) == 130
+    folder.wait_for(lambda: folder.workers() == [], 3.0)
+    call.kill()
+    call.communicate(timeout=5)
+
+
+def test_nothing_is_left_when_the_parent_is_killed(folder: Folder) -> None:
+    run = folder.start_ready("actors.py:Slow", "--Slow.workers=2", instances=2)
+    call = folder.begin("call", "demo.Slow.block", "60")
+    folder.wait_for_file("blocking")
+
+    run.kill()
+
+    folder.wait_for(lambda: folder.workers() == [], 6.0)
+    call.kill()
+    call.communicate(timeout=5)
+    folder.wait_for(lambda: folder.processes() == [], 6.0)
+
+
+def test_ctrl_c_while_starting_ends_the_run_tidily(folder: Folder) -> None:
+    slow = FAILS.replace('raise RuntimeError("the model is missing")', "await sleep(60)")
+    (folder.path / "starts.py").write_text("from asyncio import sleep\n" + slow)
+    run = folder.start("starts.py")
+    folder.wait_for(lambda: " is ready" in folder.output())
+
+    os.killpg(run.pid, signal.SIGINT)
+
+    assert run.wait(10) == 0
+    assert folder.processes() == []
+
+
+# Restarting --------------------------------------------------------------------------------
+
+
+def test_an_instance_that_is_killed_is_started_again(folder: Folder) -> None:
+    folder.start_ready("actors.py:Slow")
+    (worker,) = folder.workers()
+
+    worker.kill()
+
+    folder.wait_for(lambda: folder.output().count(" is ready") == 2)
+    (successor,) = folder.workers()
+    assert successor.pid != worker.pid
+    assert "demo.Slow/1" in folder.output()
+    assert "killed by SIGKILL" in folder.output()
+
+
+def test_an_instance_that_keeps_dying_ends_the_run(folder: Folder) -> None:
+    dies = ACTORS.replace(
+        "async def on_stop(self) -> None:",
+        """async def on_start(self) -> None:
+        if Path("once").exists():
+            raise RuntimeError("the disk is full")
+        Path("once").touch()
+
+    async def on_stop(self) -> None:""",
+    )
+    (folder.path / "dies.py").write_text(dies)
+    run = folder.start_ready("dies.py:Slow")
+
+    folder.workers()[0].kill()
+
+    assert run.wait(40) == 6
+    last = folder.output().splitlines()[-1]
+    assert last.startswith("dynbus: demo.Slow/1 ended 6 times within 60 s, the last time: ")
+    assert last.endswith("RuntimeError: the disk is full")
+
+
+# Reloading ---------------------------------------------------------------------------------
+
+
+def test_reload_serves_what_the_changed_file_says(folder: Folder) -> None:
+    run = folder.start_ready("actors.py:Splitter", "--reload")
+
+    (folder.path / "actors.py").write_text(ACTORS.replace("yield word", "yield word + '!'"))
+
+    folder.wait_for(lambda: folder.output().count(" is ready") == 2)
+    answer = folder.dynbus("call", "demo.Splitter.split", '"a b"')
+    assert answer.stdout == '"a!"\n"b!"\n', answer.stderr
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait(15) == 0
+    assert folder.processes() == []
+
+
+def test_reload_survives_a_file_that_cannot_be_imported(folder: Folder) -> None:
+    folder.start_ready("actors.py:Splitter", "--reload")
+    (folder.path / "actors.py").write_text("def broken(:")
+    folder.wait_for(lambda: "SyntaxError" in folder.output())
+
+    (folder.path / "actors.py").write_text(ACTORS)
+
+    folder.wait_for(lambda: folder.output().count(" is ready") == 2)
+
+
+def test_nothing_is_left_when_a_reloading_run_is_killed(folder: Folder) -> None:
+    run = folder.start_ready("actors.py:Splitter", "--reload")
+
+    run.kill()
+
+    folder.wait_for(lambda: folder.processes() == [], 12.0)
+
+
+# Health ------------------------------------------------------------------------------------
+
+
+def health(port: int, path: str) -> tuple[int, dict[str, Any]]:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_the_health_of_all_processes_is_served_by_the_parent(folder: Folder) -> None:
+    port = free_port()
+    folder.start_ready("actors.py:Slow", "--health", f"127.0.0.1:{port}")
+    folder.wait_for(lambda: health(port, "/ready")[0] == 200)
+    (worker,) = folder.workers()
+
+    worker.kill()
+
+    folder.wait_for(lambda: health(port, "/ready")[0] == 503)
+    assert health(port, "/live")[0] == 200
+    folder.wait_for(lambda: health(port, "/ready")[0] == 200)
+
+
+def test_health_answers_while_a_handler_blocks_the_only_process(folder: Folder) -> None:
+    port = free_port()
+    folder.start_ready("actors.py:Slow", "--in-process", "--health", f"127.0.0.1:{port}")
+    call = folder.begin("call", "demo.Slow.block", "3")
+    folder.wait_for_file("blocking")
+
+    began = time.monotonic()
+    answer = health(port, "/live")
+
+    assert answer == (200, {"status": "ok", "problems": {}})
+    assert time.monotonic() - began < 1.5
+    assert call.communicate(timeout=20)[0] == '"done"\n'
+
+
+def test_metrics_of_several_processes_come_from_one_page(folder: Folder) -> None:
+    pytest.importorskip("opentelemetry.exporter.prometheus")
+    port = free_port()
+    folder.start_ready(
+        "actors.py:Splitter",
+        "--Splitter.workers=2",
+        "--health",
+        f"127.0.0.1:{port}",
+        instances=2,
+    )
+    instances = [row["instance_id"] for row in json.loads(folder.dynbus("ps", "--json").stdout)]
+    for instance in instances:
+        folder.dynbus("call", "demo.Splitter.split", '"a"', "--instance", instance)
+
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        page = answer.read().decode()
+
+    calls = [line for line in page.splitlines() if line.startswith("dynbus_calls_total{")]
+    found = [id for id in instances if any(f'dynbus_instance="{id}"' in call for call in calls)]
+    assert found == instances
+    assert len(calls) == 2
