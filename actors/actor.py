@@ -80,6 +80,11 @@ class Actor:
         """The id of this instance; empty before it is started."""
         return self._dynbus_instance_id
 
+    def __dynbus_bind__(self, runtime: Runtime, instance_id: str) -> None:
+        """Give the instance its place; `ActorInstance` does this before `on_start`."""
+        self._dynbus_runtime = runtime
+        self._dynbus_instance_id = instance_id
+
     async def on_start(self) -> None:
         """Runs before the instance is announced; an exception here stops it."""
 
@@ -91,10 +96,11 @@ class Dependency(Generic[A]):
     """The descriptor behind `depends()`."""
 
     def __init__(self, actor: type[A], routing: Routing | None) -> None:
-        if not (isinstance(actor, type) and issubclass(actor, Actor)):
+        given: Any = actor  # not everyone runs a type checker
+        if not (isinstance(given, type) and issubclass(given, Actor)):
             raise ConfigError(f"depends({actor!r}): give an Actor class")
         self.actor = actor
-        self.routing = routing
+        self.routing: Routing | None = routing
         self._name = ""
 
     def __set_name__(self, owner: type[Any], name: str) -> None:

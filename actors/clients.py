@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -56,9 +56,11 @@ class JsonObject(Mapping[str, Any]):
 
 def _wrap(value: Any) -> Any:
     if isinstance(value, dict):
-        return JsonObject(value)
+        fields: dict[str, Any] = value
+        return JsonObject(fields)
     if isinstance(value, list):
-        return tuple(_wrap(element) for element in value)
+        elements: list[Any] = value
+        return tuple(map(_wrap, elements))
     return value
 
 
@@ -76,14 +78,15 @@ def _decode_json_items(items: Sequence[bytes]) -> list[Any]:
 def _encode_json(request: Any) -> bytes:
     """JSON of a request of any kind: a model, a struct, a mapping or a plain value."""
     try:
-        if hasattr(type(request), "__pydantic_serializer__"):
-            return bytes(type(request).__pydantic_serializer__.to_json(request))
+        serializer: Any = getattr(cast("Any", type(request)), "__pydantic_serializer__", None)
+        if serializer is not None:
+            return bytes(serializer.to_json(request))
         if isinstance(request, JsonObject):
             request = dict(request)
         return msgspec.json.encode(request, enc_hook=_unwrap)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(
-            f"a request of type {type(request).__name__} cannot be sent as JSON: {error}",
+            f"a request of type {cast('Any', type(request)).__name__} cannot be sent as JSON: {error}",
             started=False,
         ) from None
 
@@ -315,10 +318,11 @@ def _invoker(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Invocat
                 data = codec.encode(value)
             except Misfit as error:
                 raise InvalidRequest(f"{endpoint}: {error}", started=False) from None
+        # A client's own attributes are private: every other name is a handler's.
         return Invocation(
-            client._runtime,
+            client._runtime,  # pyright: ignore[reportPrivateUsage]
             endpoint,
-            client._router,
+            client._router,  # pyright: ignore[reportPrivateUsage]
             value,
             data,
             streaming=streaming,

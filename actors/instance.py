@@ -46,8 +46,7 @@ class ActorInstance:
         check_startable(actor)
         self.id = instance_id or secrets.token_hex(8)
         self.actor = actor(**build_arguments(actor, arguments))
-        self.actor._dynbus_runtime = runtime
-        self.actor._dynbus_instance_id = self.id
+        self.actor.__dynbus_bind__(runtime, self.id)
         self.lifecycle = Lifecycle()
         self._runtime = runtime
         cls = actor
@@ -82,7 +81,8 @@ class ActorInstance:
         """
         self.lifecycle.to(InstanceState.STARTING)
         try:
-            self._keeper = await self._runtime.bus.lane.run(self._make_keeper())
+            keeper = self._keeper = await self._runtime.bus.lane.run(self._make_keeper())
+            self._runtime.bus.known_instances = lambda: keeper.records
             await self.actor.on_start()
             await self.server.start()
             self._services = ServiceResponder(self.server, self._metadata())

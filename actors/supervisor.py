@@ -22,6 +22,7 @@ import msgspec
 
 from dynbus.bus import exit_codes
 from dynbus.bus.clock import monotonic
+from dynbus.bus.logs import LogFormat
 
 from .configuration import Text
 from .loader import level, reference
@@ -60,12 +61,12 @@ class RestartPolicy:
     """Decides whether and when an instance that ended is started again, without clock or I/O."""
 
     def __init__(self, limit: int = MAX_RESTARTS, window: float = RESTART_WINDOW) -> None:
-        self._limit = limit
-        self._window = window
+        self.limit = limit
+        self.window = window
         self._ends: list[float] = []
 
     def __repr__(self) -> str:
-        return f"<RestartPolicy [{len(self._ends)} of {self._limit} in {self._window:g} s]>"
+        return f"<RestartPolicy [{len(self._ends)} of {self.limit} in {self.window:g} s]>"
 
     def pause_after(self, now: float, jitter: float) -> float | None:
         """Seconds to wait after an end; None when there were too many.
@@ -74,9 +75,9 @@ class RestartPolicy:
             now: when it ended, in seconds of a monotonic clock.
             jitter: from 0 to 1; the higher, the longer the pause.
         """
-        self._ends = [end for end in self._ends if now - end < self._window]
+        self._ends = [end for end in self._ends if now - end < self.window]
         self._ends.append(now)
-        if len(self._ends) > self._limit:
+        if len(self._ends) > self.limit:
             return None
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (len(self._ends) - 1))
         return pause * (0.5 + jitter / 2)
@@ -96,7 +97,7 @@ class WorkerSettings(NamedTuple):
     """What all children of a run have in common; see `worker.Load`."""
 
     bus: Mapping[str, Any]
-    log_format: str | None = None
+    log_format: LogFormat | None = None
     log_level: str = "info"
     otlp_endpoint: str | None = None
     metrics: bool = False
@@ -318,8 +319,8 @@ class Supervisor:
                 pause = policy.pause_after(monotonic(), random.random())
                 why = child.failure.message if child.failure else _exit_text(code)
                 if pause is None:
-                    text = f"{child.label} ended {MAX_RESTARTS + 1} times within "
-                    text += f"{RESTART_WINDOW:g} s, the last time: {why}"
+                    text = f"{child.label} ended {policy.limit + 1} times within "
+                    text += f"{policy.window:g} s, the last time: {why}"
                     trace = child.failure.traceback if child.failure else ""
                     self._fail(Failure(exit_codes.GAVE_UP, text, trace))
                     return

@@ -29,7 +29,7 @@ import msgspec
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
 from dynbus.bus.lane import new_event_loop
-from dynbus.bus.logs import configure_logging
+from dynbus.bus.logs import LogFormat, configure_logging
 
 from .configuration import Text
 from .loader import resolve
@@ -58,7 +58,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     values: dict[str, Any]
     texts: dict[str, str]
     bus: dict[str, Any]
-    log_format: str | None
+    log_format: LogFormat | None
     log_level: str
     otlp_endpoint: str | None
     metrics: bool
@@ -201,7 +201,7 @@ class Worker:
         from dynbus.bus import telemetry
 
         sys.path[:] = load.path
-        configure_logging(_log_format(load.log_format), load.log_level)
+        configure_logging(load.log_format, load.log_level)
         actor = resolve(load.actor)
         if load.otlp_endpoint or load.metrics:
             import atexit
@@ -274,11 +274,6 @@ class Worker:
                 self._loop.call_soon_threadsafe(self._ending.stop)
             time.sleep(ORPHAN_SECONDS)
         os._exit(exit_codes.FAILURE)
-
-
-def _log_format(name: str | None) -> Any:
-    # Checked by configure_logging, which says what is allowed.
-    return name
 
 
 def main() -> None:

@@ -510,7 +510,8 @@ class Caller:
 
     def _head_block(self, call: PendingCall, head: CallHead, window: int, now: float) -> bytes:
         text = (
-            f"NATS/1.0\r\n{headers.FRAMES}: {VERSION} {call.secret.hex()} {window}\r\n"
+            f"NATS/1.0\r\n{headers.FRAMES}: {VERSION} {call.secret.hex()} {window} "
+            f"{self.bus.incarnation}\r\n"
             f"{headers.REQUEST_ID}: {head.request_id}\r\n"
         )
         if head.deadline is not None:
@@ -567,8 +568,8 @@ class Caller:
         """An answer without frames: a responder that refused the request as a whole."""
         fields = headers.decode(message.headers)
         text = fields.get(headers.SERVICE_ERROR)
-        if text is None:
-            call.fail(DynbusError("the instance answered without frames: is it dynbus?"))
+        if text is None or call.secret.hex() not in fields.get(headers.FRAMES, ""):
+            self.bus.drop(DropReason.UNEXPECTED)
             return
         kind = ERRORS.get(fields.get(headers.ERROR, ""), DynbusError)
         status = fields.get(headers.SERVICE_ERROR_CODE, "")

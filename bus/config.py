@@ -95,8 +95,9 @@ def load_config(
         if text is not None:
             values[name] = _split(text) if name in ("servers", "reply_prefixes") else text
     values.update(explicit or {})
-    if isinstance(values.get("servers"), str):
-        values["servers"] = _split(values["servers"])
+    servers = values.get("servers")
+    if isinstance(servers, str):
+        values["servers"] = _split(servers)
     try:
         return msgspec.convert(values, BusConfig, strict=False)
     except msgspec.ValidationError as error:

@@ -253,8 +253,8 @@ class Heartbeats:
     def _ping_bounced(self, message: Message) -> None:
         if headers.status(message.headers) != headers.NO_RESPONDERS:
             return
-        registry, peer, remote_id = self._find(message.subject.rpartition(".")[2])
-        if registry is None or peer is None:
+        _, peer, _ = self._find(message.subject.rpartition(".")[2])
+        if peer is None:
             return
         if peer.liveness is None:
             peer.liveness = PeerLiveness(monotonic())
@@ -283,7 +283,8 @@ class Heartbeats:
         self.longest_block = max(self.longest_block, self.blocked)
         if self.blocked > BLOCKED_REPORT and not self._block_reported:
             self._block_reported = True
-            frame = sys._current_frames().get(self._main_thread)
+            frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+            frame = frames.get(self._main_thread)
             stack = "".join(traceback.format_stack(frame)) if frame is not None else "unknown"
             logger.warning(
                 "the main loop has been blocked for %.0f ms by:\n%s", self.blocked * 1000, stack

@@ -36,6 +36,7 @@ MARKER_TTL: Final = 120.0
 """Seconds for which an ended lease stays visible; far longer than a watcher's outage."""
 
 RETRY_DELAY: Final = 0.25
+RENEWALS_PER_COUNT: Final = 10
 
 INSTANCES_STREAM: Final = StreamConfig(
     name=f"KV_{INSTANCES_BUCKET}",
@@ -128,6 +129,9 @@ class LeaseKeeper:
 
     Args:
         on_state: called on the lane at each change of the lease's state.
+
+    Attributes:
+        records: how many records there were when last counted, about as many as instances.
     """
 
     def __init__(
@@ -142,6 +146,8 @@ class LeaseKeeper:
         self._ttl = ttl
         self._on_state = on_state
         self._subject = record_subject(record.namespace, record.component, record.instance_id)
+        self.records = 0
+        self._until_count = 0
         self._now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -168,6 +174,7 @@ class LeaseKeeper:
             Unavailable: JetStream does not answer.
         """
         await self._renew()
+        await self._count()
         self._task = asyncio.get_running_loop().create_task(self._keep(), name="lease")
 
     def connection_changed(self, state: ConnectionState) -> None:
@@ -223,6 +230,7 @@ class LeaseKeeper:
             self._now.clear()
             try:
                 await self._renew()
+                await self._count()
             except ConfigError:
                 logger.exception("%r was taken over", self.lease)
                 return
@@ -235,6 +243,13 @@ class LeaseKeeper:
                 logger.exception("%r was not renewed", self.lease)
                 await asyncio.sleep(RETRY_DELAY)
                 self._now.set()
+
+    async def _count(self) -> None:
+        """Count the records now and then: not often, since every instance does."""
+        if self._until_count == 0:
+            self.records = await self._jetstream.message_count(INSTANCES_STREAM.name)
+            self._until_count = RENEWALS_PER_COUNT
+        self._until_count -= 1
 
     async def _renew(self) -> None:
         lease = self.lease

@@ -115,6 +115,10 @@ class JetStreamServer:
         stream = self.streams.get(name)
         return NoStream(f"stream {name} not found") if stream is None else stream.last(subject)
 
+    def message_count(self, name: str) -> int | DynbusError:
+        stream = self.streams.get(name)
+        return NoStream(f"stream {name} not found") if stream is None else stream.message_count
+
     def lose_memory_streams(self) -> None:
         """Delete what does not survive a restart of the server."""
         for name in [name for name, stream in self.streams.items() if stream.config.in_memory]:
@@ -238,6 +242,10 @@ class MemoryJetStream:
     ) -> StoredMessage | None:
         call = f"STREAM.MSG.GET.{stream}"
         return await self._api(call, partial(self._server.last, stream, subject), timeout)
+
+    async def message_count(self, stream: str, *, timeout: float = 5.0) -> int:
+        call = f"STREAM.INFO.{stream}"
+        return await self._api(call, partial(self._server.message_count, stream), timeout)
 
     async def consume(
         self,

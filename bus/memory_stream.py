@@ -104,6 +104,11 @@ class MemoryStream:
         """When `expire` has something to do next."""
         return self._expiries[0][0] if self._expiries else None
 
+    @property
+    def message_count(self) -> int:
+        """How many messages are held."""
+        return len(self._records)
+
     def last(self, pattern: str) -> StoredMessage | None:
         """The newest message of the subjects that `pattern` names."""
         sequence = max(self.last_of_each(pattern), default=0)

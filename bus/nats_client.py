@@ -117,7 +117,8 @@ class _Session(nats.aio.client.Client):
 
     def abort(self) -> None:
         """Drop the socket without sending what is buffered."""
-        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+        for name in ("_reading_task", "_ping_interval_task", "_flusher_task"):
+            task: asyncio.Task[Any] | None = getattr(self, name)
             if task is not None:
                 task.cancel()
         writer = getattr(self._transport, "_io_writer", None)

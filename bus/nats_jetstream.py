@@ -196,6 +196,10 @@ class NatsJetStream:
             base64.b64decode(message.get("data", "")),
         )
 
+    async def message_count(self, stream: str, *, timeout: float = 5.0) -> int:
+        answer = await self.api(f"STREAM.INFO.{stream}", {}, timeout=timeout)
+        return int(answer["state"]["messages"])
+
     async def consume(
         self,
         stream: str,

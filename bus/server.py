@@ -262,7 +262,7 @@ class InstanceServer:
             logger.debug("%s: %s", served.address, error)
             if is_safe_reply(message.reply, self.bus.config.reply_prefixes):
                 error.hop = served.hop
-                self.bus.data.publish(message.reply, b"", headers=error_block(error))
+                self.bus.data.publish(message.reply, b"", headers=error_block(error, framing))
             return
         if data is not None:
             self._admit(call, data, fields, now)
@@ -317,13 +317,14 @@ class InstanceServer:
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
             raise InvalidRequest(f"{headers.FRAMES} needs a numbered reply, not {reply[:80]!r}")
         number = int(digits)
-        secret, window = _parse_framing(framing)
+        secret, window, incarnation = _parse_framing(framing)
         context = self._context(served, fields, now)
         peer = self.registry.peers.get(base.rpartition(".")[2])
         if peer is None or peer.base != base:
             peer = self._new_peer(base)
             if peer is None:
                 return None
+            peer.incarnation = incarnation
         known = peer.calls.get(number)
         if known is not None:
             return known if number in peer.parts and known.writer.secret == secret else None
@@ -705,14 +706,17 @@ class InstanceServer:
         for frame in batch.frames:
             if isinstance(frame, Open):
                 if peer is not None:
-                    self._on_open(peer, frame)
+                    self._on_open(peer, batch.incarnation, frame)
                 elif frame.numbers:
                     # None of them is here; told so twice the client asks for each.
                     self._answer_control(batch.sender, Heartbeat(0.0, self.draining, []))
             elif isinstance(frame, Credit | Cancel | Resume):
                 self._on_call_control(peer, batch.sender, frame)
 
-    def _on_open(self, peer: ClientPeer, frame: Open) -> None:
+    def _on_open(self, peer: ClientPeer, incarnation: str, frame: Open) -> None:
+        if incarnation != peer.incarnation:
+            self.bus.drop(DropReason.STALE)
+            return
         for number, secret in frame.done:
             writer = peer.writer(number)
             if writer is None:
@@ -736,8 +740,15 @@ class InstanceServer:
             missing[number] = peer.missing.get(number, 0) + 1
         peer.missing = missing
         for number, beats in missing.items():
-            if beats >= LOST_CANCEL_BEATS:
-                self._release(peer, number)
+            if beats < LOST_CANCEL_BEATS:
+                continue
+            call = peer.calls.get(number)
+            if call is not None and not call.ended:
+                # Not a tidy end: should the reader be there after all, it must not take it for
+                # the end of the stream.
+                call.fail(Cancelled("the caller does not list the call any longer"))
+                self._kill(call)
+            self._release(peer, number)
 
     def _release(self, peer: ClientPeer, number: int) -> None:
         """The reader has all that it wants of a call."""
@@ -871,16 +882,16 @@ def _remember(memory: dict[tuple[str, int], bytes], key: tuple[str, int], secret
         del memory[next(iter(memory))]
 
 
-def _parse_framing(framing: str) -> tuple[bytes, int]:
-    """The (secret, window) of a `Dynbus-Frames` header.
+def _parse_framing(framing: str) -> tuple[bytes, int, str]:
+    """The (secret, window, incarnation of the client) of a `Dynbus-Frames` header.
 
     Raises:
         InvalidRequest: it is not one of version 1.
     """
     words = framing.split(" ")
-    if len(words) >= 3 and words[0] == _VERSION_WORD and len(words[1]) == 2 * SECRET_BYTES:
+    if len(words) >= 4 and words[0] == _VERSION_WORD and len(words[1]) == 2 * SECRET_BYTES:
         try:
-            return bytes.fromhex(words[1]), int(words[2])
+            return bytes.fromhex(words[1]), int(words[2]), words[3]
         except ValueError:
             pass
     raise InvalidRequest(f"{headers.FRAMES}: {framing[:80]!r} is not of version {VERSION}")

@@ -257,16 +257,21 @@ class PlainCall(ServerCall):
         self.server.reader_gone(self)
 
 
-def error_block(error: DynbusError) -> bytes:
-    """An error as the headers of the NATS services protocol."""
+def error_block(error: DynbusError, framing: str | None = None) -> bytes:
+    """An error as the headers of the NATS services protocol.
+
+    Args:
+        framing: what a framed request said; repeated so that its sender believes the answer.
+    """
     text = f"{error.code}: {error}".encode("ascii", "replace").decode()
-    return headers.encode(
-        {
-            headers.SERVICE_ERROR: "".join(c if c.isprintable() else " " for c in text)[:1024],
-            headers.SERVICE_ERROR_CODE: str(STATUS_CODES.get(error.code, 500)),
-            headers.ERROR: error.code,
-        }
-    )
+    fields = {
+        headers.SERVICE_ERROR: "".join(c if c.isprintable() else " " for c in text)[:1024],
+        headers.SERVICE_ERROR_CODE: str(STATUS_CODES.get(error.code, 500)),
+        headers.ERROR: error.code,
+    }
+    if framing and framing.isascii() and framing.isprintable() and len(framing) < 256:
+        fields[headers.FRAMES] = framing
+    return headers.encode(fields)
 
 
 class ClientPeer:
@@ -286,6 +291,7 @@ class ClientPeer:
         self.dirty: list[StreamWriter] = []
         self.ended = 0
         self.parts: dict[int, list[bytes | None]] = {}
+        self.incarnation = ""
         self.busy_at = monotonic()
         self.missing: dict[int, int] = {}
 

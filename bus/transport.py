@@ -185,6 +185,14 @@ class JetStream(Protocol):
         """The last message of a subject, markers included; None when there is none."""
         ...
 
+    async def message_count(self, stream: str, *, timeout: float = 5.0) -> int:
+        """How many messages a stream holds, markers included.
+
+        Raises:
+            NoStream: the stream does not exist.
+        """
+        ...
+
     async def consume(
         self,
         stream: str,

@@ -44,9 +44,7 @@ def entry_point(name: str, value: str) -> metadata.EntryPoint:
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Registers entry points beside those of dynbus itself."""
-    own = [each for found in cli._registered().values() for each in found]
-    module = sys.modules[__name__]
-    monkeypatch.setitem(sys.modules, __name__, module)
+    own = [each for found in cli.registered().values() for each in found]
 
     def register(*entry_points: metadata.EntryPoint) -> None:
         def found(**group: str) -> list[metadata.EntryPoint]:
@@ -133,7 +131,9 @@ def test_an_entry_point_that_is_no_command_is_named(
 
 
 def test_a_name_that_two_packages_register_is_refused(
-    plugins: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    plugins: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second = (_Owned(name) for name in ("one-package", "other-package"))
     plugins(first.entry_point("extra", "plugin"), second.entry_point("extra", "failing"))

@@ -67,10 +67,10 @@ class _Reloader:
     async def run(self) -> int:
         from dynbus.bus.config import load_config
 
-        from .running import Interrupts, embedded_if_local
+        from .running import CHILDREN_SECONDS, Interrupts, embedded_if_local
 
         given = {"servers": self._options.nats} if self._options.nats else {}
-        with Interrupts(self._forward, self._forward):
+        with Interrupts(self._forward, self._forward, within=2 * CHILDREN_SECONDS):
             # Held here, so that it stays while the inner run comes and goes.
             async with embedded_if_local(load_config(given), fresh=self._options.fresh):
                 return await self._repeat()

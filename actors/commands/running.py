@@ -47,8 +47,10 @@ from dynbus.bus.logs import LogFormat, configure_logging, redact_url
 if TYPE_CHECKING:
     from dynbus.actors.runtime import Runtime
 
-AT_ONCE_SECONDS: Final = 5.0
+AT_ONCE_SECONDS: Final = 2.0
 """Seconds after the second signal within which this process has ended whatever happens."""
+CHILDREN_SECONDS: Final = 5.0
+"""The same where there are children, which are killed one by one before."""
 
 HIDDEN_WORDS: Final = ("password", "secret", "token", "key", "credential")
 
@@ -154,7 +156,7 @@ async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | N
         drain_grace=plan.config.drain_grace,
     )
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(Interrupts(supervisor.drain, supervisor.stop))
+        stack.enter_context(Interrupts(supervisor.drain, supervisor.stop, within=CHILDREN_SECONDS))
         # Before the server is there: its start and the imports of the children take as long.
         running = asyncio.ensure_future(supervisor.run())
         stack.push_async_callback(_cancelled, running)
@@ -177,7 +179,7 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
     metrics = options.health is not None and _can_expose()
     ending = Ending()
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(Interrupts(ending.drain, ending.stop))
+        stack.enter_context(Interrupts(ending.drain, ending.stop, within=AT_ONCE_SECONDS))
         if options.otlp_endpoint or metrics:
             stack.callback(_telemetry(options.otlp_endpoint, metrics))
         await stack.enter_async_context(embedded_if_local(plan.config, fresh=options.fresh))
@@ -269,10 +271,13 @@ def _telemetry(otlp_endpoint: str | None, metrics: bool) -> Callable[[], object]
 class Interrupts(contextlib.AbstractContextManager[None]):
     """Hears SIGINT and SIGTERM: the first calls `drain`, the second `stop`, both on the loop.
 
-    After the second the process ends within `AT_ONCE_SECONDS` even when its loop is blocked.
+    After the second the process ends `within` that many seconds, even when its loop is blocked.
     """
 
-    def __init__(self, drain: Callable[[], None], stop: Callable[[], None]) -> None:
+    def __init__(
+        self, drain: Callable[[], None], stop: Callable[[], None], *, within: float
+    ) -> None:
+        self._within = within
         self._calls = [drain, stop]
         self._loop = asyncio.get_running_loop()
         self._before: dict[signal.Signals, Any] = {}
@@ -290,7 +295,7 @@ class Interrupts(contextlib.AbstractContextManager[None]):
             return
         self._loop.call_soon_threadsafe(self._calls.pop(0))
         if not self._calls:
-            watchdog = threading.Timer(AT_ONCE_SECONDS, os._exit, (exit_codes.INTERRUPTED,))
+            watchdog = threading.Timer(self._within, os._exit, (exit_codes.INTERRUPTED,))
             watchdog.daemon = True
             watchdog.start()
 

@@ -76,10 +76,10 @@ class Commands(click.Group):
             raise _ReaderGone from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_registered())
+        return sorted(registered())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        found = _registered().get(cmd_name, [])
+        found = registered().get(cmd_name, [])
         return _load(cmd_name, found) if found else None
 
     def resolve_command(
@@ -129,7 +129,7 @@ def _owner(entry_point: metadata.EntryPoint) -> str:
     return entry_point.dist.name if entry_point.dist is not None else entry_point.value
 
 
-def _registered() -> dict[str, list[metadata.EntryPoint]]:
+def registered() -> dict[str, list[metadata.EntryPoint]]:
     """The entry points by name; dynbus's own come before a plug-in's of the same name."""
     found = list(metadata.entry_points(group=GROUP))
     own = [each for each in found if each.dist is None or each.dist.name == DISTRIBUTION]

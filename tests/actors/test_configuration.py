@@ -49,9 +49,7 @@ def settings(
     options: tuple[ActorOption, ...] = (),
     environment: dict[str, str] | None = None,
 ) -> ActorSettings:
-    found = actor_settings(
-        [actor], file=file or {}, options=options, environment=environment or {}
-    )
+    found = actor_settings([actor], file=file or {}, options=options, environment=environment or {})
     return found[actor]
 
 

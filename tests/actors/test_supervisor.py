@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,12 @@ from pathlib import Path
 from dynbus import Actor, depends, handler
 
 class Below(Actor, namespace="supervised"):
-    def __init__(self, folder: Path, order: int = 0) -> None:
+    def __init__(self, folder: Path, order: list[int] | None = None) -> None:
         self.folder = folder
+        self.order = order or []
 
     async def on_start(self) -> None:
-        self.log("start")
+        self.log(f"start {sum(self.order)}")
 
     async def on_stop(self) -> None:
         self.log("stop")
@@ -112,7 +113,7 @@ def supervise(
 
 
 @asynccontextmanager
-async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[int]]:
+async def running(supervisor: Supervisor) -> AsyncGenerator[asyncio.Task[int], None]:
     """Run the supervisor; at the end none of its children is left."""
     task = asyncio.create_task(supervisor.run())
     pids: set[int] = set()
@@ -151,8 +152,8 @@ async def test_dependencies_start_first_and_stop_last(
 
     assert code == exit_codes.OK
     assert (folder / "order").read_text().splitlines() == [
-        "start Below",
-        "start Above",
+        "start 0 Below",
+        "start 0 Above",
         "stop Above",
         "stop Below",
     ]
@@ -206,13 +207,13 @@ async def test_a_cancelled_run_leaves_no_child(nats_server: RunningServer, folde
 async def test_text_of_the_command_line_is_read_as_its_type_in_the_child(
     nats_server: RunningServer, folder: Path
 ) -> None:
-    supervisor = supervise(nats_server, folder, "Below", order=Text("7"))
+    supervisor = supervise(nats_server, folder, "Below", order=Text("[3, 4]"))
 
     async with running(supervisor):
         supervisor.begin()
         await all_ready(supervisor)
 
-    assert (folder / "order").read_text().startswith("start Below")
+    assert (folder / "order").read_text().startswith("start 7 Below")
 
 
 @pytest.mark.anyio
@@ -231,7 +232,9 @@ async def test_a_child_that_ended_too_often_ends_the_run_with_the_reason(
 
     assert code == exit_codes.GAVE_UP
     assert supervisor.failure is not None
-    assert "the last time: killed by SIGKILL" in supervisor.failure.message
+    assert supervisor.failure.message == (
+        "supervised.Below/1 ended 1 times within 60 s, the last time: killed by SIGKILL"
+    )
 
 
 @pytest.mark.anyio

@@ -399,7 +399,7 @@ async def test_a_closed_connections_subscriptions_are_gone(bus: Bus, subject: st
 async def test_drained_leaves_a_small_backlog(bus: Bus, subject: str) -> None:
     connection = await bus.connect()
 
-    for _ in range(40):
+    for _ in range(200):
         connection.publish(subject, bytes(256 * 1024))
     before = connection.backlog
     await connection.drained()

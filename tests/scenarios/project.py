@@ -79,6 +79,7 @@ class Slow(Actor, namespace="demo"):
         os._exit(7)
 """
 
+
 class Folder:
     """A user's project folder with the processes that run in it."""
 
@@ -129,7 +130,7 @@ class Folder:
 
     def begin(self, *arguments: str) -> subprocess.Popen[str]:
         """Begin a command; what it prints comes through its pipes."""
-        run = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "dynbus", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -138,7 +139,6 @@ class Folder:
             cwd=self.path,
             env=self.environment(),
         )
-        return run
 
     def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""

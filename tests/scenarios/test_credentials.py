@@ -125,7 +125,7 @@ async def test_an_instance_that_may_not_subscribe_does_not_start_and_is_not_anno
 
 
 async def test_credentials_that_are_withdrawn_and_given_back_are_found_out_by_reconnecting(
-    guarded: RunningServer, tmp_path: Path
+    guarded: RunningServer,
 ) -> None:
     async with Runtime.connect(url_of(guarded, "operator")) as runtime:
         await runtime.start(Source)
@@ -134,12 +134,10 @@ async def test_credentials_that_are_withdrawn_and_given_back_are_found_out_by_re
             before = await source.where()
 
         await guarded.stop()
-        guarded._config = USERS.replace('password: "secret" }', 'password: "changed" }')
-        await guarded.start()
-        await asyncio.sleep(0.5)
-        refused_while_withdrawn = not runtime.is_connected
-        await guarded.stop()
-        guarded._config = USERS
+        changed = USERS.replace('password: "secret" }', 'password: "changed" }')
+        async with RunningServer(guarded.port, store_dir=guarded.store_dir, config=changed):
+            await asyncio.sleep(0.5)
+            refused_while_withdrawn = not runtime.is_connected
         await guarded.start()
         async with asyncio.timeout(15.0):
             while not runtime.is_connected:

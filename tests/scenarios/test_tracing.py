@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
@@ -173,7 +174,7 @@ def test_calls_items_and_latency_are_counted_with_bounded_labels() -> None:
 
     data = observed.reader.get_metrics_data()
     assert data is not None
-    points = {
+    points: dict[tuple[str, str], Any] = {
         (metric.name, str((point.attributes or {}).get("dynbus.side", ""))): point
         for resource in data.resource_metrics
         for scope in resource.scope_metrics
@@ -186,5 +187,7 @@ def test_calls_items_and_latency_are_counted_with_bounded_labels() -> None:
         assert points["dynbus.calls.in_flight", side].value == 0
         assert points["dynbus.call.duration", side].count == 3
         assert points["dynbus.call.time_to_first_item", side].count == 3
-    labels = {key for point in points.values() for key in point.attributes or {}}
+    labels: set[str] = set()
+    for point in points.values():
+        labels.update(point.attributes)
     assert labels == {"dynbus.namespace", "dynbus.component", "dynbus.endpoint", "dynbus.side"}

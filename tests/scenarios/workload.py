@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from dynbus import Actor, call_options, context, depends, handler
 
@@ -27,7 +27,7 @@ class Item(BaseModel):
 
 
 class Wait(BaseModel):
-    seconds: float = 0.0
+    seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     tag: str = ""
 
 
