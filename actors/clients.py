@@ -86,7 +86,7 @@ def _encode_json(request: Any) -> bytes:
         return msgspec.json.encode(request, enc_hook=_unwrap)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(
-            f"a request of type {cast('Any', type(request)).__name__} cannot be sent as JSON: {error}",
+            f"a request {str(request)[:80]!r} cannot be sent as JSON: {error}",
             started=False,
         ) from None
 
@@ -328,6 +328,7 @@ def _invoker(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Invocat
             streaming=streaming,
             timeout=timeout,
             idempotent=idempotent,
+            migration_limit=spec.migration_limit,
             parent=parent,
         )
 

@@ -139,7 +139,7 @@ class ActorInstance:
         return keeper
 
     def _lease_changed(self, state: LeaseState) -> None:
-        level = logging.INFO if state in (LeaseState.HELD, LeaseState.ENDED) else logging.WARNING
+        level = logging.DEBUG if state in (LeaseState.HELD, LeaseState.ENDED) else logging.WARNING
         logger.log(level, "the lease of %s is %s", self.id, state.value)
 
     async def _stop(self, grace: float) -> None:

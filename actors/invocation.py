@@ -18,7 +18,9 @@ from dynbus.bus.discovery import Instance
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.errors import (
     DeadlineExceeded,
+    Draining,
     DynbusError,
+    Migrate,
     NoInstances,
     Overloaded,
     Unavailable,
@@ -54,6 +56,7 @@ class Invocation:
         "_fields",
         "_observation",
         "_parent",
+        "_migrations",
         "_retries",
         "_tried",
         "call",
@@ -61,6 +64,7 @@ class Invocation:
         "endpoint",
         "idempotent",
         "instance_id",
+        "migration_limit",
         "options",
         "request",
         "request_id",
@@ -80,6 +84,7 @@ class Invocation:
         streaming: bool | None,
         timeout: float | None = DEFAULT_TIMEOUT,
         idempotent: bool = False,
+        migration_limit: int = 0,
         options: CallOptions | None = None,
         parent: Context | None = None,
     ) -> None:
@@ -93,12 +98,14 @@ class Invocation:
         self.streaming = streaming
         self.options = options
         self.request_id = options.request_id or (parent.id if parent else random_id())
+        self.migration_limit = migration_limit
         self.idempotent = idempotent or bool(options.idempotency_key)
         self.instance_id = options.instance
         self.call: PendingCall | None = None
         self._parent = parent
         self._attempt = 0
         self._retries = 0
+        self._migrations = 0
         self._tried: set[str] = set()
         self._fields: dict[str, str] | None = None
         self._observation: CallObservation | None = None
@@ -177,7 +184,7 @@ class Invocation:
                     call = await self.begin()
                 items = await call.items()
             except DynbusError as error:
-                if self.call is not None and self.call.reader.next_sequence:
+                if self.call is not None and self.call.reader.has_begun:
                     self.observe_end(error)
                     raise
                 try:
@@ -233,6 +240,8 @@ class Invocation:
             raise error
         if not error.started and not lost and not self.options.instance and self._has_untried():
             return
+        if isinstance(error, Migrate | Draining) and self._may_migrate():
+            return
         safe = not error.started or (
             self.idempotent and (error.retryable or error.code == "UnknownOutcome")
         )
@@ -244,6 +253,18 @@ class Invocation:
         self._retries += 1
         self._tried.clear()
         await self._pause(error)
+
+    def _may_migrate(self) -> bool:
+        """Whether the call may begin again on an instance that it was not on yet.
+
+        Only asked before the first item: a stream that has begun is continued where that is
+        defined, never begun again.
+        """
+        self._tried.add(self.instance_id)
+        if self._migrations >= self.migration_limit or not self._has_untried():
+            return False
+        self._migrations += 1
+        return True
 
     def observe_end(self, error: BaseException | None) -> None:
         """Close the span of the call, once."""

@@ -46,6 +46,7 @@ class TestKit:
 
     Attributes:
         bus: the in-memory bus, with its faults.
+        started: the instances that were started, by id.
     """
 
     __test__ = False
@@ -58,6 +59,7 @@ class TestKit:
         self._config = load_config(settings, environment={})
         self._caller: Runtime | None = None
         self._runtimes: list[Runtime] = []
+        self.started: dict[str, ActorInstance] = {}
 
     async def __aenter__(self) -> TestKit:
         self._caller = await self.runtime()
@@ -106,6 +108,7 @@ class TestKit:
         await self.caller.discovery.wait_for_instance(
             actor.__dynbus_namespace__, actor.__dynbus_component__, instance.id
         )
+        self.started[instance.id] = instance
         return instance
 
     def client(self, actor: type[A], *, routing: Routing | None = None) -> A:

@@ -31,6 +31,7 @@ from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.logs import LogFormat, configure_logging
 
+from .actor import check_startable
 from .configuration import Text
 from .loader import resolve
 from .runtime import Runtime
@@ -203,6 +204,8 @@ class Worker:
         sys.path[:] = load.path
         configure_logging(load.log_format, load.log_level)
         actor = resolve(load.actor)
+        # Makes its codecs, which takes a while: better now than on the loop.
+        check_startable(actor)
         if load.otlp_endpoint or load.metrics:
             import atexit
 

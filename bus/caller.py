@@ -473,10 +473,15 @@ class Caller:
 
     async def close(self) -> None:
         """End every open call and say so to the far sides."""
+        self.bus.heartbeats.remove(self.registry)
+        for remote in self.registry.peers.values():
+            if remote.done:
+                # Otherwise the instance would keep these results until it finds us dead.
+                for frame in remote.beat():
+                    self.send(remote, frame)
         for call in list(self._calls.values()):
             call.abandon()
         self.deadlines.clear()
-        self.bus.heartbeats.remove(self.registry)
 
     # Internals ---------------------------------------------------------------------------
 

@@ -31,6 +31,8 @@ class Context:
         metadata: what the caller sent along; read-only.
         attempt: 1 for the first try, one more for each retry.
         priority: as the caller gave it; larger is more urgent.
+        idempotency_key: names the effect that the caller wants once; empty without one. A
+            handler with effects looks it up before it repeats them.
         hop: `namespace.component.endpoint@instance` where the call runs.
     """
 
@@ -46,6 +48,7 @@ class Context:
         "deadline",
         "hop",
         "id",
+        "idempotency_key",
         "metadata",
         "priority",
     )
@@ -68,6 +71,7 @@ class Context:
         self.attempt = attempt
         self.priority = priority
         self.hop = hop
+        self.idempotency_key = ""
         self._trace_headers = trace_headers or _EMPTY
         self._stopped = False
         self._killed = False

@@ -192,10 +192,28 @@ class InstanceServer:
     async def _start_control(self) -> None:
         connection = self.bus.lane.connection
         subject = control_subject(self.namespace, self.component, self.instance_id)
-        self._control_subscription = connection.subscribe(
-            subject, lambda message: self.bus.heartbeats.receive(self.registry, message)
-        )
+        self._control_subscription = connection.subscribe(subject, self._on_control_message)
         await connection.barrier()
+
+    def _on_control_message(self, message: Message) -> None:
+        """A message to the instance's control subject; called on the lane."""
+        if not message.headers:
+            self.bus.heartbeats.receive(self.registry, message)
+            return
+        fields = headers.decode(message.headers)
+        if fields.get(headers.CANCEL) in ("stop", "kill") and fields.get(headers.REQUEST_ID):
+            self.bus.loop.call_soon_threadsafe(self._cancel_plain, fields)
+        else:
+            self.bus.loop.call_soon_threadsafe(self.bus.drop, DropReason.MALFORMED)
+
+    def _cancel_plain(self, fields: dict[str, str]) -> None:
+        """Cancel the calls of plain clients that carry a request id.
+
+        Calls of dynbus clients have a secret for this; an id alone does not end them.
+        """
+        for call in list(self._plain):
+            if call.context.id == fields[headers.REQUEST_ID]:
+                self.cancel(call, 0.0 if fields[headers.CANCEL] == "kill" else -1.0)
 
     async def drain(self, grace: float) -> None:
         """Take no more calls, let those that are here finish within `grace` seconds, then end
@@ -289,6 +307,8 @@ class InstanceServer:
             context.attempt = _small_number(fields[headers.ATTEMPT], 1)
         if headers.PRIORITY in fields:
             context.priority = _small_number(fields[headers.PRIORITY], 0)
+        if headers.IDEMPOTENCY_KEY in fields:
+            context.idempotency_key = fields[headers.IDEMPOTENCY_KEY][:128]
         return context
 
     def _is_draining(self) -> bool:

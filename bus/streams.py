@@ -341,6 +341,11 @@ class StreamReader:
         state = "ended" if self.terminal else "behind" if self.behind else "open"
         return f"<StreamReader [{state} | next: {self.next_sequence}, ready: {len(self.ready)}]>"
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything but the end has arrived."""
+        return self.next_sequence > (self.terminal is not None)
+
     def receive_next(self, frame: Items) -> bool:
         """Take in a frame of whole items that comes just in time; False if it does not.
 

@@ -88,6 +88,7 @@ class Folder:
         self.url = f"nats://127.0.0.1:{free_port()}"
         self.log = path / "run.log"
         self.runs: list[subprocess.Popen[bytes]] = []
+        self.calls: list[subprocess.Popen[str]] = []
         (path / "actors.py").write_text(ACTORS)
 
     def environment(self) -> dict[str, str]:
@@ -130,7 +131,7 @@ class Folder:
 
     def begin(self, *arguments: str) -> subprocess.Popen[str]:
         """Begin a command; what it prints comes through its pipes."""
-        return subprocess.Popen(
+        call = subprocess.Popen(
             [sys.executable, "-m", "dynbus", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -139,6 +140,8 @@ class Folder:
             cwd=self.path,
             env=self.environment(),
         )
+        self.calls.append(call)
+        return call
 
     def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -177,7 +180,12 @@ def project_folder(path: Path) -> Generator[Folder, None, None]:
     try:
         yield project
     finally:
-        for run in project.runs:
-            run.kill()
-            run.wait(5.0)
+        started: list[subprocess.Popen[Any]] = [*project.runs, *project.calls]
+        for process in started:
+            process.kill()
+            process.wait(5.0)
+        for call in project.calls:
+            for pipe in (call.stdout, call.stderr):
+                if pipe is not None:
+                    pipe.close()
     project.wait_for(lambda: project.processes() == [], 10.0)

@@ -1,0 +1,194 @@
+"""One logical call over several attempts: what is repeated, where, and what is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+import pytest
+
+from dynbus import (
+    Actor,
+    HandlerError,
+    Migrate,
+    Overloaded,
+    RouteRequest,
+    UnknownOutcome,
+    call_options,
+    context,
+    handler,
+)
+from dynbus.bus import headers
+from dynbus.bus.discovery import Instance
+from dynbus.bus.names import control_subject
+from dynbus.testing import TestKit, run
+
+
+class First:
+    """Prefers the instances in the order of their ids."""
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        return min(instance.id for instance in instances)
+
+
+class Worker(Actor, namespace="attempts"):
+    @handler
+    async def where(self) -> str:
+        return self.instance_id
+
+    @handler(migration_limit=1)
+    async def migrate(self) -> str:
+        if self.instance_id == "a":
+            raise Migrate("not here")
+        return self.instance_id
+
+    @handler(migration_limit=1)
+    async def migrate_stream(self) -> AsyncGenerator[str, None]:
+        if self.instance_id == "a":
+            raise GeneratorExit
+        yield self.instance_id
+
+    @handler
+    async def stay(self) -> str:
+        raise Migrate("not here")
+
+    @handler(concurrency=1, queue=0)
+    async def alone(self, seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return self.instance_id
+
+    @handler
+    async def slow(self) -> str:
+        await asyncio.sleep(5.0)
+        return f"{self.instance_id} {context().attempt}"
+
+    @handler(idempotent=True)
+    async def slow_idempotent(self) -> str:
+        await asyncio.sleep(5.0)
+        return f"{self.instance_id} {context().attempt}"
+
+    @handler
+    async def key(self) -> str:
+        return context().idempotency_key
+
+    @handler
+    async def fail(self) -> None:
+        raise ValueError("no")
+
+
+async def pair(kit: TestKit) -> Worker:
+    for name in ("a", "b"):
+        await kit.start(Worker, instance_id=name)
+    return kit.client(Worker, routing=First())
+
+
+def test_a_call_that_asks_to_migrate_goes_on_elsewhere() -> None:
+    async def story() -> tuple[str, list[str]]:
+        async with TestKit() as kit:
+            worker = await pair(kit)
+            return await worker.migrate(), [name async for name in worker.migrate_stream()]
+
+    assert run(story()) == ("b", ["b"])
+
+
+def test_without_a_migration_limit_the_caller_is_told() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            with pytest.raises(Migrate):
+                await (await pair(kit)).stay()
+
+    run(story())
+
+
+def test_an_overloaded_instance_is_passed_over() -> None:
+    async def story() -> list[str]:
+        async with TestKit() as kit:
+            worker = await pair(kit)
+            return sorted(await asyncio.gather(worker.alone(1.0), worker.alone(1.0)))
+
+    assert run(story()) == ["a", "b"]
+
+
+def test_when_all_are_overloaded_the_caller_is_told_when_to_come_again() -> None:
+    async def story() -> Overloaded:
+        async with TestKit() as kit:
+            worker = await pair(kit)
+            busy = [asyncio.create_task(worker.alone(5.0)) for _ in range(2)]
+            await asyncio.sleep(0.5)
+            with pytest.raises(Overloaded) as caught:
+                await worker.alone(0.0)
+            await asyncio.gather(*busy)
+            return caught.value
+
+    assert run(story()).retry_after > 0
+
+
+def test_retries_wait_until_there_is_room() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            worker = await pair(kit)
+            busy = [asyncio.create_task(worker.alone(0.5)) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            with call_options(retries=6):
+                answer = await worker.alone(0.0)
+            await asyncio.gather(*busy)
+            return answer
+
+    assert run(story()) in ("a", "b")
+
+
+def test_a_call_whose_instance_dies_is_repeated_only_where_that_is_safe() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            worker = await pair(kit)
+            unsafe = asyncio.create_task(worker.slow())
+            safe = asyncio.create_task(worker.slow_idempotent())
+            await asyncio.sleep(1.0)
+            await kit.kill(kit.started["a"])
+            with pytest.raises(UnknownOutcome):
+                await unsafe
+            return await safe
+
+    assert run(story()) == "b 2"
+
+
+def test_an_idempotency_key_reaches_the_handler_and_allows_a_repeat() -> None:
+    async def story() -> tuple[str, str]:
+        async with TestKit() as kit:
+            worker = await pair(kit)
+            with call_options(idempotency_key="order-7"):
+                key = await worker.key()
+                slow = asyncio.create_task(worker.slow())
+                await asyncio.sleep(1.0)
+            await kit.kill(kit.started["a"])
+            return key, await slow
+
+    assert run(story()) == ("order-7", "b 2")
+
+
+def test_an_error_of_the_handler_is_never_repeated() -> None:
+    async def story() -> HandlerError:
+        async with TestKit() as kit:
+            worker = await pair(kit)
+            with call_options(retries=5), pytest.raises(HandlerError) as caught:
+                await worker.fail()
+            return caught.value
+
+    assert run(story()).message == "ValueError: no"
+
+
+def test_a_plain_client_cancels_its_call_by_request_id() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            await kit.start(Worker, instance_id="a")
+            plain = await kit.bus.connect()
+            answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+            plain.subscribe("_INBOX.plain", lambda message: answered.set_result(message.headers))
+            request = headers.encode({headers.REQUEST_ID: "mine"})
+            cancel = headers.encode({headers.REQUEST_ID: "mine", headers.CANCEL: "kill"})
+            plain.publish("attempts.Worker.slow", b"", reply="_INBOX.plain", headers=request)
+            await asyncio.sleep(1.0)
+            plain.publish(control_subject("attempts", "Worker", "a"), b"", headers=cancel)
+            return headers.decode(await answered)[headers.SERVICE_ERROR_CODE]
+
+    assert run(story()) == "499"

@@ -1,0 +1,153 @@
+"""A reader that takes nothing costs its writer a bounded amount, and nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import psutil
+import pytest
+
+from dynbus import ReaderStalled, Runtime, call_options
+from dynbus.bus.embedded import RunningServer
+
+from ..conditions import eventually
+from .observation import no_handler_runs
+from .processes import Processes
+from .workload import Count, Source, payload
+
+pytestmark = pytest.mark.anyio
+
+WINDOW = 256 * 1024
+MAX_PER_STREAM = 1024 * 1024
+"""Bytes of the writer's memory that a stalled stream may cost."""
+
+
+async def test_a_stream_that_nobody_reads_ends_in_reader_stalled_after_what_was_granted(
+    own_server: RunningServer,
+) -> None:
+    async with (
+        Runtime.connect(own_server.url, reader_stall_timeout=1.0) as serving,
+        Runtime.connect(own_server.url) as calling,
+    ):
+        await serving.start(Source)
+        source = calling.client(Source)
+        with call_options(wait=5.0):
+            stream = source.count(Count(items=10**9, size=1000))
+        first = await anext(stream)
+        begun = time.monotonic()
+        await eventually(no_handler_runs(source), 4.0)
+        took = time.monotonic() - begun
+
+        received = [first]
+        with pytest.raises(ReaderStalled) as raised:
+            async for item in stream:
+                received.append(item)
+
+    assert 0.9 < took < 2.5
+    assert "scenario.Source.count@" in raised.value.hop
+    assert WINDOW * 0.8 < len(received) * 1040 < WINDOW * 1.6
+    assert [item.index for item in received] == list(range(len(received)))
+
+
+async def test_a_reader_that_is_slow_but_reads_gets_everything(own_server: RunningServer) -> None:
+    async with (
+        Runtime.connect(own_server.url, reader_stall_timeout=1.0) as serving,
+        Runtime.connect(own_server.url) as calling,
+    ):
+        await serving.start(Source)
+        source = calling.client(Source)
+        index = 0
+        with call_options(wait=5.0):
+            stream = source.count(Count(items=60, size=50_000))
+        async for item in stream:
+            assert (item.index, item.text) == (index, payload(index, 50_000))
+            index += 1
+            await asyncio.sleep(0.05)
+
+    assert index == 60
+
+
+@pytest.mark.parametrize("stalled", [50, pytest.param(200, marks=pytest.mark.soak)])
+async def test_many_stalled_streams_cost_a_bounded_amount_and_leave_others_alone(
+    own_server: RunningServer, processes: Processes, stalled: int
+) -> None:
+    worker = await processes.worker(own_server.url)
+    async with (
+        Runtime.connect(own_server.url) as calling,
+        Runtime.connect(own_server.url) as stalling,
+    ):
+        source = calling.client(Source)
+        with call_options(wait=5.0):
+            await source.where()
+
+        async def read(count: int) -> float:
+            begun = time.monotonic()
+            index = 0
+            async for item in source.count(Count(items=count, size=200, pause=0.002)):
+                assert item.index == index
+                index += 1
+            assert index == count
+            return time.monotonic() - begun
+
+        alone = await read(200)
+        before = psutil.Process(worker.pid).memory_info().rss
+        lazy = stalling.client(Source)
+        streams = []
+        for _ in range(stalled):
+            with call_options(wait=5.0):
+                stream = lazy.count(Count(items=10**9, size=2000))
+            await anext(stream)
+            streams.append(stream)
+        await asyncio.sleep(1.0)
+        beside = await read(200)
+        growth = psutil.Process(worker.pid).memory_info().rss - before
+        assert (await source.journal()).running == stalled
+        for stream in streams:
+            await stream.aclose()
+        await eventually(no_handler_runs(source), 4.0)
+
+    assert growth < stalled * MAX_PER_STREAM
+    assert beside < 2 * alone + 0.5
+
+
+@pytest.mark.timeout(120)
+async def test_a_plain_client_that_never_reads_costs_a_bounded_amount_and_is_let_go(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            await source.where()
+        before = psutil.Process(worker.pid).memory_info().rss
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", own_server.port, limit=1024
+        )
+        await reader.readuntil(b"\r\n")
+        request = Count(items=10**9, size=10_000).model_dump_json().encode()
+        writer.write(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\n')
+        writer.write(b"SUB _INBOX.lazy 1\r\n")
+        writer.write(b"PUB scenario.Source.count _INBOX.lazy %d\r\n%s\r\n" % (len(request), request))
+        await writer.drain()
+        await eventually(lambda: _is_running(source), 5.0)
+
+        slowest = 0.0
+        largest = 0
+        begun = time.monotonic()
+        while time.monotonic() - begun < 30.0 and (await source.journal()).running:
+            called = time.monotonic()
+            await source.where()
+            slowest = max(slowest, time.monotonic() - called)
+            largest = max(largest, psutil.Process(worker.pid).memory_info().rss - before)
+            await asyncio.sleep(0.1)
+        journal = await source.journal()
+        writer.transport.abort()
+
+    assert journal.running == 0
+    assert largest < 64 * 1024 * 1024
+    assert slowest < 2.0
+
+
+async def _is_running(source: Source) -> bool:
+    return (await source.journal()).running == 1
