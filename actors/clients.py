@@ -85,8 +85,9 @@ def _encode_json(request: Any) -> bytes:
             request = dict(request)
         return msgspec.json.encode(request, enc_hook=_unwrap)
     except (TypeError, ValueError) as error:
+        kind: str = type(cast("Any", request)).__name__
         raise InvalidRequest(
-            f"a request {str(request)[:80]!r} cannot be sent as JSON: {error}",
+            f"a request of type {kind} cannot be sent as JSON: {error}",
             started=False,
         ) from None
 
