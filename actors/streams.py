@@ -78,6 +78,10 @@ class Stream(AsyncGenerator[T, None]):
                 self._close()
                 raise
         raw = reader.ready
+        if len(raw) == 1:
+            data = raw.pop()
+            self._size = len(data)
+            return self._decode([data])[0]  # type: ignore[no-any-return]
         reader.ready = []
         return self._take(raw)
 

@@ -45,6 +45,7 @@ from .wire import (
     Failed,
     Frame,
     Heartbeat,
+    Item,
     Items,
     Open,
     Part,
@@ -66,7 +67,8 @@ SMALLEST_WINDOW: Final = 16 * 1024
 PART_HEADER_BYTES: Final = 64
 MAX_IDLE_REMOTES: Final = 1024
 
-_RESULTS = (Items, End, Failed, Part)
+_ITEMS = (Item, Items)
+_RESULTS = (Item, Items, End, Failed, Part)
 
 
 class CallHead(NamedTuple):
@@ -231,7 +233,7 @@ class PendingCall:
 
     # Called by the caller ----------------------------------------------------------------
 
-    def receive(self, frame: Items | Part | End | Failed) -> None:
+    def receive(self, frame: Item | Items | Part | End | Failed) -> None:
         reader = self.reader
         try:
             reader.receive(frame)
@@ -598,7 +600,7 @@ class Caller:
             if call is None or frame.secret != call.secret or frame.attempt != call.attempt:
                 self.bus.drop(DropReason.STALE)
                 continue
-            if type(frame) is Items and call.reader.receive_next(frame):
+            if isinstance(frame, _ITEMS) and call.reader.receive_next(frame):
                 call.wake()
             else:
                 call.receive(frame)

@@ -64,7 +64,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TURN_ITEMS: Final = 64
+TURN_ITEMS: Final = 256
+LEAST_TURN_ITEMS: Final = 16
 HIGH_BACKLOG: Final = 8 * 1024 * 1024
 FLUSH_BYTES: Final = 256 * 1024
 FRAME_OVERHEAD: Final = 48
@@ -495,7 +496,7 @@ class InstanceServer:
         push = call.push
         encode = call.served.endpoint.encode
         observation = call.observation
-        burst = TURN_ITEMS - 1  # the first item goes out before the second is asked for
+        left = 1  # the first item goes out before the second is asked for
         try:
             items = call.served.endpoint.invoke(call.request)
             try:
@@ -503,13 +504,14 @@ class InstanceServer:
                     may_go_on = push(encode(item))
                     if observation is not None:
                         observation.items(1)
-                    burst += 1
+                    left -= 1
                     if not may_go_on:
                         await call.writable()
                         if call.ended:
                             break
-                    elif burst >= TURN_ITEMS:
-                        burst = 0
+                    elif left <= 0:
+                        # A turn of the loop is shared by all streams that never wait.
+                        left = max(LEAST_TURN_ITEMS, TURN_ITEMS // self._load)
                         if bus.data.backlog > HIGH_BACKLOG:
                             await bus.data.drained(timeout=bus.config.reader_stall_timeout)
                         else:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Final
 
 from .errors import DynbusError, PayloadTooLarge
-from .wire import End, Failed, Items, Part, Terminal, failed_frame
+from .wire import End, Failed, Item, Items, Part, Terminal, failed_frame
 
 DEFAULT_WINDOW: Final = 256 * 1024
 """Bytes of items that a stream may be ahead of its reader."""
@@ -185,7 +185,7 @@ class StreamWriter:
         if not self.ended:
             self._finish(_Ending(None, error))
 
-    def take_items(self, limit: int) -> Items | None:
+    def take_items(self, limit: int) -> Item | Items | None:
         """All fresh units as one frame, when they are whole items only and fit the limit.
 
         This is `take` for nearly every frame of a stream, at half its cost.
@@ -197,8 +197,13 @@ class StreamWriter:
             return None
         self.taken_bytes = size
         self._fresh_bytes = 0
-        self._fresh = []
         kept = self._kept
+        if count == 1:
+            data: bytes = fresh.pop()  # type: ignore[assignment]
+            kept.append(data)
+            self._sent = self._acknowledged + len(kept)
+            return Item(self.number, self.secret, self.attempt, self.next_sequence - 1, data)
+        self._fresh = []
         kept += fresh
         self._sent = self._acknowledged + len(kept)
         items: list[bytes] = fresh  # type: ignore[assignment]
@@ -297,7 +302,8 @@ class StreamWriter:
             if unit.error is not None:
                 return failed_frame(self.number, self.secret, self.attempt, sequence, unit.error)
             return End(self.number, self.secret, self.attempt, sequence, unit.data)
-        return Part(self.number, self.secret, self.attempt, sequence, unit)
+        # msgspec encodes plain bytes only.
+        return Part(self.number, self.secret, self.attempt, sequence, bytes(unit))
 
 
 class StreamReader:
@@ -346,22 +352,26 @@ class StreamReader:
         """Whether anything but the end has arrived."""
         return self.next_sequence > (self.terminal is not None)
 
-    def receive_next(self, frame: Items) -> bool:
+    def receive_next(self, frame: Item | Items) -> bool:
         """Take in a frame of whole items that comes just in time; False if it does not.
 
         This is `receive` for nearly every frame of a stream, at a fraction of its cost.
         """
         if frame.sequence != self.next_sequence or self._parts or self.terminal is not None:
             return False
-        self.next_sequence += len(frame.items)
         self.behind = False
+        if isinstance(frame, Item):
+            self.next_sequence += 1
+            self.ready.append(frame.data)
+            return True
+        self.next_sequence += len(frame.items)
         if self.ready:
             self.ready += frame.items
         else:
             self.ready = frame.items
         return True
 
-    def receive(self, frame: Items | Part | Terminal) -> None:
+    def receive(self, frame: Item | Items | Part | Terminal) -> None:
         """Take in a frame of this call and attempt.
 
         What is already held is skipped. A frame after a gap is not kept: it sets `behind`,
@@ -376,7 +386,9 @@ class StreamReader:
         if ahead > 0:
             self.behind = True
             return
-        if isinstance(frame, Items):
+        if isinstance(frame, Item):
+            self._receive_items([frame.data], -ahead)
+        elif isinstance(frame, Items):
             self._receive_items(frame.items, -ahead)
         elif ahead == 0:
             self._receive_unit(frame)

@@ -43,8 +43,15 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     attempt: int
 
 
+class Item(_Frame, frozen=True, array_like=True, gc=False, tag=12):
+    """One whole item: what a stream sends at each step of its engine."""
+
+    sequence: int
+    data: bytes
+
+
 class Items(_Frame, frozen=True, array_like=True, gc=False, tag=0):
-    """Whole items. `sequence` numbers the first; the others follow by one."""
+    """Several whole items. `sequence` numbers the first; the others follow by one."""
 
     sequence: int
     items: list[bytes]
@@ -141,7 +148,8 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=11):
 
 Terminal = End | Failed
 Frame = (
-    Items
+    Item
+    | Items
     | Part
     | End
     | Failed

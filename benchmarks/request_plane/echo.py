@@ -38,10 +38,12 @@ class StepClock:
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[float]] = []
         self._idle: threading.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def next_step(self) -> float:
         """Wait for the next step; returns when it was due, in seconds of `time.monotonic`."""
-        loop = asyncio.get_running_loop()
+        # Once: it is a system call each time, the same for every system that is measured.
+        loop = self._loop = self._loop or asyncio.get_running_loop()
         waiter: asyncio.Future[float] = loop.create_future()
         self._waiters.append(waiter)
         if self._idle is None:
