@@ -9,15 +9,16 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.context import context
 from dynbus.bus.endpoint import Endpoint
-from dynbus.bus.errors import InvalidRequest, InvalidResponse
+from dynbus.bus.errors import DynbusError, InvalidRequest, InvalidResponse
 from dynbus.bus.leases import LeaseKeeper, LeaseState
 from dynbus.bus.server import InstanceServer
 from dynbus.bus.services import ServiceResponder
+from dynbus.bus.transport import ConnectionState
 from dynbus.bus.wire import InstanceRecord
 
 from .actor import Actor, check_startable
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 logger = logging.getLogger(__name__)
+
+BARRIER_RETRY: Final = 0.5
 
 
 class ActorInstance:
@@ -64,6 +67,8 @@ class ActorInstance:
         self._keeper: LeaseKeeper | None = None
         self._services: ServiceResponder | None = None
         self._stopping: asyncio.Task[None] | None = None
+        self._resuming: asyncio.Task[None] | None = None
+        self._end_listening: list[Callable[[], None]] = []
         self._begun = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -85,6 +90,7 @@ class ActorInstance:
             self._runtime.bus.known_instances = lambda: keeper.records
             await self.actor.on_start()
             await self.server.start()
+            self._end_listening.append(self._runtime.bus.data.on_state(self._on_state))
             self._services = ServiceResponder(self.server, self._metadata())
             await self._services.start()
             await self._runtime.bus.lane.run(self._keeper.announce())
@@ -132,7 +138,8 @@ class ActorInstance:
         keeper = LeaseKeeper(
             connection.jetstream, record, bus.config.lease_ttl, self._lease_changed
         )
-        connection.on_state(keeper.connection_changed)
+        end = connection.on_state(keeper.connection_changed)
+        self._end_listening.append(lambda: bus.lane.call(end))
         if self._id_was_given:
             # Two holders of one id would both run every request until one of them notices.
             await keeper.check_free()
@@ -164,7 +171,35 @@ class ActorInstance:
     def _say_draining(keeper: LeaseKeeper) -> None:
         keeper.change(draining=True)
 
+    def _on_state(self, state: ConnectionState) -> None:
+        keeper = self._keeper
+        if keeper is None:
+            return
+        if self._resuming is not None:
+            self._resuming.cancel()
+            self._resuming = None
+        if state is ConnectionState.CONNECTED:
+            self._resuming = asyncio.get_running_loop().create_task(self._resume(keeper))
+        else:
+            # The lane may be back before requests can arrive; a record must not say otherwise.
+            self._runtime.bus.lane.call(keeper.pause)
+
+    async def _resume(self, keeper: LeaseKeeper) -> None:
+        """Renew once the server knows the subscriptions again, however long that takes."""
+        while True:
+            try:
+                await self._runtime.bus.data.barrier()
+                break
+            except DynbusError as error:
+                logger.warning("%s does not hear requests yet: %s", self.id, error)
+                await asyncio.sleep(BARRIER_RETRY)
+        self._runtime.bus.lane.call(keeper.resume)
+
     async def _withdraw(self) -> None:
+        for end in self._end_listening:
+            end()
+        if self._resuming is not None:
+            self._resuming.cancel()
         if self._services is not None:
             self._services.stop()
         try:

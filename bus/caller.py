@@ -109,11 +109,12 @@ class RemoteInstance:
 
     def beat(self) -> list[Frame]:
         # The main loop only appends to `done`, so taking a prefix away loses nothing.
-        room = self._caller.bus.lane.connection.max_payload - 9 * len(self.calls)
+        room = self._caller.bus.lane.connection.max_payload - 16 * len(self.calls)
         count = min(len(self.done), max(1, room // ACKNOWLEDGEMENT_BYTES - 8))
         done = self.done[:count]
         del self.done[:count]
-        return [Open(list(self.calls), done)]
+        calls = list(self.calls.values())
+        return [Open([(call.number, call.reader.next_sequence) for call in calls], done)]
 
     def gone(self) -> None:
         self._caller.instance_gone(self)

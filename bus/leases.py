@@ -149,6 +149,7 @@ class LeaseKeeper:
         self.records = 0
         self._until_count = 0
         self._now = asyncio.Event()
+        self._paused = False
         self._task: asyncio.Task[None] | None = None
 
     async def check_free(self) -> None:
@@ -181,6 +182,15 @@ class LeaseKeeper:
         """Renew at once after a reconnect: the record may be about to expire, or be gone."""
         if state is ConnectionState.CONNECTED:
             self._now.set()
+
+    def pause(self) -> None:
+        """Renew no more: requests cannot reach the instance."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Renew at once and from now on: the server knows the instance's subscriptions again."""
+        self._paused = False
+        self._now.set()
 
     def change(self, *, draining: bool) -> None:
         """Say something else from the next write on, which comes at once."""
@@ -228,6 +238,8 @@ class LeaseKeeper:
             except TimeoutError:
                 pass
             self._now.clear()
+            if self._paused:
+                continue
             try:
                 await self._renew()
                 await self._count()

@@ -114,8 +114,14 @@ class MemoryConnection:
             self._session, self._sent, self._received, self._dropped, 0, self._callback_errors
         )
 
-    def on_state(self, listener: Callable[[ConnectionState], None]) -> None:
+    def on_state(self, listener: Callable[[ConnectionState], None]) -> Callable[[], None]:
         self._listeners.append(listener)
+
+        def end() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return end
 
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
         """In memory no subject is refused, so `listener` is never called."""

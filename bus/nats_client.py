@@ -37,6 +37,7 @@ LOW_BACKLOG: Final = 1024 * 1024
 EARLY_WRITE_BYTES: Final = 4096
 PING_INTERVAL: Final = 2.0
 MAX_SILENT_PINGS: Final = 2
+MAX_UNANSWERED_PINGS: Final = 5
 FIRST_RECONNECT_DELAY: Final = 0.05
 MAX_RECONNECT_DELAY: Final = 0.4
 REFUSED_RECONNECT_DELAY: Final = 5.0
@@ -172,6 +173,7 @@ class NatsConnection:
         self._flush_scheduled = False
         self._pongs: list[asyncio.Future[None]] = []
         self._silent_pings = 0
+        self._unanswered_pings = 0
         self._denied: dict[str, str] = {}
         self._requests: dict[str, asyncio.Future[Message]] = {}
         self._request_numbers = itertools.count(1)
@@ -234,8 +236,14 @@ class NatsConnection:
             self._callback_errors,
         )
 
-    def on_state(self, listener: Callable[[ConnectionState], None]) -> None:
+    def on_state(self, listener: Callable[[ConnectionState], None]) -> Callable[[], None]:
         self._listeners.append(listener)
+
+        def end() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return end
 
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
         """Call `listener(error, subject)` when the server refuses a subject."""
@@ -450,6 +458,7 @@ class NatsConnection:
         self._session = session
         self._lame_duck = False
         self._silent_pings = 0
+        self._unanswered_pings = 0
         self._max_payload = int(session.info.get("max_payload") or self._max_payload)
         for subscription in self._subscriptions.values():
             session.write(subscription.command())
@@ -493,11 +502,14 @@ class NatsConnection:
             self._pinger.cancel()
 
     def _ping(self, session: _Session) -> None:
-        if self._silent_pings >= MAX_SILENT_PINGS:
+        # What arrives while no ping is answered comes over a link that is deaf the other way.
+        silent = self._silent_pings >= MAX_SILENT_PINGS
+        if silent or self._unanswered_pings >= MAX_UNANSWERED_PINGS:
             logger.warning("%s: the server is silent, connecting anew", self.name)
             session.abort()
             return
         self._silent_pings += 1
+        self._unanswered_pings += 1
         self._write(b"PING\r\n")
         self._pongs.append(self._loop.create_future())
         self._pinger = self._loop.call_later(PING_INTERVAL, self._ping, session)
@@ -520,6 +532,7 @@ class NatsConnection:
         if line == b"PING":
             self._write(b"PONG\r\n")
         elif line == b"PONG":
+            self._unanswered_pings = 0
             if self._pongs:
                 pong = self._pongs.pop(0)
                 if not pong.done():

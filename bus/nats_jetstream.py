@@ -248,6 +248,7 @@ class NatsOrderedConsumer:
         self._heard = 0.0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._stop_listening: Callable[[], None] | None = None
         self._loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
@@ -258,7 +259,7 @@ class NatsOrderedConsumer:
             Unavailable: the server does not answer.
         """
         await self._create()
-        self._connection.on_state(self._on_state)
+        self._stop_listening = self._connection.on_state(self._on_state)
         self._task = self._loop.create_task(self._watch(), name=f"consume-{self._stream}")
 
     async def stop(self) -> None:
@@ -266,6 +267,8 @@ class NatsOrderedConsumer:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
+        if self._stop_listening is not None:
+            self._stop_listening()
         self._drop_subscription()
         if self._consumer and self._connection.state is ConnectionState.CONNECTED:
             name, self._consumer = self._consumer, ""

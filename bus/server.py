@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -156,6 +156,7 @@ class InstanceServer:
         self._subscriptions: list[Subscription] = []
         self._sweeper: asyncio.TimerHandle | None = None
         self._control_subscription: Subscription | None = None
+        self._stop_listening: Callable[[], None] = _nothing
 
     def __repr__(self) -> str:
         state = "draining" if self.draining else "serving"
@@ -187,7 +188,7 @@ class InstanceServer:
                 data.subscribe(str(served.address), receive, queue=self.component)
             )
         await data.barrier()
-        data.on_state(self._on_state)
+        self._stop_listening = data.on_state(self._on_state)
         self._sweeper = self.bus.loop.call_later(SWEEP_INTERVAL, self._sweep)
 
     async def _start_control(self) -> None:
@@ -247,6 +248,7 @@ class InstanceServer:
         self._flush()
         for subscription in (*self._queue_subscriptions, *self._subscriptions):
             subscription.unsubscribe()
+        self._stop_listening()
         if self._sweeper is not None:
             self._sweeper.cancel()
         self._deadlines.clear()
@@ -729,7 +731,7 @@ class InstanceServer:
             if isinstance(frame, Open):
                 if peer is not None:
                     self._on_open(peer, batch.incarnation, frame)
-                elif frame.numbers:
+                elif frame.calls:
                     # None of them is here; told so twice the client asks for each.
                     self._answer_control(batch.sender, Heartbeat(0.0, self.draining, []))
             elif isinstance(frame, Credit | Cancel | Resume):
@@ -746,12 +748,16 @@ class InstanceServer:
                 _remember(self._refused, (peer.client_id, number), secret)
             elif writer.secret == secret:
                 self._release(peer, number)
-        known = set(frame.numbers)
+        known = dict(frame.calls)
         newest = max(known, default=-1)
         now = monotonic()
         missing: dict[int, int] = {}
         for number in (*peer.calls, *peer.kept):
             if number in known:
+                # Soon and often: what is kept for long is memory that is never warm.
+                writer = peer.writer(number)
+                if writer is not None:
+                    writer.acknowledge(known[number])
                 continue
             call = peer.calls.get(number)
             # A request may overtake a heartbeat that was written before it.
@@ -896,6 +902,10 @@ class InstanceServer:
         for peer in self.registry.peers.values():
             calls.extend(peer.calls.values())
         return calls
+
+
+def _nothing() -> None:
+    """There is nothing to end yet."""
 
 
 def _remember(memory: dict[tuple[str, int], bytes], key: tuple[str, int], secret: bytes) -> None:

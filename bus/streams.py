@@ -68,12 +68,11 @@ class StreamWriter:
 
     __slots__ = (
         "_acknowledged",
-        "_fresh",
-        "_fresh_bytes",
         "_items_only",
-        "_kept",
+        "_next_unsent",
         "_on_dirty",
-        "_sent",
+        "_sent_before",
+        "_units",
         "_window",
         "attempt",
         "dirty",
@@ -81,7 +80,6 @@ class StreamWriter:
         "granted",
         "max_item_bytes",
         "max_unit_bytes",
-        "next_sequence",
         "number",
         "pushed_bytes",
         "secret",
@@ -108,23 +106,28 @@ class StreamWriter:
         self._on_dirty = on_dirty or _ignore
         self.max_unit_bytes = max_unit_bytes
         self.max_item_bytes = max_item_bytes
-        self.next_sequence = 0
         self.pushed_bytes = 0
         self.taken_bytes = 0
         self.ended = False
-        self._fresh_bytes = 0
+        # The units from sequence `_acknowledged` on; those below `_next_unsent` were handed out.
+        self._units: list[_Unit] = []
+        self._next_unsent = 0
         self._acknowledged = 0
-        self._sent = 0
+        self._sent_before = 0
         self._items_only = True
-        self._kept: list[_Unit] = []
-        self._fresh: list[_Unit] = []
 
     def __repr__(self) -> str:
         state = "ended" if self.ended else "blocked" if self.blocked else "open"
         return (
             f"<StreamWriter {self.number} [{state} | next: {self.next_sequence}, "
-            f"kept: {self._acknowledged}+{len(self._kept)}, fresh: {len(self._fresh)}]>"
+            f"kept: {self._acknowledged}+{self._next_unsent}, "
+            f"fresh: {len(self._units) - self._next_unsent}]>"
         )
+
+    @property
+    def next_sequence(self) -> int:
+        """The sequence of the unit that comes next."""
+        return self._acknowledged + len(self._units)
 
     @property
     def blocked(self) -> bool:
@@ -134,17 +137,17 @@ class StreamWriter:
     @property
     def has_fresh(self) -> bool:
         """Whether `take` would return something."""
-        return bool(self._fresh)
+        return len(self._units) > self._next_unsent
 
     @property
     def is_settled(self) -> bool:
         """Whether the stream has ended and the reader is known to have all of it."""
-        return self.ended and not self._kept and not self._fresh
+        return self.ended and not self._units
 
     @property
     def held_bytes(self) -> int:
         """Bytes that are kept for the reader."""
-        return sum(len(unit) for unit in (*self._kept, *self._fresh) if isinstance(unit, bytes))
+        return sum(len(unit) for unit in self._units if isinstance(unit, bytes))
 
     def push(self, item: bytes) -> bool:
         """Add an item; returns whether another may follow, that is, not `blocked`.
@@ -160,9 +163,7 @@ class StreamWriter:
         if size > self.max_unit_bytes:
             item = self._split(item)
         self.pushed_bytes = pushed = self.pushed_bytes + size
-        self._fresh_bytes += size
-        self._fresh.append(item)
-        self.next_sequence += 1
+        self._units.append(item)
         if not self.dirty:
             self.dirty = True
             self._on_dirty(self)
@@ -190,24 +191,27 @@ class StreamWriter:
 
         This is `take` for nearly every frame of a stream, at half its cost.
         """
-        fresh = self._fresh
-        count = len(fresh)
-        size = self._fresh_bytes + UNIT_OVERHEAD * count
-        if not self._items_only or size > limit or not count:
+        units = self._units
+        first = self._next_unsent
+        count = len(units) - first
+        if not self._items_only or not count:
+            return None
+        sequence = self._acknowledged + first
+        if count == 1:
+            data: bytes = units[first]  # type: ignore[assignment]
+            size = len(data) + UNIT_OVERHEAD
+            if size > limit:
+                return None
+            self.taken_bytes = size
+            self._next_unsent = first + 1
+            return Item(self.number, self.secret, self.attempt, sequence, data)
+        items: list[bytes] = units[first:]  # type: ignore[assignment]
+        size = sum(map(len, items)) + UNIT_OVERHEAD * count
+        if size > limit:
             return None
         self.taken_bytes = size
-        self._fresh_bytes = 0
-        kept = self._kept
-        if count == 1:
-            data: bytes = fresh.pop()  # type: ignore[assignment]
-            kept.append(data)
-            self._sent = self._acknowledged + len(kept)
-            return Item(self.number, self.secret, self.attempt, self.next_sequence - 1, data)
-        self._fresh = []
-        kept += fresh
-        self._sent = self._acknowledged + len(kept)
-        items: list[bytes] = fresh  # type: ignore[assignment]
-        return Items(self.number, self.secret, self.attempt, self.next_sequence - count, items)
+        self._next_unsent = first + count
+        return Items(self.number, self.secret, self.attempt, sequence, items)
 
     def take(self, limit: int) -> list[Items | Part | Terminal]:
         """Frames of units that were not handed out yet, of at most about `limit` bytes.
@@ -215,8 +219,8 @@ class StreamWriter:
         `taken_bytes` then tells how much of the limit they use; one unit may exceed it alone.
         """
         frames: list[Items | Part | Terminal] = []
-        fresh = self._fresh
-        sequence = self.next_sequence - len(fresh)
+        fresh = self._units[self._next_unsent :]
+        sequence = self._acknowledged + self._next_unsent
         items: list[bytes] = []
         taken = 0
         self.taken_bytes = 0
@@ -238,15 +242,9 @@ class StreamWriter:
             sequence += 1
         if items:
             frames.append(Items(self.number, self.secret, self.attempt, sequence, items))
+        self._next_unsent += taken
         if taken == len(fresh):
-            self._kept += fresh
-            self._fresh = []
             self._items_only = True
-        else:
-            self._kept += fresh[:taken]
-            del fresh[:taken]
-        self._fresh_bytes = sum(len(unit) for unit in self._fresh if isinstance(unit, bytes))
-        self._sent = max(self._sent, self._acknowledged + len(self._kept))
         return frames
 
     def credit(self, granted: int, received: int) -> None:
@@ -256,27 +254,28 @@ class StreamWriter:
         beyond what was sent is a broken reader's and is cut to what was sent.
         """
         self.granted = max(self.granted, min(granted, self.pushed_bytes + self._window))
-        self._acknowledge(received)
+        self.acknowledge(received)
+
+    def acknowledge(self, received: int) -> None:
+        """Drop the units below sequence `received`, as far as they were ever sent."""
+        # After a resume, units that were sent before are fresh again; the reader may have
+        # them by now all the same.
+        sent = max(self._sent_before, self._acknowledged + self._next_unsent)
+        drop = min(received, sent) - self._acknowledged
+        if drop > 0:
+            del self._units[:drop]
+            self._acknowledged += drop
+            self._next_unsent = max(0, self._next_unsent - drop)
 
     def resume(self, sequence: int) -> bool:
         """Hand out again everything from `sequence`; False when that is no longer kept."""
         if not self._acknowledged <= sequence <= self.next_sequence:
             return False
-        self._acknowledge(sequence)
-        self._fresh = self._kept + self._fresh
-        self._kept = []
+        self.acknowledge(sequence)
+        self._sent_before = max(self._sent_before, self._acknowledged + self._next_unsent)
+        self._next_unsent = 0
         self._items_only = False
         return True
-
-    def _acknowledge(self, received: int) -> None:
-        drop = min(received, self._sent) - self._acknowledged
-        if drop <= 0:
-            return
-        # After a resume, units that were sent before are fresh again; the reader may have
-        # them by now all the same.
-        del self._fresh[: max(0, drop - len(self._kept))]
-        del self._kept[:drop]
-        self._acknowledged += drop
 
     def _split(self, data: bytes) -> bytes:
         if len(data) > self.max_item_bytes:
@@ -286,15 +285,13 @@ class StreamWriter:
         step = self.max_unit_bytes
         last = (len(data) - 1) // step * step
         for start in range(0, last, step):
-            self._fresh.append(_Piece(data[start : start + step]))
-            self.next_sequence += 1
+            self._units.append(_Piece(data[start : start + step]))
         self._items_only = False
         return data[last:]
 
     def _finish(self, ending: _Ending) -> None:
-        self._fresh.append(ending)
+        self._units.append(ending)
         self._items_only = False
-        self.next_sequence += 1
         self.ended = True
 
     def _frame(self, unit: _Unit, sequence: int) -> Part | Terminal:

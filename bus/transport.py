@@ -268,8 +268,8 @@ class Connection(Protocol):
         """Wait until `backlog` is small again."""
         ...
 
-    def on_state(self, listener: Callable[[ConnectionState], None]) -> None:
-        """Call `listener` at every later change of `state`."""
+    def on_state(self, listener: Callable[[ConnectionState], None]) -> Callable[[], None]:
+        """Call `listener` at every later change of `state`; what is returned ends that."""
         ...
 
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:

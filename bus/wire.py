@@ -113,10 +113,14 @@ class Unknown(_Frame, frozen=True, array_like=True, gc=False, tag=7):
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=8):
-    """Reader to writer, while calls are open: the heartbeat. `done` holds ended numbers
-    with their secrets, whose units need not be kept any longer."""
+    """Reader to writer, while calls are open: the heartbeat.
 
-    numbers: list[int]
+    Attributes:
+        calls: (number, next sequence) of each open call: units below it are held.
+        done: (number, secret) of calls that have ended, of which nothing need be kept.
+    """
+
+    calls: list[tuple[int, int]]
     done: list[tuple[int, bytes]]
 
 
@@ -148,8 +152,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=11):
 
 Terminal = End | Failed
 Frame = (
-    Item
-    | Items
+    Items
     | Part
     | End
     | Failed
@@ -161,6 +164,7 @@ Frame = (
     | Heartbeat
     | Ping
     | Pong
+    | Item
 )
 
 

@@ -15,6 +15,7 @@ from dynbus.bus.wire import (
     Frame,
     Heartbeat,
     InstanceRecord,
+    Item,
     Items,
     Open,
     Part,
@@ -38,6 +39,7 @@ GOLDEN: list[tuple[Frame, bytes]] = [
         b"\x95\x01\xa1i\xa1n\x02\x91"
         b"\x96\x00\x07\xc4\x100123456789abcdef\x01\x03\x92\xc4\x01a\xc4\x02bc",
     ),
+    (Item(7, SECRET, 1, 3, b"a"), HEAD + b"\x96\x0c" + CALL + b"\x03\xc4\x01a"),
     (Part(7, SECRET, 1, 5, b"xyz"), HEAD + b"\x96\x01" + CALL + b"\x05\xc4\x03xyz"),
     (End(7, SECRET, 1, 6, None), HEAD + b"\x96\x02" + CALL + b"\x06\xc0"),
     (End(7, SECRET, 1, 6, b"r"), HEAD + b"\x96\x02" + CALL + b"\x06\xc4\x01r"),
@@ -54,8 +56,8 @@ GOLDEN: list[tuple[Frame, bytes]] = [
     (Resume(7, SECRET, 1, 4), HEAD + b"\x95\x06" + CALL + b"\x04"),
     (Unknown(7, SECRET, 1), HEAD + b"\x94\x07" + CALL),
     (
-        Open([7, 8], [(6, SECRET)]),
-        HEAD + b"\x93\x08\x92\x07\x08\x91\x92\x06\xc4\x100123456789abcdef",
+        Open([(7, 3), (8, 0)], [(6, SECRET)]),
+        HEAD + b"\x93\x08\x92\x92\x07\x03\x92\x08\x00\x91\x92\x06\xc4\x100123456789abcdef",
     ),
     (
         Heartbeat(0.25, False, [(7, 9)]),
@@ -73,6 +75,7 @@ blobs = st.binary(max_size=40)
 call = (integers, secrets, integers)
 frames: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Items, *call, integers, st.lists(blobs, max_size=4)),
+    st.builds(Item, *call, integers, blobs),
     st.builds(Part, *call, integers, blobs),
     st.builds(End, *call, integers, st.none() | blobs),
     st.builds(
@@ -92,7 +95,7 @@ frames: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Cancel, *call, seconds),
     st.builds(Resume, *call, integers),
     st.builds(Unknown, *call),
-    st.builds(Open, st.lists(integers), st.lists(st.tuples(integers, secrets))),
+    st.builds(Open, st.lists(st.tuples(integers, integers)), st.lists(st.tuples(integers, secrets))),
     st.builds(Heartbeat, seconds, st.booleans(), st.lists(st.tuples(integers, integers))),
     st.builds(Ping, integers),
     st.builds(Pong, integers),

@@ -1,4 +1,4 @@
-"""Fixtures of the failure stories: worker processes, and the parts that no test may leave behind."""
+"""Fixtures of the failure stories: processes that end with their test."""
 
 from __future__ import annotations
 

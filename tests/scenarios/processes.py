@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from ..conditions import eventually
+from tests.conditions import eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +81,9 @@ class Processes:
         self._folder = folder
         self._started: list[Process] = []
 
-    async def worker(self, url: str, *actors: str, instance_id: str = "", ttl: float = 0) -> Process:
+    async def worker(
+        self, url: str, *actors: str, instance_id: str = "", ttl: float = 0
+    ) -> Process:
         """A worker that serves `actors`, once it is announced."""
         process = self.begin_worker(url, *actors, instance_id=instance_id, ttl=ttl)
         await process.says("ready")
@@ -112,9 +113,3 @@ class Processes:
         process = Process(log, f"tests.scenarios.{module}", *arguments)
         self._started.append(process)
         return process
-
-
-async def in_thread(function: object, *arguments: object) -> None:
-    """Run a blocking function beside the event loop."""
-    assert callable(function)
-    await asyncio.to_thread(function, *arguments)

@@ -37,7 +37,7 @@ async def restart_broker(server: RunningServer, outage: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "outage", [0.1, 1.5, pytest.param(0.0, marks=pytest.mark.soak), pytest.param(3.0, marks=pytest.mark.soak)]
+    "outage", [0.1, 1.5, *(pytest.param(seconds, marks=pytest.mark.soak) for seconds in (0.0, 3.0))]
 )
 async def test_64_streams_go_on_byte_exactly_over_a_restart_of_the_broker(
     own_server: RunningServer, processes: Processes, outage: float

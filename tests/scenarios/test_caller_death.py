@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 from nats.aio.client import Client
+from tests.conditions import eventually
+from tests.proxy import Proxy
 
 from dynbus import Runtime, call_options
 from dynbus.bus.embedded import RunningServer
 
-from ..conditions import eventually
-from ..proxy import Proxy
 from .observation import leftovers, no_handler_runs
 from .processes import Processes
 from .workload import Source
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.anyio
 
 STOPPED_WITHIN = 2.5
 """Two seconds, and what a busy machine and the question itself add to them."""
-
 
 
 @pytest.mark.parametrize("actor", ["Source", "Top"])
@@ -112,9 +111,7 @@ async def test_a_plain_client_cannot_end_streams_by_answering_an_item(
         await plain.connect(own_server.url)
         inbox = plain.new_inbox()
         subscription = await plain.subscribe(inbox)
-        await plain.publish(
-            "scenario.Source.count", b'{"items": 20, "pause": 0.02}', reply=inbox
-        )
+        await plain.publish("scenario.Source.count", b'{"items": 20, "pause": 0.02}', reply=inbox)
 
         items = 0
         while True:

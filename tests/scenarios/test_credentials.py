@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.conditions import eventually
 
 from dynbus import PermissionDenied, Runtime, call_options
 from dynbus.bus.embedded import RunningServer, run_server
 
-from .workload import Count, Source
+from .workload import Count, Item, Source
 
 pytestmark = pytest.mark.anyio
 
@@ -41,6 +42,10 @@ async def guarded(tmp_path: Path) -> AsyncIterator[RunningServer]:
         yield server
     finally:
         await server.stop()
+
+
+async def read_all(stream: AsyncGenerator[Item, None]) -> int:
+    return len([item async for item in stream])
 
 
 def url_of(server: RunningServer, user: str, password: str = "secret") -> str:
@@ -94,10 +99,10 @@ async def test_a_caller_that_may_not_use_the_control_lane_is_told_so(
         await serving.start(Source)
         source = calling.client(Source)
 
-        with pytest.raises(PermissionDenied), call_options(wait=5.0):
-            async with asyncio.timeout(5.0):
-                async for _ in source.count(Count(items=10**9, pause=0.01)):
-                    pass
+        with call_options(wait=5.0):
+            stream = source.count(Count(items=10**9, pause=0.01))
+        with pytest.raises(PermissionDenied):
+            await asyncio.wait_for(read_all(stream), 5.0)
 
 
 async def test_a_runtime_that_may_not_hear_its_replies_does_not_connect(
@@ -139,9 +144,7 @@ async def test_credentials_that_are_withdrawn_and_given_back_are_found_out_by_re
             await asyncio.sleep(0.5)
             refused_while_withdrawn = not runtime.is_connected
         await guarded.start()
-        async with asyncio.timeout(15.0):
-            while not runtime.is_connected:
-                await asyncio.sleep(0.05)
+        await eventually(lambda: runtime.is_connected, 15.0)
         after = await source.where()
 
     assert refused_while_withdrawn

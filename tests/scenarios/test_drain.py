@@ -1,4 +1,4 @@
-"""An instance goes away gracefully: what runs finishes, what is left is told, new calls go elsewhere."""
+"""An instance goes away gracefully: what runs finishes, new calls go elsewhere."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 
 import pytest
 from nats.aio.client import Client
+from tests.conditions import eventually
 
 from dynbus import Draining, Runtime, call_options
 from dynbus.bus.embedded import RunningServer
 
-from ..conditions import eventually
 from .observation import Prefer, leftovers
 from .processes import Processes
 from .workload import Count, Item, Source, Wait
@@ -68,9 +68,7 @@ async def test_what_is_left_after_the_grace_ends_in_draining(own_server: Running
         source = calling.client(Source)
         received: list[Item] = []
         with call_options(wait=5.0):
-            stream = asyncio.create_task(
-                read(source, Count(items=10**9, pause=0.01), received)
-            )
+            stream = asyncio.create_task(read(source, Count(items=10**9, pause=0.01), received))
             unary = asyncio.create_task(source.work(Wait(seconds=60.0)))
         await eventually(lambda: len(received) > 5)
 

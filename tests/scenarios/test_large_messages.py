@@ -12,6 +12,8 @@ from nats.aio.client import Client
 
 from dynbus import HandlerError, InvalidRequest, PayloadTooLarge, Runtime, call_options
 from dynbus.bus.embedded import RunningServer, run_server
+from dynbus.bus.nats_client import NatsConnection
+from dynbus.bus.transport import Statistics
 
 from .observation import leftovers
 from .workload import Count, Source, Text, Wait, payload
@@ -34,6 +36,12 @@ async def small_server(tmp_path: Path) -> AsyncIterator[RunningServer]:
         await server.stop()
 
 
+def statistics(runtime: Runtime) -> Statistics:
+    connection = runtime.bus.data
+    assert isinstance(connection, NatsConnection)
+    return connection.statistics()
+
+
 async def test_requests_of_every_size_around_a_message_arrive_whole(
     small_server: RunningServer,
 ) -> None:
@@ -47,7 +55,7 @@ async def test_requests_of_every_size_around_a_message_arrive_whole(
             lengths = [await source.length(Text(text="x" * size)) for size in sizes]
 
         assert lengths == sizes
-        assert runtime.bus.data.statistics().reconnects == 0
+        assert statistics(runtime).reconnects == 0
 
 
 async def test_results_of_every_size_around_a_message_arrive_whole(
@@ -63,7 +71,7 @@ async def test_results_of_every_size_around_a_message_arrive_whole(
             lengths = [len((await source.grow(size)).text) for size in sizes]
 
         assert lengths == sizes
-        assert runtime.bus.data.statistics().reconnects == 0
+        assert statistics(runtime).reconnects == 0
 
 
 @pytest.mark.parametrize("size", [1, 1000, 10_000, MAX_PAYLOAD - 600, MAX_PAYLOAD, 300_000])
@@ -83,7 +91,7 @@ async def test_items_of_every_size_arrive_whole_and_in_order(
             index += 1
 
         assert index == count
-        assert runtime.bus.data.statistics().reconnects == 0
+        assert statistics(runtime).reconnects == 0
 
 
 @pytest.mark.parametrize("over", [1, 10 * LIMIT])
@@ -96,7 +104,7 @@ async def test_a_request_over_the_limit_is_refused_before_anything_is_sent(
         with call_options(wait=5.0):
             await source.where()
         request = Text(text="x" * (LIMIT - JSON + over))
-        sent = runtime.bus.data.statistics().sent_messages
+        sent = statistics(runtime).sent_messages
 
         begun = time.monotonic()
         with pytest.raises(PayloadTooLarge, match=f"max_request_bytes = {LIMIT}") as raised:
@@ -105,7 +113,7 @@ async def test_a_request_over_the_limit_is_refused_before_anything_is_sent(
 
         assert not raised.value.started
         assert took < 0.1
-        assert runtime.bus.data.statistics().sent_messages == sent
+        assert statistics(runtime).sent_messages == sent
         assert leftovers(runtime) == {}
 
 

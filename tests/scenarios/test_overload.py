@@ -6,11 +6,11 @@ import asyncio
 import time
 
 import pytest
+from tests.conditions import eventually
 
 from dynbus import DeadlineExceeded, Overloaded, Runtime, call_options
 from dynbus.bus.embedded import RunningServer
 
-from ..conditions import eventually
 from .observation import leftovers
 from .workload import Done, Source, Wait
 
@@ -27,9 +27,7 @@ async def test_a_mailbox_runs_one_call_at_a_time_in_order_of_arrival(
             await source.where()
         calls: list[asyncio.Task[Done]] = []
         for number in range(9):
-            calls.append(
-                asyncio.create_task(source.mailbox(Wait(seconds=0.02, tag=str(number))))
-            )
+            calls.append(asyncio.create_task(source.mailbox(Wait(seconds=0.02, tag=str(number)))))
             await asyncio.sleep(0)
         await asyncio.gather(*calls)
         journal = await source.journal()

@@ -11,13 +11,14 @@ import msgspec
 import psutil
 import pytest
 from nats.aio.client import Client
+from tests.conditions import eventually
 
 from dynbus import Runtime, call_options
+from dynbus.bus.drops import DropReason
 from dynbus.bus.embedded import RunningServer
 from dynbus.bus.leases import INSTANCES_STREAM
 from dynbus.bus.transport import StreamConfig
 
-from ..conditions import eventually
 from .observation import leftovers
 from .processes import Processes
 from .workload import Count, Source, Wait, payload
@@ -321,7 +322,7 @@ async def test_an_unsafe_reply_subject_is_not_answered_and_counted(
 
         for subject in ("scenario.Source.journal", "$SRV.INFO", "$SRV.PING.scenario_Source"):
             raw.publish(subject.encode(), b"", reply.encode())
-        await eventually(lambda: runtime.bus.drops["unsafe_reply"] == 3)
+        await eventually(lambda: runtime.bus.drops[DropReason.UNSAFE_REPLY] == 3)
         await raw.close()
 
         assert answers == []

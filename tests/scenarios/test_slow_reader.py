@@ -7,11 +7,11 @@ import time
 
 import psutil
 import pytest
+from tests.conditions import eventually
 
 from dynbus import ReaderStalled, Runtime, call_options
 from dynbus.bus.embedded import RunningServer
 
-from ..conditions import eventually
 from .observation import no_handler_runs
 from .processes import Processes
 from .workload import Count, Source, payload
@@ -40,9 +40,13 @@ async def test_a_stream_that_nobody_reads_ends_in_reader_stalled_after_what_was_
         took = time.monotonic() - begun
 
         received = [first]
-        with pytest.raises(ReaderStalled) as raised:
+
+        async def read_on() -> None:
             async for item in stream:
                 received.append(item)
+
+        with pytest.raises(ReaderStalled) as raised:
+            await read_on()
 
     assert 0.9 < took < 2.5
     assert "scenario.Source.count@" in raised.value.hop
@@ -121,14 +125,13 @@ async def test_a_plain_client_that_never_reads_costs_a_bounded_amount_and_is_let
         with call_options(wait=5.0):
             await source.where()
         before = psutil.Process(worker.pid).memory_info().rss
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", own_server.port, limit=1024
-        )
+        reader, writer = await asyncio.open_connection("127.0.0.1", own_server.port, limit=1024)
         await reader.readuntil(b"\r\n")
         request = Count(items=10**9, size=10_000).model_dump_json().encode()
         writer.write(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\n')
         writer.write(b"SUB _INBOX.lazy 1\r\n")
-        writer.write(b"PUB scenario.Source.count _INBOX.lazy %d\r\n%s\r\n" % (len(request), request))
+        head = b"PUB scenario.Source.count _INBOX.lazy %d\r\n" % len(request)
+        writer.write(head + request + b"\r\n")
         await writer.drain()
         await eventually(lambda: _is_running(source), 5.0)
 

@@ -1,4 +1,4 @@
-"""A worker dies or freezes: whoever waits on it is told in time, and nothing is run twice unasked."""
+"""A worker dies or freezes: whoever waits on it is told, and nothing runs twice unasked."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from contextlib import suppress
 
 import pytest
+from tests.conditions import eventually
 
 from dynbus import NoInstances, Runtime, StreamLost, Unavailable, UnknownOutcome, call_options
 from dynbus.bus.embedded import RunningServer
 
-from ..conditions import eventually
 from .observation import Prefer, begun_at, no_handler_runs
 from .processes import Processes
 from .workload import Count, Item, Source, Wait

@@ -1,0 +1,244 @@
+"""Instances come, collide, lose their records and come back: nobody is called too early or lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+
+import pytest
+from tests.conditions import eventually
+
+from dynbus import Actor, ConfigError, NoInstances, Runtime, call_options, handler
+from dynbus.bus.embedded import RunningServer
+from dynbus.bus.leases import INSTANCES_STREAM, record_subject
+from dynbus.bus.wire import decode_record
+
+from .processes import Processes
+from .workload import Done, Source, Wait
+
+pytestmark = pytest.mark.anyio
+
+
+class Broken(Actor, namespace="scenario"):
+    """Does not get beyond `on_start`."""
+
+    async def on_start(self) -> None:
+        raise OSError("the model cannot be loaded")
+
+    @handler
+    async def where(self) -> str:
+        return self.instance_id
+
+
+async def ids_seen(runtime: Runtime, within: float, seen: set[frozenset[str]]) -> None:
+    """Note every set of instances that the view holds, for a while."""
+    ends = time.monotonic() + within
+    while time.monotonic() < ends:
+        seen.add(frozenset(runtime.instance_ids("scenario", "Source")))
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("starts", [100, pytest.param(1000, marks=pytest.mark.soak)])
+async def test_a_request_at_first_sight_of_a_lease_is_served(
+    own_server: RunningServer, starts: int
+) -> None:
+    async with (
+        Runtime.connect(own_server.url) as serving,
+        Runtime.connect(own_server.url) as calling,
+    ):
+        source = calling.client(Source)
+        await calling.discovery.wait_synchronized(5.0)
+        called: dict[str, asyncio.Task[Done]] = {}
+
+        def call_new_ones() -> None:
+            for instance_id in calling.instance_ids("scenario", "Source"):
+                if instance_id not in called:
+                    called[instance_id] = asyncio.create_task(call(instance_id))
+
+        async def call(instance_id: str) -> Done:
+            # No second try: the very first request must find its instance.
+            with call_options(instance=instance_id, retries=0):
+                return await source.where()
+
+        async def watch() -> None:
+            while True:
+                call_new_ones()
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        for number in range(starts):
+            instance = await serving.start(Source, instance_id=f"i{number}")
+            await eventually(partial(called.__contains__, instance.id))
+            if number % 10 == 9:
+                for one in list(serving.instances.values()):
+                    await one.stop(1.0)
+        watching.cancel()
+        results = await asyncio.gather(*called.values(), return_exceptions=True)
+
+    failed = [result for result in results if isinstance(result, BaseException)]
+    assert failed == []
+    assert len(results) == starts
+
+
+async def test_a_second_process_with_the_same_id_is_refused_and_serves_nothing(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    first = await processes.worker(own_server.url, instance_id="one")
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            await source.where()
+
+        second = processes.begin_worker(own_server.url, instance_id="one")
+        calls = 0
+        while second.returncode is None:
+            await source.where()
+            calls += 1
+        journal = await source.journal()
+
+        with pytest.raises(ConfigError, match="'one'"):
+            await runtime.start(Source, instance_id="one")
+
+    assert second.returncode != 0
+    assert "ConfigError" in second.output
+    assert "is in use by another process" in second.output
+    assert first.returncode is None
+    assert calls > 10
+    assert journal.begun == []
+
+
+async def test_an_id_is_free_again_when_its_holder_stopped(own_server: RunningServer) -> None:
+    async with (
+        Runtime.connect(own_server.url) as one,
+        Runtime.connect(own_server.url) as other,
+    ):
+        first = await one.start(Source, instance_id="again")
+        await first.stop(0.0)
+
+        second = await other.start(Source, instance_id="again")
+
+        assert second.id == "again"
+
+
+async def test_an_instance_whose_on_start_raises_says_why_and_leaves_nothing(
+    own_server: RunningServer,
+) -> None:
+    async with Runtime.connect(own_server.url) as runtime:
+        await runtime.discovery.wait_synchronized(5.0)
+
+        with pytest.raises(OSError, match="the model cannot be loaded"):
+            await runtime.start(Broken, instance_id="broken")
+
+        assert runtime.instances == {}
+        assert runtime.instance_ids("scenario", "Broken") == []
+        with pytest.raises(NoInstances):
+            await runtime.client(Broken).where()
+
+
+async def test_a_lease_that_expired_is_taken_again_with_the_same_id_and_incarnation(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url, instance_id="sleeper", ttl=2.0)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            await source.where()
+        before = runtime.discovery.view.find("scenario", "Source", "sleeper")
+
+        worker.freeze()
+        await eventually(lambda: not runtime.instance_ids("scenario", "Source"), 8.0)
+        worker.thaw()
+        took = await eventually(
+            lambda: runtime.instance_ids("scenario", "Source") == ["sleeper"], 5.0
+        )
+        after = runtime.discovery.view.find("scenario", "Source", "sleeper")
+        done = await source.where()
+
+    assert done.instance == "sleeper"
+    assert took < 1.5
+    assert before is not None
+    assert after is not None
+    assert after.record.incarnation == before.record.incarnation
+
+
+async def test_a_bucket_that_is_deleted_is_made_and_filled_again_and_nobody_disappears(
+    own_server: RunningServer,
+) -> None:
+    async with (
+        Runtime.connect(own_server.url, lease_ttl=4.0) as serving,
+        Runtime.connect(own_server.url, lease_ttl=4.0) as watching,
+    ):
+        for number in range(3):
+            await serving.start(Source, instance_id=f"i{number}")
+        source = watching.client(Source)
+        await eventually(lambda: len(watching.instance_ids("scenario", "Source")) == 3)
+        seen: set[frozenset[str]] = set()
+
+        await watching.bus.data.jetstream.delete_stream(INSTANCES_STREAM.name)
+        await ids_seen(watching, 9.0, seen)
+        done = await source.where()
+        records = [
+            await watching.bus.data.jetstream.last(
+                INSTANCES_STREAM.name, record_subject("scenario", "Source", f"i{number}")
+            )
+            for number in range(3)
+        ]
+
+        assert seen == {frozenset({"i0", "i1", "i2"})}
+        assert done.instance in {"i0", "i1", "i2"}
+        assert all(record is not None and decode_record(record.data) for record in records)
+
+
+async def test_an_instance_that_is_heard_is_not_removed_because_its_record_expired(
+    own_server: RunningServer,
+) -> None:
+    async with (
+        Runtime.connect(own_server.url) as serving,
+        Runtime.connect(own_server.url) as watching,
+    ):
+        await serving.start(Source, instance_id="heard")
+        source = watching.client(Source)
+        with call_options(wait=5.0):
+            working = asyncio.create_task(source.work(Wait(seconds=4.0)))
+        await eventually(lambda: watching.caller.is_heard("heard"))
+        seen: set[frozenset[str]] = set()
+        jetstream = watching.bus.data.jetstream
+
+        # What the server stores when a record is not renewed in time.
+        await jetstream.publish(
+            record_subject("scenario", "Source", "heard"),
+            b"",
+            headers={"Nats-Marker-Reason": "MaxAge"},
+            ttl=120,
+        )
+        await ids_seen(watching, 5.0, seen)
+        await working
+
+        assert seen == {frozenset({"heard"})}
+
+
+async def test_all_leases_survive_a_restart_of_the_broker_when_they_are_about_to_expire(
+    own_server: RunningServer,
+) -> None:
+    async with (
+        Runtime.connect(own_server.url, lease_ttl=2.0) as serving,
+        Runtime.connect(own_server.url, lease_ttl=2.0) as watching,
+    ):
+        for number in range(30):
+            await serving.start(Source, instance_id=f"i{number}")
+        source = watching.client(Source)
+        await eventually(lambda: len(watching.instance_ids("scenario", "Source")) == 30)
+        seen: set[frozenset[str]] = set()
+        looking = asyncio.create_task(ids_seen(watching, 7.0, seen))
+
+        await asyncio.to_thread(own_server.kill)
+        await asyncio.sleep(1.4)
+        await own_server.start()
+        await looking
+        done = await source.where()
+
+    assert len(seen) == 1
+    assert len(next(iter(seen))) == 30
+    assert done.instance
