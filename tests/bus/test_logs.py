@@ -32,7 +32,9 @@ def logging_as_before() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
-    root.handlers[:], root.level = handlers, level
+    root.handlers[:] = handlers
+    # Not the attribute: loggers remember what their level came to.
+    root.setLevel(level)
     structlog.reset_defaults()
 
 
