@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dynbus.bus.embedded import RunningServer, run_server
+from dynbus.bus.nats_server import RunningServer, run_server
 
 
 @pytest.fixture(scope="session")

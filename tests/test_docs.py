@@ -25,9 +25,9 @@ from dynbus.actors import handlers, options
 from dynbus.actors.routing import RoutingName
 from dynbus.bus import exit_codes, headers, metrics, wire
 from dynbus.bus.config import BusConfig
-from dynbus.bus.embedded import RunningServer
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.errors import ERRORS, STATUS_CODES
+from dynbus.bus.nats_server import RunningServer
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [

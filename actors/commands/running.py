@@ -38,11 +38,12 @@ from dynbus.actors.supervisor import Supervisor, WorkerSettings
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import plain, print_json, print_table
 from dynbus.bus.config import BusConfig, load_config
-from dynbus.bus.embedded import Address, embedded_server
+from dynbus.bus.embedded import embedded_server
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.health import HealthServer, Status, parse_address
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.logs import LogFormat, configure_logging, redact_url
+from dynbus.bus.nats_server import Address
 
 if TYPE_CHECKING:
     from dynbus.actors.runtime import Runtime

@@ -14,13 +14,13 @@ from typing import Any, Final, Literal, NamedTuple
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.config import BusConfig
-from dynbus.bus.embedded import Address, find_nats_server
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
 from dynbus.bus.leases import INSTANCES_STREAM, MARKER_TTL
 from dynbus.bus.logs import redact_url
 from dynbus.bus.names import ReplySubjects
 from dynbus.bus.nats_client import NatsConnection, connect
 from dynbus.bus.nats_jetstream import stream_request
+from dynbus.bus.nats_server import Address, find_nats_server
 from dynbus.bus.transport import NoStream, StreamConfig
 
 OLDEST_VERSION: Final = (2, 11, 0)

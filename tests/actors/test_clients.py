@@ -29,7 +29,7 @@ from dynbus import (
     depends,
     handler,
 )
-from dynbus.bus.embedded import RunningServer
+from dynbus.bus.nats_server import RunningServer
 
 pytestmark = pytest.mark.anyio
 

@@ -25,8 +25,8 @@ from dynbus.actors.supervisor import (
     WorkerSettings,
 )
 from dynbus.bus import exit_codes
-from dynbus.bus.embedded import RunningServer
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.nats_server import RunningServer
 
 ACTORS = """
 from pathlib import Path

@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
-from dynbus.bus.embedded import (
+from dynbus.bus.embedded import EmbeddedServer, default_data_dir, embedded_server
+from dynbus.bus.embedded_guard import FileLock, RestartPolicy, is_locked
+from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.bus.nats_server import (
     Address,
-    EmbeddedServer,
     RunningServer,
     ServerInfo,
-    default_data_dir,
-    embedded_server,
     find_nats_server,
     free_port,
     parse_greeting,
@@ -28,8 +28,6 @@ from dynbus.bus.embedded import (
     run_server,
     until,
 )
-from dynbus.bus.embedded_guard import FileLock, RestartPolicy, is_locked
-from dynbus.bus.errors import ConfigError, Unavailable
 
 pytestmark = pytest.mark.anyio
 
@@ -161,7 +159,7 @@ def test_the_binary_of_the_wheel_is_found() -> None:
 
 
 def test_without_a_binary_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynbus.bus.embedded._DISTRIBUTION", "no-such-distribution")
+    monkeypatch.setattr("dynbus.bus.nats_server._DISTRIBUTION", "no-such-distribution")
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "/nowhere")
 

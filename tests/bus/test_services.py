@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from dynbus import Actor, ActorInstance, HandlerError, Runtime, handler
 from dynbus.bus.drops import DropReason
-from dynbus.bus.embedded import RunningServer
+from dynbus.bus.nats_server import RunningServer
 from dynbus.bus.services import JITTER_ABOVE, MAX_JITTER
 
 pytestmark = pytest.mark.anyio

@@ -95,7 +95,9 @@ frames: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Cancel, *call, seconds),
     st.builds(Resume, *call, integers),
     st.builds(Unknown, *call),
-    st.builds(Open, st.lists(st.tuples(integers, integers)), st.lists(st.tuples(integers, secrets))),
+    st.builds(
+        Open, st.lists(st.tuples(integers, integers)), st.lists(st.tuples(integers, secrets))
+    ),
     st.builds(Heartbeat, seconds, st.booleans(), st.lists(st.tuples(integers, integers))),
     st.builds(Ping, integers),
     st.builds(Pong, integers),

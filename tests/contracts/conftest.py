@@ -11,9 +11,9 @@ import pytest
 
 from dynbus.bus import nats_client
 from dynbus.bus.clock import JumpingLoop
-from dynbus.bus.embedded import RunningServer
 from dynbus.bus.memory import MemoryBus, MemoryConnection
 from dynbus.bus.nats_client import NatsConnection
+from dynbus.bus.nats_server import RunningServer
 from dynbus.bus.transport import Connection, ConnectionState, StreamConfig, StreamLimits
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from dynbus.bus.embedded import free_port
+from dynbus.bus.nats_server import free_port
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 

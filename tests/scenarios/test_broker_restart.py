@@ -9,7 +9,7 @@ import time
 import pytest
 
 from dynbus import Runtime, call_options
-from dynbus.bus.embedded import RunningServer
+from dynbus.bus.nats_server import RunningServer
 
 from .processes import Processes
 from .workload import Count, Done, Item, Source, Wait, payload
@@ -151,7 +151,7 @@ async def test_calls_that_begin_during_and_right_after_an_outage_complete(
 async def test_an_outage_shorter_than_the_ttl_removes_nobody(
     own_server: RunningServer, processes: Processes
 ) -> None:
-    workers = [processes.begin_worker(own_server.url, ttl=4.0) for _ in range(3)]
+    workers = [processes.begin_worker(own_server.url, ttl=3.0) for _ in range(3)]
     for worker in workers:
         await worker.says("ready")
     async with Runtime.connect(own_server.url) as runtime:
@@ -165,8 +165,8 @@ async def test_an_outage_shorter_than_the_ttl_removes_nobody(
                 await asyncio.sleep(0.01)
 
         watching = asyncio.create_task(watch())
-        await restart_broker(own_server, 3.0)
-        await asyncio.sleep(6.0)
+        await restart_broker(own_server, 2.0)
+        await asyncio.sleep(4.0)
         watching.cancel()
 
     assert seen == {frozenset(known)}

@@ -11,7 +11,7 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import Cancelled, DeadlineExceeded, Runtime, call_options
-from dynbus.bus.embedded import RunningServer
+from dynbus.bus.nats_server import RunningServer
 
 from .observation import leftovers
 from .processes import Processes

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynbus.bus.embedded import free_port, probe
 from dynbus.bus.embedded_guard import DataFolder, FileLock, is_locked
+from dynbus.bus.nats_server import free_port, probe
 
 GONE_WITHIN = 3.0
 """Seconds after its last user's death within which the server has ended."""

@@ -10,7 +10,7 @@ from tests.conditions import eventually
 from tests.proxy import Proxy
 
 from dynbus import DynbusError, Runtime, StreamLost, call_options
-from dynbus.bus.embedded import RunningServer
+from dynbus.bus.nats_server import RunningServer
 
 from .observation import leftovers, no_handler_runs
 from .processes import Processes
@@ -176,7 +176,9 @@ async def test_a_broker_that_stands_still_for_three_seconds_ends_no_stream(
     assert count == 500
 
 
-@pytest.mark.parametrize("direction", ["to_server", "to_client"])
+@pytest.mark.parametrize(
+    "direction", ["to_client", pytest.param("to_server", marks=pytest.mark.soak)]
+)
 async def test_a_link_that_is_deaf_in_one_direction_is_replaced_and_calls_end(
     own_server: RunningServer, processes: Processes, direction: str
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import DeadlineExceeded, Overloaded, Runtime, call_options
-from dynbus.bus.embedded import RunningServer
+from dynbus.bus.nats_server import RunningServer
 
 from .observation import leftovers
 from .workload import Done, Source, Wait

@@ -15,8 +15,8 @@ from tests.conditions import eventually
 
 from dynbus import Runtime, call_options
 from dynbus.bus.drops import DropReason
-from dynbus.bus.embedded import RunningServer
 from dynbus.bus.leases import INSTANCES_STREAM
+from dynbus.bus.nats_server import RunningServer
 from dynbus.bus.transport import StreamConfig
 
 from .observation import leftovers

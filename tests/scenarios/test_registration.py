@@ -10,8 +10,8 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import Actor, ConfigError, NoInstances, Runtime, call_options, handler
-from dynbus.bus.embedded import RunningServer
 from dynbus.bus.leases import INSTANCES_STREAM, record_subject
+from dynbus.bus.nats_server import RunningServer
 from dynbus.bus.wire import decode_record
 
 from .processes import Processes
@@ -167,8 +167,8 @@ async def test_a_bucket_that_is_deleted_is_made_and_filled_again_and_nobody_disa
     own_server: RunningServer,
 ) -> None:
     async with (
-        Runtime.connect(own_server.url, lease_ttl=4.0) as serving,
-        Runtime.connect(own_server.url, lease_ttl=4.0) as watching,
+        Runtime.connect(own_server.url, lease_ttl=3.0) as serving,
+        Runtime.connect(own_server.url, lease_ttl=3.0) as watching,
     ):
         for number in range(3):
             await serving.start(Source, instance_id=f"i{number}")
@@ -177,7 +177,7 @@ async def test_a_bucket_that_is_deleted_is_made_and_filled_again_and_nobody_disa
         seen: set[frozenset[str]] = set()
 
         await watching.bus.data.jetstream.delete_stream(INSTANCES_STREAM.name)
-        await ids_seen(watching, 9.0, seen)
+        await ids_seen(watching, 6.0, seen)
         done = await source.where()
         records = [
             await watching.bus.data.jetstream.last(
@@ -231,7 +231,7 @@ async def test_all_leases_survive_a_restart_of_the_broker_when_they_are_about_to
         source = watching.client(Source)
         await eventually(lambda: len(watching.instance_ids("scenario", "Source")) == 30)
         seen: set[frozenset[str]] = set()
-        looking = asyncio.create_task(ids_seen(watching, 7.0, seen))
+        looking = asyncio.create_task(ids_seen(watching, 6.0, seen))
 
         await asyncio.to_thread(own_server.kill)
         await asyncio.sleep(1.4)

@@ -22,10 +22,10 @@ from dynbus.bus.commands.diagnosis import (
 )
 from dynbus.bus.commands.doctor import doctor
 from dynbus.bus.config import BusConfig
-from dynbus.bus.embedded import RunningServer, free_port
 from dynbus.bus.leases import INSTANCES_STREAM
 from dynbus.bus.nats_client import connect
 from dynbus.bus.nats_jetstream import stream_request
+from dynbus.bus.nats_server import RunningServer, free_port
 from dynbus.bus.transport import StreamConfig
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from dynbus.bus.commands.survey import Answer, Row, join, parse_answer, survey
 from dynbus.bus.config import BusConfig
-from dynbus.bus.embedded import RunningServer
 from dynbus.bus.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.nats_client import connect
+from dynbus.bus.nats_server import RunningServer
 from dynbus.bus.transport import Message
 from dynbus.bus.wire import InstanceRecord, encode_record
 
