@@ -56,11 +56,9 @@ class JsonObject(Mapping[str, Any]):
 
 def _wrap(value: Any) -> Any:
     if isinstance(value, dict):
-        fields: dict[str, Any] = value
-        return JsonObject(fields)
+        return JsonObject(cast("dict[str, Any]", value))
     if isinstance(value, list):
-        elements: list[Any] = value
-        return tuple(map(_wrap, elements))
+        return tuple(_wrap(element) for element in cast("Sequence[Any]", value))
     return value
 
 
@@ -95,9 +93,10 @@ def _encode_json(request: Any) -> bytes:
 def _unwrap(value: Any) -> Any:
     if isinstance(value, JsonObject):
         return dict(value)
-    if hasattr(type(value), "model_dump"):
-        return value.model_dump(mode="json")
-    raise TypeError(f"{type(value).__name__} is no JSON type")
+    dump: Any = getattr(value, "model_dump", None)
+    if dump is not None:
+        return dump(mode="json")
+    raise TypeError(f"{str(value)[:80]!r} is no JSON type")
 
 
 class Call:

@@ -107,13 +107,13 @@ class StreamWriter:
         self.max_unit_bytes = max_unit_bytes
         self.max_item_bytes = max_item_bytes
         self.pushed_bytes = 0
-        self.taken_bytes = 0
+        self.taken_bytes: int = 0
         self.ended = False
         # The units from sequence `_acknowledged` on; those below `_next_unsent` were handed out.
         self._units: list[_Unit] = []
-        self._next_unsent = 0
-        self._acknowledged = 0
-        self._sent_before = 0
+        self._next_unsent: int = 0
+        self._acknowledged: int = 0
+        self._sent_before: int = 0
         self._items_only = True
 
     def __repr__(self) -> str:

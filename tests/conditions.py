@@ -20,7 +20,7 @@ async def eventually(
     """
     begun = time.monotonic()
     while True:
-        value = condition()
+        value: Any = condition()
         if isinstance(value, Awaitable):
             value = await value
         passed = time.monotonic() - begun

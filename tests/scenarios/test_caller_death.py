@@ -83,7 +83,7 @@ async def test_a_plain_client_that_dies_is_noticed_at_the_next_item(
     plain = Client()
     await plain.connect(own_server.url)
     inbox = plain.new_inbox()
-    subscription = await plain.subscribe(inbox)
+    subscription = await plain.subscribe(inbox)  # pyright: ignore[reportUnknownMemberType]
     async with Runtime.connect(own_server.url) as runtime:
         source = runtime.client(Source)
         with call_options(wait=5.0):
@@ -110,7 +110,7 @@ async def test_a_plain_client_cannot_end_streams_by_answering_an_item(
         plain = Client()
         await plain.connect(own_server.url)
         inbox = plain.new_inbox()
-        subscription = await plain.subscribe(inbox)
+        subscription = await plain.subscribe(inbox)  # pyright: ignore[reportUnknownMemberType]
         await plain.publish("scenario.Source.count", b'{"items": 20, "pause": 0.02}', reply=inbox)
 
         items = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -59,7 +59,7 @@ def handler_tasks() -> list[str]:
 
 
 @asynccontextmanager
-async def setting(server: RunningServer) -> AsyncIterator[Setting]:
+async def setting(server: RunningServer) -> AsyncGenerator[Setting]:
     async with (
         Runtime.connect(server.url, drain_grace=0.1) as serving,
         Runtime.connect(server.url) as calling,

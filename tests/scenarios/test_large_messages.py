@@ -193,7 +193,7 @@ async def test_a_plain_client_is_told_when_a_result_is_larger_than_a_message(
         fits = await plain.request("scenario.Source.grow", str(MAX_PAYLOAD - JSON).encode())
         exceeds = await plain.request("scenario.Source.grow", str(MAX_PAYLOAD - JSON + 1).encode())
         stream = plain.new_inbox()
-        subscription = await plain.subscribe(stream)
+        subscription = await plain.subscribe(stream)  # pyright: ignore[reportUnknownMemberType]
         request = Count(items=3, size=MAX_PAYLOAD).model_dump_json().encode()
         await plain.publish("scenario.Source.count", request, reply=stream)
         last = await subscription.next_msg(timeout=5)

@@ -73,6 +73,9 @@ class RawClient:
             pass
 
 
+NONE: list[object] = []
+
+
 def batch(*frames: object, sender: str = "x", version: object = 1) -> bytes:
     return msgspec.msgpack.encode([version, sender, "i", 0, list(frames)])
 
@@ -82,7 +85,7 @@ def frame_data(chance: random.Random, sender: str) -> bytes:
     with numbers and secrets that are not the right ones."""
     secret = chance.randbytes(16)
     number = chance.choice([0, 1, 2, 3, 2**31, 2**63 - 1, -1, chance.randrange(10**6)])
-    good = batch([chance.randrange(8), number, secret, 1, 0, []], sender=sender)
+    good = batch([chance.randrange(8), number, secret, 1, 0, NONE], sender=sender)
     return chance.choice(
         [
             b"",
@@ -101,8 +104,10 @@ def frame_data(chance: random.Random, sender: str) -> bytes:
             batch([5, number, secret, 1, float("nan")], sender=sender),
             batch([6, number, secret, 1, chance.choice([0, 5, 2**62])], sender=sender),
             batch([7, number, secret, 1], sender=sender),
-            batch([8, [], []], sender=sender),
-            batch([8, [number], [[number, secret]]], sender=sender),
+            batch([8, NONE, NONE], sender=sender),
+            batch([8, [[number, 2**62]], [[number, secret]]], sender=sender),
+            batch([8, [number], NONE], sender=sender),
+            batch([12, number, secret, 1, 0, b"spoofed"], sender=sender),
             batch([9, 1e9, True, [[number, number]]], sender=f"_R.-.{secret.hex()}"),
             batch([10, number], sender=sender),
             batch([99, number], sender=sender),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import psutil
 import pytest
@@ -97,7 +99,7 @@ async def test_many_stalled_streams_cost_a_bounded_amount_and_leave_others_alone
         alone = await read(200)
         before = psutil.Process(worker.pid).memory_info().rss
         lazy = stalling.client(Source)
-        streams = []
+        streams: list[AsyncGenerator[Any, None]] = []
         for _ in range(stalled):
             with call_options(wait=5.0):
                 stream = lazy.count(Count(items=10**9, size=2000))
