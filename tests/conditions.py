@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 POLL = 0.02
 
@@ -22,7 +22,7 @@ async def eventually(
     while True:
         value: Any = condition()
         if isinstance(value, Awaitable):
-            value = await value
+            value = await cast("Awaitable[Any]", value)
         passed = time.monotonic() - begun
         if value:
             return passed
