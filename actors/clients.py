@@ -96,7 +96,8 @@ def _unwrap(value: Any) -> Any:
     dump: Any = getattr(value, "model_dump", None)
     if dump is not None:
         return dump(mode="json")
-    raise TypeError(f"{str(value)[:80]!r} is no JSON type")
+    kind: str = value.__class__.__name__
+    raise TypeError(f"{kind} is no JSON type")
 
 
 class Call:

@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -48,6 +49,13 @@ class MemorySubscription:
         if self.active:
             self.active = False
             self.connection.remove(self)
+
+    async def drain(self, *, timeout: float = 5.0) -> None:
+        if self.active:
+            self.connection.remove(self)
+            with suppress(Unavailable):
+                await self.connection.barrier(timeout=timeout)
+            self.active = False
 
     def receive(self, message: Message) -> None:
         if self.active:

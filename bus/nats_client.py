@@ -1,9 +1,8 @@
 """`Connection` over nats-server.
 
-nats-py opens each session: server choice, TLS, credentials, the handshake. From then on the
-bytes are ours: `ServerReader` cannot be stopped by a message, delivery costs one call, and a
-session that ends for whatever reason is followed by a new one, for ever. The pieces of
-nats-py that are replaced are named in `_Session` only.
+`nats_session.py` opens each session. From then on the bytes are ours: `ServerReader` cannot be
+stopped by a message, delivery costs one call, and a session that ends for whatever reason is
+followed by a new one, for ever.
 """
 
 from __future__ import annotations
@@ -11,126 +10,35 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import msgspec
-import nats.aio.client
-import nats.aio.transport
-import nats.errors
 
-from . import headers as header_block
 from .errors import ConfigError, DynbusError, PayloadTooLarge, PermissionDenied, Unavailable
 from .nats_jetstream import NatsJetStream
+from .nats_pings import Pings
 from .nats_protocol import ProtocolViolation, ServerReader
+from .nats_requests import ServerRequests
+from .nats_session import NatsSession, candidates, open_session
 from .transport import Callback, ConnectionState, Message, Statistics
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES: Final = 256 * 1024
 LOW_BACKLOG: Final = 1024 * 1024
 EARLY_WRITE_BYTES: Final = 4096
-PING_INTERVAL: Final = 2.0
-MAX_SILENT_PINGS: Final = 2
-MAX_UNANSWERED_PINGS: Final = 5
 FIRST_RECONNECT_DELAY: Final = 0.05
 MAX_RECONNECT_DELAY: Final = 0.4
 REFUSED_RECONNECT_DELAY: Final = 5.0
 
 
-class _Session(nats.aio.client.Client):
-    """One TCP session: nats-py up to the end of the handshake, raw bytes after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.handshaken: asyncio.Event = asyncio.Event()
-        self._socket_number: int | None = None
-
-    async def _read_loop(self) -> None:
-        # nats-py starts this task as the last step of its handshake and would parse from
-        # here on; the connection reads the transport itself instead.
-        writer = getattr(self._transport, "_io_writer", None)
-        if writer is not None and writer.get_extra_info("ssl_object") is None:
-            self._socket_number = writer.get_extra_info("socket").fileno()
-        self.handshaken.set()
-
-    async def _ping_interval(self) -> None:
-        # The connection sends its own pings, through its own buffer.
-        return
-
-    async def read(self) -> bytes:
-        return await self._open_transport.read(READ_BYTES)
-
-    def write(self, data: bytes) -> None:
-        # What is written in the last moments of a session is lost, as it is on the way.
-        if not self._is_closing:
-            self._open_transport.write(data)
-
-    @property
-    def _is_closing(self) -> bool:
-        writer = getattr(self._transport, "_io_writer", None)
-        return writer is None or writer.is_closing()
-
-    def write_now(self, data: bytes) -> None:
-        """Hand bytes to the operating system in this very moment where that is possible.
-
-        uvloop sends at the end of a turn of the loop. In a turn that answers many calls the
-        other side would wait for all of them, and neither side would ever work while the
-        other does.
-        """
-        # A socket number may belong to another file as soon as the transport is closed.
-        if self._socket_number is None or self._is_closing or self.write_buffer_size > 0:
-            self.write(data)
-            return
-        try:
-            sent = os.write(self._socket_number, data)
-        except BlockingIOError:
-            sent = 0
-        except OSError as error:
-            logger.debug("the socket is broken: %s", error)
-            self.abort()
-            return
-        if sent < len(data):
-            self.write(data[sent:])
-
-    @property
-    def write_buffer_size(self) -> int:
-        writer = getattr(self._transport, "_io_writer", None)
-        return writer.transport.get_write_buffer_size() if writer is not None else 0
-
-    async def flush_transport(self) -> None:
-        drain: Callable[[], Awaitable[None]] = self._open_transport.drain
-        await drain()
-
-    @property
-    def _open_transport(self) -> nats.aio.transport.Transport:
-        assert self._transport is not None, "the session is not open"
-        return self._transport
-
-    @property
-    def info(self) -> dict[str, Any]:
-        return self._server_info
-
-    def abort(self) -> None:
-        """Drop the socket without sending what is buffered."""
-        for name in ("_reading_task", "_ping_interval_task", "_flusher_task"):
-            task: asyncio.Task[Any] | None = getattr(self, name)
-            if task is not None:
-                task.cancel()
-        writer = getattr(self._transport, "_io_writer", None)
-        if writer is not None:
-            writer.transport.abort()
-
-
 class NatsSubscription:
     """A subscription that each new session takes over."""
 
-    __slots__ = ("_connection", "callback", "number", "queue", "subject")
+    __slots__ = ("_connection", "callback", "ending", "number", "queue", "subject")
 
     def __init__(
         self, connection: NatsConnection, number: int, subject: str, queue: str, callback: Callback
@@ -139,12 +47,23 @@ class NatsSubscription:
         self.number = number
         self.subject = subject
         self.queue = queue
+        self.ending = False
         self.callback = callback
 
     def command(self) -> bytes:
         return f"SUB {self.subject} {self.queue} {self.number}\r\n".encode()
 
     def unsubscribe(self) -> None:
+        self._connection.remove(self.number)
+
+    async def drain(self, *, timeout: float = 5.0) -> None:
+        self.ending = True
+        self._connection.stop_delivery(self.number)
+        try:
+            # What the server sent before it read this comes before its answer to a ping.
+            await self._connection.barrier(timeout=timeout)
+        except DynbusError as error:
+            logger.debug("%s: not drained: %s", self.subject, error)
         self._connection.remove(self.number)
 
 
@@ -163,7 +82,7 @@ class NatsConnection:
         self.inbox = inbox
         self._loop = asyncio.get_running_loop()
         self._state = ConnectionState.CONNECTING
-        self._session: _Session | None = None
+        self._session: NatsSession | None = None
         self._subscriptions: dict[int, NatsSubscription] = {}
         self._numbers = itertools.count(1)
         self._listeners: list[Callable[[ConnectionState], None]] = []
@@ -171,13 +90,7 @@ class NatsConnection:
         self._out: list[bytes] = []
         self._out_bytes = 0
         self._flush_scheduled = False
-        self._pongs: list[asyncio.Future[None]] = []
-        self._silent_pings = 0
-        self._unanswered_pings = 0
         self._denied: dict[str, str] = {}
-        self._requests: dict[str, asyncio.Future[Message]] = {}
-        self._request_numbers = itertools.count(1)
-        self._request_subscription: NatsSubscription | None = None
         self._lame_duck = False
         self._max_payload = 1024 * 1024
         self._task: asyncio.Task[None] | None = None
@@ -187,6 +100,8 @@ class NatsConnection:
         self._dropped = 0
         self._malformed = 0
         self._callback_errors = 0
+        self._pings = Pings(self._loop, self._write)
+        self._requests = ServerRequests(self)
         self._jetstream = NatsJetStream(self)
 
     def __repr__(self) -> str:
@@ -212,9 +127,7 @@ class NatsConnection:
 
     @property
     def server_name(self) -> str:
-        session = self._session
-        url = session.connected_url if session is not None else None
-        return url.netloc.rpartition("@")[2] if url is not None else ""
+        return self._session.server_name if self._session is not None else ""
 
     @property
     def server_info(self) -> Mapping[str, Any]:
@@ -278,8 +191,37 @@ class NatsConnection:
 
     def remove(self, number: int) -> None:
         """End the subscription of this number."""
-        if self._subscriptions.pop(number, None) and self._state is ConnectionState.CONNECTED:
+        subscription = self._subscriptions.pop(number, None)
+        if subscription is not None and not subscription.ending:
+            self.stop_delivery(number)
+
+    def stop_delivery(self, number: int) -> None:
+        """Have the server send nothing more for this number."""
+        if self._state is ConnectionState.CONNECTED:
             self._write(f"UNSUB {number}\r\n".encode())
+
+    async def wait_connected(self) -> None:
+        """Wait until there is a session.
+
+        Raises:
+            Unavailable: the connection is closed.
+        """
+        if self._state is ConnectionState.CONNECTED:
+            return
+        if self._state is ConnectionState.CLOSED:
+            raise Unavailable("the connection is closed")
+        waiter: asyncio.Future[None] = self._loop.create_future()
+
+        def listen(state: ConnectionState) -> None:
+            if state is not ConnectionState.DISCONNECTED and not waiter.done():
+                waiter.set_result(None)
+
+        self._listeners.append(listen)
+        try:
+            await waiter
+        finally:
+            self._listeners.remove(listen)
+        await self.wait_connected()
 
     async def barrier(self, *, timeout: float = 5.0) -> None:
         # SUB and PING go through one buffer in order, so one PONG proves all SUBs before it.
@@ -287,12 +229,9 @@ class NatsConnection:
         try:
             async with asyncio.timeout(timeout):
                 while True:
-                    await self._connected()
-                    pong: asyncio.Future[None] = self._loop.create_future()
-                    self._pongs.append(pong)
-                    self._write(b"PING\r\n")
+                    await self.wait_connected()
                     try:
-                        await pong
+                        await self._pings.send()
                         break
                     except ConnectionResetError:
                         continue
@@ -325,20 +264,7 @@ class NatsConnection:
         Raises:
             Unavailable: no reply came in time, or nobody serves the subject.
         """
-        if self._request_subscription is None:
-            self._request_subscription = self.subscribe(f"{self.inbox}.*", self._on_reply)
-        token = str(next(self._request_numbers))
-        future: asyncio.Future[Message] = self._loop.create_future()
-        self._requests[token] = future
-        try:
-            async with asyncio.timeout(timeout):
-                await self._connected()
-                self.publish(subject, data, reply=f"{self.inbox}.{token}", headers=headers)
-                return await future
-        except TimeoutError:
-            raise Unavailable(f"{subject} did not answer within {timeout} s") from None
-        finally:
-            self._requests.pop(token, None)
+        return await self._requests.send(subject, data, headers, timeout)
 
     def reconnect(self) -> None:
         """Drop the session; the next one follows by itself."""
@@ -353,7 +279,8 @@ class NatsConnection:
             self._flush()
             with suppress(ConnectionError, RuntimeError, TimeoutError):
                 async with asyncio.timeout(1.0):
-                    await self._settled(session)
+                    # The pong says that the server has taken all that was written.
+                    await self._pings.send()
         self._set_state(ConnectionState.CLOSED)
         if self._task is not None:
             self._task.cancel()
@@ -373,55 +300,21 @@ class NatsConnection:
         self._begin(session)
         self._task = self._loop.create_task(self._run(session), name=f"nats-{self.name}")
 
-    async def _open_session(self, timeout: float) -> _Session:
-        failures: list[str] = []
-        servers = self._candidates()
-        for server in servers:
-            session = _Session()
-            try:
-                async with asyncio.timeout(timeout):
-                    await session.connect(
-                        [server],
-                        name=self.name,
-                        allow_reconnect=False,
-                        max_reconnect_attempts=1,
-                        connect_timeout=max(1, int(timeout)),
-                        error_cb=_ignore,
-                        **self._options,
-                    )
-                    await session.handshaken.wait()
-                return session
-            except (OSError, TimeoutError, nats.errors.Error) as error:
-                session.abort()
-                text = str(error) or type(error).__name__
-                if "authorization" in text.lower() or "authentication" in text.lower():
-                    raise PermissionDenied(
-                        f"{_address(server)} refuses the credentials: {text}"
-                    ) from None
-                failures.append(f"{_address(server)}: {text}")
-            except BaseException:
-                session.abort()
-                raise
-        raise Unavailable(f"no NATS server can be reached ({'; '.join(failures)})")
+    async def _open_session(self, timeout: float) -> NatsSession:
+        return await open_session(
+            self._candidates(), name=self.name, timeout=timeout, options=self._options
+        )
 
     def _candidates(self) -> list[str]:
         """The servers to try next: a lame duck's address last."""
-        servers = list(self._servers)
         session = self._session
-        if session is not None:
-            known = {urlsplit(server).netloc.rpartition("@")[2] for server in servers}
-            scheme, _, rest = servers[0].partition("://")
-            user = rest.rpartition("@")[0]
-            for uri in session.info.get("connect_urls") or ():
-                if uri not in known:
-                    servers.append(f"{scheme}://{user}@{uri}" if user else f"{scheme}://{uri}")
-        random.shuffle(servers)
-        if self._lame_duck:
-            current = self.server_name
-            servers.sort(key=lambda server: server.endswith(current))
-        return servers
+        return candidates(
+            self._servers,
+            advertised=session.info.get("connect_urls") or () if session is not None else (),
+            avoid=self.server_name if self._lame_duck else "",
+        )
 
-    async def _run(self, session: _Session) -> None:
+    async def _run(self, session: NatsSession) -> None:
         while True:
             try:
                 await self._serve(session)
@@ -433,7 +326,7 @@ class NatsConnection:
             self._end()
             session = await self._reopen()
 
-    async def _reopen(self) -> _Session:
+    async def _reopen(self) -> NatsSession:
         """Open and begin a session, for as long as it takes."""
         delay = FIRST_RECONNECT_DELAY
         while True:
@@ -454,14 +347,13 @@ class NatsConnection:
                 self._begin(session)
                 return session
 
-    def _begin(self, session: _Session) -> None:
+    def _begin(self, session: NatsSession) -> None:
         self._session = session
         self._lame_duck = False
-        self._silent_pings = 0
-        self._unanswered_pings = 0
         self._max_payload = int(session.info.get("max_payload") or self._max_payload)
         for subscription in self._subscriptions.values():
-            session.write(subscription.command())
+            if not subscription.ending:
+                session.write(subscription.command())
         self._set_state(ConnectionState.CONNECTED)
 
     def _end(self) -> None:
@@ -471,48 +363,32 @@ class NatsConnection:
         self._fail_waiters()
 
     def _fail_waiters(self) -> None:
-        pongs, self._pongs = self._pongs, []
-        for pong in pongs:
-            if not pong.done():
-                pong.set_exception(ConnectionResetError())
-                pong.exception()
-        for future in self._requests.values():
-            if not future.done():
-                future.set_exception(Unavailable("the connection to the server broke"))
-                future.exception()
+        self._pings.lose()
+        self._requests.lose()
 
-    async def _serve(self, session: _Session) -> None:
+    async def _serve(self, session: NatsSession) -> None:
         """Read until the session ends; never raises for what a server or peer sends."""
         reader = ServerReader(self._deliver, self._control)
-        pinger = self._loop.call_later(PING_INTERVAL, self._ping, session)
-        self._pinger = pinger
+        pings = self._pings
+        pings.watch(lambda: self._give_up(session))
         try:
             while True:
                 chunk = await session.read()
                 if not chunk:
                     logger.info("%s: the server closed the connection", self.name)
                     return
-                self._silent_pings = 0
+                pings.heard()
                 reader.feed(chunk)
         except (OSError, ProtocolViolation, asyncio.IncompleteReadError) as error:
             if isinstance(error, ProtocolViolation):
                 self._malformed += 1
             logger.warning("%s: the session ended: %s", self.name, error)
         finally:
-            self._pinger.cancel()
+            pings.unwatch()
 
-    def _ping(self, session: _Session) -> None:
-        # What arrives while no ping is answered comes over a link that is deaf the other way.
-        silent = self._silent_pings >= MAX_SILENT_PINGS
-        if silent or self._unanswered_pings >= MAX_UNANSWERED_PINGS:
-            logger.warning("%s: the server is silent, connecting anew", self.name)
-            session.abort()
-            return
-        self._silent_pings += 1
-        self._unanswered_pings += 1
-        self._write(b"PING\r\n")
-        self._pongs.append(self._loop.create_future())
-        self._pinger = self._loop.call_later(PING_INTERVAL, self._ping, session)
+    def _give_up(self, session: NatsSession) -> None:
+        logger.warning("%s: the server is silent, connecting anew", self.name)
+        session.abort()
 
     # Messages -------------------------------------------------------------------------
 
@@ -532,11 +408,7 @@ class NatsConnection:
         if line == b"PING":
             self._write(b"PONG\r\n")
         elif line == b"PONG":
-            self._unanswered_pings = 0
-            if self._pongs:
-                pong = self._pongs.pop(0)
-                if not pong.done():
-                    pong.set_result(None)
+            self._pings.answered()
         elif line.startswith(b"-ERR"):
             self._server_error(line[4:].decode("utf-8", "replace").strip(" '"))
         elif line.startswith(b"INFO "):
@@ -569,15 +441,6 @@ class NatsConnection:
                 self._flush()
                 self._loop.call_later(random.uniform(0, 0.5), session.abort)
 
-    def _on_reply(self, message: Message) -> None:
-        future = self._requests.get(message.subject.rpartition(".")[2])
-        if future is None or future.done():
-            return
-        if header_block.status(message.headers) == header_block.NO_RESPONDERS:
-            future.set_exception(Unavailable("nobody serves the subject: is JetStream enabled?"))
-        else:
-            future.set_result(message)
-
     # Output ---------------------------------------------------------------------------
 
     def _write(self, data: bytes) -> None:
@@ -599,31 +462,6 @@ class NatsConnection:
             self._out.clear()
             self._out_bytes = 0
             self._session.write_now(data)
-
-    async def _settled(self, session: _Session) -> None:
-        """Wait until the server has taken all that was written."""
-        pong: asyncio.Future[None] = self._loop.create_future()
-        self._pongs.append(pong)
-        self._write(b"PING\r\n")
-        await pong
-
-    async def _connected(self) -> None:
-        if self._state is ConnectionState.CONNECTED:
-            return
-        if self._state is ConnectionState.CLOSED:
-            raise Unavailable("the connection is closed")
-        waiter: asyncio.Future[None] = self._loop.create_future()
-
-        def listen(state: ConnectionState) -> None:
-            if state is not ConnectionState.DISCONNECTED and not waiter.done():
-                waiter.set_result(None)
-
-        self._listeners.append(listen)
-        try:
-            await waiter
-        finally:
-            self._listeners.remove(listen)
-        await self._connected()
 
     def _set_state(self, state: ConnectionState) -> None:
         if state is not self._state and self._state is not ConnectionState.CLOSED:
@@ -666,11 +504,3 @@ async def connect(
     )
     await connection.open(timeout)
     return connection
-
-
-async def _ignore(error: Exception) -> None:
-    """nats-py reports each failed attempt here before it raises it."""
-
-
-def _address(server: str) -> str:
-    return urlsplit(server).netloc.rpartition("@")[2] or server

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from . import headers
 from .clock import monotonic
 from .errors import STATUS_CODES, DynbusError
-from .liveness import PeerLiveness
-from .streams import StreamWriter
 from .tokens import random_id
-from .wire import Frame, Heartbeat
 
 if TYPE_CHECKING:
+    from .client_peer import ClientPeer
     from .context import Context
-    from .server import InstanceServer, ServedEndpoint
+    from .execution import Execution
+    from .served_endpoint import ServedEndpoint
+    from .streams import StreamWriter
     from .telemetry import CallObservation
-
-
-EARLY_ENDS: Final = 16
 
 
 def _refuse(item: bytes) -> bool:
@@ -44,6 +41,7 @@ class ServerCall:
         "ended",
         "entered",
         "error",
+        "execution",
         "kill_timer",
         "last_progress",
         "observation",
@@ -51,16 +49,15 @@ class ServerCall:
         "request",
         "seen_items",
         "served",
-        "server",
         "started_at",
         "task",
         "waiter",
     )
 
     def __init__(
-        self, server: InstanceServer, served: ServedEndpoint, context: Context, now: float
+        self, execution: Execution, served: ServedEndpoint, context: Context, now: float
     ) -> None:
-        self.server = server
+        self.execution = execution
         self.served = served
         self.context = context
         self.request: Any = None
@@ -106,18 +103,22 @@ class ServerCall:
         """End the call with an error."""
         raise NotImplementedError
 
+    def retire(self) -> None:
+        """Forget the call; only what its reader has not acknowledged is kept."""
+        raise NotImplementedError
+
     async def writable(self) -> None:
         """Wait until the reader has granted credit, or the call has ended."""
         if not self.blocked or self.ended:
             return
         self.blocked_since = monotonic()
-        waiter = self.waiter = self.server.bus.loop.create_future()
+        waiter = self.waiter = self.execution.bus.loop.create_future()
         try:
             await waiter
         finally:
             self.waiter = None
             self.last_progress = monotonic()
-            telemetry = self.server.bus.telemetry
+            telemetry = self.execution.bus.telemetry
             if telemetry is not None:
                 stalled = self.last_progress - self.blocked_since
                 telemetry.credit_stall(self.served.address, stalled)
@@ -130,7 +131,7 @@ class ServerCall:
 
     def expire(self) -> None:
         """The deadline passed."""
-        self.server.expire(self)
+        self.execution.expire(self)
 
     def label(self, error: DynbusError) -> None:
         """Complete an error with where and in which request it arose."""
@@ -151,14 +152,14 @@ class FramedCall(ServerCall):
 
     def __init__(
         self,
-        server: InstanceServer,
+        execution: Execution,
         served: ServedEndpoint,
         context: Context,
         now: float,
         peer: ClientPeer,
         writer: StreamWriter,
     ) -> None:
-        super().__init__(server, served, context, now)
+        super().__init__(execution, served, context, now)
         self.peer = peer
         self.released = False
         self.writer = writer
@@ -189,9 +190,12 @@ class FramedCall(ServerCall):
             self.writer.fail(error)
             self._finish()
 
-    def touch(self) -> None:
-        """Have the fresh units sent at the end of this turn of the loop."""
-        self.peer.touch(self.writer)
+    def retire(self) -> None:
+        number = self.writer.number
+        peer = self.peer
+        peer.parts.pop(number, None)
+        if peer.calls.pop(number, None) is not None and not self.released:
+            peer.kept[number] = self.writer
 
     def _finish(self) -> None:
         self.ended = True
@@ -201,27 +205,34 @@ class FramedCall(ServerCall):
 
 
 class PlainCall(ServerCall):
-    """A call of a plain NATS client: JSON on its reply subject, a message per item."""
+    """A call of a plain NATS client: JSON on its reply subject, a message per item.
 
-    __slots__ = ("_bounce", "_sent", "reply")
+    Args:
+        calls: the plain calls of the instance, of which it is one until it is retired.
+    """
+
+    __slots__ = ("_bounce", "_calls", "_sent", "reply")
 
     def __init__(
         self,
-        server: InstanceServer,
+        execution: Execution,
         served: ServedEndpoint,
         context: Context,
         now: float,
         reply: str,
+        calls: set[ServerCall],
     ) -> None:
-        super().__init__(server, served, context, now)
+        super().__init__(execution, served, context, now)
         self.reply = reply
         self._sent = 0
         self.push = self._push
-        bus = server.bus
+        bus = execution.bus
         # Readers see the bounce subject; none must be able to guess those of others.
         token = f"p{random_id()}"
         self._bounce = bus.replies.bounce(token)
         bus.bounce_handlers[token] = self._gone
+        self._calls = calls
+        calls.add(self)
 
     @property
     def reader(self) -> str:
@@ -232,13 +243,13 @@ class PlainCall(ServerCall):
         return self._sent
 
     def _push(self, item: bytes) -> bool:
-        self.server.bus.data.publish(self.reply, item, reply=self._bounce)
+        self.execution.bus.data.publish(self.reply, item, reply=self._bounce)
         self._sent += 1
         return not self.ended
 
     def end(self, result: bytes | None = None) -> None:
         if not self.ended:
-            self.server.bus.data.publish(self.reply, result or b"")
+            self.execution.bus.data.publish(self.reply, result or b"")
             self._finish()
 
     def fail(self, error: DynbusError) -> None:
@@ -247,14 +258,17 @@ class PlainCall(ServerCall):
         self.label(error)
         self.error = error
         self._finish()
-        self.server.bus.data.publish(self.reply, b"", headers=error_block(error))
+        self.execution.bus.data.publish(self.reply, b"", headers=error_block(error))
+
+    def retire(self) -> None:
+        self._calls.discard(self)
 
     def _finish(self) -> None:
         self.ended = True
-        self.server.bus.bounce_handlers.pop(self._bounce.rpartition(".")[2], None)
+        self.execution.bus.bounce_handlers.pop(self._bounce.rpartition(".")[2], None)
 
     def _gone(self) -> None:
-        self.server.reader_gone(self)
+        self.execution.reader_gone(self)
 
 
 def error_block(error: DynbusError, framing: str | None = None) -> bytes:
@@ -272,74 +286,3 @@ def error_block(error: DynbusError, framing: str | None = None) -> bytes:
     if framing and framing.isascii() and framing.isprintable() and len(framing) < 256:
         fields[headers.FRAMES] = framing
     return headers.encode(fields)
-
-
-class ClientPeer:
-    """A dynbus client with calls at this instance, and what is still to be sent to it."""
-
-    def __init__(self, server: InstanceServer, base: str) -> None:
-        self._server = server
-        self.base = base
-        self.client_id = base.rpartition(".")[2]
-        self.frames_subject = f"{base}.f"
-        self._control_subject = f"{base}.ctl.f"
-        self.bounce = server.bus.replies.bounce(server.registry.bounce_token(self.client_id))
-        self.liveness: PeerLiveness | None = None
-        self.calls: dict[int, FramedCall] = {}
-        self.kept: dict[int, StreamWriter] = {}
-        self.kept_mark = 0
-        self.dirty: list[StreamWriter] = []
-        self.ended = 0
-        self.parts: dict[int, list[bytes | None]] = {}
-        self.incarnation = ""
-        self.busy_at = monotonic()
-        self.missing: dict[int, int] = {}
-
-    @property
-    def control_subject(self) -> str:
-        return self._control_subject
-
-    def has_work(self) -> bool:
-        return bool(self.calls or self.kept)
-
-    def beat(self) -> list[Frame]:
-        server = self._server
-        calls = [(number, call.writer.next_sequence) for number, call in list(self.calls.items())]
-        # What ended since the last beat is most likely acknowledged before the next.
-        kept = list(self.kept.items())
-        calls += [
-            (number, writer.next_sequence) for number, writer in kept if number <= self.kept_mark
-        ]
-        self.kept_mark = kept[-1][0] if kept else 0
-        return [Heartbeat(server.bus.heartbeats.blocked, server.draining, calls)]
-
-    def touch(self, writer: StreamWriter) -> None:
-        """Have a writer's fresh units sent at the end of this turn of the loop."""
-        if not writer.dirty:
-            writer.dirty = True
-            self.note_dirty(writer)
-
-    def note_dirty(self, writer: StreamWriter) -> None:
-        """A writer has something to send."""
-        if not self.dirty:
-            self._server.schedule_flush(self)
-        self.dirty.append(writer)
-
-    def touch_ended(self, writer: StreamWriter) -> None:
-        """The same for a writer that has ended.
-
-        Its caller has nothing to do until it hears so: a busy turn of the loop does not make
-        many of them wait for the last.
-        """
-        self.touch(writer)
-        self.ended += 1
-        if self.ended >= EARLY_ENDS:
-            self._server.flush_peer(self)
-
-    def writer(self, number: int) -> StreamWriter | None:
-        """The writer of a call that runs, or has ended and is not acknowledged yet."""
-        call = self.calls.get(number)
-        return call.writer if call is not None else self.kept.get(number)
-
-    def gone(self) -> None:
-        self._server.client_gone(self)

@@ -19,7 +19,8 @@ from .names import is_safe_reply
 from .transport import Message, Subscription
 
 if TYPE_CHECKING:
-    from .server import InstanceServer, ServedEndpoint
+    from .served_endpoint import ServedEndpoint
+    from .server import InstanceServer
 
 VERSION: Final = "1.0.0"
 JITTER_ABOVE: Final = 100

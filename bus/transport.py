@@ -48,6 +48,13 @@ class Subscription(Protocol):
     def unsubscribe(self) -> None:
         """Stop delivery at once; more calls change nothing."""
 
+    async def drain(self, *, timeout: float = 5.0) -> None:
+        """Have the server send no more, and stop delivery after what was on its way.
+
+        With a server out of reach nothing can be on its way after `timeout` seconds.
+        """
+        ...
+
 
 class StreamLimits(NamedTuple):
     """What a JetStream stream may hold; None means no limit.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 POLL = 0.02
 
@@ -21,8 +22,8 @@ async def eventually(
     begun = time.monotonic()
     while True:
         value: Any = condition()
-        if isinstance(value, Awaitable):
-            value = await cast("Awaitable[Any]", value)
+        if inspect.isawaitable(value):
+            value = await value
         passed = time.monotonic() - begun
         if value:
             return passed

@@ -11,6 +11,7 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import Cancelled, DeadlineExceeded, Runtime, call_options
+from dynbus.bus.execution import Execution
 from dynbus.bus.nats_server import RunningServer
 
 from .observation import leftovers
@@ -55,7 +56,7 @@ class Setting:
 def handler_tasks() -> list[str]:
     """The handlers that run as tasks of this loop."""
     coroutines = [str(task.get_coro()) for task in asyncio.all_tasks()]
-    return [coroutine for coroutine in coroutines if "InstanceServer._" in coroutine]
+    return [coroutine for coroutine in coroutines if f"{Execution.__name__}._" in coroutine]
 
 
 @asynccontextmanager

@@ -46,6 +46,7 @@ async def test_running_streams_finish_while_new_calls_go_to_another_instance(
 
         begun = time.monotonic()
         stopping = asyncio.create_task(leaving.stop(10.0))
+        await eventually(lambda: leaving.server.draining, 1.0)
         places: set[str] = set()
         while not stopping.done():
             places.add((await source.where()).instance)

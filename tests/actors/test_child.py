@@ -1,0 +1,143 @@
+"""A child process tells how it is doing, does as it is told, and is gone when it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dynbus.actors.child import Child, ChildState, WorkerSettings, exit_text
+from dynbus.actors.loader import resolve
+from dynbus.actors.serving import Assignment
+from dynbus.actors.worker import Start, Stop
+from dynbus.bus.nats_server import RunningServer
+
+ACTORS = """
+from dynbus import Actor, depends, handler
+
+class Below(Actor, namespace="born"):
+    @handler
+    async def call(self) -> str:
+        return ""
+
+class Above(Below, namespace="born"):
+    below = depends(Below)
+"""
+
+SPAWNED_WITHIN = 30.0
+
+
+@pytest.fixture
+def actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "child_actors.py").write_text(ACTORS)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "child_actors", raising=False)
+    return "child_actors"
+
+
+def child_of(target: str, url: str) -> Child:
+    settings = WorkerSettings({"servers": url}, "json", "warning")
+    return Child(Assignment(resolve(target), {}, 1), 1, settings)
+
+
+@asynccontextmanager
+async def loaded(child: Child) -> AsyncGenerator[asyncio.Task[int], None]:
+    """The child's process, once it waits for `Start`; at the end it is gone."""
+    waiting = asyncio.Event()
+    running = asyncio.create_task(child.run(asyncio.Lock(), waiting.set))
+    try:
+        async with asyncio.timeout(SPAWNED_WITHIN):
+            await waiting.wait()
+        yield running
+    finally:
+        child.kill()
+        await asyncio.wait({running}, timeout=10.0)
+        assert child.pid is None
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (0, "exit code 0"),
+        (3, "exit code 3"),
+        (-signal.SIGKILL, "killed by SIGKILL"),
+        (-999, "killed by signal 999"),
+    ],
+)
+def test_the_end_of_a_process_has_words(code: int, text: str) -> None:
+    assert exit_text(code) == text
+
+
+def test_a_child_is_named_after_its_actor_and_number(actors: str) -> None:
+    child = child_of(f"{actors}:Below", "nats://127.0.0.1:4222")
+
+    assert child.label == "born.Below/1"
+    assert repr(child) == "<Child born.Below/1 [loading | pid None]>"
+
+
+def test_what_depends_on_others_is_on_a_higher_level(actors: str) -> None:
+    below, above = (child_of(f"{actors}:{name}", "") for name in ("Below", "Above"))
+
+    assert below.level < above.level
+
+
+@pytest.mark.anyio
+async def test_a_child_loads_then_starts_when_told_and_ends_when_told(
+    nats_server: RunningServer, actors: str
+) -> None:
+    child = child_of(f"{actors}:Below", nats_server.url)
+
+    async with loaded(child) as running, asyncio.timeout(SPAWNED_WITHIN):
+        states = [child.state]
+        assert psutil.pid_exists(child.pid or 0)
+        child.send(Start())
+        await child.has_been_ready.wait()
+        states.append(child.state)
+        child.end(Stop())
+        code = await running
+
+    assert states == [ChildState.LOADED, ChildState.READY]
+    assert child.instance_id
+    assert code == 0
+
+
+@pytest.mark.anyio
+async def test_a_killed_child_has_ended_by_a_signal_and_is_told_nothing_more(
+    nats_server: RunningServer, actors: str
+) -> None:
+    child = child_of(f"{actors}:Below", nats_server.url)
+
+    async with loaded(child) as running:
+        child.kill()
+        code = await asyncio.wait_for(running, 10.0)
+
+        child.send(Start())
+        child.kill()
+
+    assert code == -signal.SIGKILL
+    assert child.pid is None
+
+
+@pytest.mark.anyio
+async def test_a_word_that_was_said_before_the_process_is_there_reaches_it(
+    nats_server: RunningServer, actors: str
+) -> None:
+    child = child_of(f"{actors}:Below", nats_server.url)
+    spawning = asyncio.Lock()
+
+    async with spawning:
+        running = asyncio.create_task(child.run(spawning, lambda: None))
+        await asyncio.sleep(0)  # now it waits for its turn
+        child.end(Stop())
+
+    try:
+        code = await asyncio.wait_for(running, SPAWNED_WITHIN)
+    finally:
+        child.kill()
+    assert code == 0

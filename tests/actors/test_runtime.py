@@ -1,0 +1,224 @@
+"""A runtime gives clients, runs instances, and leaves nothing behind when it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynbus import Actor, ConfigError, Runtime, Unavailable, handler
+from dynbus.actors.lifecycle import InstanceState
+from dynbus.bus.clock import monotonic
+from dynbus.bus.memory_connection import MemoryConnection
+from dynbus.bus.nats_server import RunningServer, free_port
+from dynbus.bus.transport import ConnectionState
+from dynbus.testing import TestKit, run
+
+
+class Greeter(Actor, namespace="runtime"):
+    def __init__(self, fail: str = "") -> None:
+        self.fail = fail
+
+    async def on_start(self) -> None:
+        if self.fail == "start":
+            raise KeyError("no start")
+
+    async def on_stop(self) -> None:
+        if self.fail == "stop":
+            raise KeyError("no stop")
+
+    @handler
+    async def greet(self, name: str) -> str:
+        return f"hello {name}"
+
+
+class Homeless(Actor, abstract=True):
+    @handler
+    async def greet(self, name: str) -> str:
+        return name
+
+
+def data_connection(runtime: Runtime) -> MemoryConnection:
+    connection = runtime.bus.data
+    assert isinstance(connection, MemoryConnection)
+    return connection
+
+
+# Clients -----------------------------------------------------------------------------------
+
+
+def test_a_client_of_an_actor_without_a_namespace_is_refused() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            with pytest.raises(ConfigError, match="Homeless has no namespace"):
+                kit.caller.client(Homeless)
+
+    run(story())
+
+
+@pytest.mark.parametrize("name", ["", "runtime", "runtime.Greeter", "a.b.c.d", "a.b.*", "a..c"])
+def test_what_is_no_endpoint_is_refused_where_it_is_written(name: str) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            with pytest.raises(ConfigError):
+                kit.caller.endpoint(name)
+
+    run(story())
+
+
+def test_both_ways_to_an_untyped_client_reach_the_endpoint() -> None:
+    async def story() -> list[str]:
+        async with TestKit() as kit:
+            await kit.start(Greeter)
+            long = kit.caller.namespace("runtime").component("Greeter").endpoint("greet")
+            short = kit.caller.endpoint("runtime.Greeter.greet")
+            return [await (await one.client()).generate("you") for one in (long, short)]
+
+    assert run(story()) == ["hello you", "hello you"]
+
+
+def test_the_instances_that_are_known_have_their_ids() -> None:
+    async def story() -> tuple[list[str], list[str]]:
+        async with TestKit() as kit:
+            before = kit.caller.instance_ids("runtime", "Greeter")
+            for number in range(3):
+                await kit.start(Greeter, instance_id=f"g{number}")
+            return before, sorted(kit.caller.instance_ids("runtime", "Greeter"))
+
+    assert run(story()) == ([], ["g0", "g1", "g2"])
+
+
+# Instances ---------------------------------------------------------------------------------
+
+
+def test_an_id_that_is_in_use_here_is_refused() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            first = await runtime.start(Greeter, instance_id="taken")
+
+            with pytest.raises(ConfigError, match="'taken' is in use in this process"):
+                await runtime.start(Greeter, instance_id="taken")
+
+            assert runtime.instances == {"taken": first}
+            assert first.state is InstanceState.READY
+
+    run(story())
+
+
+@pytest.mark.parametrize("instance_id", ["a.b", "*", "with space", "_hidden", "x" * 64])
+def test_an_id_that_no_subject_can_hold_is_refused(instance_id: str) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            with pytest.raises(ConfigError, match="instance_id"):
+                await kit.caller.start(Greeter, instance_id=instance_id)
+
+    run(story())
+
+
+def test_an_instance_that_does_not_start_is_forgotten_and_its_id_is_free() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+
+            with pytest.raises(KeyError, match="no start"):
+                await runtime.start(Greeter, instance_id="mine", fail="start")
+            left = dict(runtime.instances)
+            again = await runtime.start(Greeter, instance_id="mine")
+
+            assert left == {}
+            assert again.state is InstanceState.READY
+
+    run(story())
+
+
+def test_one_instance_that_does_not_stop_cleanly_keeps_no_other_from_stopping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story() -> list[InstanceState]:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            instances = [await runtime.start(Greeter, fail=fail) for fail in ("stop", "")]
+
+            await runtime.stop()
+
+            assert runtime.instances == {}
+            return [instance.state for instance in instances]
+
+    assert run(story()) == [InstanceState.STOPPED] * 2
+    assert "did not stop cleanly" in caplog.text
+
+
+# The connection ----------------------------------------------------------------------------
+
+
+def test_who_waits_for_the_bus_goes_on_when_it_is_back() -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            connection = data_connection(runtime)
+            connection.disconnect()
+            was_connected = runtime.is_connected
+            begun = monotonic()
+            asyncio.get_running_loop().call_later(2.0, connection.reconnect)
+
+            await runtime.wait_connected(None)
+
+            assert not was_connected
+            assert runtime.is_connected
+            return monotonic() - begun
+
+    assert run(story()) == pytest.approx(2.0, abs=0.1)
+
+
+@pytest.mark.parametrize(("timeout", "waits"), [(None, 3.0), (0.5, 0.5), (60.0, 3.0)])
+def test_the_wait_for_the_bus_is_bounded(timeout: float | None, waits: float) -> None:
+    async def story() -> float:
+        async with TestKit(connect_timeout=3.0) as kit:
+            runtime = await kit.runtime()
+            data_connection(runtime).disconnect()
+            begun = monotonic()
+
+            with pytest.raises(Unavailable, match="the bus cannot be reached") as raised:
+                await runtime.wait_connected(timeout)
+
+            assert not raised.value.started
+            return monotonic() - begun
+
+    assert run(story()) == pytest.approx(waits)
+
+
+def test_closing_stops_the_instances_leaves_the_bus_and_may_be_repeated() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            instance = await runtime.start(Greeter)
+
+            await runtime.close()
+            await runtime.close()
+
+            assert instance.state is InstanceState.STOPPED
+            assert runtime.bus.data.state is ConnectionState.CLOSED
+            assert repr(runtime).startswith("<Runtime [closed")
+            with pytest.raises(Unavailable, match="the runtime is closed"):
+                await runtime.wait_connected(None)
+
+    run(story())
+
+
+@pytest.mark.anyio
+async def test_a_runtime_is_awaited_or_entered(nats_server: RunningServer) -> None:
+    awaited = await Runtime.connect(nats_server.url)
+    await awaited.close()
+
+    async with Runtime.connect(nats_server.url) as entered:
+        connected = entered.is_connected
+
+    assert connected
+    assert awaited.bus.data.state is entered.bus.data.state is ConnectionState.CLOSED
+
+
+@pytest.mark.anyio
+async def test_a_setting_that_does_not_fit_is_refused_before_anything_is_opened() -> None:
+    with pytest.raises(ConfigError, match="lease_tll"):
+        await Runtime.connect(f"nats://127.0.0.1:{free_port()}", lease_tll=3)

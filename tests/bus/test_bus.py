@@ -1,0 +1,126 @@
+"""A process's presence on the bus: what bounces, what is counted, and how it is left."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from dynbus.bus import headers
+from dynbus.bus.bus import Bus
+from dynbus.bus.config import BusConfig
+from dynbus.bus.drops import DropReason
+from dynbus.bus.errors import Unavailable
+from dynbus.bus.memory import MemoryBus
+from dynbus.bus.nats_server import RunningServer, free_port
+from dynbus.bus.transport import ConnectionState
+from dynbus.testing import run
+
+from .far_side import settle
+
+
+async def bus_on(server: MemoryBus, **settings: str) -> Bus:
+    config = BusConfig(**settings)  # type: ignore[arg-type]
+    return await Bus.over(config, await server.connect(), await server.connect())
+
+
+def test_each_presence_has_reply_subjects_and_an_incarnation_of_its_own() -> None:
+    async def story() -> None:
+        server = MemoryBus()
+        first, second = await bus_on(server, principal="ann"), await bus_on(server)
+
+        assert first.replies.base.startswith("_R.ann.")
+        assert first.replies.base != second.replies.base
+        assert first.incarnation != second.incarnation
+        await first.close()
+        await second.close()
+
+    run(story())
+
+
+def test_a_message_that_finds_nobody_calls_the_handler_of_its_bounce_subject() -> None:
+    async def story() -> list[str]:
+        server = MemoryBus()
+        bus = await bus_on(server)
+        bounced: list[str] = []
+        bus.bounce_handlers["mine"] = lambda: bounced.append("mine")
+        bus.bounce_handlers["other"] = lambda: bounced.append("other")
+
+        bus.data.publish("nobody.hears", b"", reply=bus.replies.bounce("mine"))
+        await settle(server.connections[0])
+
+        await bus.close()
+        return bounced
+
+    assert run(story()) == ["mine"]
+
+
+def test_an_answer_at_a_bounce_subject_is_no_bounce_and_is_counted() -> None:
+    async def story() -> tuple[list[str], dict[DropReason, int]]:
+        server = MemoryBus()
+        bus = await bus_on(server)
+        bounced: list[str] = []
+        bus.bounce_handlers["mine"] = lambda: bounced.append("mine")
+        stranger = await server.connect()
+
+        stranger.publish(bus.replies.bounce("mine"), b"I am here")
+        stranger.publish(
+            bus.replies.bounce("mine"), b"", headers=headers.encode({"Status": "fine"})
+        )
+        await settle(stranger)
+
+        await bus.close()
+        return bounced, dict(bus.drops)
+
+    assert run(story()) == ([], {DropReason.UNEXPECTED: 2})
+
+
+@pytest.mark.parametrize(("known", "spread"), [(0, 0.0), (100, 0.0), (101, 0.5)])
+def test_answers_are_spread_only_above_a_number_of_instances(known: int, spread: float) -> None:
+    async def story() -> float:
+        bus = await bus_on(MemoryBus())
+        bus.known_instances = lambda: known
+
+        seconds = bus.answer_jitter(0.5, above=100)
+
+        await bus.close()
+        return seconds
+
+    assert run(story()) == spread
+
+
+def test_closing_closes_both_connections() -> None:
+    async def story() -> list[ConnectionState]:
+        bus = await bus_on(MemoryBus())
+        connections = [bus.data, bus.lane.connection]
+
+        await bus.close()
+
+        return [connection.state for connection in connections]
+
+    assert run(story()) == [ConnectionState.CLOSED] * 2
+
+
+@pytest.mark.anyio
+async def test_over_nats_both_connections_are_open_and_named(nats_server: RunningServer) -> None:
+    bus = await Bus.connect(BusConfig(servers=(nats_server.url,)), name="presence")
+    threads = [thread.name for thread in threading.enumerate()]
+
+    states = bus.data.state, bus.lane.connection.state
+    text = repr(bus)
+    await bus.close()
+
+    assert states == (ConnectionState.CONNECTED, ConnectionState.CONNECTED)
+    assert text == f"<Bus {bus.replies.client_id[:8]} [connected]>"
+    assert "presence-control" in threads
+    assert "presence-control" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.anyio
+async def test_a_server_that_is_not_there_leaves_no_thread_behind() -> None:
+    url = f"nats://127.0.0.1:{free_port()}"
+
+    with pytest.raises(Unavailable, match=url.removeprefix("nats://")):
+        await Bus.connect(BusConfig(servers=(url,)), name="absent")
+
+    assert "absent-control" not in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,229 @@
+"""Who is silent is found to be gone in time; who is only cut off from us is not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+
+import pytest
+
+from dynbus.bus.bus import Bus
+from dynbus.bus.clock import monotonic
+from dynbus.bus.config import BusConfig
+from dynbus.bus.drops import DropReason
+from dynbus.bus.errors import StreamLost
+from dynbus.bus.heartbeats import TICK
+from dynbus.bus.lane import ThreadLane
+from dynbus.bus.liveness import GONE_AFTER, HEARTBEAT_INTERVAL, RECONNECT_GRACE, SILENCE_LIMIT
+from dynbus.bus.memory import MemoryBus
+from dynbus.bus.memory_connection import MemoryConnection
+from dynbus.bus.names import ReplySubjects
+from dynbus.bus.wire import Open, Ping, Pong
+from dynbus.testing import run
+
+from .far_side import Played, played, settle
+
+LATE = HEARTBEAT_INTERVAL + 2 * TICK
+"""Seconds by which a finding may be late: it is made at a heartbeat."""
+
+
+async def lost_after(side: Played) -> float:
+    """Seconds after which an open stream is found to be lost."""
+    call = side.begin(streaming=True, deadline=None)
+    await side.far.request()
+    begun = monotonic()
+    with pytest.raises(StreamLost):
+        async with asyncio.timeout(60.0):
+            await call.items()
+    return monotonic() - begun
+
+
+def test_an_instance_that_never_answers_is_gone_after_the_limit() -> None:
+    async def story() -> float:
+        async with played() as side:
+            return await lost_after(side)
+
+    assert SILENCE_LIMIT <= run(story()) <= SILENCE_LIMIT + LATE
+
+
+def test_an_instance_that_beats_is_never_gone() -> None:
+    async def story() -> bool:
+        async with played() as side:
+            call = side.begin(streaming=True, deadline=None)
+            await side.far.request()
+
+            for _ in range(100):
+                await asyncio.sleep(HEARTBEAT_INTERVAL)
+                await side.far.beat()
+
+            return call.is_open
+
+    assert run(story())
+
+
+def test_an_instance_that_nobody_can_reach_is_gone_sooner_than_a_silent_one() -> None:
+    async def story() -> tuple[float, float]:
+        async with played() as side:
+            silent = await lost_after(side)
+            call = side.begin(streaming=True, deadline=None)
+            await side.far.leave()
+            begun = monotonic()
+
+            call.resume()  # it bounces
+            with pytest.raises(StreamLost):
+                await call.items()
+
+            return monotonic() - begun, silent
+
+    unreachable, silent = run(story())
+    assert GONE_AFTER <= unreachable <= GONE_AFTER + LATE
+    assert unreachable < silent
+
+
+def test_heartbeats_are_sent_while_calls_are_open_and_then_no_more() -> None:
+    async def story() -> None:
+        async with played() as side:
+            await asyncio.sleep(5.0)
+            before = side.far.all(Open)
+            call = side.begin(streaming=True, deadline=None)
+            for _ in range(10):
+                await asyncio.sleep(HEARTBEAT_INTERVAL)
+                await side.far.beat()
+            during = len(side.far.all(Open))
+
+            call.abandon()
+            await asyncio.sleep(2 * HEARTBEAT_INTERVAL)
+            at_the_end = len(side.far.all(Open))
+            await asyncio.sleep(5.0)
+
+            assert before == []
+            assert 8 <= during <= 11
+            assert len(side.far.all(Open)) == at_the_end
+
+    run(story())
+
+
+def test_while_we_are_cut_off_ourselves_nobody_is_gone() -> None:
+    async def story() -> bool:
+        async with played() as side:
+            call = side.begin(streaming=True, deadline=None)
+            await side.far.heard(Open)
+            control = side.server.connections[1]
+
+            control.disconnect()
+            await asyncio.sleep(10 * SILENCE_LIMIT)
+            control.reconnect()
+            await asyncio.sleep(RECONNECT_GRACE - HEARTBEAT_INTERVAL)
+            await side.far.beat()
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
+
+            return call.is_open
+
+    assert run(story())
+
+
+def test_a_silence_of_our_own_link_is_not_taken_for_the_instances() -> None:
+    async def story() -> bool:
+        async with played() as side:
+            call = side.begin(streaming=True, deadline=None)
+            await side.far.heard(Open)
+            control = side.server.connections[1]
+
+            with side.server.partition(control, notice_after=60.0):
+                await asyncio.sleep(4 * SILENCE_LIMIT)
+            await side.far.beat()
+
+            return call.is_open
+
+    assert run(story())
+
+
+def test_a_ping_of_an_instance_with_open_calls_is_answered() -> None:
+    async def story() -> list[int]:
+        async with played() as side:
+            side.begin(streaming=True)
+            await side.far.request()
+
+            await side.far.send_control(Ping(17))
+
+            return [pong.token for pong in await side.far.heard(Pong)]
+
+    assert run(story()) == [17]
+
+
+def test_a_control_message_that_is_no_batch_is_counted_and_stops_nobody() -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin(streaming=True)
+            await side.far.heard(Open)
+
+            side.far.connection.publish(side.bus.replies.control_frames, b"\xc1")
+            await settle(side.far.connection)
+            await asyncio.sleep(SILENCE_LIMIT - 2 * TICK)
+            await side.far.beat()
+            await asyncio.sleep(SILENCE_LIMIT - 2 * TICK)
+
+            assert side.bus.drops == {DropReason.MALFORMED: 1}
+            assert side.caller.is_heard("one")
+            assert call.is_open
+
+    run(story())
+
+
+def test_one_side_whose_calls_cannot_be_told_does_not_stop_the_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> int:
+        async with played() as side, played(side.server) as other:
+            broken, whole = side.begin(streaming=True), other.begin(streaming=True)
+            side.bus.heartbeats.add(other.caller.registry)
+
+            def fail() -> None:
+                raise KeyError("broken")
+
+            monkeypatch.setattr(broken.remote, "beat", fail)
+            count = len(other.far.all(Open))
+            await asyncio.sleep(2 * HEARTBEAT_INTERVAL)
+            assert whole.is_open
+            return len(other.far.all(Open)) - count
+
+    with caplog.at_level(logging.ERROR):
+        beats = run(story())
+
+    assert beats > 0
+    assert "a heartbeat of" in caplog.text
+
+
+@pytest.mark.anyio
+async def test_a_blocked_main_loop_is_measured_and_reported_with_its_stack(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    control = MemoryBus()
+    lane = ThreadLane("test-control")
+
+    async def connect() -> MemoryConnection:
+        return await control.connect()
+
+    await lane.start(connect)
+    bus = Bus(BusConfig(), await MemoryBus().connect(), lane, ReplySubjects("-", "c" * 32))
+    await bus.start()
+
+    def block_the_loop() -> float:
+        # Blocks this loop until the lane has noticed; the lane goes on by itself.
+        until = time.monotonic() + 10.0
+        waiting = threading.Event()
+        while bus.heartbeats.blocked < 0.5 and time.monotonic() < until:
+            waiting.wait(0.01)
+        return bus.heartbeats.blocked
+
+    try:
+        with caplog.at_level(logging.WARNING):
+            measured = block_the_loop()
+    finally:
+        await bus.close()
+
+    assert measured >= 0.5
+    assert bus.heartbeats.longest_block >= measured
+    assert "block_the_loop" in caplog.text
