@@ -1,17 +1,20 @@
 """Many deadlines on one loop, at the cost of a dictionary entry each.
 
 Nearly every call ends long before its deadline, so arming and disarming must be cheap and
-firing need not be exact: a deadline that is far away fires up to `SLACK` seconds late. Near
-ones get a timer of their own.
+firing need not be exact: a deadline that is far away fires up to twice `SLACK` seconds late.
+Near ones get a timer of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Final
 
 from .clock import monotonic
+
+logger = logging.getLogger(__name__)
 
 SLACK: Final = 0.1
 NEAR: Final = 4.0
@@ -32,7 +35,7 @@ class Deadlines:
         return len(self._near) + sum(map(len, self._buckets.values()))
 
     def arm(self, at: float, now: float, expire: Callable[[], None]) -> int:
-        """Call `expire` at `at`, or up to `SLACK` later; returns what `disarm` wants."""
+        """Call `expire` at `at`, or up to twice `SLACK` later; returns what `disarm` wants."""
         left = at - now
         if left < NEAR:
             self._near[expire] = self._loop.call_later(max(0.0, left), self._fire_near, expire)
@@ -69,13 +72,21 @@ class Deadlines:
 
     def _fire_near(self, expire: Callable[[], None]) -> None:
         if self._near.pop(expire, None) is not None:
-            expire()
+            _fire(expire)
 
     def _tick(self) -> None:
         self._timer = None
         now = int(monotonic() / SLACK)
         for number in [number for number in self._buckets if number <= now]:
             for expire in list(self._buckets.pop(number)):
-                expire()
+                _fire(expire)
         if self._buckets and self._timer is None:
             self._timer = self._loop.call_later(SLACK, self._tick)
+
+
+def _fire(expire: Callable[[], None]) -> None:
+    try:
+        expire()
+    except Exception:
+        # Whatever is wrong with one call, the others' deadlines must pass too.
+        logger.exception("a deadline could not be carried out")

@@ -105,31 +105,33 @@ def read_part(part: str) -> tuple[int, int]:
 
 
 class PartialRequest:
-    """The parts of a split request that have arrived, in whatever order."""
+    """The parts of a split request that have arrived, in whatever order.
 
-    __slots__ = ("_parts",)
+    Attributes:
+        size: bytes that have arrived.
+    """
+
+    __slots__ = ("_count", "_parts", "size")
 
     def __init__(self, count: int) -> None:
-        self._parts: list[bytes | None] = [None] * count
+        self._count = count
+        self._parts: dict[int, bytes] = {}
+        self.size = 0
 
     def __repr__(self) -> str:
-        arrived = sum(part is not None for part in self._parts)
-        return f"<PartialRequest [{arrived} of {len(self._parts)} parts]>"
-
-    @property
-    def size(self) -> int:
-        """Bytes that have arrived."""
-        return sum(len(part) for part in self._parts if part)
+        return f"<PartialRequest [{len(self._parts)} of {self._count} parts]>"
 
     def add(self, index: int, count: int, data: bytes) -> None:
-        """Take in part `index`, counted from 1; one of another split is ignored."""
-        if len(self._parts) == count:
-            self._parts[index - 1] = data
+        """Take in part `index`, counted from 1; a repeat, or one of another split, is ignored."""
+        if self._count == count and index not in self._parts:
+            self._parts[index] = data
+            self.size += len(data)
 
     def whole(self) -> bytes | None:
         """The request, or None while parts are still to come."""
-        arrived = [part for part in self._parts if part is not None]
-        return b"".join(arrived) if len(arrived) == len(self._parts) else None
+        if len(self._parts) < self._count:
+            return None
+        return b"".join(self._parts[index] for index in range(1, self._count + 1))
 
 
 def _request_id(text: str | None) -> str:

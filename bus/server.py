@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SWEEP_INTERVAL: Final = 0.5
+PARTIAL_REQUESTS: Final = 4
+"""Requests of the largest size that one client may have half sent."""
 
 
 class InstanceServer:
@@ -260,16 +262,23 @@ class InstanceServer:
             index, count = read_part(part)
         except InvalidRequest:
             peer.calls.pop(number, None)
+            peer.parts.pop(number, None)
             raise
         partial_request = peer.parts.get(number)
         if partial_request is None:
             partial_request = peer.parts[number] = PartialRequest(count)
         partial_request.add(index, count, data)
         most = self.bus.config.max_request_bytes
+        error: DynbusError | None = None
         if partial_request.size > most:
             text = f"the request exceeds max_request_bytes = {most}"
-            call.fail(PayloadTooLarge(text, started=False))
+            error = PayloadTooLarge(text, started=False)
+        elif sum(other.size for other in peer.parts.values()) > PARTIAL_REQUESTS * most:
+            error = Overloaded("too many requests of this client are incomplete", started=False)
+        if error is not None:
+            call.fail(error)
             call.retire()
+            peer.parts.pop(number, None)
             return None
         whole = partial_request.whole()
         if whole is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dynbus.bus import headers
@@ -100,9 +102,7 @@ def test_a_request_larger_than_a_message_arrives_in_parts() -> None:
     run(story())
 
 
-async def refused(
-    side: Played, kind: type[DynbusError], data: bytes = b"", **changes: object
-) -> None:
+async def refused(side: Played, kind: type[DynbusError], data: bytes = b"", **changes: Any) -> None:
     """A call is refused so, before anything of it is sent or kept."""
     with pytest.raises(kind) as raised:
         side.begin(data, **changes)
@@ -275,6 +275,7 @@ def test_a_refusal_without_frames_is_a_typed_error(
             return call.error
 
     found = run(story())
+    assert found is not None
     assert type(found) is kind
     assert found.message == "no room"
     assert found.started is started
