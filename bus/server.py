@@ -17,7 +17,15 @@ from . import headers
 from .clock import monotonic
 from .drops import DropReason
 from .endpoint import Endpoint
-from .errors import Cancelled, Draining, DynbusError, InvalidRequest, PayloadTooLarge, Unavailable
+from .errors import (
+    Cancelled,
+    Draining,
+    DynbusError,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    Unavailable,
+)
 from .execution import Execution
 from .names import EndpointName, is_safe_reply
 from .outbox import Outbox
