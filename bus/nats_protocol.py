@@ -16,6 +16,8 @@ from .transport import Message
 MAX_CONTROL_LINE: Final = 64 * 1024
 """An INFO line of a large cluster is the longest legal one."""
 
+MAX_DIGITS: Final = 18
+
 
 class ProtocolViolation(Exception):
     """Raised when the bytes from the server are not the NATS protocol."""
@@ -89,12 +91,22 @@ class ServerReader:
 
 
 def _size(fields: list[bytes], least: int) -> int:
-    if least <= len(fields) <= least + 1 and fields[1].isdigit() and fields[-1].isdigit():
+    if (
+        least <= len(fields) <= least + 1
+        and fields[1].isdigit()
+        and fields[-1].isdigit()
+        and len(fields[1]) <= MAX_DIGITS
+        and len(fields[-1]) <= MAX_DIGITS
+    ):
         return int(fields[-1])
     raise ProtocolViolation(f"a malformed message line: {b' '.join(fields)[:120]!r}")
 
 
 def _header_size(fields: list[bytes]) -> int:
-    if fields[-2].isdigit() and int(fields[-2]) <= int(fields[-1]):
+    if (
+        fields[-2].isdigit()
+        and len(fields[-2]) <= MAX_DIGITS
+        and int(fields[-2]) <= int(fields[-1])
+    ):
         return int(fields[-2])
     raise ProtocolViolation(f"a malformed message line: {b' '.join(fields)[:120]!r}")

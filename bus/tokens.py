@@ -18,6 +18,8 @@ class _Pool:
         self._position = 0
 
     def take(self, count: int) -> bytes:
+        if count > _POOL_BYTES:
+            return os.urandom(count)
         end = self._position + count
         if end > len(self._bytes):
             self._bytes = os.urandom(_POOL_BYTES)

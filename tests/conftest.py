@@ -6,6 +6,7 @@ An async test is marked with `pytest.mark.anyio`, on itself or as its module's `
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,3 +42,14 @@ def own_server(tmp_path: Path) -> Iterator[RunningServer]:
         yield server
     finally:
         asyncio.run(server.stop())
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Commands and the functions under test configure logging for the whole process."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    # Not the attribute: loggers remember what their level came to.
+    root.setLevel(level)

@@ -28,13 +28,8 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+def structlog_as_before() -> Iterator[None]:
     yield
-    root.handlers[:] = handlers
-    # Not the attribute: loggers remember what their level came to.
-    root.setLevel(level)
     structlog.reset_defaults()
 
 
