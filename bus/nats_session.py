@@ -163,7 +163,7 @@ async def open_session(
                     name=name,
                     allow_reconnect=False,
                     max_reconnect_attempts=1,
-                    # nats-py would sleep so long after a refusal; the caller has a pause of its own.
+                    # nats-py would sleep after a refusal; the caller has a pause of its own.
                     reconnect_time_wait=0,
                     connect_timeout=max(1, int(timeout)),
                     error_cb=_ignore,
