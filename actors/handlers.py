@@ -14,6 +14,7 @@ from dynbus.bus.endpoint import (
     DEFAULT_IDLE_TIMEOUT,
     DEFAULT_QUEUE,
     DEFAULT_TIMEOUT,
+    MAX_SECONDS,
 )
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.names import check_token
@@ -251,8 +252,9 @@ def _check_limit(spec: HandlerSpec, option: str, value: Any, least: int) -> int 
 
 
 def _check_seconds(spec: HandlerSpec, option: str, value: Any) -> float | None:
-    if value is not None and not (isinstance(value, int | float) and value > 0):
+    if value is not None and not (isinstance(value, int | float) and 0 < value <= MAX_SECONDS):
         raise ConfigError(
-            f"{spec.label}: {option}={value!r} must be more than 0 seconds, or None for no limit"
+            f"{spec.label}: {option}={value!r} must be more than 0 and at most {MAX_SECONDS:g} "
+            "seconds, or None for no limit"
         )
     return value

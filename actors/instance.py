@@ -148,6 +148,14 @@ class ActorInstance:
     def _lease_changed(self, state: LeaseState) -> None:
         level = logging.DEBUG if state in (LeaseState.HELD, LeaseState.ENDED) else logging.WARNING
         logger.log(level, "the lease of %s is %s", self.id, state.value)
+        if state is LeaseState.CONFLICT:
+            self._runtime.bus.loop.call_soon_threadsafe(self._taken_over)
+
+    def _taken_over(self) -> None:
+        """Another process holds our id, since we were away for longer than our lease: two that
+        serve under one id would run every request twice."""
+        logger.error("%s is served by another process; this instance stops", self.id)
+        self._take_over = asyncio.get_running_loop().create_task(self.stop(0.0))
 
     async def _stop(self, grace: float) -> None:
         keeper = self._keeper

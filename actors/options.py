@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from dynbus.bus.endpoint import MAX_SECONDS
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.names import check_token
 
@@ -116,7 +117,10 @@ def _check(options: CallOptions) -> None:
     # Not everyone runs a type checker, so the types are looked at as well.
     timeout: Any = options.timeout
     if timeout is not DEFAULT and timeout is not None and not _is_number(timeout, above=0):
-        raise ConfigError(f"timeout={timeout!r} must be more than 0 seconds, or None for no limit")
+        raise ConfigError(
+            f"timeout={timeout!r} must be more than 0 and at most {MAX_SECONDS:g} seconds, "
+            "or None for no limit"
+        )
     if not _is_number(options.wait) or not options.wait >= 0:
         raise ConfigError(f"wait={options.wait!r} must be 0 or more seconds")
     if options.instance:
@@ -150,4 +154,4 @@ def _check_metadata(metadata: Mapping[Any, Any]) -> None:
 
 
 def _is_number(value: Any, *, above: float = -math.inf) -> bool:
-    return isinstance(value, int | float) and value > above
+    return isinstance(value, int | float) and above < value <= MAX_SECONDS

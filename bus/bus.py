@@ -7,11 +7,12 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from . import headers
 from .config import BusConfig
 from .drops import DropReason
+from .errors import ConfigError
 from .heartbeats import Heartbeats
 from .lane import ControlLane, InlineLane, ThreadLane
 from .names import ReplySubjects
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from .telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
+
+MIN_PAYLOAD: Final = 4096
+"""Heartbeats of some hundred calls must fit into a message."""
 
 
 class Bus:
@@ -114,8 +118,14 @@ class Bus:
         """Begin to hear bounces and heartbeats.
 
         Raises:
+            ConfigError: the server's max_payload is too small to work with.
             PermissionDenied: the server refuses the reply subjects.
         """
+        if self.data.max_payload < MIN_PAYLOAD:
+            raise ConfigError(
+                f"the server's max_payload is {self.data.max_payload} bytes; dynbus needs "
+                f"{MIN_PAYLOAD} at least, and 1 MB is the default of nats-server"
+            )
         self.data.subscribe(self.replies.bounce_wildcard, self._bounced)
         self._count_reconnects()
         await self.data.barrier()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from .endpoint import MAX_SECONDS
 from .errors import ConfigError
 from .names import ANONYMOUS, DEFAULT_REPLY_PREFIXES, check_token
 
@@ -68,12 +69,18 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "stall_limit": self.stall_limit,
         }
         for name, value in positive.items():
-            if not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be greater than 0")
-        if self.lease_ttl < 2:
-            raise ConfigError(f"lease_ttl is {self.lease_ttl}; the server's granularity needs 2")
-        if self.drain_grace < 0:
-            raise ConfigError(f"drain_grace is {self.drain_grace}; it must not be negative")
+            if not 0 < value <= MAX_SECONDS:
+                raise ConfigError(
+                    f"{name} is {value}; it must be greater than 0 and at most {MAX_SECONDS:g}"
+                )
+        if not 2 <= self.lease_ttl <= MAX_SECONDS:
+            raise ConfigError(
+                f"lease_ttl is {self.lease_ttl}; the server's granularity needs 2 or more"
+            )
+        if not 0 <= self.drain_grace <= MAX_SECONDS:
+            raise ConfigError(
+                f"drain_grace is {self.drain_grace}; it must be 0 to {MAX_SECONDS:g} seconds"
+            )
 
 
 def load_config(

@@ -11,9 +11,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from types import MappingProxyType
+from typing import Final
 
 from .clock import monotonic
+from .errors import ConfigError
 from .tokens import random_id
+
+MAX_ID_LENGTH: Final = 128
 
 _EMPTY: Mapping[str, str] = MappingProxyType({})
 
@@ -65,6 +69,11 @@ class Context:
         hop: str = "",
         draining: Callable[[], bool] | None = None,
     ) -> None:
+        if not (id.isascii() and id.isprintable() and len(id) <= MAX_ID_LENGTH):
+            raise ConfigError(
+                f"request id {id[:140]!r} must be at most {MAX_ID_LENGTH} characters of "
+                "printable ASCII"
+            )
         self.id = id or random_id()
         self.deadline = deadline
         self.metadata = MappingProxyType(dict(metadata)) if metadata else _EMPTY

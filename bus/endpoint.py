@@ -10,6 +10,8 @@ DEFAULT_CONCURRENCY: Final = 256
 DEFAULT_QUEUE: Final = 1024
 DEFAULT_TIMEOUT: Final = 60.0
 DEFAULT_IDLE_TIMEOUT: Final = 30.0
+MAX_SECONDS: Final = 1e9
+"""The longest time that may be asked for, about 32 years; for no limit there is None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,14 @@ version does not know becomes a plain `DynbusError`: always an error, never succ
 from __future__ import annotations
 
 
+def safe_text(value: object) -> str:
+    """`str(value)`, whatever `value` does when asked for it."""
+    try:
+        return str(value)
+    except Exception as error:  # noqa: BLE001 - code of users runs here
+        return f"<{type(value).__name__} whose str() raises {type(error).__name__}>"
+
+
 class DynbusError(Exception):
     """Any failure of a call.
 
@@ -39,6 +47,11 @@ class DynbusError(Exception):
 
     code: str = "DynbusError"
     retryable: bool = False
+    # Defaults for subclasses of users that do not call this constructor.
+    message: str = ""
+    hop: str = ""
+    request_id: str = ""
+    started: bool = True
 
     def __init__(
         self,
@@ -49,7 +62,8 @@ class DynbusError(Exception):
         started: bool = True,
     ) -> None:
         super().__init__(message)
-        self.message = message
+        given: object = message  # not everyone runs a type checker
+        self.message = given if isinstance(given, str) else safe_text(given)
         self.hop = hop
         self.request_id = request_id
         self.started = started
@@ -106,6 +120,7 @@ class Overloaded(DynbusError):
 
     code = "Overloaded"
     retryable = True
+    retry_after: float = 0.0
 
     def __init__(
         self,

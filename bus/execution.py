@@ -26,6 +26,7 @@ from .errors import (
     Migrate,
     Overloaded,
     ReaderStalled,
+    safe_text,
 )
 
 if TYPE_CHECKING:
@@ -225,18 +226,18 @@ class Execution:
         elif isinstance(error, asyncio.CancelledError):
             call.fail(Cancelled("the handler was cancelled"))
             return call.context.is_killed()
-        elif isinstance(error, Exception):
-            call.fail(self._handler_error(call, error))
-        else:
+        elif isinstance(error, SystemExit | KeyboardInterrupt):
             call.fail(Draining("the instance was stopped"))
             return False
+        else:
+            call.fail(self._handler_error(call, error))
         return True
 
-    def _handler_error(self, call: ServerCall, error: Exception) -> DynbusError:
+    def _handler_error(self, call: ServerCall, error: BaseException) -> DynbusError:
         logger.exception(
             "%s raised in request %s", call.served.address, call.context.id, exc_info=error
         )
-        failure = HandlerError(f"{type(error).__name__}: {error}")
+        failure = HandlerError(f"{type(error).__name__}: {safe_text(error)}")
         if self.bus.config.debug:
             import traceback
 

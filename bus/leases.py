@@ -166,6 +166,21 @@ class LeaseKeeper:
         self.lease.found(stored)
         if self.lease.state is LeaseState.CONFLICT:
             raise self._conflict()
+        await self._check_other_components()
+
+    async def _check_other_components(self) -> None:
+        """Heartbeats and credit name an instance by its id alone, so the bus has it once."""
+        mine = self.lease.record
+        anywhere = record_subject("*", "*", mine.instance_id)
+        stored = await self._jetstream.last(INSTANCES_STREAM.name, anywhere)
+        other = decode_record(stored.data) if stored is not None else None
+        if stored is None or stored.is_marker or other is None or stored.subject == self._subject:
+            return
+        if other.incarnation != mine.incarnation:
+            raise ConfigError(
+                f"instance id {mine.instance_id!r} is in use by {other.namespace}."
+                f"{other.component}: ids are unique on the bus, so put the component into it"
+            )
 
     async def announce(self) -> None:
         """Write the record for the first time and keep it from then on.

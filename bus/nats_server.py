@@ -294,7 +294,10 @@ class RunningServer:
 
     def pause(self) -> None:
         """Freeze the process: connections stay open and nothing answers."""
-        self._running().send_signal(signal.SIGSTOP)
+        process = self._running()
+        process.send_signal(signal.SIGSTOP)
+        # A signal is delivered some time later; when this returns nothing runs any more.
+        os.waitpid(process.pid, os.WUNTRACED)
 
     def resume(self) -> None:
         """Let a paused process go on."""

@@ -65,6 +65,7 @@ class Outbox:
         frames: list[Frame] = []
         for writer in writers:
             writer.dirty = False
+        for writer in writers:
             frame = writer.take_items(room)
             if frame is not None:
                 frames.append(frame)

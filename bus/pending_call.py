@@ -260,6 +260,8 @@ class PendingCall:
 
     def wait(self) -> asyncio.Future[None]:
         """What to await until something has happened: items, the end, or an error."""
+        if self._waiter is not None and not self._waiter.done():
+            raise RuntimeError(f"another task already waits for call {self.request_id}")
         waiter: asyncio.Future[None] = self._caller.bus.loop.create_future()
         self._waiter = waiter
         return waiter

@@ -11,13 +11,12 @@ from types import MappingProxyType
 from typing import Final
 
 from . import headers
-from .context import Context
+from .context import MAX_ID_LENGTH, Context
 from .errors import InvalidRequest
 from .tokens import random_id
 from .wire import MAX_PARTS, SECRET_BYTES, VERSION
 
 MAX_HEADER_LENGTH: Final = 4096
-MAX_ID_LENGTH: Final = 128
 
 _VERSION_WORD = str(VERSION)
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from .errors import DynbusError, PayloadTooLarge
 from .wire import End, Failed, Item, Items, Part, Terminal, failed_frame
 
@@ -32,16 +34,17 @@ class _Piece(bytes):
 
 
 class _Ending:
-    """The unit that ends a stream."""
+    """The unit that ends a stream: a result, or an error that is ready to be sent."""
 
-    __slots__ = ("data", "error", "size")
+    __slots__ = ("data", "failed", "size")
 
-    def __init__(self, data: bytes | None, error: DynbusError | None) -> None:
+    def __init__(self, data: bytes | None, failed: Failed | None) -> None:
         self.data = data
-        self.error = error
+        self.failed = failed
         self.size = UNIT_OVERHEAD + len(data or b"")
-        if error is not None:
-            self.size += len(error.message) + len(error.hop) + 256
+        if failed is not None:
+            texts = (failed.message, failed.traceback, failed.hop, failed.code, failed.request_id)
+            self.size += sum(len(text.encode()) for text in texts) + 64
 
 
 _Unit = bytes | _Ending
@@ -184,7 +187,9 @@ class StreamWriter:
     def fail(self, error: DynbusError) -> None:
         """End the stream with an error; later calls change nothing."""
         if not self.ended:
-            self._finish(_Ending(None, error))
+            limit = self.max_unit_bytes
+            failed = failed_frame(self.number, self.secret, self.attempt, 0, error, limit)
+            self._finish(_Ending(None, failed))
 
     def take_items(self, limit: int) -> Item | Items | None:
         """All fresh units as one frame, when they are whole items only and fit the limit.
@@ -296,8 +301,8 @@ class StreamWriter:
 
     def _frame(self, unit: _Unit, sequence: int) -> Part | Terminal:
         if isinstance(unit, _Ending):
-            if unit.error is not None:
-                return failed_frame(self.number, self.secret, self.attempt, sequence, unit.error)
+            if unit.failed is not None:
+                return msgspec.structs.replace(unit.failed, sequence=sequence)
             return End(self.number, self.secret, self.attempt, sequence, unit.data)
         # msgspec encodes plain bytes only.
         return Part(self.number, self.secret, self.attempt, sequence, bytes(unit))

@@ -9,11 +9,12 @@ Units are what a stream's sequence numbers count: an item, a part of an item, or
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import msgspec
 
-from .errors import ERRORS, DynbusError, HandlerError, Overloaded
+from .errors import ERRORS, DynbusError, HandlerError, Overloaded, safe_text
 
 VERSION: Final = 1
 SECRET_BYTES: Final = 16
@@ -23,6 +24,8 @@ MAX_PARTS: Final = 4096
 
 MAX_MESSAGE: Final = 4096
 MAX_TRACEBACK: Final = 32768
+MAX_NAME: Final = 512
+MAX_FAILED: Final = 64 * 1024
 """Characters of an error's texts; more than a message holds would never arrive."""
 
 BATCH_OVERHEAD: Final = 128
@@ -239,30 +242,45 @@ def decode_record(data: bytes) -> InstanceRecord | None:
 
 
 def failed_frame(
-    number: int, secret: bytes, attempt: int, sequence: int, error: DynbusError
+    number: int,
+    secret: bytes,
+    attempt: int,
+    sequence: int,
+    error: DynbusError,
+    limit: int = MAX_FAILED,
 ) -> Failed:
-    """The terminal frame that carries `error`, whose texts are cut to what one message holds."""
+    """The terminal frame that carries `error`, in at most about `limit` bytes.
+
+    Handlers raise what they like, so nothing here trusts a field to be of its type.
+    """
+    traceback = error.remote_traceback if isinstance(error, HandlerError) else ""
     return Failed(
         number,
         secret,
         attempt,
         sequence,
-        error.code,
-        _sendable(error.message, MAX_MESSAGE),
-        error.retryable,
-        error.started,
-        error.hop,
-        error.request_id,
-        error.retry_after if isinstance(error, Overloaded) else 0.0,
-        _sendable(error.remote_traceback, MAX_TRACEBACK) if isinstance(error, HandlerError) else "",
+        _sendable(error.code, MAX_NAME),
+        _sendable(error.message, min(MAX_MESSAGE, limit // 4)),
+        bool(error.retryable),
+        bool(error.started),
+        _sendable(error.hop, MAX_NAME),
+        _sendable(error.request_id, MAX_NAME),
+        _seconds(error.retry_after) if isinstance(error, Overloaded) else 0.0,
+        _sendable(traceback, min(MAX_TRACEBACK, limit // 4)),
     )
 
 
-def _sendable(text: str, most: int) -> str:
-    """A text that UTF-8 can carry, with the end cut off when it is long."""
-    if len(text) > most:
-        text = text[:most] + "..."
-    return text.encode("utf-8", "replace").decode("utf-8")
+def _sendable(value: object, most: int) -> str:
+    """A text of at most `most` bytes that UTF-8 can carry, with the end cut off when it is long."""
+    data = safe_text(value).encode("utf-8", "replace")
+    if len(data) > most:
+        data = data[: max(0, most - 3)] + b"..."
+    return data.decode("utf-8", "replace" if len(data) < most else "ignore")
+
+
+def _seconds(value: object) -> float:
+    """A finite number of seconds, 0 for anything else."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def error_of(frame: Failed) -> DynbusError:
