@@ -84,8 +84,8 @@ def test_two_calls_have_different_numbers_and_secrets() -> None:
 
 def test_a_request_larger_than_a_message_arrives_in_parts() -> None:
     async def story() -> None:
-        async with played(MemoryBus(max_payload=1024)) as side:
-            data = bytes(range(256)) * 16
+        async with played(MemoryBus(max_payload=4096)) as side:
+            data = bytes(range(256)) * 64
 
             side.begin(data)
 
@@ -123,8 +123,8 @@ def test_a_request_over_the_limit_is_refused_before_it_is_sent() -> None:
 
 def test_a_request_of_too_many_parts_is_refused_before_it_is_sent() -> None:
     async def story() -> None:
-        async with played(MemoryBus(max_payload=400)) as side:
-            await refused(side, PayloadTooLarge, b"x" * (2 * 1024 * 1024))
+        async with played(MemoryBus(max_payload=4096)) as side:
+            await refused(side, PayloadTooLarge, b"x" * (20 * 1024 * 1024))
 
     run(story())
 

@@ -83,11 +83,19 @@ def test_the_rest_of_the_environment_is_left_alone() -> None:
     ("settings", "text"),
     [
         ({"servers": ""}, "servers is empty: give at least one NATS URL"),
-        ({"connect_timeout": 0}, "connect_timeout is 0.0; it must be greater than 0"),
-        ({"max_request_bytes": -1}, "max_request_bytes is -1; it must be greater than 0"),
-        ({"stream_window": 0}, "stream_window is 0; it must be greater than 0"),
-        ({"lease_ttl": 1}, "lease_ttl is 1.0; the server's granularity needs 2"),
-        ({"drain_grace": -1}, "drain_grace is -1.0; it must not be negative"),
+        (
+            {"connect_timeout": 0},
+            "connect_timeout is 0.0; it must be greater than 0 and at most 1e+09",
+        ),
+        (
+            {"max_request_bytes": -1},
+            "max_request_bytes is -1; it must be greater than 0 and at most 1e+09",
+        ),
+        ({"stream_window": 0}, "stream_window is 0; it must be greater than 0 and at most 1e+09"),
+        ({"lease_ttl": 1}, "lease_ttl is 1.0; the server's granularity needs 2 or more"),
+        ({"lease_ttl": float("nan")}, "lease_ttl is nan; the server's granularity needs 2 or more"),
+        ({"drain_grace": float("inf")}, "drain_grace is inf; it must be 0 to 1e+09 seconds"),
+        ({"drain_grace": -1}, "drain_grace is -1.0; it must be 0 to 1e+09 seconds"),
         (
             {"principal": "a.b"},
             "principal 'a.b' is not a valid name: use 1 to 63 letters, digits, "
