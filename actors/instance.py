@@ -173,7 +173,9 @@ class ActorInstance:
         finally:
             self.lifecycle.to(InstanceState.STOPPED)
             self._runtime.forget(self)
-            logger.info("%s is stopped", self.id)
+            logger.info(
+                "%s.%s@%s is stopped", self.server.namespace, self.server.component, self.id
+            )
 
     @staticmethod
     def _say_draining(keeper: LeaseKeeper) -> None:

@@ -25,6 +25,11 @@ START: Final = 1000.0
 EPOCH: Final = 1_700_000_000.0
 """The Unix time of virtual second 0."""
 
+DEFAULT_LIMIT: Final = 7200.0
+"""Virtual seconds after which a run has most likely been forgotten by whatever it waits for.
+
+Heartbeats and leases set timers for ever, so a wait beside them never looks like a deadlock."""
+
 IO_GRACE: Final = 0.01
 """Real seconds that open sockets get before time jumps."""
 
@@ -63,7 +68,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(
-        self, *, start: float = START, limit: float = 7 * 86400.0, patience: float = 5.0
+        self, *, start: float = START, limit: float = DEFAULT_LIMIT, patience: float = 5.0
     ) -> None:
         self._virtual = _VirtualSelector(self, start, limit, patience)
         super().__init__(self._virtual)
@@ -168,7 +173,7 @@ class _VirtualSelector(selectors.BaseSelector):
 def run(
     main: Coroutine[Any, Any, T],
     *,
-    limit: float = 7 * 86400.0,
+    limit: float = DEFAULT_LIMIT,
     patience: float = 5.0,
     debug: bool | None = None,
 ) -> T:

@@ -23,6 +23,7 @@ from .errors import (
     DynbusError,
     HandlerError,
     InvalidRequest,
+    InvalidResponse,
     Migrate,
     Overloaded,
     ReaderStalled,
@@ -220,6 +221,9 @@ class Execution:
     def _conclude(self, call: ServerCall, error: BaseException) -> bool:
         """End a call as its handler's exception says; False when that must go on upwards."""
         if isinstance(error, DynbusError):
+            if isinstance(error, InvalidResponse):
+                # The caller is told; it is this actor's author who can mend it.
+                logger.error("%s, request %s: %s", call.served.address, call.context.id, error)
             call.fail(self._outgoing(error))
         elif isinstance(error, GeneratorExit):
             call.fail(Migrate("the handler asks for another instance"))

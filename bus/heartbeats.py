@@ -232,7 +232,7 @@ class Heartbeats:
             self._confirming = None
         for peer, liveness in doubted:
             if peer.liveness is liveness and liveness.is_gone(monotonic()):
-                logger.warning("%s is gone: %r", peer.control_subject, liveness)
+                logger.warning("whoever listens at %s is gone", peer.control_subject)
                 peer.liveness = None
                 self._to_main(peer.gone)
 

@@ -157,7 +157,14 @@ async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | N
         drain_grace=plan.config.drain_grace,
     )
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(Interrupts(supervisor.drain, supervisor.stop, within=CHILDREN_SECONDS))
+        stack.enter_context(
+            Interrupts(
+                supervisor.drain,
+                supervisor.stop,
+                within=CHILDREN_SECONDS,
+                grace=plan.config.drain_grace,
+            )
+        )
         # Before the server is there: its start and the imports of the children take as long.
         running = asyncio.ensure_future(supervisor.run())
         stack.push_async_callback(_cancelled, running)
@@ -180,7 +187,14 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
     metrics = options.health is not None and _can_expose()
     ending = Ending()
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(Interrupts(ending.drain, ending.stop, within=AT_ONCE_SECONDS))
+        stack.enter_context(
+            Interrupts(
+                ending.drain,
+                ending.stop,
+                within=AT_ONCE_SECONDS,
+                grace=plan.config.drain_grace,
+            )
+        )
         if options.otlp_endpoint or metrics:
             stack.callback(_telemetry(options.otlp_endpoint, metrics))
         await stack.enter_async_context(embedded_if_local(plan.config, fresh=options.fresh))
@@ -273,12 +287,19 @@ class Interrupts(contextlib.AbstractContextManager[None]):
     """Hears SIGINT and SIGTERM: the first calls `drain`, the second `stop`, both on the loop.
 
     After the second the process ends `within` that many seconds, even when its loop is blocked.
+    At the first it says that calls have `grace` seconds to finish, if that is given.
     """
 
     def __init__(
-        self, drain: Callable[[], None], stop: Callable[[], None], *, within: float
+        self,
+        drain: Callable[[], None],
+        stop: Callable[[], None],
+        *,
+        within: float,
+        grace: float | None = None,
     ) -> None:
         self._within = within
+        self._grace = grace
         self._calls = [drain, stop]
         self._loop = asyncio.get_running_loop()
         self._before: dict[signal.Signals, Any] = {}
@@ -295,10 +316,17 @@ class Interrupts(contextlib.AbstractContextManager[None]):
         if not self._calls:
             return
         self._loop.call_soon_threadsafe(self._calls.pop(0))
-        if not self._calls:
+        if self._calls and self._grace is not None:
+            self._loop.call_soon_threadsafe(self._tell)
+        elif not self._calls:
             watchdog = threading.Timer(self._within, os._exit, (exit_codes.INTERRUPTED,))
             watchdog.daemon = True
             watchdog.start()
+
+    def _tell(self) -> None:
+        logger.info(
+            "draining: running calls have %g s to finish; Ctrl-C again stops at once", self._grace
+        )
 
 
 async def _cancelled(task: asyncio.Future[int]) -> None:
