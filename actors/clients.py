@@ -14,7 +14,7 @@ from dynbus.bus.errors import InvalidRequest, InvalidResponse
 from dynbus.bus.names import EndpointName, check_token
 
 from .actor import Actor
-from .codec import Misfit
+from .codec import Misfit, refuse_non_finite
 from .handlers import HandlerSpec
 from .invocation import Invocation
 from .options import current_options
@@ -65,7 +65,7 @@ def _wrap(value: Any) -> Any:
 def _decode_json(data: bytes) -> Any:
     try:
         return _wrap(msgspec.json.decode(data)) if data else None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Misfit(str(error)) from None
 
 
@@ -74,15 +74,25 @@ def _decode_json_items(items: Sequence[bytes]) -> list[Any]:
 
 
 def _encode_json(request: Any) -> bytes:
-    """JSON of a request of any kind: a model, a struct, a mapping or a plain value."""
+    """JSON of a request of any kind: a model, a struct, a mapping or a plain value.
+
+    Raises:
+        InvalidRequest: it has none, or holds a number that JSON cannot hold.
+    """
     try:
         serializer: Any = getattr(cast("Any", type(request)), "__pydantic_serializer__", None)
         if serializer is not None:
-            return bytes(serializer.to_json(request))
+            data = bytes(serializer.to_json(request))
+            if b"null" in data:
+                refuse_non_finite(serializer.to_python(request, mode="json"))
+            return data
         if isinstance(request, JsonObject):
             request = dict(request)
-        return msgspec.json.encode(request, enc_hook=_unwrap)
-    except (TypeError, ValueError) as error:
+        data = msgspec.json.encode(request, enc_hook=_unwrap)
+        if b"null" in data:
+            refuse_non_finite(msgspec.to_builtins(request, enc_hook=_unwrap, str_keys=True))
+        return data
+    except (TypeError, ValueError, RecursionError) as error:
         kind: str = type(cast("Any", request)).__name__
         raise InvalidRequest(
             f"a request of type {kind} cannot be sent as JSON: {error}",
@@ -103,12 +113,14 @@ def _unwrap(value: Any) -> Any:
 class Call:
     """An untyped call: `await` it for a unary result, iterate over it for a stream.
 
-    Nothing is sent before that. Awaiting a streaming endpoint gives the stream.
+    Nothing is sent before that. Awaiting a streaming endpoint gives the stream. A call is made
+    once: a unary one that was awaited raises `RuntimeError` when it is awaited again.
     """
 
     def __init__(self, invocation: Invocation) -> None:
         self._invocation = invocation
         self._stream: Stream[Any] | None = None
+        self._awaited = False
 
     @property
     def id(self) -> str:
@@ -127,6 +139,7 @@ class Call:
         return self._result().__await__()
 
     def __aiter__(self) -> AsyncIterator[Any]:
+        self._check_not_awaited()
         self._invocation.streaming = True
         return self._as_stream()
 
@@ -147,7 +160,15 @@ class Call:
             await invocation.learn_kind()
         if invocation.streaming:
             return self._as_stream()
+        self._check_not_awaited()
+        self._awaited = True
         return _decode_result(_decode_json, await invocation.unary(), invocation)
+
+    def _check_not_awaited(self) -> None:
+        if self._awaited:
+            raise RuntimeError(
+                f"{self!r} was awaited already and is not sent twice: make another call"
+            )
 
 
 class EndpointClient:

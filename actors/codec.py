@@ -6,18 +6,62 @@ own structs. What does not fit raises with the path of what is wrong.
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final, cast
 
 import msgspec
+import msgspec.inspect
 import pydantic
 import pydantic_core
 
 
 class Misfit(ValueError):
     """Raised when a value or its bytes do not fit the annotation."""
+
+
+_WITHOUT_FLOATS: Final = frozenset(
+    # fmt: off
+    {
+        "bool",
+        "bytes",
+        "computed-field",
+        "dataclass",
+        "dataclass-args",
+        "dataclass-field",
+        "date",
+        "datetime",
+        "default",
+        "definition-ref",
+        "definitions",
+        "dict",
+        "frozenset",
+        "function-after",
+        "function-before",
+        "function-wrap",
+        "int",
+        "list",
+        "literal",
+        "model",
+        "model-field",
+        "model-fields",
+        "none",
+        "nullable",
+        "set",
+        "str",
+        "tagged-union",
+        "time",
+        "tuple",
+        "typed-dict",
+        "typed-dict-field",
+        "union",
+        "uuid",
+    }
+    # fmt: on
+)
+"""Kinds of pydantic's core schemas that hold a float only where a schema within them does."""
 
 
 class Codec:
@@ -28,7 +72,7 @@ class Codec:
 
     Attributes:
         model: the type whose instances need no validation; None when there is none.
-        to_json: JSON of such an instance.
+        to_json: JSON of such an instance; raises `Misfit` for a number that JSON cannot hold.
     """
 
     __slots__ = ("_adapter", "_list_adapter", "model", "to_json", "annotation")
@@ -40,6 +84,9 @@ class Codec:
         is_model = isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)
         self.model: Any = annotation if is_model else None
         self.to_json: Callable[[Any], bytes] = self._adapter.serializer.to_json
+        if _may_hold_float(self._adapter.core_schema):
+            to_json, to_plain = self.to_json, self._adapter.serializer.to_python
+            self.to_json = _finite_only(to_json, lambda value: to_plain(value, mode="json"))
 
     def encode(self, value: object) -> bytes:
         """JSON of `value`, which is validated unless it already is an instance of the model.
@@ -50,7 +97,7 @@ class Codec:
         try:
             if type(value) is self.model:
                 return self.to_json(value)
-            return self._adapter.dump_json(self._adapter.validate_python(value))
+            return self.to_json(self._adapter.validate_python(value))
         except pydantic.ValidationError as error:
             raise Misfit(explain(error)) from None
         except pydantic_core.PydanticSerializationError as error:
@@ -99,20 +146,24 @@ class StructCodec:
         self.annotation = annotation
         self._decoder = msgspec.json.Decoder(annotation)
         self.model: Any = annotation if isinstance(annotation, type) else None
-        self.to_json = msgspec.json.Encoder().encode
+        self.to_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+        if _struct_may_hold_float(annotation):
+            self.to_json = _finite_only(
+                self.to_json, lambda value: msgspec.to_builtins(value, str_keys=True)
+            )
 
     def encode(self, value: object) -> bytes:
         try:
             if type(value) is not self.model:
                 value = msgspec.convert(value, self.annotation, from_attributes=True)
             return self.to_json(value)
-        except (msgspec.ValidationError, TypeError) as error:
+        except (msgspec.ValidationError, TypeError, RecursionError) as error:
             raise Misfit(str(error)) from None
 
     def decode(self, data: bytes) -> Any:
         try:
             return self._decoder.decode(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise Misfit(str(error)) from None
 
     def decode_many(self, items: Sequence[bytes]) -> list[Any]:
@@ -151,6 +202,91 @@ def explain(error: pydantic.ValidationError) -> str:
         parts.append(f"{where}: {detail['msg']}, got {shown}")
     more = error.error_count() - len(parts)
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
+
+
+def refuse_non_finite(plain: Any) -> None:
+    """Check that no NaN or infinity, which JSON would turn into null, is in a value.
+
+    Args:
+        plain: of mappings, sequences and scalars only.
+
+    Raises:
+        Misfit: there is one; the message says where.
+    """
+    open_values: list[tuple[str, Any]] = [("", plain)]
+    while open_values:
+        where, value = open_values.pop()
+        inner: Any = ()
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                raise Misfit(f"{where[1:] or 'the value'}: JSON cannot hold the number {value}")
+        elif isinstance(value, dict):
+            inner = cast("dict[object, Any]", value).items()
+        elif isinstance(value, list | tuple):
+            inner = enumerate(cast("Sequence[Any]", value))
+        open_values += [(f"{where}.{step}", each) for step, each in inner]
+
+
+def _finite_only(
+    to_json: Callable[[Any], bytes], to_plain: Callable[[Any], Any]
+) -> Callable[[Any], bytes]:
+    """`to_json` that refuses the numbers for which it writes null.
+
+    Only what has a null is looked at closely: the search costs a tenth of a microsecond.
+    """
+
+    def checked(value: Any) -> bytes:
+        data = to_json(value)
+        if b"null" in data:
+            refuse_non_finite(to_plain(value))
+        return data
+
+    return checked
+
+
+def _may_hold_float(schema: Any) -> bool:
+    """Whether a value of a pydantic core schema may have a float somewhere; rather yes."""
+    open_parts: list[Any] = [schema]
+    while open_parts:
+        part = open_parts.pop()
+        if isinstance(part, list | tuple):
+            open_parts += cast("Sequence[Any]", part)
+        elif isinstance(part, dict):
+            keys = cast("dict[str, Any]", part)
+            kind = keys.get("type")
+            if isinstance(kind, str) and kind not in _WITHOUT_FLOATS:
+                return True
+            if "serialization" in keys:
+                return True
+            if "allow" in (keys.get("extra_behavior"), keys.get("extra_fields_behavior")):
+                return True
+            open_parts += [value for key, value in keys.items() if key != "metadata"]
+    return False
+
+
+def _struct_may_hold_float(annotation: Any) -> bool:
+    """The same of what msgspec handles."""
+    floats = (
+        msgspec.inspect.FloatType,
+        msgspec.inspect.AnyType,
+        msgspec.inspect.CustomType,
+        msgspec.inspect.RawType,
+        msgspec.inspect.EnumType,
+    )
+    open_parts: list[Any] = [msgspec.inspect.type_info(annotation)]
+    seen: set[int] = set()
+    while open_parts:
+        part = open_parts.pop()
+        if isinstance(part, floats):
+            return True
+        if isinstance(part, tuple):
+            open_parts += cast("Sequence[Any]", part)
+        elif (
+            isinstance(part, msgspec.inspect.Type | msgspec.inspect.Field) and id(part) not in seen
+        ):
+            seen.add(id(part))
+            open_parts += [getattr(part, name) for name in part.__struct_fields__]
+    return False
 
 
 def _make(annotation: Any) -> AnyCodec:

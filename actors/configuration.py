@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -35,6 +35,7 @@ WORKERS: Final = "workers"
 _OPTION = re.compile(r"--([A-Za-z_]\w*)\.([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
 _ENVIRONMENT: Final = "DYNBUS_{}__"
 _BUS_ENVIRONMENT: Final = "DYNBUS_{}"
+_MERGE: Final = "tag:yaml.org,2002:merge"
 
 
 class Text(str):
@@ -102,7 +103,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """The keys of a YAML file.
 
     Raises:
-        ConfigError: it cannot be read, is too large, has a key twice, or is no mapping.
+        ConfigError: it cannot be read, is too large, has a key twice or a tag, or is no mapping.
     """
     try:
         with path.open("rb") as file:
@@ -113,7 +114,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
     try:
         loaded: object = yaml.load(data, Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     if loaded is None:
         return {}
@@ -260,19 +261,73 @@ def _read_text(adapter: pydantic.TypeAdapter[Any], text: Text) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses a key that is written twice."""
+    """A safe loader that refuses explicit tags, and a key that is written twice.
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+    Merge keys work as YAML has them; what they bring counts towards `MAX_VALUES`.
+    """
+
+    def __init__(self, stream: bytes) -> None:
+        super().__init__(stream)
+        self._merged = 0
+        # The nodes themselves, so that no other can have the same identity.
+        self._flat: dict[int, yaml.MappingNode] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        peek: Callable[[], Any] = self.peek_event  # pyright: ignore[reportUnknownMemberType]
+        event = peek()
+        tag: str | None = getattr(event, "tag", None)
+        if tag is not None:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the tag {tag} is not allowed: write the plain value", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        if id(node) in self._flat:
+            return
+        merged: list[tuple[yaml.Node, yaml.Node]] = []
+        own: list[tuple[yaml.Node, yaml.Node]] = []
         seen: set[Hashable] = set()
-        for key_node, _ in node.value:
-            key: Any = self.construct_object(key_node, deep=True)  # pyright: ignore[reportUnknownMemberType]
-            if key_node.tag != "tag:yaml.org,2002:merge" and isinstance(key, Hashable):
-                if key in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key!r} is there twice", key_node.start_mark
-                    )
-                seen.add(key)
-        return super().construct_mapping(node, deep)
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                merged += self._merge(value_node)
+                continue
+            self._check_key(key_node, seen)
+            own.append((key_node, value_node))
+        # Later ones win.
+        node.value = merged + own
+        self._flat[id(node)] = node
+
+    def _merge(self, value_node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:
+        several = isinstance(value_node, yaml.SequenceNode)
+        # The first of several mappings wins.
+        sources: list[yaml.Node] = value_node.value[::-1] if several else [value_node]
+        found: list[tuple[yaml.Node, yaml.Node]] = []
+        for source in sources:
+            if not isinstance(source, yaml.MappingNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "<< takes a mapping, or a list of mappings", source.start_mark
+                )
+            self.flatten_mapping(source)
+            self._merged += 1 + len(source.value)
+            if self._merged > MAX_VALUES:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"merges bring more than {MAX_VALUES} values", source.start_mark
+                )
+            found += source.value
+        return found
+
+    def _check_key(self, key_node: yaml.Node, seen: set[Hashable]) -> None:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(
+                None, None, "a key must be a plain value", key_node.start_mark
+            )
+        key: Any = self.construct_object(key_node)  # pyright: ignore[reportUnknownMemberType]
+        if key in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key!r} is there twice", key_node.start_mark
+            )
+        seen.add(key)
 
 
 def _mapping(value: Any) -> dict[str, Any] | None:

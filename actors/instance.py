@@ -9,12 +9,13 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.context import context
 from dynbus.bus.endpoint import Endpoint
-from dynbus.bus.errors import DynbusError, InvalidRequest, InvalidResponse
+from dynbus.bus.errors import DynbusError, InvalidRequest, InvalidResponse, Unavailable
 from dynbus.bus.leases import LeaseKeeper, LeaseState
 from dynbus.bus.server import InstanceServer
 from dynbus.bus.services import ServiceResponder
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BARRIER_RETRY: Final = 0.5
+STOP_TIMEOUT: Final = 30.0
+"""Seconds that `on_stop` may take; also a start that is cancelled."""
+CANCEL_TIMEOUT: Final = 1.0
+"""Seconds that a cancelled `on_stop` may take to end."""
+
+inside_on_stop: ContextVar[bool] = ContextVar("dynbus_inside_on_stop", default=False)
+"""Whether this code runs within an `on_stop`, which must not wait for its own end."""
 
 
 class ActorInstance:
@@ -69,7 +77,9 @@ class ActorInstance:
         self._stopping: asyncio.Task[None] | None = None
         self._resuming: asyncio.Task[None] | None = None
         self._end_listening: list[Callable[[], None]] = []
-        self._begun = asyncio.Event()
+        self._starting: asyncio.Timeout | None = None
+        self._start_ended = asyncio.Event()
+        self._start_refused = False
 
     def __repr__(self) -> str:
         return f"<ActorInstance [{self.lifecycle.state.value}] {self.server!r}>"
@@ -82,31 +92,42 @@ class ActorInstance:
         """Run `on_start`, subscribe, and announce once the server knows every subscription.
 
         Raises:
-            Exception: what `on_start` raised; nothing is left behind then.
+            Unavailable: `stop` was called meanwhile; nothing is left behind then.
+            Exception: what `on_start` raised; nor then.
         """
         self.lifecycle.to(InstanceState.STARTING)
         try:
-            keeper = self._keeper = await self._runtime.bus.lane.run(self._make_keeper())
-            self._runtime.bus.known_instances = lambda: keeper.records
-            await self.actor.on_start()
-            await self.server.start()
-            self._end_listening.append(self._runtime.bus.data.on_state(self._on_state))
-            self._services = ServiceResponder(self.server, self._metadata())
-            await self._services.start()
-            await self._runtime.bus.lane.run(self._keeper.announce())
-        except BaseException:
-            await asyncio.shield(self._withdraw())
-            self.lifecycle.to(InstanceState.STOPPED)
+            try:
+                async with asyncio.timeout(None) as self._starting:
+                    await self._open()
+            finally:
+                self._starting = None
+            self._check_not_refused()
+        except BaseException as error:
+            try:
+                await asyncio.shield(self._withdraw())
+            finally:
+                self.lifecycle.to(InstanceState.STOPPED)
+                self._start_ended.set()
+            if isinstance(error, TimeoutError):
+                self._check_not_refused()
             raise
         self.lifecycle.to(InstanceState.READY)
+        self._start_ended.set()
         logger.info("%s.%s@%s is ready", self.server.namespace, self.server.component, self.id)
 
     async def stop(self, grace: float | None = None) -> None:
         """Unannounce, let calls finish within `grace` seconds, end the rest, run `on_stop`.
 
-        A second call with another grace waits for the first.
+        A second call with another grace waits for the first, except from within an `on_stop`.
+        One that is still starting is cancelled.
         """
+        if self._stopping is not None and inside_on_stop.get():
+            return
         if self._stopping is None:
+            if self.lifecycle.state is InstanceState.STARTING:
+                await self._cancel_start()
+                return
             if self.lifecycle.state is not InstanceState.READY:
                 return
             self.lifecycle.to(InstanceState.DRAINING)
@@ -120,6 +141,34 @@ class ActorInstance:
 
         self.server.draining = True
         self.server.end_all(Draining("the instance was stopped"))
+
+    async def _open(self) -> None:
+        """Make ready and announce."""
+        keeper = self._keeper = await self._runtime.bus.lane.run(self._make_keeper())
+        self._runtime.bus.known_instances = lambda: keeper.records
+        await self.actor.on_start()
+        # It may have swallowed the cancellation.
+        self._check_not_refused()
+        await self.server.start()
+        self._end_listening.append(self._runtime.bus.data.on_state(self._on_state))
+        self._services = ServiceResponder(self.server, self._metadata())
+        await self._services.start()
+        await self._runtime.bus.lane.run(keeper.announce())
+
+    def _check_not_refused(self) -> None:
+        if self._start_refused:
+            raise Unavailable(f"{self.id} was stopped while it started", started=False) from None
+
+    async def _cancel_start(self) -> None:
+        """Cancel the start in progress and wait until it has ended."""
+        self._start_refused = True
+        if self._starting is not None:
+            self._starting.reschedule(asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT):
+                await self._start_ended.wait()
+        except TimeoutError:
+            logger.error("the start of %s did not end within %g s", self.id, STOP_TIMEOUT)
 
     async def _make_keeper(self) -> LeaseKeeper:
         """The keeper of the lease; to be called on the control lane."""
@@ -169,13 +218,35 @@ class ActorInstance:
 
     async def _end(self) -> None:
         try:
-            await self.actor.on_stop()
+            await self._run_on_stop()
         finally:
             self.lifecycle.to(InstanceState.STOPPED)
             self._runtime.forget(self)
             logger.info(
                 "%s.%s@%s is stopped", self.server.namespace, self.server.component, self.id
             )
+
+    async def _run_on_stop(self) -> None:
+        """Run `on_stop` to its end, or for `STOP_TIMEOUT` seconds."""
+
+        async def on_stop() -> None:
+            inside_on_stop.set(True)
+            await self.actor.on_stop()
+
+        # A task of its own: one that swallows its cancellation is left behind, not waited for.
+        task = asyncio.get_running_loop().create_task(on_stop())
+        try:
+            await asyncio.wait({task}, timeout=STOP_TIMEOUT)
+            if not task.done():
+                logger.error("on_stop of %s was cancelled after %g s", self.id, STOP_TIMEOUT)
+                task.cancel()
+                await asyncio.wait({task}, timeout=CANCEL_TIMEOUT)
+        finally:
+            task.cancel()
+        if not task.done():
+            logger.error("on_stop of %s goes on in spite of its cancellation", self.id)
+        elif not task.cancelled():
+            task.result()
 
     @staticmethod
     def _say_draining(keeper: LeaseKeeper) -> None:
@@ -287,9 +358,9 @@ def _make_encode(codec: AnyCodec) -> Callable[[Any], bytes]:
     inner, model, to_json = codec.encode, codec.model, codec.to_json
 
     def encode(value: Any) -> bytes:
-        if type(value) is model:
-            return to_json(value)
         try:
+            if type(value) is model:
+                return to_json(value)
             return inner(value)
         except Misfit as error:
             raise InvalidResponse(str(error)) from None

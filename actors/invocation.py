@@ -17,15 +17,17 @@ from dynbus.bus.context import Context, current_context
 from dynbus.bus.discovery import Instance
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.errors import (
+    ConfigError,
     DeadlineExceeded,
     Draining,
     DynbusError,
+    InvalidRequest,
     Migrate,
     NoInstances,
     Overloaded,
     Unavailable,
 )
-from dynbus.bus.names import EndpointName
+from dynbus.bus.names import EndpointName, check_token
 from dynbus.bus.tokens import random_id
 
 from .options import DEFAULT, CallOptions, current_options
@@ -53,6 +55,7 @@ class Invocation:
     __slots__ = (
         "_attempt",
         "_deadline",
+        "_declared",
         "_fields",
         "_observation",
         "_parent",
@@ -103,6 +106,7 @@ class Invocation:
         self.instance_id = options.instance
         self.call: PendingCall | None = None
         self._parent = parent
+        self._declared = streaming is not None
         self._attempt = 0
         self._retries = 0
         self._migrations = 0
@@ -120,6 +124,8 @@ class Invocation:
 
         Raises:
             NoInstances: there is none, at once or after the wait that the options give.
+            ConfigError: the router picked what is no instance id.
+            InvalidRequest: the instance serves the endpoint in the other kind.
             DeadlineExceeded, PayloadTooLarge, Unavailable: nothing was sent.
         """
         runtime = self.runtime
@@ -128,6 +134,7 @@ class Invocation:
         instance_id = self.options.instance or await self._choose()
         self.instance_id = instance_id
         self._attempt += 1
+        self._check_kind(instance_id)
         head = CallHead(
             self.endpoint,
             self.request_id,
@@ -148,8 +155,13 @@ class Invocation:
         Raises:
             NoInstances: there is none that could tell.
         """
-        if self.options.instance:
+        instance_id = self.options.instance
+        if instance_id:
             await self.runtime.discovery.wait(self.endpoint, 1, self.options.wait)
+            kind = self._kind_at(instance_id)
+            if kind is not None:
+                self.streaming = kind == "stream"
+                return
         await self._choose()
 
     async def unary(self) -> bytes:
@@ -236,7 +248,8 @@ class Invocation:
             )
         if self.instance_id and not error.started and not lost:
             self._tried.add(self.instance_id)
-        if self._attempt >= MAX_ATTEMPTS or isinstance(error, DeadlineExceeded | NoInstances):
+        final = isinstance(error, ConfigError | DeadlineExceeded | NoInstances)
+        if self._attempt >= MAX_ATTEMPTS or final:
             raise error
         if not error.started and not lost and not self.options.instance and self._has_untried():
             return
@@ -248,7 +261,7 @@ class Invocation:
         allowed = self.options.retries
         if allowed is None:
             allowed = DEFAULT_RETRIES if self.idempotent or lost else 0
-        if not safe or self._retries >= allowed:
+        if not safe or self._retries >= allowed or isinstance(error, InvalidRequest):
             raise error
         self._retries += 1
         self._tried.clear()
@@ -288,13 +301,39 @@ class Invocation:
             untried = [one for one in instances if one.id not in self._tried]
             instances = untried or instances
         request = RouteRequest(endpoint, self.request, self._parent, self._load)
-        chosen = await self.router.route(request, instances)
+        # A router is the user's code, and what it says becomes part of a subject.
+        chosen = check_token("the router's instance", await self.router.route(request, instances))
         if self.streaming is None:
-            self.streaming = any(
-                one.id == chosen and one.record.endpoints.get(endpoint.endpoint) == "stream"
-                for one in instances
-            )
+            self.streaming = self._kind_at(chosen) == "stream"
         return chosen
+
+    def _kind_at(self, instance_id: str) -> str | None:
+        """`unary` or `stream`, as the instance's record says; None when it does not."""
+        endpoint = self.endpoint
+        view = self.runtime.discovery.view
+        one = view.find(endpoint.namespace, endpoint.component, instance_id)
+        return one.record.endpoints.get(endpoint.endpoint) if one is not None else None
+
+    def _check_kind(self, instance_id: str) -> None:
+        """Refuse a call whose result would be lost, or never come.
+
+        Raises:
+            InvalidRequest: the instance's record says that it serves the other kind.
+        """
+        kind = self._kind_at(instance_id)
+        wanted = "stream" if self.streaming else "unary"
+        if kind is None or kind == wanted:
+            return
+        if self._declared:
+            message = (
+                f"{self.endpoint} is declared {wanted} by the client's actor class, "
+                f"but instance {instance_id} serves it as {kind}"
+            )
+        elif self.streaming:
+            message = f"{self.endpoint} answers once: await the call"
+        else:
+            message = f"{self.endpoint} answers with a stream: iterate over the call"
+        raise InvalidRequest(message, request_id=self.request_id, started=False)
 
     async def _wait_for_instances(self, wait: float, left: float | None) -> list[Instance]:
         discovery = self.runtime.discovery

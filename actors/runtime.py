@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Generator
 from types import TracebackType
@@ -19,7 +20,7 @@ from dynbus.bus.transport import ConnectionState
 
 from .actor import Actor
 from .clients import EndpointClient, client_class
-from .instance import ActorInstance
+from .instance import ActorInstance, inside_on_stop
 from .routing import Routing, make_router
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Runtime:
         self._connected = asyncio.Event()
         self._connected.set()
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         running = sum(i.server.load for i in self.instances.values())
@@ -126,8 +128,11 @@ class Runtime:
 
         Raises:
             ConfigError: the class or an argument is not usable, or the id is taken.
+            Unavailable: the runtime is closed, before or while the actor starts.
             Exception: what `on_start` raised.
         """
+        if self._closing is not None:
+            raise Unavailable("the runtime is closed", started=False)
         if instance_id:
             check_token("instance_id", instance_id)
         instance = ActorInstance(self, actor, arguments, instance_id)
@@ -146,7 +151,7 @@ class Runtime:
         self.instances.pop(instance.id, None)
 
     async def stop(self, grace: float | None = None) -> None:
-        """Stop every instance gracefully, all at once."""
+        """Stop every instance gracefully, all at once; starts in progress are cancelled."""
         instances = list(self.instances.values())
         results = await asyncio.gather(
             *(instance.stop(grace) for instance in instances), return_exceptions=True
@@ -177,9 +182,21 @@ class Runtime:
             raise Unavailable("the bus cannot be reached", started=False) from None
 
     async def close(self) -> None:
-        """Stop every instance, end every call, and leave the bus; more calls change nothing."""
-        if self._closed:
-            return
+        """Stop every instance, end every call, and leave the bus; more calls change nothing.
+
+        From within an `on_stop` it only begins that and returns at once, since it ends after
+        the `on_stop`. Cancelling the caller does not undo it.
+        """
+        if self._closing is None:
+            # The work is not part of the `on_stop` that may have asked for it.
+            outside = contextvars.copy_context()
+            outside.run(inside_on_stop.set, False)
+            loop = asyncio.get_running_loop()
+            self._closing = loop.create_task(self._close(), context=outside)
+        if not inside_on_stop.get():
+            await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         await self.stop()
         self._closed = True
         await self.caller.close()

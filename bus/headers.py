@@ -84,10 +84,17 @@ def status(block: bytes) -> str:
 
 
 def encode_metadata(metadata: Mapping[str, str]) -> str:
-    """Metadata as one header value: `key=value` pairs, percent-encoded, joined by commas."""
-    return ",".join(
-        f"{quote(key, safe='')}={quote(value, safe='')}" for key, value in metadata.items()
-    )
+    """Metadata as one header value: `key=value` pairs, percent-encoded, joined by commas.
+
+    Raises:
+        ConfigError: a key or a value has a lone surrogate, which no encoding can carry.
+    """
+    try:
+        return ",".join(
+            f"{quote(key, safe='')}={quote(value, safe='')}" for key, value in metadata.items()
+        )
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"metadata cannot be encoded: {error.object!r} is no text") from None
 
 
 def decode_metadata(value: str) -> dict[str, str]:

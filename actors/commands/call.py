@@ -89,7 +89,7 @@ def _read_request(text: str | None) -> Any:
 
     if text is None:
         return None
-    data: bytes = text.encode()
+    data = b""
     if text == "-":
         data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
         if len(data) > MAX_STDIN_BYTES:
@@ -97,8 +97,8 @@ def _read_request(text: str | None) -> Any:
                 f"standard input has more than {MAX_STDIN_BYTES} bytes", param_hint="REQUEST"
             )
     try:
-        return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeError) as error:
+        return msgspec.json.decode(data or text.encode())
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise click.BadParameter(
             f"it is not JSON: {error}; text needs quotes of its own, for example '\"a\"'",
             param_hint="REQUEST",

@@ -229,11 +229,17 @@ def test_a_type_without_json_is_refused_before_the_start() -> None:
         ({"concurrency": 1.5}, "concurrency=1.5 must be 1 or more, or None for no limit"),
         ({"queue": -1}, "queue=-1 must be 0 or more, or None for no limit"),
         ({"queue": "many"}, "queue='many' must be 0 or more, or None for no limit"),
-        ({"timeout": 0}, "timeout=0 must be more than 0 seconds, or None for no limit"),
-        ({"timeout": "60s"}, "timeout='60s' must be more than 0 seconds, or None for no limit"),
+        (
+            {"timeout": 0},
+            "timeout=0 must be more than 0 and at most 1e+09 seconds, or None for no limit",
+        ),
+        (
+            {"timeout": "60s"},
+            "timeout='60s' must be more than 0 and at most 1e+09 seconds, or None for no limit",
+        ),
         (
             {"idle_timeout": float("nan")},
-            "idle_timeout=nan must be more than 0 seconds, or None for no limit",
+            "idle_timeout=nan must be more than 0 and at most 1e+09 seconds, or None for no limit",
         ),
     ],
 )

@@ -66,8 +66,14 @@ async def test_a_task_begun_inside_the_block_has_its_options() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"timeout": 0}, "timeout=0 must be more than 0 seconds, or None for no limit"),
-        ({"timeout": "1s"}, "timeout='1s' must be more than 0 seconds, or None for no limit"),
+        (
+            {"timeout": 0},
+            "timeout=0 must be more than 0 and at most 1e+09 seconds, or None for no limit",
+        ),
+        (
+            {"timeout": "1s"},
+            "timeout='1s' must be more than 0 and at most 1e+09 seconds, or None for no limit",
+        ),
         ({"wait": -1.0}, "wait=-1.0 must be 0 or more seconds"),
         ({"wait": float("nan")}, "wait=nan must be 0 or more seconds"),
         (
