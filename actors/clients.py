@@ -14,7 +14,7 @@ from dynbus.bus.errors import InvalidRequest, InvalidResponse
 from dynbus.bus.names import EndpointName, check_token
 
 from .actor import Actor
-from .codec import Misfit, refuse_non_finite
+from .codec import MARKS, Misfit, refuse_non_finite
 from .handlers import HandlerSpec
 from .invocation import Invocation
 from .options import current_options
@@ -83,8 +83,8 @@ def _encode_json(request: Any) -> bytes:
         serializer: Any = getattr(cast("Any", type(request)), "__pydantic_serializer__", None)
         if serializer is not None:
             data = bytes(serializer.to_json(request))
-            if b"null" in data:
-                refuse_non_finite(serializer.to_python(request, mode="json"))
+            if any(mark in data for mark in MARKS):
+                refuse_non_finite(serializer.to_python(request))
             return data
         if isinstance(request, JsonObject):
             request = dict(request)

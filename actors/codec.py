@@ -63,6 +63,10 @@ _WITHOUT_FLOATS: Final = frozenset(
 )
 """Kinds of pydantic's core schemas that hold a float only where a schema within them does."""
 
+MARKS: Final = (b"null", b"NaN", b"Infinity")
+"""What is written for a number that JSON cannot hold: the first for a declared float, any of
+them where the type, or a user's configuration, leaves it open."""
+
 
 class Codec:
     """Encodes and validates values of one annotation.
@@ -84,9 +88,11 @@ class Codec:
         is_model = isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)
         self.model: Any = annotation if is_model else None
         self.to_json: Callable[[Any], bytes] = self._adapter.serializer.to_json
-        if _may_hold_float(self._adapter.core_schema):
-            to_json, to_plain = self.to_json, self._adapter.serializer.to_python
-            self.to_json = _finite_only(to_json, lambda value: to_plain(value, mode="json"))
+        marks = _marks_of_floats(self._adapter.core_schema)
+        if marks:
+            # Not in the JSON mode, where some of them are None already.
+            to_plain = self._adapter.serializer.to_python
+            self.to_json = _finite_only(self.to_json, to_plain, marks)
 
     def encode(self, value: object) -> bytes:
         """JSON of `value`, which is validated unless it already is an instance of the model.
@@ -149,7 +155,7 @@ class StructCodec:
         self.to_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
         if _struct_may_hold_float(annotation):
             self.to_json = _finite_only(
-                self.to_json, lambda value: msgspec.to_builtins(value, str_keys=True)
+                self.to_json, lambda value: msgspec.to_builtins(value, str_keys=True), [b"null"]
             )
 
     def encode(self, value: object) -> bytes:
@@ -208,44 +214,52 @@ def refuse_non_finite(plain: Any) -> None:
     """Check that no NaN or infinity, which JSON would turn into null, is in a value.
 
     Args:
-        plain: of mappings, sequences and scalars only.
+        plain: of dicts, sequences, sets and scalars only.
 
     Raises:
         Misfit: there is one; the message says where.
     """
-    open_values: list[tuple[str, Any]] = [("", plain)]
+    open_values: list[tuple[str, Any]] = [("", [plain])]
     while open_values:
         where, value = open_values.pop()
-        inner: Any = ()
-        if isinstance(value, float):
-            if not math.isfinite(value):
-                raise Misfit(f"{where[1:] or 'the value'}: JSON cannot hold the number {value}")
-        elif isinstance(value, dict):
-            inner = cast("dict[object, Any]", value).items()
-        elif isinstance(value, list | tuple):
+        if isinstance(value, dict):
+            inner: Any = cast("dict[object, Any]", value).items()
+        else:
             inner = enumerate(cast("Sequence[Any]", value))
-        open_values += [(f"{where}.{step}", each) for step, each in inner]
+        for step, each in inner:
+            if isinstance(each, float):
+                if not math.isfinite(each):
+                    place = f"{where}.{step}"[3:] or "the value"
+                    raise Misfit(f"{place}: JSON cannot hold the number {each}")
+            elif isinstance(each, dict | list | tuple | set | frozenset):
+                open_values.append((f"{where}.{step}", cast("Any", each)))
 
 
 def _finite_only(
-    to_json: Callable[[Any], bytes], to_plain: Callable[[Any], Any]
+    to_json: Callable[[Any], bytes], to_plain: Callable[[Any], Any], marks: Sequence[bytes]
 ) -> Callable[[Any], bytes]:
-    """`to_json` that refuses the numbers for which it writes null.
+    """`to_json` that refuses numbers which JSON cannot hold.
 
-    Only what has a null is looked at closely: the search costs a tenth of a microsecond.
+    Only what has one of the marks is looked at closely.
     """
 
     def checked(value: Any) -> bytes:
         data = to_json(value)
-        if b"null" in data:
+        # `in` takes twice as long for bytes.
+        if data.find(first) >= 0 or (others and any(mark in data for mark in others)):
             refuse_non_finite(to_plain(value))
         return data
 
+    first, others = marks[0], marks[1:]
     return checked
 
 
-def _may_hold_float(schema: Any) -> bool:
-    """Whether a value of a pydantic core schema may have a float somewhere; rather yes."""
+def _marks_of_floats(schema: Any) -> Sequence[bytes]:
+    """The `MARKS` to look for in values of a pydantic core schema.
+
+    None for one without floats, or whose user chose to have them as strings.
+    """
+    marks: Sequence[bytes] = ()
     open_parts: list[Any] = [schema]
     while open_parts:
         part = open_parts.pop()
@@ -253,19 +267,23 @@ def _may_hold_float(schema: Any) -> bool:
             open_parts += cast("Sequence[Any]", part)
         elif isinstance(part, dict):
             keys = cast("dict[str, Any]", part)
-            kind = keys.get("type")
-            if isinstance(kind, str) and kind not in _WITHOUT_FLOATS:
-                return True
-            if "serialization" in keys:
-                return True
-            if "allow" in (keys.get("extra_behavior"), keys.get("extra_fields_behavior")):
-                return True
+            kind, form = keys.get("type"), keys.get("ser_json_inf_nan")
+            if form == "strings":
+                return ()
+            if kind == "float":
+                marks = marks or MARKS[:1]
+            elif (isinstance(kind, str) and kind not in _WITHOUT_FLOATS) or (
+                form is not None
+                or "serialization" in keys
+                or "allow" in (keys.get("extra_behavior"), keys.get("extra_fields_behavior"))
+            ):
+                marks = MARKS
             open_parts += [value for key, value in keys.items() if key != "metadata"]
-    return False
+    return marks
 
 
 def _struct_may_hold_float(annotation: Any) -> bool:
-    """The same of what msgspec handles."""
+    """Whether a value of what msgspec handles may have a float somewhere; rather yes."""
     floats = (
         msgspec.inspect.FloatType,
         msgspec.inspect.AnyType,

@@ -11,9 +11,9 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import pydantic
 import yaml
@@ -273,8 +273,7 @@ class _Loader(yaml.SafeLoader):
         self._flat: dict[int, yaml.MappingNode] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        peek: Callable[[], Any] = self.peek_event  # pyright: ignore[reportUnknownMemberType]
-        event = peek()
+        event = cast("Any", self).peek_event()
         tag: str | None = getattr(event, "tag", None)
         if tag is not None:
             raise yaml.constructor.ConstructorError(
@@ -334,7 +333,7 @@ def _mapping(value: Any) -> dict[str, Any] | None:
     """The value with its keys as text; None when it is no mapping."""
     if not isinstance(value, dict):
         return None
-    keys = typing.cast("dict[object, Any]", value)
+    keys = cast("dict[object, Any]", value)
     return {str(key): each for key, each in keys.items()}
 
 
@@ -348,9 +347,9 @@ def _check_size(path: Path, loaded: Any) -> None:
         if count > MAX_VALUES:
             raise ConfigError(f"{path} holds more than {MAX_VALUES} values: its aliases multiply")
         if isinstance(value, dict):
-            open_values += typing.cast("dict[object, Any]", value).values()
+            open_values += cast("dict[object, Any]", value).values()
         elif isinstance(value, list):
-            open_values += typing.cast("list[object]", value)
+            open_values += cast("list[object]", value)
 
 
 def _check_names(given: Sequence[str], known: Mapping[str, Any], where: str) -> None:

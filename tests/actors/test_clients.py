@@ -303,6 +303,51 @@ async def test_awaiting_a_streaming_endpoint_gives_the_stream(bench: Bench) -> N
     assert [word.text async for word in stream] == ["a", "b"]
 
 
+async def test_iterating_over_a_unary_endpoint_is_refused(bench: Bench) -> None:
+    await bench.start()
+    client = await bench.runtime.endpoint(bench.endpoint("count")).client()
+
+    with pytest.raises(InvalidRequest) as caught:
+        [item async for item in client.generate({"text": "a b"})]
+
+    assert str(caught.value) == f"{bench.endpoint('count')} answers once: await the call"
+    assert not caught.value.started
+
+
+async def test_an_awaited_call_is_not_sent_twice(bench: Bench) -> None:
+    await bench.start()
+    client = await bench.runtime.endpoint(bench.endpoint("count")).client()
+    call = client.generate({"text": "a b"})
+    assert await call == 2
+
+    with pytest.raises(RuntimeError, match="was awaited already and is not sent twice"):
+        await call
+    with pytest.raises(RuntimeError, match="was awaited already and is not sent twice"):
+        aiter(call)
+
+
+async def test_two_that_await_one_call_send_it_once(bench: Bench) -> None:
+    await bench.start()
+    client = await bench.runtime.endpoint(bench.endpoint("count")).client()
+    call = client.generate({"text": "a b"})
+
+    async def wait() -> Any:
+        return await call
+
+    results = await asyncio.gather(wait(), wait(), return_exceptions=True)
+
+    assert sorted(type(result).__name__ for result in results) == ["RuntimeError", "int"]
+
+
+async def test_direct_learns_the_kind_from_the_instance_it_names(bench: Bench) -> None:
+    await bench.start(instance_id="one")
+    client = await bench.runtime.endpoint(bench.endpoint("split")).client()
+
+    stream = await client.direct({"text": "a b"}, "one")
+
+    assert [word.text async for word in stream] == ["a", "b"]
+
+
 async def test_direct_reaches_the_instance_it_names(bench: Bench) -> None:
     await bench.start(instance_id="one")
     await bench.start(instance_id="two")
@@ -346,6 +391,66 @@ async def test_a_request_that_is_no_json_is_refused(bench: Bench) -> None:
     assert str(caught.value) == (
         "a request of type object cannot be sent as JSON: object is no JSON type"
     )
+
+
+def cycle() -> Any:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def deep() -> Any:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+class Score(BaseModel):
+    value: float | None = None
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        (cycle(), "a request of type list cannot be sent as JSON: maximum recursion depth"),
+        (deep(), "a request of type list cannot be sent as JSON: maximum recursion depth"),
+        (
+            {"scores": [1.0, float("nan")]},
+            "a request of type dict cannot be sent as JSON: scores.1: JSON cannot hold the "
+            "number nan",
+        ),
+        (
+            Score(value=float("inf")),
+            "a request of type Score cannot be sent as JSON: value: JSON cannot hold the "
+            "number inf",
+        ),
+        (
+            {"score": Score(value=float("inf"))},
+            "a request of type dict cannot be sent as JSON: score.value: JSON cannot hold the "
+            "number inf",
+        ),
+        ({"text": "\ud800"}, "a request of type dict cannot be sent as JSON: "),
+    ],
+    ids=["cycle", "deep", "nan", "model", "model within", "surrogate"],
+)
+async def test_a_request_that_json_cannot_hold_is_refused(
+    bench: Bench, request_: Any, text: str
+) -> None:
+    client = await bench.runtime.endpoint(bench.endpoint("count")).client()
+
+    with pytest.raises(InvalidRequest) as caught:
+        client.generate(request_)
+
+    assert str(caught.value).startswith(text)
+    assert not caught.value.started
+
+
+async def test_metadata_that_is_no_text_is_refused(bench: Bench) -> None:
+    await bench.start()
+
+    with pytest.raises(ConfigError), call_options(metadata={"a": "\ud800"}):
+        await bench.runtime.client(bench.splitter).nothing()
 
 
 async def test_a_name_that_is_no_endpoint_is_refused(bench: Bench) -> None:

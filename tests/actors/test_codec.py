@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from dynbus.actors.codec import Misfit, codec_for
 
@@ -173,6 +174,82 @@ def test_many_mistakes_make_one_bounded_line() -> None:
 def test_a_result_that_json_cannot_hold_is_refused() -> None:
     with pytest.raises(Misfit):
         codec_for(Any).encode(object())
+
+
+class Score(BaseModel):
+    name: str | None = None
+    value: float | None = None
+
+
+class Scores(BaseModel):
+    best: list[Score] = []
+
+
+class Loose(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class PackedScore(msgspec.Struct):
+    name: str | None = None
+    values: list[float] = []
+
+
+NUMBERS: list[tuple[Any, Callable[[float], Any], str]] = [
+    (float, lambda number: number, "the value"),
+    (Score, lambda number: Score(value=number), "value"),
+    (Scores, lambda number: Scores(best=[Score(), Score(value=number)]), "best.1.value"),
+    (Loose, lambda number: Loose.model_validate({"extra": number}), "extra"),
+    (dict[str, float], lambda number: {"a": number}, "a"),
+    (set[float], lambda number: {number}, "0"),
+    (Any, lambda number: {"a": [None, number]}, "a.1"),
+    (PackedScore, lambda number: PackedScore(values=[number]), "values.0"),
+]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("annotation", "make", "where"),
+    NUMBERS,
+)
+def test_a_number_that_json_cannot_hold_is_refused_with_its_place(
+    annotation: Any, make: Callable[[float], Any], where: str, number: float
+) -> None:
+    with pytest.raises(Misfit) as caught:
+        codec_for(annotation).encode(make(number))
+
+    assert str(caught.value) == f"{where}: JSON cannot hold the number {number}"
+
+
+@pytest.mark.parametrize("value", [Score(), Score(value=1.5), Scores(best=[Score(name="null")])])
+def test_none_beside_a_number_is_no_missing_number(value: BaseModel) -> None:
+    codec = codec_for(type(value))
+
+    assert codec.decode(codec.encode(value)) == value
+
+
+def test_a_model_that_writes_such_numbers_as_strings_is_left_alone() -> None:
+    class Spelled(BaseModel):
+        model_config = ConfigDict(ser_json_inf_nan="strings")
+        value: float
+        name: str | None = None
+
+    codec = codec_for(Spelled)
+
+    assert codec.decode(codec.encode(Spelled(value=float("inf")))).value == float("inf")
+
+
+def test_a_model_without_floats_is_encoded_by_pydantic_alone() -> None:
+    assert codec_for(Prompt).to_json is not codec_for(Score).to_json
+    assert "built-in" in repr(codec_for(Prompt).to_json)
+
+
+@pytest.mark.parametrize("annotation", [Any, list[Packed]])
+def test_a_value_within_itself_is_refused(annotation: Any) -> None:
+    value: list[Any] = []
+    value.append(value)
+
+    with pytest.raises(Misfit):
+        codec_for(annotation).encode(value)
 
 
 @pytest.mark.parametrize("annotation", [Prompt, Size, Row, Packed])

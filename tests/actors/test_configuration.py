@@ -184,6 +184,30 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
     assert read_file(path) == {}
 
 
+def test_a_merge_key_brings_what_is_not_written_itself(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "base: &base {x: 1, y: 1, z: 1}\n"
+        "more: &more {<<: *base, y: 2}\n"
+        "A:\n  z: 3\n  <<: *more\n"
+        "B: {<<: [{x: 4}, *more]}\n"
+        "C: *more\n"
+    )
+
+    read = read_file(path)
+
+    assert read["A"] == {"x": 1, "y": 2, "z": 3}
+    assert read["B"] == {"x": 4, "y": 2, "z": 1}
+    assert read["C"] == read["more"]
+
+
+MERGE_BOMB = (
+    "a: &a {"
+    + ", ".join(f"k{number}: 1" for number in range(2000))
+    + "}\nb:\n  <<: ["
+    + ", ".join(["*a"] * 2000)
+    + "]\n"
+)
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n"
     for old, new in zip("abcdef", "bcdefg", strict=True)
@@ -195,7 +219,17 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         ("[1, 2]", "must have actor names as its top-level keys"),
         ("a: [", "expected"),
-        ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("a: !!python/object/apply:os.getcwd []", "the tag .*getcwd is not allowed"),
+        ('a: !!int ""', "the tag tag:yaml.org,2002:int is not allowed"),
+        ("a: !!bool x", "the tag tag:yaml.org,2002:bool is not allowed"),
+        ("a: !!pairs [b: 1]", "the tag tag:yaml.org,2002:pairs is not allowed"),
+        ("a: !own x", "the tag !own is not allowed"),
+        ("a: 0b_", "config.yaml"),
+        ("? [a]\n: 1\n", "a key must be a plain value"),
+        (MERGE_BOMB, "merges bring more than"),
+        ("a: &a {<<: *a}", "config.yaml"),
+        ("a: {<<: 3}", "<< takes a mapping"),
+        ("b: &b {x: 1}\na: {<<: *b, x: 2, x: 3}", "the key 'x' is there twice"),
         ("a: 1\nb: 2\na: 3\n", "the key 'a' is there twice"),
         ("Splitter: {count: 1, count: 2}", "the key 'count' is there twice"),
         (BOMB, "its aliases multiply"),
@@ -203,7 +237,27 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("[" * 5000, "config.yaml"),
         ("x" * (MAX_FILE_BYTES + 1), "is larger than"),
     ],
-    ids=["list", "syntax", "object", "twice", "twice inside", "bomb", "cycle", "deep", "large"],
+    ids=[
+        "list",
+        "syntax",
+        "object",
+        "int",
+        "bool",
+        "pairs",
+        "own tag",
+        "no number",
+        "key",
+        "merges",
+        "merge cycle",
+        "merge of a number",
+        "twice beside a merge",
+        "twice",
+        "twice inside",
+        "bomb",
+        "cycle",
+        "deep",
+        "large",
+    ],
 )
 def test_a_file_that_cannot_be_used_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import pytest
 
 from dynbus import (
     Actor,
+    ConfigError,
     HandlerError,
+    InvalidRequest,
     Migrate,
     Overloaded,
     RouteRequest,
@@ -19,6 +22,7 @@ from dynbus import (
     handler,
 )
 from dynbus.bus import headers
+from dynbus.bus.clock import monotonic
 from dynbus.bus.discovery import Instance
 from dynbus.bus.names import control_subject
 from dynbus.testing import TestKit, run
@@ -192,3 +196,94 @@ def test_a_plain_client_cancels_its_call_by_request_id() -> None:
             return headers.decode(await answered)[headers.SERVICE_ERROR_CODE]
 
     assert run(story()) == "499"
+
+
+class Unary(Actor, namespace="kinds", component="Service"):
+    @handler
+    async def answer(self) -> str:
+        return "once"
+
+    @handler
+    async def count(self) -> int:
+        return 3
+
+
+class Streaming(Actor, namespace="kinds", component="Service"):
+    @handler
+    async def answer(self) -> AsyncGenerator[str, None]:
+        while True:
+            yield "again"
+            await asyncio.sleep(1.0)
+
+    @handler
+    async def count(self) -> AsyncGenerator[int, None]:
+        yield 1
+
+
+def test_a_class_that_declares_a_stream_does_not_call_a_unary_endpoint() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            await kit.start(Unary, instance_id="u")
+
+            with pytest.raises(InvalidRequest) as caught:
+                [item async for item in kit.client(Streaming).answer()]
+
+            assert not caught.value.started
+            return str(caught.value)
+
+    assert run(story()) == (
+        "kinds.Service.answer is declared stream by the client's actor class, "
+        "but instance u serves it as unary"
+    )
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+def test_a_class_that_declares_one_answer_does_not_wait_for_a_stream(retries: int) -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            await kit.start(Streaming, instance_id="s")
+            begun = monotonic()
+
+            with pytest.raises(InvalidRequest) as caught, call_options(retries=retries):
+                await kit.client(Unary).answer()
+
+            assert monotonic() == begun
+            return str(caught.value)
+
+    assert run(story()) == (
+        "kinds.Service.answer is declared unary by the client's actor class, "
+        "but instance s serves it as stream"
+    )
+
+
+def test_a_call_passes_over_instances_that_serve_the_other_kind() -> None:
+    async def story() -> list[str]:
+        async with TestKit() as kit:
+            await kit.start(Streaming, instance_id="a")
+            await kit.start(Unary, instance_id="b")
+            client = kit.client(Unary, routing=First())
+            return [await client.answer() for _ in range(3)]
+
+    assert run(story()) == ["once"] * 3
+
+
+class Given:
+    """Picks what it was given, whatever that is."""
+
+    def __init__(self, chosen: Any) -> None:
+        self.chosen = chosen
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        return self.chosen  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("chosen", ["a 7\r\nPUB x 0\r\n", "a.b", "*", "", None, 3, ["a"]])
+def test_a_router_that_picks_no_instance_id_is_told(chosen: Any) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            await pair(kit)
+
+            with pytest.raises(ConfigError, match="the router's instance .* is not a valid name"):
+                await kit.client(Worker, routing=Given(chosen)).where()
+
+    run(story())

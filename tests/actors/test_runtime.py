@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from dynbus import Actor, ConfigError, Runtime, Unavailable, handler
+from dynbus.actors.instance import STOP_TIMEOUT
 from dynbus.actors.lifecycle import InstanceState
 from dynbus.bus.clock import monotonic
 from dynbus.bus.memory_connection import MemoryConnection
@@ -226,3 +227,131 @@ async def test_a_runtime_is_awaited_or_entered(nats_server: RunningServer) -> No
 async def test_a_setting_that_does_not_fit_is_refused_before_anything_is_opened() -> None:
     with pytest.raises(ConfigError, match="lease_tll"):
         await Runtime.connect(f"nats://127.0.0.1:{free_port()}", lease_tll=3)
+
+
+# Ends that take too long -------------------------------------------------------------------
+
+
+class Slow(Actor, namespace="runtime"):
+    """Hangs where it is told to; `stubborn` swallows the first cancellation."""
+
+    def __init__(self, hang: str, stubborn: bool = False) -> None:
+        self.hang = hang
+        self.stubborn = stubborn
+        self.told: list[str] = []
+
+    async def on_start(self) -> None:
+        if self.hang == "start":
+            await self._hang()
+
+    async def on_stop(self) -> None:
+        self.told.append("stop")
+        if self.hang == "stop":
+            await self._hang()
+        elif self.hang == "close":
+            await asyncio.wait_for(self.runtime.close(), 1000.0)
+        elif self.hang == "stop all":
+            await self.runtime.stop()
+        self.told.append("stopped")
+
+    async def _hang(self) -> None:
+        try:
+            await asyncio.sleep(1000.0)
+        except asyncio.CancelledError:
+            if not self.stubborn:
+                raise
+
+    @handler
+    async def ping(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_an_on_stop_that_hangs_does_not_keep_the_runtime_open(
+    stubborn: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            instance = await runtime.start(Slow, hang="stop", stubborn=stubborn)
+            begun = monotonic()
+
+            await runtime.close()
+
+            assert instance.state is InstanceState.STOPPED
+            assert runtime.bus.data.state is ConnectionState.CLOSED
+            return monotonic() - begun
+
+    assert run(story()) == pytest.approx(STOP_TIMEOUT, abs=1.0)
+    assert f"was cancelled after {STOP_TIMEOUT:g} s" in caplog.text
+
+
+def test_who_waits_for_a_close_can_be_cancelled_and_the_close_goes_on() -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            await runtime.start(Slow, hang="stop")
+            begun = monotonic()
+
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(runtime.close(), 1.0)
+            waited = monotonic() - begun
+            await runtime.close()
+
+            assert runtime.bus.data.state is ConnectionState.CLOSED
+            return waited
+
+    assert run(story()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("how", ["close", "stop all"])
+def test_an_on_stop_may_close_its_own_runtime(how: str) -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            instances = [await runtime.start(Slow, hang=how) for _ in range(2)]
+            begun = monotonic()
+
+            await instances[0].stop()
+            await runtime.close()
+
+            assert runtime.bus.data.state is ConnectionState.CLOSED
+            for instance in instances:
+                assert isinstance(instance.actor, Slow)
+                assert instance.actor.told == ["stop", "stopped"]
+            return monotonic() - begun
+
+    assert run(story()) < 1.0
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_closing_cancels_an_instance_that_is_starting(stubborn: bool) -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            starting = asyncio.ensure_future(runtime.start(Slow, hang="start", stubborn=stubborn))
+            await asyncio.sleep(1.0)
+            (instance,) = runtime.instances.values()
+            begun = monotonic()
+
+            await runtime.close()
+
+            assert instance.state is InstanceState.STOPPED
+            assert runtime.instances == {}
+            with pytest.raises(Unavailable, match="was stopped while it started"):
+                await starting
+            return monotonic() - begun
+
+    assert run(story()) < 1.0
+
+
+def test_a_closed_runtime_starts_nothing() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            await runtime.close()
+
+            with pytest.raises(Unavailable, match="the runtime is closed"):
+                await runtime.start(Greeter)
+
+    run(story())

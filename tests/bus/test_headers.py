@@ -100,3 +100,9 @@ def test_metadata_reads_what_it_writes(metadata: dict[str, str]) -> None:
 @given(st.text(max_size=60))
 def test_reading_any_metadata_never_raises(value: str) -> None:
     assert all(isinstance(text, str) for text in decode_metadata(value).values())
+
+
+@pytest.mark.parametrize("metadata", [{"a": "\ud800"}, {"\ud800": "a"}])
+def test_metadata_that_is_no_text_is_refused(metadata: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="metadata cannot be encoded"):
+        encode_metadata(metadata)

@@ -106,6 +106,7 @@ def test_a_request_can_come_from_standard_input(folder: Folder) -> None:
         (("demo.Slow.work", "1", "--instance", "nobody"), 12, "dynbus: Unavailable: "),
         (("demo.Slow", "1"), 2, "is not an endpoint"),
         (("demo.Slow.work", "{"), 2, "it is not JSON"),
+        (("demo.Slow.work", "[" * 100_000), 2, "it is not JSON"),
         (("demo.Slow.work", "1", "--metadata", "x"), 2, "write KEY=VALUE"),
         (("demo.Slow.work", "1", "--timeout", "0"), 2, "--timeout"),
         (("demo.Slow.work", "1", "--instance", "a b"), 3, "is not a valid name"),
