@@ -314,6 +314,23 @@ class Invocation:
         one = view.find(endpoint.namespace, endpoint.component, instance_id)
         return one.record.endpoints.get(endpoint.endpoint) if one is not None else None
 
+    def _check_endpoint(self, instance_id: str) -> None:
+        """Refuse a call of an endpoint that the chosen instance does not have.
+
+        Raises:
+            InvalidRequest: its record lists others; the next instance may have it.
+        """
+        endpoint = self.endpoint
+        view = self.runtime.discovery.view
+        one = view.find(endpoint.namespace, endpoint.component, instance_id)
+        if one is not None and one.record.endpoints:
+            raise InvalidRequest(
+                f"{endpoint.namespace}.{endpoint.component} has no endpoint "
+                f"{endpoint.endpoint!r}; it has {', '.join(sorted(one.record.endpoints))}",
+                request_id=self.request_id,
+                started=False,
+            )
+
     def _check_kind(self, instance_id: str) -> None:
         """Refuse a call whose result would be lost, or never come.
 
@@ -321,8 +338,11 @@ class Invocation:
             InvalidRequest: the instance's record says that it serves the other kind.
         """
         kind = self._kind_at(instance_id)
+        if kind is None:
+            self._check_endpoint(instance_id)
+            return
         wanted = "stream" if self.streaming else "unary"
-        if kind is None or kind == wanted:
+        if kind == wanted:
             return
         if self._declared:
             message = (

@@ -62,8 +62,8 @@ class DynbusError(Exception):
         started: bool = True,
     ) -> None:
         super().__init__(message)
-        given: object = message  # not everyone runs a type checker
-        self.message = given if isinstance(given, str) else safe_text(given)
+        # Not everyone runs a type checker, and this is about to be sent.
+        self.message = safe_text(message)
         self.hop = hop
         self.request_id = request_id
         self.started = started

@@ -287,3 +287,15 @@ def test_a_router_that_picks_no_instance_id_is_told(chosen: Any) -> None:
                 await kit.client(Worker, routing=Given(chosen)).where()
 
     run(story())
+
+
+def test_a_misspelt_endpoint_is_told_apart_from_a_dead_instance() -> None:
+    async def story() -> InvalidRequest:
+        async with TestKit() as kit:
+            await pair(kit)
+            client = await kit.caller.endpoint("attempts.Worker.wher").client()
+            with pytest.raises(InvalidRequest) as caught:
+                await client.generate()
+            return caught.value
+
+    assert "has no endpoint 'wher'; it has alone, fail, key" in str(run(story()))

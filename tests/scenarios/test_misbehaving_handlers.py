@@ -126,7 +126,8 @@ def test_two_tasks_cannot_read_one_stream() -> None:
             await kit.start(Wild)
             stream = kit.client(Wild).count(3)
             await anext(stream)
-            return await asyncio.gather(anext(stream), anext(stream), return_exceptions=True)
+            both = await asyncio.gather(anext(stream), anext(stream), return_exceptions=True)
+            return list(both)
 
     results = run(story())
     assert sorted(type(result).__name__ for result in results) == ["RuntimeError", "int"]
