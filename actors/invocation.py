@@ -7,7 +7,6 @@ that a handler must be declared idempotent, or the caller must have given an ide
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus import headers
@@ -28,7 +27,7 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 from dynbus.bus.names import EndpointName, check_token
-from dynbus.bus.tokens import random_id
+from dynbus.bus.tokens import jitter, random_id
 
 from .options import DEFAULT, CallOptions, current_options
 from .routing import Load, Router, RouteRequest
@@ -380,7 +379,7 @@ class Invocation:
         return any(one.id not in self._tried for one in instances)
 
     async def _pause(self, error: DynbusError) -> None:
-        pause = min(MAX_BACKOFF, FIRST_BACKOFF * 2**self._retries) * random.uniform(0.5, 1.0)
+        pause = min(MAX_BACKOFF, FIRST_BACKOFF * 2**self._retries) * jitter.uniform(0.5, 1.0)
         if isinstance(error, Overloaded):
             pause = max(pause, error.retry_after)
         left = self._time_left()

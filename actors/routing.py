@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -10,6 +9,7 @@ from dynbus.bus.context import Context
 from dynbus.bus.discovery import Instance
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.names import EndpointName
+from dynbus.bus.tokens import jitter
 
 
 class Load(NamedTuple):
@@ -61,7 +61,7 @@ class RoundRobin:
     """One after the other, from a random first."""
 
     def __init__(self) -> None:
-        self._next = random.randrange(1 << 16)
+        self._next = jitter.randrange(1 << 16)
 
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
         self._next += 1
@@ -72,7 +72,7 @@ class Random:
     """Any, each with the same chance."""
 
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
-        return random.choice(instances).id
+        return jitter.choice(instances).id
 
 
 class LeastLoaded:
@@ -81,7 +81,7 @@ class LeastLoaded:
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
         loads = [request.load(instance.id).total for instance in instances]
         least = min(loads)
-        return random.choice(
+        return jitter.choice(
             [i for i, load in zip(instances, loads, strict=True) if load == least]
         ).id
 
@@ -92,7 +92,7 @@ class PowerOfTwo:
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
         if len(instances) == 1:
             return instances[0].id
-        first, second = random.sample(instances, 2)
+        first, second = jitter.sample(instances, 2)
         if request.load(first.id).total <= request.load(second.id).total:
             return first.id
         return second.id

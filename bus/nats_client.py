@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from .nats_pings import Pings
 from .nats_protocol import ProtocolViolation, ServerReader
 from .nats_requests import ServerRequests
 from .nats_session import NatsSession, candidates, open_session
+from .tokens import jitter
 from .transport import Callback, ConnectionState, Message, Statistics
 
 logger = logging.getLogger(__name__)
@@ -330,7 +330,7 @@ class NatsConnection:
         """Open and begin a session, for as long as it takes."""
         delay = FIRST_RECONNECT_DELAY
         while True:
-            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            await asyncio.sleep(delay * jitter.uniform(0.5, 1.0))
             delay = min(delay * 2, MAX_RECONNECT_DELAY)
             try:
                 session = await self._open_session(2.0)
@@ -439,7 +439,7 @@ class NatsConnection:
             if len(self._candidates()) > 1:
                 logger.info("%s: the server is going away, moving on", self.name)
                 self._flush()
-                self._loop.call_later(random.uniform(0, 0.5), session.abort)
+                self._loop.call_later(jitter.uniform(0, 0.5), session.abort)
 
     # Output ---------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -19,6 +18,7 @@ import nats.aio.transport
 import nats.errors
 
 from .errors import PermissionDenied, Unavailable
+from .tokens import jitter
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def candidates(
     for address in advertised:
         if address not in known:
             found.append(f"{scheme}://{user}@{address}" if user else f"{scheme}://{address}")
-    random.shuffle(found)
+    jitter.shuffle(found)
     if avoid:
         found.sort(key=lambda server: server.endswith(avoid))
     return found

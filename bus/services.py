@@ -6,7 +6,6 @@ services is answered after a short random pause when many instances would answer
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +15,7 @@ import msgspec
 from .clock import unix_time
 from .drops import DropReason
 from .names import is_safe_reply
+from .tokens import jitter
 from .transport import Message, Subscription
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class ServiceResponder:
         if pause == 0.0:
             self._answer(message.reply, answer)
         else:
-            bus.loop.call_later(random.uniform(0.0, pause), self._answer, message.reply, answer)
+            bus.loop.call_later(jitter.uniform(0.0, pause), self._answer, message.reply, answer)
 
     def _answer(self, reply: str, answer: Any) -> None:
         self._server.bus.data.publish(reply, msgspec.json.encode(answer()))

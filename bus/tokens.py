@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from typing import Final
 
 _POOL_BYTES: Final = 4096
+
+jitter: Final = random.Random()
+"""For pauses and choices among equals, where nothing depends on secrecy. Not the module's own generator: that
+is the program's, which may have seeded it and count on what it gives."""
 
 
 class _Pool:

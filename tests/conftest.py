@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,3 +54,10 @@ def logging_as_before() -> Iterator[None]:
     root.handlers[:] = handlers
     # Not the attribute: loggers remember what their level came to.
     root.setLevel(level)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> None:
+    """A shell starts background jobs with SIGINT ignored, and their children would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
