@@ -33,6 +33,8 @@ EARLY_WRITE_BYTES: Final = 4096
 FIRST_RECONNECT_DELAY: Final = 0.05
 MAX_RECONNECT_DELAY: Final = 0.4
 REFUSED_RECONNECT_DELAY: Final = 5.0
+CANCEL_AGAIN: Final = 0.25
+CANCEL_TRIES: Final = 20
 
 
 class NatsSubscription:
@@ -283,9 +285,17 @@ class NatsConnection:
                     await self._pings.send()
         self._set_state(ConnectionState.CLOSED)
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await self._end_task(self._task)
         self._fail_waiters()
+
+    async def _end_task(self, task: asyncio.Task[None]) -> None:
+        # nats-py swallows a cancellation that hits it in the middle of a handshake.
+        for _ in range(CANCEL_TRIES):
+            task.cancel()
+            done, _ = await asyncio.wait([task], timeout=CANCEL_AGAIN)
+            if done:
+                return
+        logger.error("%s: its task does not end", self.name)
 
     # Sessions -------------------------------------------------------------------------
 
