@@ -292,7 +292,7 @@ class NatsConnection:
         # nats-py swallows a cancellation that hits it in the middle of a handshake.
         for _ in range(CANCEL_TRIES):
             task.cancel()
-            done, _ = await asyncio.wait([task], timeout=CANCEL_AGAIN)
+            done, _pending = await asyncio.wait([task], timeout=CANCEL_AGAIN)
             if done:
                 return
         logger.error("%s: its task does not end", self.name)
