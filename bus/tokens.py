@@ -9,8 +9,9 @@ from typing import Final
 _POOL_BYTES: Final = 4096
 
 jitter: Final = random.Random()
-"""For pauses and choices among equals, where nothing depends on secrecy. Not the module's own generator: that
-is the program's, which may have seeded it and count on what it gives."""
+"""For pauses and choices among equals, where nothing depends on secrecy.
+
+Not the module's own generator: that is the program's, which may have seeded it."""
 
 
 class _Pool:
