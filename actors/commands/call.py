@@ -117,8 +117,12 @@ def _pairs(words: tuple[str, ...]) -> dict[str, str]:
 
 def describe_error(error: DynbusError, *, as_json: bool) -> str:
     """The one line that tells about a failed call."""
+    from dynbus.bus.errors import Overloaded
+
+    retry_after = error.retry_after if isinstance(error, Overloaded) else 0.0
     if not as_json:
-        return f"dynbus: {error.code}: {' '.join(str(error).split())}"
+        hint = f"; retry after {retry_after:g} s" if retry_after else ""
+        return f"dynbus: {error.code}: {' '.join(str(error).split())}{hint}"
     import msgspec
 
     fields = {
@@ -127,5 +131,7 @@ def describe_error(error: DynbusError, *, as_json: bool) -> str:
         "hop": error.hop,
         "request_id": error.request_id,
         "retryable": error.retryable,
+        "started": error.started,
+        "retry_after": retry_after,
     }
     return msgspec.json.encode(fields).decode()
