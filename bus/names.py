@@ -15,7 +15,6 @@ TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 MAX_SUBJECT_BYTES: Final = 255
 
 CONTROL: Final = "_ctl"
-ALL: Final = "_all"
 REPLY_ROOT: Final = "_R"
 ANONYMOUS: Final = "-"
 
@@ -126,8 +125,14 @@ class ReplySubjects:
 
 def split_request_reply(reply: str) -> tuple[str, int] | None:
     """The (base, request number) of a reply subject made by `ReplySubjects.request`."""
-    base, _, number = reply.rpartition(".")
-    if number.isascii() and number.isdigit() and len(number) <= 18 and base.count(".") == 2:
+    numbered = split_number(reply)
+    return numbered if numbered is not None and numbered[0].count(".") == 2 else None
+
+
+def split_number(subject: str) -> tuple[str, int] | None:
+    """A subject without its last token, and that token where it is a number."""
+    base, _, number = subject.rpartition(".")
+    if number.isascii() and number.isdigit() and len(number) <= 18:
         return base, int(number)
     return None
 

@@ -13,6 +13,7 @@ from typing import Final
 from . import headers
 from .context import MAX_ID_LENGTH, Context
 from .errors import InvalidRequest
+from .names import split_number
 from .tokens import random_id
 from .wire import MAX_PARTS, SECRET_BYTES, VERSION
 
@@ -42,10 +43,10 @@ def read_reply(reply: str) -> tuple[str, int]:
     Raises:
         InvalidRequest: it does not end in a number.
     """
-    base, _, digits = reply.rpartition(".")
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
+    numbered = split_number(reply)
+    if numbered is None:
         raise InvalidRequest(f"{headers.FRAMES} needs a numbered reply, not {reply[:80]!r}")
-    return base, int(digits)
+    return numbered
 
 
 def read_context(
