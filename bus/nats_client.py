@@ -19,54 +19,23 @@ import msgspec
 
 from .errors import ConfigError, DynbusError, PayloadTooLarge, PermissionDenied, Unavailable
 from .nats_jetstream import NatsJetStream
+from .nats_output import NatsOutput
 from .nats_pings import Pings
 from .nats_protocol import ProtocolViolation, ServerReader
 from .nats_requests import ServerRequests
 from .nats_session import NatsSession, candidates, open_session
+from .nats_subscription import NatsSubscription
 from .tokens import jitter
 from .transport import Callback, ConnectionState, Message, Statistics
 
 logger = logging.getLogger(__name__)
 
 LOW_BACKLOG: Final = 1024 * 1024
-EARLY_WRITE_BYTES: Final = 4096
 FIRST_RECONNECT_DELAY: Final = 0.05
 MAX_RECONNECT_DELAY: Final = 0.4
 REFUSED_RECONNECT_DELAY: Final = 5.0
 CANCEL_AGAIN: Final = 0.25
 CANCEL_TRIES: Final = 20
-
-
-class NatsSubscription:
-    """A subscription that each new session takes over."""
-
-    __slots__ = ("_connection", "callback", "ending", "number", "queue", "subject")
-
-    def __init__(
-        self, connection: NatsConnection, number: int, subject: str, queue: str, callback: Callback
-    ) -> None:
-        self._connection = connection
-        self.number = number
-        self.subject = subject
-        self.queue = queue
-        self.ending = False
-        self.callback = callback
-
-    def command(self) -> bytes:
-        return f"SUB {self.subject} {self.queue} {self.number}\r\n".encode()
-
-    def unsubscribe(self) -> None:
-        self._connection.remove(self.number)
-
-    async def drain(self, *, timeout: float = 5.0) -> None:
-        self.ending = True
-        self._connection.stop_delivery(self.number)
-        try:
-            # What the server sent before it read this comes before its answer to a ping.
-            await self._connection.barrier(timeout=timeout)
-        except DynbusError as error:
-            logger.debug("%s: not drained: %s", self.subject, error)
-        self._connection.remove(self.number)
 
 
 class NatsConnection:
@@ -89,9 +58,7 @@ class NatsConnection:
         self._numbers = itertools.count(1)
         self._listeners: list[Callable[[ConnectionState], None]] = []
         self._error_listeners: list[Callable[[DynbusError, str], None]] = []
-        self._out: list[bytes] = []
-        self._out_bytes = 0
-        self._flush_scheduled = False
+        self._output = NatsOutput(self._loop)
         self._denied: dict[str, str] = {}
         self._lame_duck = False
         self._max_payload = 1024 * 1024
@@ -102,7 +69,7 @@ class NatsConnection:
         self._dropped = 0
         self._malformed = 0
         self._callback_errors = 0
-        self._pings = Pings(self._loop, self._write)
+        self._pings = Pings(self._loop, self._output.write)
         self._requests = ServerRequests(self)
         self._jetstream = NatsJetStream(self)
 
@@ -124,8 +91,7 @@ class NatsConnection:
 
     @property
     def backlog(self) -> int:
-        session = self._session
-        return self._out_bytes + (session.write_buffer_size if session is not None else 0)
+        return self._output.backlog
 
     @property
     def server_name(self) -> str:
@@ -177,10 +143,10 @@ class NatsConnection:
         self._sent += 1
         if headers:
             head = f"HPUB {subject} {reply} {len(headers)} {size}\r\n".encode()
-            self._write(b"".join((head, headers, data, b"\r\n")))
+            self._output.write(b"".join((head, headers, data, b"\r\n")))
         else:
             head = f"PUB {subject} {reply} {size}\r\n".encode()
-            self._write(b"".join((head, data, b"\r\n")))
+            self._output.write(b"".join((head, data, b"\r\n")))
 
     def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> NatsSubscription:
         if not subject or any(c.isspace() for c in subject + queue):
@@ -188,7 +154,7 @@ class NatsConnection:
         subscription = NatsSubscription(self, next(self._numbers), subject, queue, callback)
         self._subscriptions[subscription.number] = subscription
         if self._state is ConnectionState.CONNECTED:
-            self._write(subscription.command())
+            self._output.write(subscription.command())
         return subscription
 
     def remove(self, number: int) -> None:
@@ -200,7 +166,7 @@ class NatsConnection:
     def stop_delivery(self, number: int) -> None:
         """Have the server send nothing more for this number."""
         if self._state is ConnectionState.CONNECTED:
-            self._write(f"UNSUB {number}\r\n".encode())
+            self._output.write(f"UNSUB {number}\r\n".encode())
 
     async def wait_connected(self) -> None:
         """Wait until there is a session.
@@ -251,7 +217,7 @@ class NatsConnection:
                     session = self._session
                     if session is None:
                         return
-                    self._flush()
+                    self._output.flush()
                     with suppress(ConnectionError, RuntimeError):
                         await session.flush_transport()
                     await asyncio.sleep(0)
@@ -278,7 +244,7 @@ class NatsConnection:
             return
         session = self._session
         if session is not None and self._state is ConnectionState.CONNECTED:
-            self._flush()
+            self._output.flush()
             with suppress(ConnectionError, RuntimeError, TimeoutError):
                 async with asyncio.timeout(1.0):
                     # The pong says that the server has taken all that was written.
@@ -358,7 +324,7 @@ class NatsConnection:
                 return session
 
     def _begin(self, session: NatsSession) -> None:
-        self._session = session
+        self._session = self._output.session = session
         self._lame_duck = False
         self._max_payload = int(session.info.get("max_payload") or self._max_payload)
         for subscription in self._subscriptions.values():
@@ -367,8 +333,7 @@ class NatsConnection:
         self._set_state(ConnectionState.CONNECTED)
 
     def _end(self) -> None:
-        self._out.clear()
-        self._out_bytes = 0
+        self._output.clear()
         self._set_state(ConnectionState.DISCONNECTED)
         self._fail_waiters()
 
@@ -416,7 +381,7 @@ class NatsConnection:
 
     def _control(self, line: bytes) -> None:
         if line == b"PING":
-            self._write(b"PONG\r\n")
+            self._output.write(b"PONG\r\n")
         elif line == b"PONG":
             self._pings.answered()
         elif line.startswith(b"-ERR"):
@@ -448,30 +413,8 @@ class NatsConnection:
             self._lame_duck = True
             if len(self._candidates()) > 1:
                 logger.info("%s: the server is going away, moving on", self.name)
-                self._flush()
+                self._output.flush()
                 self._loop.call_later(jitter.uniform(0, 0.5), session.abort)
-
-    # Output ---------------------------------------------------------------------------
-
-    def _write(self, data: bytes) -> None:
-        self._out.append(data)
-        self._out_bytes += len(data)
-        if self._out_bytes >= EARLY_WRITE_BYTES:
-            self._write_out()
-        elif not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_scheduled = False
-        self._write_out()
-
-    def _write_out(self) -> None:
-        if self._out and self._session is not None:
-            data = b"".join(self._out)
-            self._out.clear()
-            self._out_bytes = 0
-            self._session.write_now(data)
 
     def _set_state(self, state: ConnectionState) -> None:
         if state is not self._state and self._state is not ConnectionState.CLOSED:
