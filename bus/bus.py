@@ -95,8 +95,10 @@ class Bus:
             bus = cls(config, data, lane, replies, Telemetry.from_environment())
             await bus.start()
         except BaseException:
-            await lane.stop()
-            await data.close()
+            try:
+                await lane.stop()
+            finally:
+                await data.close()
             raise
         return bus
 
@@ -171,6 +173,10 @@ class Bus:
 
     async def close(self) -> None:
         """Close both connections; what was published before is sent first."""
-        await self.lane.run(self.heartbeats.stop())
-        await self.lane.stop()
-        await self.data.close()
+        try:
+            await self.lane.run(self.heartbeats.stop())
+        finally:
+            try:
+                await self.lane.stop()
+            finally:
+                await self.data.close()

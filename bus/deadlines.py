@@ -59,6 +59,8 @@ class Deadlines:
         bucket = self._buckets.get(number)
         if bucket is not None:
             bucket.pop(expire, None)
+            if not bucket:
+                del self._buckets[number]
 
     def clear(self) -> None:
         """Forget everything."""

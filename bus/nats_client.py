@@ -153,6 +153,7 @@ class NatsConnection:
             raise ConfigError(f"{subject!r} with queue {queue!r} is not a subject")
         subscription = NatsSubscription(self, next(self._numbers), subject, queue, callback)
         self._subscriptions[subscription.number] = subscription
+        self._denied.pop(subject, None)
         if self._state is ConnectionState.CONNECTED:
             self._output.write(subscription.command())
         return subscription
@@ -193,7 +194,6 @@ class NatsConnection:
 
     async def barrier(self, *, timeout: float = 5.0) -> None:
         # SUB and PING go through one buffer in order, so one PONG proves all SUBs before it.
-        denied_before = dict(self._denied)
         try:
             async with asyncio.timeout(timeout):
                 while True:
@@ -207,7 +207,7 @@ class NatsConnection:
             raise Unavailable(f"the server did not answer a ping within {timeout} s") from None
         subjects = {subscription.subject for subscription in self._subscriptions.values()}
         for subject, text in self._denied.items():
-            if subject in subjects and subject not in denied_before:
+            if subject in subjects:
                 raise PermissionDenied(text)
 
     async def drained(self, *, timeout: float = 5.0) -> None:
@@ -326,6 +326,7 @@ class NatsConnection:
     def _begin(self, session: NatsSession) -> None:
         self._session = self._output.session = session
         self._lame_duck = False
+        self._denied.clear()
         self._max_payload = int(session.info.get("max_payload") or self._max_payload)
         for subscription in self._subscriptions.values():
             if not subscription.ending:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
+from .streams import MAX_FRAME_BYTES
 from .wire import BATCH_OVERHEAD, Frame, encode_batch
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FLUSH_BYTES: Final = 256 * 1024
 FRAME_OVERHEAD: Final = 48
 
 
@@ -37,7 +37,7 @@ class Outbox:
 
     def max_unit_bytes(self) -> int:
         """Bytes of a unit that still fits into one message."""
-        return min(FLUSH_BYTES, self._bus.data.max_payload - 4 * BATCH_OVERHEAD)
+        return min(MAX_FRAME_BYTES, self._bus.data.max_payload - 4 * BATCH_OVERHEAD)
 
     def schedule(self, peer: ClientPeer) -> None:
         """Send what `peer` has to get at the end of this turn of the loop."""
@@ -61,7 +61,7 @@ class Outbox:
         """Send everything that is ready for one client, in as few messages as it fits."""
         writers, peer.dirty = peer.dirty, []
         peer.ended = 0
-        limit = room = min(FLUSH_BYTES, self._bus.data.max_payload - 3 * BATCH_OVERHEAD)
+        limit = room = min(MAX_FRAME_BYTES, self._bus.data.max_payload - 3 * BATCH_OVERHEAD)
         frames: list[Frame] = []
         for writer in writers:
             writer.dirty = False
@@ -72,11 +72,11 @@ class Outbox:
                 room -= writer.taken_bytes + FRAME_OVERHEAD
                 continue
             while writer.has_fresh:
-                frames += writer.take(room)
-                room -= writer.taken_bytes + FRAME_OVERHEAD
-                if room <= 0 or writer.has_fresh:
+                if frames and writer.next_bytes > room:
                     self._send(peer, frames)
                     frames, room = [], limit
+                frames += writer.take(room)
+                room -= writer.taken_bytes + FRAME_OVERHEAD
         if frames:
             self._send(peer, frames)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import headers
 from .clock import monotonic
-from .errors import STATUS_CODES, DynbusError
+from .errors import STATUS_CODES, DynbusError, safe_text
 from .tokens import random_id
 
 if TYPE_CHECKING:
@@ -271,17 +271,24 @@ class PlainCall(ServerCall):
         self.execution.reader_gone(self)
 
 
+def _header_text(value: object, most: int) -> str:
+    """At most `most` characters that a header can carry."""
+    text = safe_text(value).encode("ascii", "replace").decode()
+    return "".join(c if c.isprintable() else " " for c in text)[:most]
+
+
 def error_block(error: DynbusError, framing: str | None = None) -> bytes:
     """An error as the headers of the NATS services protocol.
 
     Args:
         framing: what a framed request said; repeated so that its sender believes the answer.
     """
-    text = f"{error.code}: {error}".encode("ascii", "replace").decode()
+    # Handlers raise what they like, also with a code that no header can carry.
+    code = _header_text(error.code, 128)
     fields = {
-        headers.SERVICE_ERROR: "".join(c if c.isprintable() else " " for c in text)[:1024],
-        headers.SERVICE_ERROR_CODE: str(STATUS_CODES.get(error.code, 500)),
-        headers.ERROR: error.code,
+        headers.SERVICE_ERROR: _header_text(f"{code}: {safe_text(error)}", 1024),
+        headers.SERVICE_ERROR_CODE: str(STATUS_CODES.get(code, 500)),
+        headers.ERROR: code,
     }
     if framing and framing.isascii() and framing.isprintable() and len(framing) < 256:
         fields[headers.FRAMES] = framing

@@ -7,8 +7,8 @@ a `Resume` from the reader's `next_sequence` the stream continues as if nothing 
 
     writer                                   reader
     push(item) ──take()──> Items/Part ──────> receive() ──> drain()
-    blocked?  <──credit()─── Credit  <─────── credit_due()   (bytes granted since the start)
-              <──resume()─── Resume  <─────── behind()
+    blocked?  <──credit()─── Credit  <─────── consume()   (bytes granted since the start)
+              <──resume()─── Resume  <─────── behind
     end()/fail() ────────> End/Failed ──────> terminal
 """
 
@@ -24,6 +24,9 @@ from .wire import End, Failed, Item, Items, Part, Terminal, failed_frame
 
 DEFAULT_WINDOW: Final = 256 * 1024
 """Bytes of items that a stream may be ahead of its reader."""
+
+MAX_FRAME_BYTES: Final = 256 * 1024
+"""Bytes of whole items that one frame may carry."""
 
 UNIT_OVERHEAD: Final = 5
 """Bytes that a unit may take in a frame beside its own."""
@@ -76,6 +79,7 @@ class StreamWriter:
         "_on_dirty",
         "_sent_before",
         "_units",
+        "_whole_bytes",
         "_window",
         "attempt",
         "dirty",
@@ -109,6 +113,8 @@ class StreamWriter:
         self._on_dirty = on_dirty or _ignore
         self.max_unit_bytes = max_unit_bytes
         self.max_item_bytes = max_item_bytes
+        # What is no larger needs no second look.
+        self._whole_bytes = min(max_unit_bytes, max_item_bytes)
         self.pushed_bytes = 0
         self.taken_bytes: int = 0
         self.ended = False
@@ -143,6 +149,12 @@ class StreamWriter:
         return len(self._units) > self._next_unsent
 
     @property
+    def next_bytes(self) -> int:
+        """Bytes that the next unit to take needs of a limit."""
+        unit = self._units[self._next_unsent]
+        return unit.size if isinstance(unit, _Ending) else len(unit) + UNIT_OVERHEAD
+
+    @property
     def is_settled(self) -> bool:
         """Whether the stream has ended and the reader is known to have all of it."""
         return self.ended and not self._units
@@ -163,7 +175,7 @@ class StreamWriter:
         if self.ended:
             return False
         size = len(item)
-        if size > self.max_unit_bytes:
+        if size > self._whole_bytes:
             item = self._split(item)
         self.pushed_bytes = pushed = self.pushed_bytes + size
         self._units.append(item)
@@ -180,7 +192,7 @@ class StreamWriter:
         """
         if self.ended:
             return
-        if data is not None and len(data) > self.max_unit_bytes:
+        if data is not None and len(data) > self._whole_bytes:
             data = self._split(data)
         self._finish(_Ending(data, None))
 
@@ -288,6 +300,8 @@ class StreamWriter:
                 f"an item of {len(data)} bytes exceeds max_item_bytes = {self.max_item_bytes}"
             )
         step = self.max_unit_bytes
+        if len(data) <= step:
+            return data
         last = (len(data) - 1) // step * step
         for start in range(0, last, step):
             self._units.append(_Piece(data[start : start + step]))
@@ -323,6 +337,7 @@ class StreamReader:
     __slots__ = (
         "_consumed",
         "_granted",
+        "_limit_is_small",
         "_parts",
         "_parts_bytes",
         "behind",
@@ -336,6 +351,8 @@ class StreamReader:
     def __init__(self, *, window: int, max_item_bytes: int) -> None:
         self.window = window
         self.max_item_bytes = max_item_bytes
+        # Only then can a frame of whole items hold one that is too large.
+        self._limit_is_small = max_item_bytes < MAX_FRAME_BYTES
         self.next_sequence = 0
         self.terminal: Terminal | None = None
         self.behind = False
@@ -359,7 +376,12 @@ class StreamReader:
 
         This is `receive` for nearly every frame of a stream, at a fraction of its cost.
         """
-        if frame.sequence != self.next_sequence or self._parts or self.terminal is not None:
+        if (
+            frame.sequence != self.next_sequence
+            or self._parts
+            or self._limit_is_small
+            or self.terminal is not None
+        ):
             return False
         self.behind = False
         if isinstance(frame, Item):
@@ -428,6 +450,8 @@ class StreamReader:
             return
         if held:
             items = items[held:]
+        if self._limit_is_small:
+            self._check_size(max(map(len, items)))
         self.next_sequence += len(items)
         self.behind = False
         if self._parts:
@@ -448,7 +472,7 @@ class StreamReader:
             self._check_size(0)
             self._parts.append(frame.data)
         else:
-            if isinstance(frame, End) and frame.data and self._parts:
+            if isinstance(frame, End) and frame.data and (self._parts or self._limit_is_small):
                 self._check_size(len(frame.data))
             self.terminal = frame
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
@@ -126,3 +127,22 @@ def test_cleared_deadlines_do_not_fire_and_leave_no_timer() -> None:
         return left, len(fired)
 
     assert run(story()) == (0, 0)
+
+
+def test_deadlines_that_were_disarmed_keep_no_memory() -> None:
+    async def story() -> int:
+        deadlines = Deadlines(asyncio.get_running_loop())
+        now = monotonic()
+
+        def expire() -> None:
+            raise AssertionError("it was disarmed")
+
+        tracemalloc.start()
+        try:
+            for call in range(5_000):
+                deadlines.disarm(deadlines.arm(now + FAR + call, now, expire), expire)
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    assert run(story()) < 20_000

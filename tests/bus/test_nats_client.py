@@ -236,12 +236,17 @@ async def test_a_refused_subject_is_told_and_the_others_go_on(tmp_path: Path, su
         connection.on_error(lambda error, refused: told.append((error, refused)))
         connection.publish("forbidden.publish", b"")
         await connection.barrier()
-        connection.subscribe("forbidden.subscribe", lambda _: None)
+        refused_subscription = connection.subscribe("forbidden.subscribe", lambda _: None)
 
         with pytest.raises(PermissionDenied, match=r"forbidden\.subscribe"):
             await connection.barrier()
 
         assert [refused for _, refused in told] == ["forbidden.publish", "forbidden.subscribe"]
+        refused_subscription.unsubscribe()
+        again = connection.subscribe("forbidden.subscribe", lambda _: None)
+        with pytest.raises(PermissionDenied, match=r"forbidden\.subscribe"):
+            await connection.barrier()
+        again.unsubscribe()
         assert all(isinstance(error, PermissionDenied) for error, _ in told)
         assert await hears(connection, subject)
         assert connection.statistics().reconnects == 0

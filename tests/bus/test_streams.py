@@ -236,6 +236,26 @@ def test_an_item_over_the_limit_is_refused_and_changes_nothing() -> None:
     assert not writer.has_fresh
 
 
+def test_the_item_limit_holds_also_where_it_is_smaller_than_a_unit() -> None:
+    limit = 10
+    writer = StreamWriter(7, SECRET, 1, granted=WINDOW, max_unit_bytes=100, max_item_bytes=limit)
+    lenient, reader = make_writer(), StreamReader(window=WINDOW, max_item_bytes=limit)
+
+    with pytest.raises(PayloadTooLarge, match="max_item_bytes = 10"):
+        writer.push(bytes(limit + 1))
+    with pytest.raises(PayloadTooLarge, match="max_item_bytes = 10"):
+        writer.end(bytes(limit + 1))
+    writer.push(bytes(limit))
+    assert writer.take(1000) == [Items(7, SECRET, 1, 0, [bytes(limit)])]
+
+    lenient.push(bytes(limit + 1))
+    frame = lenient.take_items(1000)
+    assert frame is not None
+    assert not reader.receive_next(frame)
+    with pytest.raises(PayloadTooLarge, match="max_item_bytes = 10"):
+        reader.receive(frame)
+
+
 def test_a_result_over_the_limit_is_refused_and_the_call_may_still_fail() -> None:
     writer = make_writer()
 
