@@ -1,6 +1,6 @@
 """One instance of a run in a child process: making the process, and talking with it.
 
-Both sides write one JSON message per line into a socket pair; `worker.py` is the other end.
+`child_messages.py` has what is said; `worker.py` is the other end.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from dynbus.bus import exit_codes
 from dynbus.bus.logs import LogFormat
 
-from .configuration import Text
-from .loader import level, reference
-from .serving import Assignment, Failure
-from .worker import (
+from .child_messages import (
+    ActorLoaded,
+    CollectMetrics,
     Command,
-    Drain,
-    Failed,
-    Health,
-    Load,
-    Loaded,
-    Metrics,
-    Ready,
+    DrainInstance,
+    HealthChanged,
+    InstanceFailed,
+    InstanceReady,
+    LoadActor,
     Report,
-    Stop,
+    StopInstance,
 )
+from .configuration import Text
+from .loader import dependency_depth, reference
+from .serving import Assignment, Failure
 
 MAX_REPORT: Final = 64 * 1024 * 1024
 
@@ -48,7 +49,7 @@ class ChildState(enum.Enum):
 
 
 class WorkerSettings(NamedTuple):
-    """What all children of a run have in common; see `worker.Load`."""
+    """What all children of a run have in common; see `LoadActor`."""
 
     bus: Mapping[str, Any]
     log_format: LogFormat | None = None
@@ -67,18 +68,18 @@ class Child:
     def __init__(self, assignment: Assignment, number: int, settings: WorkerSettings) -> None:
         actor = assignment.actor
         self.label = f"{actor.__dynbus_namespace__}.{actor.__dynbus_component__}/{number}"
-        self.level = level(actor)
+        self.dependency_depth = dependency_depth(actor)
         self.state = ChildState.LOADING
         self.instance_id = ""
         self.failure: Failure | None = None
         self.problems: Mapping[str, str] = {}
-        self.metrics: asyncio.Future[str] | None = None
         self.has_been_ready = asyncio.Event()
         self.ended = asyncio.Event()
-        self._last_word: Drain | Stop | None = None
+        self._last_word: DrainInstance | StopInstance | None = None
         self._load = _load_command(assignment, settings)
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._metrics: asyncio.Future[str] | None = None
 
     def __repr__(self) -> str:
         return f"<Child {self.label} [{self.state.value} | pid {self.pid}]>"
@@ -94,7 +95,10 @@ class Child:
 
         Args:
             spawning: held while the process is made.
-            loaded: called when it waits for `start`.
+            loaded: called when it waits for `StartInstance`.
+
+        Raises:
+            OSError: there is no process, since none could be made.
         """
         self.state, self.failure = ChildState.LOADING, None
         ours, theirs = socket.socketpair()
@@ -119,14 +123,26 @@ class Child:
             reading.cancel()
             self._writer.close()
             self._writer = None
+            if self._metrics is not None:
+                self._metrics.cancel()
         return code
+
+    def collect_metrics(self) -> asyncio.Future[str]:
+        """Ask the process for its metrics page; cancelled when it ends before it answers.
+
+        Who asks while an answer is due gets the same one.
+        """
+        if self._metrics is None or self._metrics.done():
+            self._metrics = asyncio.get_running_loop().create_future()
+            self.send(CollectMetrics())
+        return self._metrics
 
     def send(self, command: Command) -> None:
         """Tell the process; one that has ended is told nothing."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(msgspec.json.encode(command) + b"\n")
 
-    def end(self, word: Drain | Stop) -> None:
+    def end(self, word: DrainInstance | StopInstance) -> None:
         """Tell the process to end, and so one that is being made now."""
         self._last_word = word
         self.send(word)
@@ -139,24 +155,29 @@ class Child:
 
     async def _read(self, reader: asyncio.StreamReader, loaded: Callable[[], None]) -> None:
         decoder = msgspec.json.Decoder(Report)
-        with contextlib.suppress(ConnectionError):
+        try:
             while line := await reader.readline():
                 self._take(decoder.decode(line), loaded)
+        except ConnectionError:
+            pass  # it has ended, which `run` waits for
+        except (msgspec.DecodeError, ValueError) as error:  # a ValueError: over `MAX_REPORT`
+            text = f"{self.label} sent what is no report: {error}"
+            self.failure = Failure(exit_codes.START_FAILED, text)
+            self.kill()
 
     def _take(self, report: Report, loaded: Callable[[], None]) -> None:
-        if isinstance(report, Loaded):
+        if isinstance(report, ActorLoaded):
             self.state = ChildState.LOADED
             loaded()
-        elif isinstance(report, Ready):
+        elif isinstance(report, InstanceReady):
             self.state, self.instance_id, self.problems = ChildState.READY, report.instance_id, {}
             self.has_been_ready.set()
-        elif isinstance(report, Failed):
+        elif isinstance(report, InstanceFailed):
             self.failure = Failure(report.code, report.message, report.traceback)
-        elif isinstance(report, Health):
+        elif isinstance(report, HealthChanged):
             self.problems = report.problems
-        elif self.metrics is not None and not self.metrics.done():
-            assert isinstance(report, Metrics)
-            self.metrics.set_result(report.page)
+        elif self._metrics is not None and not self._metrics.done():
+            self._metrics.set_result(report.page)
 
 
 async def _spawn(fd: int, label: str) -> asyncio.subprocess.Process:
@@ -177,9 +198,9 @@ async def _spawn(fd: int, label: str) -> asyncio.subprocess.Process:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _load_command(assignment: Assignment, settings: WorkerSettings) -> Load:
+def _load_command(assignment: Assignment, settings: WorkerSettings) -> LoadActor:
     arguments = assignment.arguments
-    return Load(
+    return LoadActor(
         path=list(sys.path),
         actor=reference(assignment.actor),
         values={name: v for name, v in arguments.items() if not isinstance(v, Text)},

@@ -14,7 +14,8 @@ from dynbus.bus.errors import InvalidRequest, InvalidResponse
 from dynbus.bus.names import EndpointName, check_token
 
 from .actor import Actor
-from .codec import MARKS, Misfit, refuse_non_finite
+from .codec import Misfit, codec_for
+from .finite import refuse_non_finite
 from .handlers import HandlerSpec
 from .invocation import Invocation
 from .options import current_options
@@ -80,12 +81,8 @@ def _encode_json(request: Any) -> bytes:
         InvalidRequest: it has none, or holds a number that JSON cannot hold.
     """
     try:
-        serializer: Any = getattr(cast("Any", type(request)), "__pydantic_serializer__", None)
-        if serializer is not None:
-            data = bytes(serializer.to_json(request))
-            if any(mark in data for mark in MARKS):
-                refuse_non_finite(serializer.to_python(request))
-            return data
+        if hasattr(cast("Any", type(request)), "__pydantic_serializer__"):
+            return codec_for(type(request)).encode(request)
         if isinstance(request, JsonObject):
             request = dict(request)
         data = msgspec.json.encode(request, enc_hook=_unwrap)
@@ -247,22 +244,47 @@ class EndpointClient:
 
 
 class ActorClient:
-    """What a typed client really is: one method per handler, and nothing else."""
+    """What a typed client really is: one method per handler, and nothing else.
+
+    The type checkers take it for the actor, so that they also let through what only an
+    instance has: `on_start`, `on_stop`, `runtime`, fields. That is told here.
+    """
+
+    __slots__ = ("__weakref__", "_actor", "_router", "_runtime")
+
+    _actor: type[Actor]
+    _router: Router
+    _runtime: Runtime
 
     def __init__(self, runtime: Runtime, actor: type[Actor], router: Router) -> None:
-        self._runtime = runtime
-        self._actor = actor
-        self._router = router
+        set_own = super().__setattr__
+        set_own("_runtime", runtime)
+        set_own("_actor", actor)
+        set_own("_router", router)
 
     def __repr__(self) -> str:
         cls = self._actor
         return f"<client of {cls.__dynbus_namespace__}.{cls.__dynbus_component__}>"
 
     def __getattr__(self, name: str) -> Any:
-        handlers = ", ".join(self._actor.__dynbus_handlers__)
-        raise AttributeError(
-            f"{self._actor.__name__}.{name} is not a handler; a client has only: {handlers}"
-        )
+        if name.startswith("_"):
+            # Asked for by copying and the like, maybe before there is an actor to name.
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(self._refusal(name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{self._refusal(name)}, and cannot be changed")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{self._refusal(name)}, and cannot be changed")
+
+    def _refusal(self, name: str) -> str:
+        actor = self._actor
+        handlers = ", ".join(actor.__dynbus_handlers__)
+        if name in actor.__dynbus_handlers__:
+            return f"{actor.__name__}.{name} is a handler; a client has only: {handlers}"
+        where = "; it stays in the actor's own process" if hasattr(actor, name) else ""
+        return f"{actor.__name__}.{name} is not a handler{where}; a client has only: {handlers}"
 
 
 _classes: WeakKeyDictionary[type[Actor], type[ActorClient]] = WeakKeyDictionary()
@@ -293,7 +315,7 @@ def _make_client_class(actor: type[Actor]) -> type[ActorClient]:
         method.__qualname__ = f"{actor.__name__}.{attribute}"
         method.__doc__ = spec.function.__doc__
         methods[attribute] = method
-    return type(f"{actor.__name__}Client", (ActorClient,), methods)
+    return type(f"{actor.__name__}Client", (ActorClient,), {"__slots__": (), **methods})
 
 
 def _unary_method(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Any]:

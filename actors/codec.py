@@ -2,70 +2,40 @@
 
 pydantic does the work for models, dataclasses, TypedDicts and plain types; msgspec for its
 own structs. What does not fit raises with the path of what is wrong.
+
+Both sides validate. A pydantic model was validated when it was made and is not again, except
+that a request of one whose fields were changed since is read back. Dataclasses and structs
+are not validated when they are made, so that what they were turned into is read back as the
+other side will read it.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import typing
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, Final, cast
+from functools import lru_cache, partial
+from math import isfinite
+from typing import Any, cast
 
 import msgspec
-import msgspec.inspect
 import pydantic
 import pydantic_core
+from pydantic.dataclasses import is_pydantic_dataclass
+
+from .finite import (
+    UNSURE,
+    NotFinite,
+    marks_of_floats,
+    parts_of,
+    refuse_non_finite,
+    struct_may_hold_float,
+    total_of,
+)
 
 
 class Misfit(ValueError):
     """Raised when a value or its bytes do not fit the annotation."""
-
-
-_WITHOUT_FLOATS: Final = frozenset(
-    # fmt: off
-    {
-        "bool",
-        "bytes",
-        "computed-field",
-        "dataclass",
-        "dataclass-args",
-        "dataclass-field",
-        "date",
-        "datetime",
-        "default",
-        "definition-ref",
-        "definitions",
-        "dict",
-        "frozenset",
-        "function-after",
-        "function-before",
-        "function-wrap",
-        "int",
-        "list",
-        "literal",
-        "model",
-        "model-field",
-        "model-fields",
-        "none",
-        "nullable",
-        "set",
-        "str",
-        "tagged-union",
-        "time",
-        "tuple",
-        "typed-dict",
-        "typed-dict-field",
-        "union",
-        "uuid",
-    }
-    # fmt: on
-)
-"""Kinds of pydantic's core schemas that hold a float only where a schema within them does."""
-
-MARKS: Final = (b"null", b"NaN", b"Infinity")
-"""What is written for a number that JSON cannot hold: the first for a declared float, any of
-them where the type, or a user's configuration, leaves it open."""
 
 
 class Codec:
@@ -73,41 +43,105 @@ class Codec:
 
     Args:
         annotation: a resolved type, not a string.
-
-    Attributes:
-        model: the type whose instances need no validation; None when there is none.
-        to_json: JSON of such an instance; raises `Misfit` for a number that JSON cannot hold.
     """
 
-    __slots__ = ("_adapter", "_list_adapter", "model", "to_json", "annotation")
+    __slots__ = (
+        "_adapter",
+        "_changeable",
+        "_list_adapter",
+        "_marks",
+        "_to_json",
+        "_total",
+        "_type",
+        "_unvalidated",
+        "annotation",
+    )
 
     def __init__(self, annotation: Any) -> None:
         self.annotation = annotation
         self._adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(annotation)
         self._list_adapter: pydantic.TypeAdapter[list[Any]] | None = None
-        is_model = isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)
-        self.model: Any = annotation if is_model else None
-        self.to_json: Callable[[Any], bytes] = self._adapter.serializer.to_json
-        marks = _marks_of_floats(self._adapter.core_schema)
-        if marks:
-            # Not in the JSON mode, where some of them are None already.
-            to_plain = self._adapter.serializer.to_python
-            self.to_json = _finite_only(self.to_json, to_plain, marks)
+        parts = list(parts_of(self._adapter.core_schema))
+        self._type: Any = annotation if _is_data_class(annotation) else None
+        # A class whose constructor does not validate: its instances pass as they are.
+        self._unvalidated = any(_is_plain_dataclass(part) for part in parts)
+        self._changeable = any(part.get("type") in ("model", "dataclass") for part in parts)
+        to_json = self._adapter.serializer.to_json
+        # What is read by an alias has to be written by it.
+        aliased = any("validation_alias" in part for part in parts)
+        self._to_json: Callable[..., bytes] = (
+            partial(to_json, by_alias=True) if aliased else to_json
+        )
+        self._marks = marks_of_floats(self._adapter.core_schema)
+        self._total = total_of(self._adapter.core_schema) if self._marks else None
 
     def encode(self, value: object) -> bytes:
-        """JSON of `value`, which is validated unless it already is an instance of the model.
+        """JSON of `value`, which is validated unless it was when it was made.
 
         Raises:
             Misfit: it does not fit.
         """
+        return self._encode(value, self._changeable)
+
+    def encoder(self, failure: Callable[[str], Exception]) -> Callable[[Any], bytes]:
+        """`encode` for the hot path of a stream, which raises `failure` with the reason.
+
+        Whether a model was changed after it was made is left to its reader.
+        """
+
+        def checked(value: Any) -> bytes:
+            try:
+                return self._encode(value, False)
+            except Misfit as error:
+                raise failure(str(error)) from None
+
+        kind, total = self._type, self._total
+        if kind is None or (self._marks and total is None):
+            return checked
+        quick = self._read_back if self._unvalidated else self._to_json
+
+        def encode(value: Any) -> bytes:
+            try:
+                if type(value) is kind and (total is None or isfinite(total(value))):
+                    return quick(value)
+            except UNSURE:
+                # What it is that does not fit is found out below.
+                pass
+            return checked(value)
+
+        return encode
+
+    def _read_back(self, value: Any) -> bytes:
+        """JSON of `value` that was validated as its reader will."""
+        data = self._to_json(value, warnings=False)
+        self._adapter.validator.validate_json(data)
+        return data
+
+    def _encode(self, value: Any, suspicious: bool) -> bytes:
+        """`encode`, which looks for changed instances only when `suspicious`."""
+        validator, to_json = self._adapter.validator, self._to_json
         try:
-            if type(value) is self.model:
-                return self.to_json(value)
-            return self.to_json(self._adapter.validate_python(value))
+            if type(value) is not self._type:
+                value = validator.validate_python(value)
+            read_back = self._unvalidated
+            if read_back:
+                data = to_json(value, warnings=False)
+            elif suspicious:
+                try:
+                    data = to_json(value, warnings="error")
+                except pydantic_core.PydanticSerializationError:
+                    data = to_json(value, warnings=False)
+                    read_back = True
+            else:
+                data = to_json(value)
+            self._check_finite(value, data)
+            if read_back:
+                validator.validate_json(data)
         except pydantic.ValidationError as error:
             raise Misfit(explain(error)) from None
-        except pydantic_core.PydanticSerializationError as error:
+        except (pydantic_core.PydanticSerializationError, NotFinite) as error:
             raise Misfit(str(error)) from None
+        return data
 
     def decode(self, data: bytes) -> Any:
         """The validated value of `data`.
@@ -142,29 +176,69 @@ class Codec:
         """The JSON schema."""
         return self._adapter.json_schema()
 
+    def _check_finite(self, value: Any, data: bytes) -> None:
+        if not self._marks:
+            return
+        total = self._total
+        if total is not None:
+            try:
+                if isfinite(total(value)):
+                    return
+            except UNSURE:
+                # It is searched like a value of which nothing is known.
+                pass
+        if any(data.find(mark) >= 0 for mark in self._marks):
+            # Not in the JSON mode, where some of them are None already.
+            refuse_non_finite(self._adapter.serializer.to_python(value, warnings=False))
+
 
 class StructCodec:
     """The same by msgspec: for annotations that hold its structs."""
 
-    __slots__ = ("_decoder", "annotation", "model", "to_json")
+    __slots__ = ("_decoder", "_encoder", "_may_hold_float", "_type", "annotation")
 
     def __init__(self, annotation: Any) -> None:
         self.annotation = annotation
         self._decoder = msgspec.json.Decoder(annotation)
-        self.model: Any = annotation if isinstance(annotation, type) else None
-        self.to_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
-        if _struct_may_hold_float(annotation):
-            self.to_json = _finite_only(
-                self.to_json, lambda value: msgspec.to_builtins(value, str_keys=True), [b"null"]
-            )
+        self._encoder = msgspec.json.Encoder()
+        self._type: Any = annotation if isinstance(annotation, type) else None
+        self._may_hold_float = struct_may_hold_float(annotation)
 
     def encode(self, value: object) -> bytes:
         try:
-            if type(value) is not self.model:
+            if type(value) is not self._type:
                 value = msgspec.convert(value, self.annotation, from_attributes=True)
-            return self.to_json(value)
-        except (msgspec.ValidationError, TypeError, RecursionError) as error:
+            data = self._encoder.encode(value)
+            try:
+                same = self._decoder.decode(data) == value
+            except msgspec.DecodeError:
+                self._check_finite(value)
+                raise
+            # Of a number that JSON cannot hold there is a null.
+            if not same and data.find(b"null") >= 0:
+                self._check_finite(value)
+        except (msgspec.MsgspecError, NotFinite, TypeError, RecursionError) as error:
             raise Misfit(str(error)) from None
+        return data
+
+    def encoder(self, failure: Callable[[str], Exception]) -> Callable[[Any], bytes]:
+        kind, write, read = self._type, self._encoder.encode, self._decoder.decode
+
+        def encode(value: Any) -> bytes:
+            try:
+                if type(value) is kind:
+                    data = write(value)
+                    if read(data) == value:
+                        return data
+                return self.encode(value)
+            except (Misfit, msgspec.MsgspecError, TypeError, RecursionError) as error:
+                raise failure(str(error)) from None
+
+        return encode
+
+    def _check_finite(self, value: Any) -> None:
+        if self._may_hold_float:
+            refuse_non_finite(msgspec.to_builtins(value, str_keys=True))
 
     def decode(self, data: bytes) -> Any:
         try:
@@ -210,103 +284,6 @@ def explain(error: pydantic.ValidationError) -> str:
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
 
 
-def refuse_non_finite(plain: Any) -> None:
-    """Check that no NaN or infinity, which JSON would turn into null, is in a value.
-
-    Args:
-        plain: of dicts, sequences, sets and scalars only.
-
-    Raises:
-        Misfit: there is one; the message says where.
-    """
-    open_values: list[tuple[str, Any]] = [("", [plain])]
-    while open_values:
-        where, value = open_values.pop()
-        if isinstance(value, dict):
-            inner: Any = cast("dict[object, Any]", value).items()
-        else:
-            inner = enumerate(cast("Sequence[Any]", value))
-        for step, each in inner:
-            if isinstance(each, float):
-                if not math.isfinite(each):
-                    place = f"{where}.{step}"[3:] or "the value"
-                    raise Misfit(f"{place}: JSON cannot hold the number {each}")
-            elif isinstance(each, dict | list | tuple | set | frozenset):
-                open_values.append((f"{where}.{step}", cast("Any", each)))
-
-
-def _finite_only(
-    to_json: Callable[[Any], bytes], to_plain: Callable[[Any], Any], marks: Sequence[bytes]
-) -> Callable[[Any], bytes]:
-    """`to_json` that refuses numbers which JSON cannot hold.
-
-    Only what has one of the marks is looked at closely.
-    """
-
-    def checked(value: Any) -> bytes:
-        data = to_json(value)
-        # `in` takes twice as long for bytes.
-        if data.find(first) >= 0 or (others and any(mark in data for mark in others)):
-            refuse_non_finite(to_plain(value))
-        return data
-
-    first, others = marks[0], marks[1:]
-    return checked
-
-
-def _marks_of_floats(schema: Any) -> Sequence[bytes]:
-    """The `MARKS` to look for in values of a pydantic core schema.
-
-    None for one without floats, or whose user chose to have them as strings.
-    """
-    marks: Sequence[bytes] = ()
-    open_parts: list[Any] = [schema]
-    while open_parts:
-        part = open_parts.pop()
-        if isinstance(part, list | tuple):
-            open_parts += cast("Sequence[Any]", part)
-        elif isinstance(part, dict):
-            keys = cast("dict[str, Any]", part)
-            kind, form = keys.get("type"), keys.get("ser_json_inf_nan")
-            if form == "strings":
-                return ()
-            if kind == "float":
-                marks = marks or MARKS[:1]
-            elif (isinstance(kind, str) and kind not in _WITHOUT_FLOATS) or (
-                form is not None
-                or "serialization" in keys
-                or "allow" in (keys.get("extra_behavior"), keys.get("extra_fields_behavior"))
-            ):
-                marks = MARKS
-            open_parts += [value for key, value in keys.items() if key != "metadata"]
-    return marks
-
-
-def _struct_may_hold_float(annotation: Any) -> bool:
-    """Whether a value of what msgspec handles may have a float somewhere; rather yes."""
-    floats = (
-        msgspec.inspect.FloatType,
-        msgspec.inspect.AnyType,
-        msgspec.inspect.CustomType,
-        msgspec.inspect.RawType,
-        msgspec.inspect.EnumType,
-    )
-    open_parts: list[Any] = [msgspec.inspect.type_info(annotation)]
-    seen: set[int] = set()
-    while open_parts:
-        part = open_parts.pop()
-        if isinstance(part, floats):
-            return True
-        if isinstance(part, tuple):
-            open_parts += cast("Sequence[Any]", part)
-        elif (
-            isinstance(part, msgspec.inspect.Type | msgspec.inspect.Field) and id(part) not in seen
-        ):
-            seen.add(id(part))
-            open_parts += [getattr(part, name) for name in part.__struct_fields__]
-    return False
-
-
 def _make(annotation: Any) -> AnyCodec:
     if holds_struct(annotation):
         return StructCodec(annotation)
@@ -328,3 +305,16 @@ def _is_hashable(annotation: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _is_data_class(annotation: Any) -> bool:
+    """Whether pydantic lets instances of a class pass as they are."""
+    if not isinstance(annotation, type):
+        return False
+    kind = cast("type[object]", annotation)
+    return issubclass(kind, pydantic.BaseModel) or dataclasses.is_dataclass(kind)
+
+
+def _is_plain_dataclass(part: dict[str, Any]) -> bool:
+    """Whether a part of a core schema is a class whose constructor does not validate."""
+    return part.get("type") == "dataclass" and not is_pydantic_dataclass(part["cls"])

@@ -11,31 +11,30 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Hashable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import pydantic
-import yaml
 
-from dynbus.bus.config import BusConfig
+from dynbus.bus.config import check_field, suggestion, variable
 from dynbus.bus.errors import ConfigError
 
 from .codec import explain
+from .config_file import ConfigFile, mapping
 
-MAX_FILE_BYTES: Final = 1024 * 1024
-MAX_VALUES: Final = 100_000
-"""Values that a YAML file may hold when its aliases are written out."""
 MAX_WORKERS: Final = 1024
 
 BUS_KEY: Final = "bus"
 SERVICE_KEY: Final = "ServiceArgs"
 WORKERS: Final = "workers"
+HIDDEN_WORDS: Final = ("password", "secret", "token", "key", "credential")
+"""An argument with one of these in its name is not printed."""
+HIDDEN: Final = "***"
 
 _OPTION = re.compile(r"--([A-Za-z_]\w*)\.([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
-_ENVIRONMENT: Final = "DYNBUS_{}__"
-_BUS_ENVIRONMENT: Final = "DYNBUS_{}"
-_MERGE: Final = "tag:yaml.org,2002:merge"
+_VARIABLE = re.compile(r"DYNBUS_(\w+?)__\w+")
+_NO_SOURCES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Text(str):
@@ -66,6 +65,13 @@ class ActorSettings(NamedTuple):
 
     arguments: dict[str, Any]
     workers: int
+
+
+class BusSettings(NamedTuple):
+    """Fields of `BusConfig` for `load_config`, and where each came from as a user names it."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
 
 
 def split_options(words: Sequence[str]) -> tuple[list[ActorOption], list[str]]:
@@ -99,98 +105,99 @@ def split_options(words: Sequence[str]) -> tuple[list[ActorOption], list[str]]:
     return options, rest
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The keys of a YAML file.
-
-    Raises:
-        ConfigError: it cannot be read, is too large, has a key twice or a tag, or is no mapping.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
-    try:
-        loaded: object = yaml.load(data, Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
-    if loaded is None:
-        return {}
-    keys = _mapping(loaded)
-    if keys is None:
-        raise ConfigError(f"{path} must have actor names as its top-level keys")
-    _check_size(path, keys)
-    return keys
-
-
 def actor_settings(
     actors: Sequence[type[Any]],
     *,
-    file: Mapping[str, Any],
+    file: ConfigFile,
     options: Sequence[ActorOption],
     environment: Mapping[str, str],
 ) -> dict[type[Any], ActorSettings]:
     """What each actor of a run gets, checked against its constructor.
 
     Args:
-        file: the keys of the YAML file.
         environment: variables of actors that are not started are not looked at.
 
     Raises:
         ConfigError: an actor is not started by the run, an argument does not exist or is
-            missing, or a value does not fit.
+            missing, or a value does not fit; the message names where it came from.
     """
     names = {actor.__name__: actor for actor in actors}
-    _check_names([key for key in file if key != BUS_KEY], names, "the configuration file: {}")
-    _check_names([option.actor for option in options], names, "--{}.…")
+    for key in file.keys:
+        if key != BUS_KEY:
+            _check_actor(key, names, file.place(key))
+    for option in options:
+        _check_actor(option.actor, names, str(option))
     settings: dict[type[Any], ActorSettings] = {}
     for name, actor in names.items():
-        given, service = _from_file(name, file.get(name))
-        prefix = _ENVIRONMENT.format(name)
-        texts = {
-            key.removeprefix(prefix).replace("__", "."): value
-            for key, value in environment.items()
-            if key.startswith(prefix)
-        }
-        texts |= {option.key: option.value for option in options if option.actor == name}
-        for key, value in texts.items():
-            _set(actor, key, Text(value), given, service)
-        build_arguments(actor, given)
-        settings[actor] = ActorSettings(given, _workers(name, service))
+        given = _Given(actor)
+        given.take_section(file, file.keys.get(name))
+        for variable_name, value in environment.items():
+            if variable_name.startswith(prefix := _prefix(name)):
+                key = variable_name.removeprefix(prefix).replace("__", ".")
+                given.take_text(key, value, variable_name)
+        for option in options:
+            if option.actor == name:
+                given.take_text(option.key, option.value, str(option))
+        build_arguments(actor, given.arguments, given.sources)
+        settings[actor] = ActorSettings(given.arguments, given.workers())
     return settings
 
 
+def misspelt_variables(actors: Sequence[type[Any]], environment: Mapping[str, str]) -> list[str]:
+    """A warning for each variable whose actor is not of this run but has nearly a name of it.
+
+    Others may belong to another run that shares the environment.
+    """
+    names = [actor.__name__ for actor in actors]
+    prefixes = tuple(map(_prefix, names))
+    return [
+        f"the environment variable {name} is not used: this run has no actor {found[1]}{near}"
+        for name in environment
+        if not name.startswith(prefixes)
+        and (found := _VARIABLE.fullmatch(name))
+        and (near := suggestion(found[1], names))
+    ]
+
+
+def _prefix(actor: str) -> str:
+    return f"DYNBUS_{actor}__"
+
+
 def bus_settings(
-    file: Mapping[str, Any], environment: Mapping[str, str], **explicit: Any
-) -> dict[str, Any]:
-    """The fields of `BusConfig` for `load_config`, which lets its argument win over the
-    environment: those of the file that the environment does not have, and the explicit ones.
+    file: ConfigFile, environment: Mapping[str, str], *, nats: str | None = None
+) -> BusSettings:
+    """The fields of the bus that go before the environment: those of the file that the
+    environment does not have, and the servers of `--nats`.
 
     Raises:
         ConfigError: the file names a field that does not exist.
     """
-    values = _mapping(file.get(BUS_KEY) or {})
-    if values is None:
-        raise ConfigError(f"the configuration file: {BUS_KEY} must have fields as its keys")
-    for key in values:
-        if key not in BusConfig.__struct_fields__:
-            raise ConfigError(
-                f"the configuration file: {BUS_KEY}.{key} does not exist; there are: "
-                f"{', '.join(BusConfig.__struct_fields__)}"
-            )
-    kept = {
-        key: value
-        for key, value in values.items()
-        if _BUS_ENVIRONMENT.format(key.upper()) not in environment
-        and not (key == "servers" and environment.get("NATS_URL"))
-    }
-    return kept | {key: value for key, value in explicit.items() if value is not None}
+    section = mapping(file.keys.get(BUS_KEY) or {})
+    if section is None:
+        raise ConfigError(
+            f"{file.place(BUS_KEY)} must have fields as its keys, for example "
+            f"`{BUS_KEY}: {{drain_grace: 10}}`"
+        )
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for key, value in section.items():
+        place = file.place(BUS_KEY, key)
+        check_field(key, place)
+        if variable(key) in environment or (key == "servers" and environment.get("NATS_URL")):
+            continue
+        values[key], sources[key] = value, place
+    if nats is not None:
+        values["servers"], sources["servers"] = nats, "--nats"
+    return BusSettings(values, sources)
 
 
-def build_arguments(actor: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def build_arguments(
+    actor: type[Any], given: Mapping[str, Any], sources: Mapping[str, str] = _NO_SOURCES
+) -> dict[str, Any]:
     """The validated constructor arguments of an actor class.
+
+    Args:
+        sources: where arguments came from, for messages; the actor and its argument unless said.
 
     Raises:
         ConfigError: a name the constructor does not have, a missing one, or a value that does
@@ -206,15 +213,39 @@ def build_arguments(actor: type[Any], given: Mapping[str, Any]) -> dict[str, Any
     unknown = [name for name in given if name not in named]
     if unknown and not accepts_any:
         known = f"it has {', '.join(named)}" if named else "its constructor takes none"
-        raise ConfigError(f"{actor.__name__} has no argument {unknown[0]!r}: {known}")
+        place = f"{sources[unknown[0]]}: " if unknown[0] in sources else ""
+        raise ConfigError(
+            f"{place}{actor.__name__} has no argument {unknown[0]!r}"
+            f"{suggestion(unknown[0], named)}: {known}"
+        )
     missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
     if missing:
         raise ConfigError(
             f"{actor.__name__} needs {missing[0]!r}: give --{actor.__name__}.{missing[0]}=VALUE, "
-            f"or a key {missing[0]} under {actor.__name__} in the YAML file"
+            f"DYNBUS_{actor.__name__}__{missing[0]}=VALUE, or a key {missing[0]} under "
+            f"{actor.__name__} in the YAML file"
         )
     hints = _hints(actor)
-    return {name: _validate(actor, name, value, hints.get(name)) for name, value in given.items()}
+    return {
+        name: _validate(name, value, hints.get(name), sources.get(name, f"{actor.__name__}.{name}"))
+        for name, value in given.items()
+    }
+
+
+def shown(name: str, value: Any) -> Any:
+    """A constructor argument as it may be printed."""
+    if any(word in name.lower() for word in HIDDEN_WORDS):
+        return HIDDEN
+    return str(value) if isinstance(value, Text) else value
+
+
+def defaults(actor: type[Any]) -> dict[str, Any]:
+    """The constructor arguments that have a default, and it."""
+    return {
+        name: p.default
+        for name, p in _parameters(actor).items()
+        if p.default is not p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
 
 
 def _parameters(actor: type[Any]) -> dict[str, inspect.Parameter]:
@@ -230,11 +261,14 @@ def _hints(actor: type[Any]) -> dict[str, Any]:
         return {}
     try:
         return typing.get_type_hints(actor.__init__)
-    except NameError as error:
-        raise ConfigError(f"{actor.__name__}.__init__: {error}") from None
+    except Exception as error:  # noqa: BLE001 - annotations written as text are code of users
+        raise ConfigError(
+            f"{actor.__name__}.__init__: an annotation cannot be resolved: "
+            f"{type(error).__name__}: {error}"
+        ) from None
 
 
-def _validate(actor: type[Any], name: str, value: Any, annotation: Any) -> Any:
+def _validate(name: str, value: Any, annotation: Any, source: str) -> Any:
     if annotation is None or annotation is Any:
         return str(value) if isinstance(value, Text) else value
     try:
@@ -247,7 +281,17 @@ def _validate(actor: type[Any], name: str, value: Any, annotation: Any) -> Any:
             return adapter.validate_python(value)
         return _read_text(adapter, value)
     except pydantic.ValidationError as error:
-        raise ConfigError(f"{actor.__name__}.{name} = {str(value)!r}: {explain(error)}") from None
+        raise ConfigError(
+            f"{source} = {shown(name, value)!r}: {_remedy(name, annotation, error)}"
+        ) from None
+
+
+def _remedy(name: str, annotation: Any, error: pydantic.ValidationError) -> str:
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    plain = len(details) == 1 and not details[0]["loc"]
+    # A longer explanation quotes parts of the value.
+    why = details[0]["msg"] if plain or shown(name, "") == HIDDEN else explain(error)
+    return f"give {inspect.formatannotation(annotation)}: {why}"
 
 
 def _read_text(adapter: pydantic.TypeAdapter[Any], text: Text) -> Any:
@@ -260,156 +304,69 @@ def _read_text(adapter: pydantic.TypeAdapter[Any], text: Text) -> Any:
         raise
 
 
-class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses explicit tags, and a key that is written twice.
+class _Given:
+    """What one actor is given; what is taken later replaces what was taken before."""
 
-    Merge keys work as YAML has them; what they bring counts towards `MAX_VALUES`.
-    """
+    def __init__(self, actor: type[Any]) -> None:
+        self.arguments: dict[str, Any] = {}
+        self.sources: dict[str, str] = {}
+        self._actor = actor
+        self._workers: Any = 1
+        self._workers_source = ""
 
-    def __init__(self, stream: bytes) -> None:
-        super().__init__(stream)
-        self._merged = 0
-        # The nodes themselves, so that no other can have the same identity.
-        self._flat: dict[int, yaml.MappingNode] = {}
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = cast("Any", self).peek_event()
-        tag: str | None = getattr(event, "tag", None)
-        if tag is not None:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the tag {tag} is not allowed: write the plain value", event.start_mark
-            )
-        return super().compose_node(parent, index)
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        if id(node) in self._flat:
-            return
-        merged: list[tuple[yaml.Node, yaml.Node]] = []
-        own: list[tuple[yaml.Node, yaml.Node]] = []
-        seen: set[Hashable] = set()
-        for key_node, value_node in node.value:
-            if key_node.tag == _MERGE:
-                merged += self._merge(value_node)
-                continue
-            self._check_key(key_node, seen)
-            own.append((key_node, value_node))
-        # Later ones win.
-        node.value = merged + own
-        self._flat[id(node)] = node
-
-    def _merge(self, value_node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:
-        several = isinstance(value_node, yaml.SequenceNode)
-        # The first of several mappings wins.
-        sources: list[yaml.Node] = value_node.value[::-1] if several else [value_node]
-        found: list[tuple[yaml.Node, yaml.Node]] = []
-        for source in sources:
-            if not isinstance(source, yaml.MappingNode):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "<< takes a mapping, or a list of mappings", source.start_mark
-                )
-            self.flatten_mapping(source)
-            self._merged += 1 + len(source.value)
-            if self._merged > MAX_VALUES:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"merges bring more than {MAX_VALUES} values", source.start_mark
-                )
-            found += source.value
-        return found
-
-    def _check_key(self, key_node: yaml.Node, seen: set[Hashable]) -> None:
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise yaml.constructor.ConstructorError(
-                None, None, "a key must be a plain value", key_node.start_mark
-            )
-        key: Any = self.construct_object(key_node)  # pyright: ignore[reportUnknownMemberType]
-        if key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} is there twice", key_node.start_mark
-            )
-        seen.add(key)
-
-
-def _mapping(value: Any) -> dict[str, Any] | None:
-    """The value with its keys as text; None when it is no mapping."""
-    if not isinstance(value, dict):
-        return None
-    keys = cast("dict[object, Any]", value)
-    return {str(key): each for key, each in keys.items()}
-
-
-def _check_size(path: Path, loaded: Any) -> None:
-    """Refuse what grows without end when it is written out: aliases within aliases."""
-    count = 0
-    open_values: list[Any] = [loaded]
-    while open_values:
-        value = open_values.pop()
-        count += 1
-        if count > MAX_VALUES:
-            raise ConfigError(f"{path} holds more than {MAX_VALUES} values: its aliases multiply")
-        if isinstance(value, dict):
-            open_values += cast("dict[object, Any]", value).values()
-        elif isinstance(value, list):
-            open_values += cast("list[object]", value)
-
-
-def _check_names(given: Sequence[str], known: Mapping[str, Any], where: str) -> None:
-    for name in given:
-        if name not in known:
+    def take_section(self, file: ConfigFile, section: Any) -> None:
+        """Take the actor's section of the YAML file."""
+        name = self._actor.__name__
+        given = mapping({} if section is None else section)
+        if given is None:
+            raise ConfigError(f"{file.place(name)} must have constructor arguments as its keys")
+        service = mapping(given.pop(SERVICE_KEY, None) or {})
+        if service is None:
             raise ConfigError(
-                f"{where.format(name)} is no actor of this run; there are: "
-                f"{', '.join(known) or 'none'}"
+                f"{file.place(name, SERVICE_KEY)} must be a mapping, for example {{{WORKERS}: 2}}"
             )
+        for key, value in given.items():
+            self._take(key, value, file.place(name, key))
+        for key, value in service.items():
+            self._take_service(key, value, file.place(name, SERVICE_KEY, key))
+
+    def take_text(self, key: str, text: str, source: str) -> None:
+        """Take a value that was given by its dotted key."""
+        first, _, rest = key.partition(".")
+        if first == SERVICE_KEY:
+            self._take_service(rest, Text(text), source)
+        elif rest:
+            raise ConfigError(f"{source}: only whole arguments can be set: give {first} as JSON")
+        else:
+            self._take(key, Text(text), source)
+
+    def workers(self) -> int:
+        """The number of instances."""
+        value = self._workers
+        if isinstance(value, Text) and value.isascii() and value.isdigit():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_WORKERS:
+            raise ConfigError(
+                f"{self._workers_source} = {value!r} must be a number of instances from 0 to "
+                f"{MAX_WORKERS}"
+            )
+        return value
+
+    def _take(self, key: str, value: Any, source: str) -> None:
+        if key == WORKERS and WORKERS not in _parameters(self._actor):
+            self._workers, self._workers_source = value, source
+        else:
+            self.arguments[key], self.sources[key] = value, source
+
+    def _take_service(self, key: str, value: Any, source: str) -> None:
+        if key != WORKERS:
+            raise ConfigError(f"{source} does not exist; there is: {SERVICE_KEY}.{WORKERS}")
+        self._workers, self._workers_source = value, source
 
 
-def _from_file(name: str, section: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The constructor arguments and the service arguments of one actor."""
-    if section is None:
-        return {}, {}
-    given = _mapping(section)
-    if given is None:
+def _check_actor(name: str, known: Mapping[str, Any], source: str) -> None:
+    if name not in known:
         raise ConfigError(
-            f"the configuration file: {name} must have constructor arguments as its keys"
+            f"{source}: {name} is no actor of this run{suggestion(name, known)}; there are: "
+            f"{', '.join(known) or 'none'}"
         )
-    service = _mapping(given.pop(SERVICE_KEY, None) or {})
-    if service is None:
-        raise ConfigError(
-            f"the configuration file: {name}.{SERVICE_KEY} must be a mapping, for example "
-            f"{{{WORKERS}: 2}}"
-        )
-    for key in service:
-        _check_service_key(name, key)
-    return given, service
-
-
-def _set(
-    actor: type[Any], key: str, value: Text, given: dict[str, Any], service: dict[str, Any]
-) -> None:
-    """Enter a value that was given by its dotted key."""
-    first, _, rest = key.partition(".")
-    if first == SERVICE_KEY:
-        _check_service_key(actor.__name__, rest)
-        service[rest] = value
-    elif rest:
-        raise ConfigError(
-            f"{actor.__name__}.{key}: only whole arguments can be set: give {first} as JSON"
-        )
-    elif key == WORKERS and WORKERS not in _parameters(actor):
-        service[WORKERS] = value
-    else:
-        given[key] = value
-
-
-def _check_service_key(name: str, key: str) -> None:
-    if key != WORKERS:
-        raise ConfigError(f"{name}.{SERVICE_KEY}.{key} does not exist; there is: {WORKERS}")
-
-
-def _workers(name: str, service: Mapping[str, Any]) -> int:
-    value = service.get(WORKERS, 1)
-    if isinstance(value, Text) and value.isascii() and value.isdigit():
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_WORKERS:
-        raise ConfigError(
-            f"{name}.{WORKERS} = {value!r} must be a number of instances from 0 to {MAX_WORKERS}"
-        )
-    return value

@@ -16,10 +16,11 @@ from dynbus.bus.endpoint import (
     DEFAULT_TIMEOUT,
     MAX_SECONDS,
 )
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.names import check_token
 
-from .codec import AnyCodec, codec_for
+from .codec import AnyCodec, Misfit, codec_for
+from .shapes import describe
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -103,6 +104,37 @@ class HandlerSpec:
                 f"{self.label}: {what} of type {annotation!r} cannot be sent as JSON: {error}"
             ) from None
 
+    def request_decoder(self) -> Callable[[bytes], Any]:
+        """How an instance reads requests: bytes to request, None for a handler without one.
+
+        What it returns raises `InvalidRequest` for bytes that do not fit.
+        """
+        codec = self.request_codec
+        if codec is None:
+            return self._decode_nothing
+        decode = codec.decode
+
+        def decode_request(data: bytes) -> Any:
+            try:
+                return decode(data)
+            except Misfit as error:
+                raise InvalidRequest(self._explain(codec, data, error)) from None
+
+        return decode_request
+
+    def _decode_nothing(self, data: bytes) -> None:
+        if not _is_nothing(data):
+            raise InvalidRequest(
+                f"{self.label} takes no request, but {len(data)} bytes were sent: "
+                "leave the body empty"
+            )
+
+    def _explain(self, codec: AnyCodec, data: bytes, error: Misfit) -> str:
+        if not _is_nothing(data):
+            return str(error)
+        body = "null" if data.strip() else "empty"
+        return f"{self.label} wants {describe(codec)}, but the body was {body}"
+
     def check(self) -> None:
         """Resolve all annotations now.
 
@@ -110,6 +142,11 @@ class HandlerSpec:
             ConfigError: one of them cannot be used.
         """
         _ = self.request_codec, self.result_codec
+
+
+def _is_nothing(data: bytes) -> bool:
+    """Whether a body says that there is no request, as untyped clients do with null."""
+    return data.strip() in (b"", b"null")
 
 
 _UNSET: Any = object()

@@ -9,13 +9,14 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.context import context
 from dynbus.bus.endpoint import Endpoint
-from dynbus.bus.errors import DynbusError, InvalidRequest, InvalidResponse, Unavailable
+from dynbus.bus.errors import DynbusError, InvalidResponse, Unavailable
 from dynbus.bus.leases import LeaseKeeper, LeaseState
 from dynbus.bus.server import InstanceServer
 from dynbus.bus.services import ServiceResponder
@@ -23,7 +24,7 @@ from dynbus.bus.transport import ConnectionState
 from dynbus.bus.wire import InstanceRecord
 
 from .actor import Actor, check_startable
-from .codec import AnyCodec, Misfit
+from .codec import AnyCodec
 from .configuration import build_arguments
 from .handlers import HandlerSpec
 from .lifecycle import InstanceState, Lifecycle
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 BARRIER_RETRY: Final = 0.5
 STOP_TIMEOUT: Final = 30.0
 """Seconds that `on_stop` may take; also a start that is cancelled."""
+HURRIED_TIMEOUT: Final = 0.5
+"""The same once the instance was told to stop at once."""
 CANCEL_TIMEOUT: Final = 1.0
 """Seconds that a cancelled `on_stop` may take to end."""
 
@@ -80,6 +83,7 @@ class ActorInstance:
         self._starting: asyncio.Timeout | None = None
         self._start_ended = asyncio.Event()
         self._start_refused = False
+        self._hurried = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<ActorInstance [{self.lifecycle.state.value}] {self.server!r}>"
@@ -136,9 +140,10 @@ class ActorInstance:
         await asyncio.shield(self._stopping)
 
     def stop_now(self) -> None:
-        """End what is still running in a drain."""
+        """End what is still running in a drain, `on_stop` after `HURRIED_TIMEOUT` seconds."""
         from dynbus.bus.errors import Draining
 
+        self._hurried.set()
         self.server.draining = True
         self.server.end_all(Draining("the instance was stopped"))
 
@@ -212,9 +217,12 @@ class ActorInstance:
             self._runtime.bus.lane.call(self._say_draining, keeper)
         try:
             await self.server.drain(grace)
-            await self._withdraw()
         finally:
-            await self._end()
+            # Whatever broke, a stopped instance must not stay announced.
+            try:
+                await self._withdraw()
+            finally:
+                await self._end()
 
     async def _end(self) -> None:
         try:
@@ -227,7 +235,7 @@ class ActorInstance:
             )
 
     async def _run_on_stop(self) -> None:
-        """Run `on_stop` to its end, or for `STOP_TIMEOUT` seconds."""
+        """Run `on_stop` to its end, or for as long as `_stop_time`."""
 
         async def on_stop() -> None:
             inside_on_stop.set(True)
@@ -235,18 +243,28 @@ class ActorInstance:
 
         # A task of its own: one that swallows its cancellation is left behind, not waited for.
         task = asyncio.get_running_loop().create_task(on_stop())
+        time_over = asyncio.get_running_loop().create_task(self._stop_time())
         try:
-            await asyncio.wait({task}, timeout=STOP_TIMEOUT)
+            await asyncio.wait({task, time_over}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                logger.error("on_stop of %s was cancelled after %g s", self.id, STOP_TIMEOUT)
+                seconds = HURRIED_TIMEOUT if self._hurried.is_set() else STOP_TIMEOUT
+                logger.error("on_stop of %s was cancelled after %g s", self.id, seconds)
                 task.cancel()
                 await asyncio.wait({task}, timeout=CANCEL_TIMEOUT)
         finally:
             task.cancel()
+            time_over.cancel()
         if not task.done():
             logger.error("on_stop of %s goes on in spite of its cancellation", self.id)
         elif not task.cancelled():
             task.result()
+
+    async def _stop_time(self) -> None:
+        """Last for as long as `on_stop` may."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT):
+                await self._hurried.wait()
+                await asyncio.sleep(HURRIED_TIMEOUT)
 
     @staticmethod
     def _say_draining(keeper: LeaseKeeper) -> None:
@@ -307,8 +325,8 @@ def make_endpoint(actor: Actor, attribute: str, spec: HandlerSpec) -> Endpoint:
         name=spec.name,
         streaming=spec.streaming,
         invoke=_make_invoke(method, spec),
-        decode=_make_decode(request_codec),
-        encode=_make_encode(result_codec),
+        decode=spec.request_decoder(),
+        encode=result_codec.encoder(InvalidResponse),
         concurrency=spec.concurrency,
         queue=spec.queue,
         timeout=spec.timeout,
@@ -338,31 +356,3 @@ def _make_invoke(method: Callable[..., Any], spec: HandlerSpec) -> Callable[[Any
         name = spec.request_parameter
         return lambda request: method(**{name: request, "context": context()})
     return lambda request: method(request, context=context())
-
-
-def _make_decode(codec: AnyCodec | None) -> Callable[[bytes], Any]:
-    if codec is None:
-        return lambda data: None
-    inner = codec.decode
-
-    def decode(data: bytes) -> Any:
-        try:
-            return inner(data)
-        except Misfit as error:
-            raise InvalidRequest(str(error)) from None
-
-    return decode
-
-
-def _make_encode(codec: AnyCodec) -> Callable[[Any], bytes]:
-    inner, model, to_json = codec.encode, codec.model, codec.to_json
-
-    def encode(value: Any) -> bytes:
-        try:
-            if type(value) is model:
-                return to_json(value)
-            return inner(value)
-        except Misfit as error:
-            raise InvalidResponse(str(error)) from None
-
-    return encode

@@ -1,4 +1,4 @@
-"""One logical call: choosing an instance, sending, and trying the next where that is safe.
+"""One logical call: sending it to a chosen instance, and to the next where that is safe.
 
 A failed attempt is repeated by itself only when the request provably did not start. Beyond
 that a handler must be declared idempotent, or the caller must have given an idempotency key.
@@ -13,7 +13,6 @@ from dynbus.bus import headers
 from dynbus.bus.caller import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, current_context
-from dynbus.bus.discovery import Instance
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.errors import (
     ConfigError,
@@ -26,11 +25,12 @@ from dynbus.bus.errors import (
     Overloaded,
     Unavailable,
 )
-from dynbus.bus.names import EndpointName, check_token
+from dynbus.bus.names import EndpointName
 from dynbus.bus.tokens import jitter, random_id
 
 from .options import DEFAULT, CallOptions, current_options
-from .routing import Load, Router, RouteRequest
+from .routing import Router
+from .selection import Selection
 
 if TYPE_CHECKING:
     from dynbus.bus.telemetry import CallObservation
@@ -54,13 +54,12 @@ class Invocation:
     __slots__ = (
         "_attempt",
         "_deadline",
-        "_declared",
         "_fields",
         "_observation",
         "_parent",
         "_migrations",
         "_retries",
-        "_tried",
+        "_selection",
         "call",
         "data",
         "endpoint",
@@ -68,11 +67,8 @@ class Invocation:
         "instance_id",
         "migration_limit",
         "options",
-        "request",
         "request_id",
-        "router",
         "runtime",
-        "streaming",
     )
 
     def __init__(
@@ -94,10 +90,7 @@ class Invocation:
         parent = parent or current_context()
         self.runtime = runtime
         self.endpoint = endpoint
-        self.router = router
-        self.request = request
         self.data = data
-        self.streaming = streaming
         self.options = options
         self.request_id = options.request_id or (parent.id if parent else random_id())
         self.migration_limit = migration_limit
@@ -105,11 +98,12 @@ class Invocation:
         self.instance_id = options.instance
         self.call: PendingCall | None = None
         self._parent = parent
-        self._declared = streaming is not None
         self._attempt = 0
         self._retries = 0
         self._migrations = 0
-        self._tried: set[str] = set()
+        self._selection = Selection(
+            runtime, endpoint, router, request, self.request_id, parent, streaming
+        )
         self._fields: dict[str, str] | None = None
         self._observation: CallObservation | None = None
         limit = timeout if options.timeout is DEFAULT else options.timeout
@@ -118,22 +112,33 @@ class Invocation:
             deadline = parent.deadline if deadline is None else min(deadline, parent.deadline)
         self._deadline = deadline
 
+    @property
+    def streaming(self) -> bool | None:
+        """Whether the call is a stream; None for an untyped one before an instance tells."""
+        return self._selection.streaming
+
+    @streaming.setter
+    def streaming(self, streaming: bool) -> None:
+        self._selection.streaming = streaming
+
     async def begin(self) -> PendingCall:
         """Send the request to the instance that the router picks.
 
         Raises:
             NoInstances: there is none, at once or after the wait that the options give.
-            ConfigError: the router picked what is no instance id.
+            ConfigError: the router failed, or picked what it was not offered.
             InvalidRequest: the instance serves the endpoint in the other kind.
             DeadlineExceeded, PayloadTooLarge, Unavailable: nothing was sent.
         """
         runtime = self.runtime
         if not runtime.is_connected:
             await runtime.wait_connected(self._time_left())
-        instance_id = self.options.instance or await self._choose()
+        # Until one is chosen a failure is no instance's, and no reason to try the next.
+        self.instance_id = self.options.instance
+        instance_id = self.instance_id or await self._choose()
         self.instance_id = instance_id
         self._attempt += 1
-        self._check_kind(instance_id)
+        self._selection.check_kind(instance_id)
         head = CallHead(
             self.endpoint,
             self.request_id,
@@ -154,14 +159,9 @@ class Invocation:
         Raises:
             NoInstances: there is none that could tell.
         """
-        instance_id = self.options.instance
-        if instance_id:
-            await self.runtime.discovery.wait(self.endpoint, 1, self.options.wait)
-            kind = self._kind_at(instance_id)
-            if kind is not None:
-                self.streaming = kind == "stream"
-                return
-        await self._choose()
+        instance_id, wait = self.options.instance, self.options.wait
+        if not instance_id or not await self._selection.learn_kind_at(instance_id, wait):
+            await self._choose()
 
     async def unary(self) -> bytes:
         """The result of a unary call, over as many attempts as are safe.
@@ -246,11 +246,12 @@ class Invocation:
                 self.endpoint.namespace, self.endpoint.component, self.instance_id, monotonic()
             )
         if self.instance_id and not error.started and not lost:
-            self._tried.add(self.instance_id)
+            self._selection.mark_tried(self.instance_id)
         final = isinstance(error, ConfigError | DeadlineExceeded | NoInstances)
         if self._attempt >= MAX_ATTEMPTS or final:
             raise error
-        if not error.started and not lost and not self.options.instance and self._has_untried():
+        routed = self.instance_id and not self.options.instance
+        if routed and not error.started and not lost and self._selection.has_untried():
             return
         if isinstance(error, Migrate | Draining) and self._may_migrate():
             return
@@ -263,7 +264,7 @@ class Invocation:
         if not safe or self._retries >= allowed or isinstance(error, InvalidRequest):
             raise error
         self._retries += 1
-        self._tried.clear()
+        self._selection.forget_tried()
         await self._pause(error)
 
     def _may_migrate(self) -> bool:
@@ -272,8 +273,8 @@ class Invocation:
         Only asked before the first item: a stream that has begun is continued where that is
         defined, never begun again.
         """
-        self._tried.add(self.instance_id)
-        if self._migrations >= self.migration_limit or not self._has_untried():
+        self._selection.mark_tried(self.instance_id)
+        if self._migrations >= self.migration_limit or not self._selection.has_untried():
             return False
         self._migrations += 1
         return True
@@ -287,96 +288,7 @@ class Invocation:
     # Internals -----------------------------------------------------------------------------
 
     async def _choose(self) -> str:
-        runtime = self.runtime
-        endpoint = self.endpoint
-        discovery = runtime.discovery
-        view = discovery.view
-        instances = view.instances(endpoint.namespace, endpoint.component, monotonic())
-        if not instances:
-            wait = self.options.wait
-            left = self._time_left()
-            instances = await self._wait_for_instances(wait, left)
-        if self._tried:
-            untried = [one for one in instances if one.id not in self._tried]
-            instances = untried or instances
-        request = RouteRequest(endpoint, self.request, self._parent, self._load)
-        # A router is the user's code, and what it says becomes part of a subject.
-        chosen = check_token("the router's instance", await self.router.route(request, instances))
-        if self.streaming is None:
-            self.streaming = self._kind_at(chosen) == "stream"
-        return chosen
-
-    def _kind_at(self, instance_id: str) -> str | None:
-        """`unary` or `stream`, as the instance's record says; None when it does not."""
-        endpoint = self.endpoint
-        view = self.runtime.discovery.view
-        one = view.find(endpoint.namespace, endpoint.component, instance_id)
-        return one.record.endpoints.get(endpoint.endpoint) if one is not None else None
-
-    def _check_endpoint(self, instance_id: str) -> None:
-        """Refuse a call of an endpoint that the chosen instance does not have.
-
-        Raises:
-            InvalidRequest: its record lists others; the next instance may have it.
-        """
-        endpoint = self.endpoint
-        view = self.runtime.discovery.view
-        one = view.find(endpoint.namespace, endpoint.component, instance_id)
-        if one is not None and one.record.endpoints:
-            raise InvalidRequest(
-                f"{endpoint.namespace}.{endpoint.component} has no endpoint "
-                f"{endpoint.endpoint!r}; it has {', '.join(sorted(one.record.endpoints))}",
-                request_id=self.request_id,
-                started=False,
-            )
-
-    def _check_kind(self, instance_id: str) -> None:
-        """Refuse a call whose result would be lost, or never come.
-
-        Raises:
-            InvalidRequest: the instance's record says that it serves the other kind.
-        """
-        kind = self._kind_at(instance_id)
-        if kind is None:
-            self._check_endpoint(instance_id)
-            return
-        wanted = "stream" if self.streaming else "unary"
-        if kind == wanted:
-            return
-        if self._declared:
-            message = (
-                f"{self.endpoint} is declared {wanted} by the client's actor class, "
-                f"but instance {instance_id} serves it as {kind}"
-            )
-        elif self.streaming:
-            message = f"{self.endpoint} answers once: await the call"
-        else:
-            message = f"{self.endpoint} answers with a stream: iterate over the call"
-        raise InvalidRequest(message, request_id=self.request_id, started=False)
-
-    async def _wait_for_instances(self, wait: float, left: float | None) -> list[Instance]:
-        discovery = self.runtime.discovery
-        try:
-            async with asyncio.timeout(left):
-                return await discovery.wait(
-                    self.endpoint, 1, wait if left is None else min(wait, left)
-                )
-        except TimeoutError:
-            # The first reading of the records does not end, and no wait was asked for.
-            raise DeadlineExceeded(
-                f"the deadline passed before {self.endpoint} was found",
-                request_id=self.request_id,
-                started=False,
-            ) from None
-
-    def _load(self, instance_id: str) -> Load:
-        caller = self.runtime.caller
-        return Load(caller.in_flight(instance_id), caller.load(instance_id))
-
-    def _has_untried(self) -> bool:
-        view = self.runtime.discovery.view
-        instances = view.instances(self.endpoint.namespace, self.endpoint.component, monotonic())
-        return any(one.id not in self._tried for one in instances)
+        return await self._selection.choose(self.options.wait, self._time_left())
 
     async def _pause(self, error: DynbusError) -> None:
         pause = min(MAX_BACKOFF, FIRST_BACKOFF * 2**self._retries) * jitter.uniform(0.5, 1.0)

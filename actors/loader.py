@@ -9,16 +9,19 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from dynbus.bus.errors import ConfigError
 
 from .actor import Actor, check_startable
 
 _SUFFIX: Final = ".py"
+
+T = TypeVar("T")
 
 
 class ImportFailed(ConfigError):
@@ -167,10 +170,19 @@ def with_dependencies(actors: Iterable[type[Actor]]) -> list[type[Actor]]:
     return list(ordered)
 
 
-def level(actor: type[Actor]) -> int:
+def dependency_depth(actor: type[Actor]) -> int:
     """How long the longest chain of dependencies below an actor is; 0 without any."""
-    below = [level(each.actor) + 1 for each in actor.__dynbus_dependencies__.values()]
+    below = [
+        dependency_depth(dependency.actor) + 1
+        for dependency in actor.__dynbus_dependencies__.values()
+    ]
     return max(below, default=0)
+
+
+def dependents_first(items: Iterable[T], depth: Callable[[T], int]) -> list[list[T]]:
+    """The items in the order of a drain: by depth, with what others depend on last."""
+    ordered = sorted(items, key=depth, reverse=True)
+    return [list(group) for _, group in groupby(ordered, depth)]
 
 
 def reference(actor: type[Actor]) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 from dynbus.bus.context import Context
 from dynbus.bus.discovery import Instance
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.names import EndpointName
 from dynbus.bus.tokens import jitter
+
+ROUTE_TIMEOUT: Final = 60.0
+"""Seconds that a router may take for a call, even when the call has no deadline."""
 
 
 class Load(NamedTuple):
@@ -49,7 +52,12 @@ class Router(Protocol):
     """Picks an instance for each call. Stateful routers are shared by the calls of a client."""
 
     async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
-        """The id of one of `instances`, which is never empty."""
+        """The id of one of `instances`, which is never empty.
+
+        A `DynbusError` raised here is the call's; any other exception, and an id that was not
+        offered, is a `ConfigError`. It may wait until the call's deadline, and for
+        `ROUTE_TIMEOUT` at most.
+        """
         ...
 
 
@@ -105,6 +113,9 @@ POLICIES: dict[str, Callable[[], Router]] = {
     "power_of_two": PowerOfTwo,
 }
 
+OWN_POLICIES: Final = frozenset((RoundRobin, Random, LeastLoaded, PowerOfTwo))
+"""Routers that neither wait nor fail, and pick what they were offered."""
+
 
 def make_router(routing: Routing | None) -> Router:
     """The router for a name, or the given one; round robin for None.
@@ -120,6 +131,10 @@ def make_router(routing: Routing | None) -> Router:
             raise ConfigError(f"routing {routing!r} is unknown: use one of {', '.join(POLICIES)}")
         return policy()
     given: Any = routing
+    if isinstance(given, type):
+        raise ConfigError(
+            f"routing {given.__name__} is a class: give an object, {given.__name__}()"
+        )
     if isinstance(given, Router):
         return given
     raise ConfigError(f"routing {routing!r} has no method `async def route(request, instances)`")

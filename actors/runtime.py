@@ -236,7 +236,7 @@ class Connecting:
             await _finish(self._runtime.close())
 
     async def _open(self) -> Runtime:
-        config: BusConfig = load_config(self._settings)
+        config: BusConfig = load_config(self._settings, unknown_variables="warn")
         bus = await Bus.connect(config, name=self._name)
         try:
             return await self._kind.over(bus)

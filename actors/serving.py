@@ -11,21 +11,25 @@ import os
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from dynbus.bus import exit_codes
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
+from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied, Unavailable
 
 from .actor import Actor
 from .instance import ActorInstance
 from .lifecycle import InstanceState
-from .loader import level
+from .loader import dependency_depth, dependents_first
 from .runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_OWN_FOLDERS: Final = tuple(
+    f"{Path(__file__).parents[1] / part}{os.sep}" for part in ("actors", "bus")
+)
 
 
 class Assignment(NamedTuple):
@@ -151,12 +155,9 @@ async def _drain(runtime: Runtime, ending: Ending) -> None:
     """Stop what others depend on last, all of it within one grace period."""
     grace = runtime.bus.config.drain_grace if ending.grace is None else ending.grace
     deadline = monotonic() + grace
-    by_level: dict[int, list[ActorInstance]] = {}
-    for instance in runtime.instances.values():
-        by_level.setdefault(level(type(instance.actor)), []).append(instance)
     hurry = asyncio.ensure_future(_stop_at_once(runtime, ending))
     try:
-        for _, instances in sorted(by_level.items(), reverse=True):
+        for instances in dependents_first(runtime.instances.values(), _dependency_depth):
             left = max(0.0, deadline - monotonic())
             ended = await asyncio.gather(
                 *(instance.stop(left) for instance in instances), return_exceptions=True
@@ -166,6 +167,10 @@ async def _drain(runtime: Runtime, ending: Ending) -> None:
                     logger.error("%r did not stop cleanly", instance, exc_info=error)
     finally:
         hurry.cancel()
+
+
+def _dependency_depth(instance: ActorInstance) -> int:
+    return dependency_depth(type(instance.actor))
 
 
 async def _stop_at_once(runtime: Runtime, ending: Ending) -> None:
@@ -216,19 +221,28 @@ def describe(error: BaseException) -> Failure:
 
 
 def users_traceback(error: BaseException | None) -> str:
-    """The traceback of an exception from where it leaves dynbus's own code."""
+    """The traceback of an exception from where it leaves dynbus's own code.
+
+    What dynbus itself raises at a mistake in the user's code ends at the user's line, and
+    without the message, which is told anyway.
+    """
     if error is None:
         return ""
-    own = tuple(f"{Path(__file__).parents[1] / part}{os.sep}" for part in ("actors", "bus"))
-    frames = error.__traceback__
-    while (
-        frames is not None
-        and frames.tb_next is not None
-        and _is_machinery(frames.tb_frame.f_code.co_filename, own)
-    ):
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
+    told = traceback.TracebackException.from_exception(error)
+    mine = [number for number, frame in enumerate(told.stack) if not _is_machinery(frame.filename)]
+    if isinstance(error, DynbusError):
+        users = told.stack[mine[0] : mine[-1] + 1] if mine else []
+        head = "Traceback (most recent call last):\n"
+        return head + "".join(traceback.format_list(users)) if users else ""
+    if isinstance(error, SyntaxError) and not mine:
+        return "".join(told.format_exception_only())
+    if mine:
+        del told.stack[: mine[0]]
+    return "".join(told.format())
 
 
-def _is_machinery(file: str, own: tuple[str, ...]) -> bool:
-    return file.startswith(("<frozen importlib", *own)) or f"{os.sep}importlib{os.sep}" in file
+def _is_machinery(file: str) -> bool:
+    return (
+        file.startswith(("<frozen importlib", *_OWN_FOLDERS))
+        or f"{os.sep}importlib{os.sep}" in file
+    )

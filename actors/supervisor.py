@@ -17,16 +17,19 @@ from typing import Final
 from dynbus.bus import exit_codes
 from dynbus.bus.clock import monotonic
 
-from .child import Child, ChildState, exit_text
-from .child import WorkerSettings as WorkerSettings
+from .child import Child, ChildState, WorkerSettings, exit_text
+from .child_messages import DrainInstance, StartInstance, StopInstance
+from .instance import CANCEL_TIMEOUT, STOP_TIMEOUT
+from .loader import dependents_first
 from .restart_policy import RestartPolicy
-from .serving import Assignment, Failure
-from .worker import CollectMetrics, Drain, Start, Stop
+from .serving import Assignment, Failure, describe
 
 STOP_SECONDS: Final = 2.0
 """Seconds that a child has to end after the last word; then it is killed."""
-DRAIN_SLACK: Final = 5.0
-"""Seconds beyond the grace period for `on_stop` and for leaving the bus."""
+LEAVING_SECONDS: Final = 5.0
+"""Seconds for withdrawing from the bus and for leaving it."""
+DRAIN_SLACK: Final = STOP_TIMEOUT + CANCEL_TIMEOUT + LEAVING_SECONDS
+"""Seconds beyond the grace period in which a child ends by itself: those of `on_stop` too."""
 FAILED_GRACE: Final = 2.0
 """Seconds that the others have to end when an actor does not start."""
 
@@ -112,23 +115,19 @@ class Supervisor:
 
     async def metrics(self, timeout: float = 2.0) -> list[tuple[Child, str]]:
         """The metrics page of each child that gives one within `timeout` seconds."""
-        loop = asyncio.get_running_loop()
-        asked: dict[asyncio.Future[str], Child] = {}
-        for child in self.children:
-            if child.state is ChildState.READY:
-                if child.metrics is None or child.metrics.done():
-                    child.metrics = loop.create_future()
-                    child.send(CollectMetrics())
-                asked[child.metrics] = child
+        asked = {
+            child.collect_metrics(): child
+            for child in self.children
+            if child.state is ChildState.READY
+        }
         if not asked:
             return []
-        done, _ = await asyncio.wait(asked, timeout=timeout)
-        return [(asked[page], page.result()) for page in done]
+        answered, _ = await asyncio.wait(asked, timeout=timeout)
+        return [(asked[page], page.result()) for page in answered if not page.cancelled()]
 
     # One child -----------------------------------------------------------------------------
 
     async def _keep(self, child: Child) -> None:
-        policy = self._policy()
         starting: set[asyncio.Task[None]] = set()
 
         def loaded() -> None:
@@ -137,38 +136,52 @@ class Supervisor:
             task.add_done_callback(starting.discard)
 
         try:
-            while not self._asked.is_set():
-                code = await child.run(self._spawning, loaded)
-                if self._asked.is_set():
-                    return
-                if not child.has_been_ready.is_set():
-                    self._fail(child.failure or _silent_end(child, code))
-                    return
-                pause = policy.pause_after(monotonic(), random.random())
-                why = child.failure.message if child.failure else exit_text(code)
-                if pause is None:
-                    text = f"{child.label} ended {policy.limit + 1} times within "
-                    text += f"{policy.window:g} s, the last time: {why}"
-                    trace = child.failure.traceback if child.failure else ""
-                    self._fail(Failure(exit_codes.GAVE_UP, text, trace))
-                    return
-                logger.warning("%s ended: %s; it is started again in %.1f s", child, why, pause)
-                child.state = ChildState.RESTARTING
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self._asked.wait()
+            await self._keep_running(child, loaded)
+        except Exception as error:  # noqa: BLE001 - a child that nobody keeps must not go unnoticed
+            text = f"{child.label} cannot be kept: {type(error).__name__}: {error}"
+            self._fail(Failure(exit_codes.FAILURE, text, describe(error).traceback))
         finally:
             for task in starting:
                 task.cancel()
             child.state = ChildState.ENDED
             child.ended.set()
 
+    async def _keep_running(self, child: Child, loaded: Callable[[], None]) -> None:
+        """Run a child until the end is asked for, or it has failed for good."""
+        policy = self._policy()
+        while not self._asked.is_set():
+            try:
+                why = exit_text(await child.run(self._spawning, loaded))
+            except OSError as error:
+                why = f"its process could not be started: {error}"
+            if self._asked.is_set():
+                return
+            if not child.has_been_ready.is_set():
+                text = f"{child.label} ended before it was ready: {why}"
+                self._fail(child.failure or Failure(exit_codes.START_FAILED, text))
+                return
+            if child.failure is not None:
+                why = child.failure.message
+            pause = policy.pause_after(monotonic(), random.random())
+            if pause is None:
+                text = f"{child.label} ended {policy.limit + 1} times within "
+                text += f"{policy.window:g} s, the last time: {why}"
+                trace = child.failure.traceback if child.failure else ""
+                self._fail(Failure(exit_codes.GAVE_UP, text, trace))
+                return
+            logger.warning("%s ended: %s; it is started again in %.1f s", child.label, why, pause)
+            child.state = ChildState.RESTARTING
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._asked.wait()
+
     async def _start(self, child: Child) -> None:
         """Start a child that has loaded, once the server and its dependencies are there."""
         await self._begun.wait()
-        below = [other for other in self.children if other.level < child.level]
+        depth = child.dependency_depth
+        below = [other for other in self.children if other.dependency_depth < depth]
         await _all_set(other.has_been_ready for other in below)
-        child.send(Start())
+        child.send(StartInstance())
 
     def _fail(self, failure: Failure) -> None:
         if self.failure is None and not self._asked.is_set():
@@ -180,15 +193,14 @@ class Supervisor:
     # The end -------------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        """Drain level by level, dependencies last, until all have ended or time is over."""
+        """Drain, dependencies last, until all have ended or time is over."""
         deadline = monotonic() + self._grace
         stopping = asyncio.ensure_future(_all_set([self._at_once]))
         try:
-            for one in sorted({child.level for child in self.children}, reverse=True):
-                children = [child for child in self.children if child.level == one]
+            for children in dependents_first(self.children, lambda child: child.dependency_depth):
                 left = max(0.0, deadline - monotonic())
                 for child in children:
-                    child.end(Drain(left))
+                    child.end(DrainInstance(left))
                 ended = asyncio.ensure_future(_all_set(child.ended for child in children))
                 await asyncio.wait(
                     {ended, stopping},
@@ -205,10 +217,10 @@ class Supervisor:
         if not self._tasks:
             return
         for child in self.children:
-            child.end(Stop())
+            child.end(StopInstance())
         await asyncio.wait(self._tasks, timeout=STOP_SECONDS)
         for child in self._alive():
-            logger.error("%s did not end and was killed", child)
+            logger.error("%s (process %s) did not end and was killed", child.label, child.pid)
             child.kill()
         await asyncio.wait(self._tasks, timeout=STOP_SECONDS)
         for task in self._tasks:
@@ -222,8 +234,3 @@ class Supervisor:
 async def _all_set(events: Iterable[asyncio.Event]) -> None:
     for event in list(events):
         await event.wait()
-
-
-def _silent_end(child: Child, code: int) -> Failure:
-    text = f"{child.label} ended before it was ready: {exit_text(code)}"
-    return Failure(exit_codes.START_FAILED, text)

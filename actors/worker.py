@@ -1,9 +1,8 @@
 """One child process of `dynbus run`: `python -m dynbus.actors.worker FD LABEL` serves one instance.
 
-Parent and child speak JSON lines over a socket pair, whose number the child gets as FD. The
-parent sends `Load`, `Start`, `Drain` and `Stop`; the child answers with the reports below. The
-end of the socket means that the parent is dead, however it died, and ends the child. A thread
-reads it, so that this holds also while a handler blocks the main loop.
+Parent and child talk as `child_messages.py` says over a socket pair, whose number the child gets
+as FD. The end of the socket means that the parent is dead, however it died, and ends the child. A
+thread reads it, so that this holds also while a handler blocks the main loop.
 
 `Ctrl-C` in a terminal reaches every process of the run: the child leaves it to its parent.
 """
@@ -22,16 +21,30 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
 from dynbus.bus.lane import new_event_loop
-from dynbus.bus.logs import LogFormat, configure_logging
+from dynbus.bus.logs import configure_logging
 
 from .actor import check_startable
+from .child_messages import (
+    ActorLoaded,
+    CollectMetrics,
+    Command,
+    DrainInstance,
+    HealthChanged,
+    InstanceFailed,
+    InstanceReady,
+    LoadActor,
+    MetricsCollected,
+    Report,
+    StartInstance,
+    StopInstance,
+)
 from .configuration import Text
 from .loader import resolve
 from .runtime import Runtime
@@ -44,89 +57,24 @@ HEALTH_INTERVAL: Final = 0.5
 logger = logging.getLogger(__name__)
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Parent to child, first: what to import and how to log.
-
-    Attributes:
-        path: the parent's `sys.path`, so that both import the same files.
-        actor: `module:Name`.
-        values, texts: constructor arguments; the texts are still to be read.
-        bus: for `load_config`.
-    """
-
-    path: list[str]
-    actor: str
-    values: dict[str, Any]
-    texts: dict[str, str]
-    bus: dict[str, Any]
-    log_format: LogFormat | None
-    log_level: str
-    otlp_endpoint: str | None
-    metrics: bool
-
-
-class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Parent to child: the server and the dependencies are there."""
-
-
-class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Parent to child: take no more calls, and end within `grace` seconds."""
-
-    grace: float
-
-
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Parent to child: end at once."""
-
-
-class CollectMetrics(msgspec.Struct, frozen=True, tag="collect_metrics"):
-    """Parent to child: answer with `Metrics`."""
-
-
-class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """Child to parent: imported, and waiting for `Start`."""
-
-
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Child to parent: the instance is announced."""
-
-    instance_id: str
-
-
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Child to parent: the instance does not start; the child ends with the exit code."""
-
-    code: int
-    message: str
-    traceback: str = ""
-
-
-class Health(msgspec.Struct, frozen=True, tag="health"):
-    """Child to parent, at each change: what keeps the instance from taking calls."""
-
-    problems: dict[str, str]
-
-
-class Metrics(msgspec.Struct, frozen=True, tag="metrics"):
-    """Child to parent: its metrics in the Prometheus text format."""
-
-    page: str
-
-
-Command = Load | Start | Drain | Stop | CollectMetrics
-Report = Loaded | Ready | Failed | Health | Metrics
-
-
 class Channel:
     """The child's end of the socket.
 
     Args:
         orphaned: called on the reading thread when the parent is gone.
+        metrics_asked: called on the reading thread, also while the loop is blocked.
     """
 
-    def __init__(self, connection: socket.socket, orphaned: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        orphaned: Callable[[], None],
+        metrics_asked: Callable[[], None],
+    ) -> None:
         self._connection = connection
         self._orphaned = orphaned
+        self._metrics_asked = metrics_asked
         self._sending = threading.Lock()
         self._early: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._deliver: Callable[[Command], None] = self._take_early
@@ -158,7 +106,7 @@ class Channel:
             self._connection.sendall(msgspec.json.encode(report) + b"\n")
 
     def _take_early(self, command: Command) -> None:
-        if isinstance(command, Drain | Stop):
+        if isinstance(command, DrainInstance | StopInstance):
             os._exit(exit_codes.OK)  # nothing has been started that could be ended tidily
         self._early.put(command)
 
@@ -167,7 +115,11 @@ class Channel:
         try:
             with self._connection.makefile("rb") as lines:
                 for line in lines:
-                    self._deliver(decoder.decode(line))
+                    command = decoder.decode(line)
+                    if isinstance(command, CollectMetrics):
+                        self._metrics_asked()
+                    else:
+                        self._deliver(command)
         except OSError:
             pass  # a reset is an end as well
         self._orphaned()
@@ -177,7 +129,9 @@ class Worker:
     """The child process from its first command to its exit code."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._channel = Channel(connection, self._on_orphaned)
+        self._channel = Channel(
+            connection, orphaned=self._on_orphaned, metrics_asked=self._on_metrics_asked
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: Ending | None = None
 
@@ -186,19 +140,19 @@ class Worker:
         signal.signal(signal.SIGTERM, self._on_sigterm)
         self._channel.open()
         load = self._channel.receive()
-        if not isinstance(load, Load):
+        if not isinstance(load, LoadActor):
             raise RuntimeError(f"the parent began with {load!r}")
         try:
             assignment = self._load(load)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the parent
             return self._fail(error)
-        self._channel.send(Loaded())
-        while not isinstance(self._channel.receive(), Start):
+        self._channel.send(ActorLoaded())
+        while not isinstance(self._channel.receive(), StartInstance):
             pass
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(self._serve(assignment, load))
 
-    def _load(self, load: Load) -> Assignment:
+    def _load(self, load: LoadActor) -> Assignment:
         from dynbus.bus import telemetry
 
         sys.path[:] = load.path
@@ -216,7 +170,7 @@ class Worker:
         texts = {name: Text(text) for name, text in load.texts.items()}
         return Assignment(actor, {**load.values, **texts}, 1)
 
-    async def _serve(self, assignment: Assignment, load: Load) -> int:
+    async def _serve(self, assignment: Assignment, load: LoadActor) -> int:
         self._loop = asyncio.get_running_loop()
         self._ending = Ending()
         self._channel.deliver_to(self._loop, self._obey)
@@ -228,7 +182,7 @@ class Worker:
 
     async def _started(self, runtime: Runtime) -> None:
         (instance,) = runtime.instances.values()
-        self._channel.send(Ready(instance.id))
+        self._channel.send(InstanceReady(instance.id))
         # On the lane: it goes on while a handler blocks this loop, and ends with the lane.
         runtime.bus.lane.call(self._watch_health, runtime)
 
@@ -241,28 +195,35 @@ class Worker:
             found = problems_of(runtime)
             if found.keys() != known.keys():
                 known = found
-                self._channel.send(Health(found))
+                self._channel.send(HealthChanged(found))
             loop.call_later(HEALTH_INTERVAL, look)
 
         look()
 
     def _obey(self, command: Command) -> None:
         assert self._ending is not None
-        if isinstance(command, Drain):
+        if isinstance(command, DrainInstance):
             self._ending.drain(command.grace)
-        elif isinstance(command, Stop):
+        elif isinstance(command, StopInstance):
             self._ending.stop()
-        elif isinstance(command, CollectMetrics):
-            threading.Thread(target=self._send_metrics, name="dynbus-metrics", daemon=True).start()
+
+    def _on_metrics_asked(self) -> None:
+        # Neither on the loop, which may be blocked, nor here: this thread hears the parent's death.
+        threading.Thread(target=self._send_metrics, name="dynbus-metrics", daemon=True).start()
 
     def _send_metrics(self) -> None:
-        from prometheus_client import generate_latest
+        page = ""
+        try:
+            from prometheus_client import generate_latest
 
-        self._channel.send(Metrics(generate_latest().decode()))
+            page = generate_latest().decode()
+        except Exception:
+            logger.exception("the metrics of this process cannot be collected")
+        self._channel.send(MetricsCollected(page))
 
     def _fail(self, error: BaseException) -> int:
         failure = describe(error)
-        self._channel.send(Failed(*failure))
+        self._channel.send(InstanceFailed(*failure))
         return failure.code
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:

@@ -1,23 +1,51 @@
 """How this process uses the bus: limits, addresses, intervals.
 
 Every field has a default, an environment variable `DYNBUS_<FIELD>` and a key in YAML; a value
-that does not fit is refused with its name. `docs/configuration.md` lists them.
+that does not fit is refused with its name and where it came from. `docs/configuration.md` lists
+them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
-from typing import Any, Final
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 from .endpoint import MAX_SECONDS
 from .errors import ConfigError
+from .logs import redact_url
 from .names import ANONYMOUS, DEFAULT_REPLY_PREFIXES, check_token
 
 DEFAULT_URL: Final = "nats://127.0.0.1:4222"
 _PREFIX: Final = "DYNBUS_"
+_SCHEMES: Final = ("nats", "tls", "ws", "wss")
+_LISTS: Final = ("servers", "reply_prefixes")
+_POSITIVE: Final = (
+    "connect_timeout",
+    "max_request_bytes",
+    "max_item_bytes",
+    "stream_window",
+    "connection_window",
+    "reader_stall_timeout",
+    "stall_limit",
+)
+_NO_SOURCES: Final[Mapping[str, str]] = MappingProxyType({})
+
+# Kubernetes gives every container the addresses of its namespace's services, and one of them
+# may be called dynbus.
+_SERVICE_LINK: Final = re.compile(
+    r"DYNBUS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
+)
+
+logger = logging.getLogger(__name__)
+
+_warned_of: set[str] = set()
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,61 +83,197 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     debug: bool = False
 
     def __post_init__(self) -> None:
-        if not self.servers or not all(self.servers):
-            raise ConfigError("servers is empty: give at least one NATS URL")
-        if self.principal != ANONYMOUS:
-            check_token("principal", self.principal)
-        positive = {
-            "connect_timeout": self.connect_timeout,
-            "max_request_bytes": self.max_request_bytes,
-            "max_item_bytes": self.max_item_bytes,
-            "stream_window": self.stream_window,
-            "connection_window": self.connection_window,
-            "reader_stall_timeout": self.reader_stall_timeout,
-            "stall_limit": self.stall_limit,
-        }
-        for name, value in positive.items():
-            if not 0 < value <= MAX_SECONDS:
-                raise ConfigError(
-                    f"{name} is {value}; it must be greater than 0 and at most {MAX_SECONDS:g}"
-                )
-        if not 2 <= self.lease_ttl <= MAX_SECONDS:
-            raise ConfigError(
-                f"lease_ttl is {self.lease_ttl}; the server's granularity needs 2 or more"
-            )
-        if not 0 <= self.drain_grace <= MAX_SECONDS:
-            raise ConfigError(
-                f"drain_grace is {self.drain_grace}; it must be 0 to {MAX_SECONDS:g} seconds"
-            )
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if problem := _problem(name, value):
+                raise _misfit(name, value, problem)
+
+
+class _Given(NamedTuple):
+    """A value of a field, and where it came from as a user would name it."""
+
+    source: str
+    value: Any
 
 
 def load_config(
-    explicit: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+    explicit: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    *,
+    sources: Mapping[str, str] = _NO_SOURCES,
+    unknown_variables: Literal["refuse", "warn"] = "refuse",
 ) -> BusConfig:
     """The configuration out of arguments, then the environment, then the defaults.
 
     `NATS_URL` (commas between several) is understood as well as `DYNBUS_SERVERS`.
 
+    Args:
+        sources: where explicit values came from, for messages; an argument unless said.
+        unknown_variables: what is done about them. A program may meet the variables of a later
+            version than its own, and should then go on; who types a command can mend them.
+
     Raises:
-        ConfigError: an unknown field, or a value that does not fit its field.
+        ConfigError: an unknown field or variable, or a value that does not fit its field.
     """
     environment = os.environ if environment is None else environment
-    values: dict[str, Any] = {}
+    if unknown_variables == "refuse":
+        check_variables(environment)
+    else:
+        _warn_of_variables(environment)
+    given: dict[str, _Given] = {}
     if url := environment.get("NATS_URL"):
-        values["servers"] = _split(url)
+        given["servers"] = _Given("NATS_URL", url)
     for name in BusConfig.__struct_fields__:
-        text = environment.get(_PREFIX + name.upper())
+        text = environment.get(variable(name))
         if text is not None:
-            values[name] = _split(text) if name in ("servers", "reply_prefixes") else text
-    values.update(explicit or {})
-    servers = values.get("servers")
-    if isinstance(servers, str):
-        values["servers"] = _split(servers)
+            given[name] = _Given(variable(name), text)
+    for name, value in (explicit or {}).items():
+        source = sources.get(name, f"the argument {name}")
+        check_field(name, source)
+        given[name] = _Given(source, value)
+    return BusConfig(**{name: _convert(name, each) for name, each in given.items()})
+
+
+def variable(name: str) -> str:
+    """The environment variable of a field."""
+    return _PREFIX + name.upper()
+
+
+def check_field(name: str, source: str) -> None:
+    """Check that a field exists.
+
+    Raises:
+        ConfigError: it does not; the message begins with `source`.
+    """
+    fields = BusConfig.__struct_fields__
+    if name not in fields:
+        raise ConfigError(
+            f"{source} is no setting of the bus{suggestion(name, fields)}; there are: "
+            f"{', '.join(fields)}"
+        )
+
+
+def check_variables(environment: Mapping[str, str]) -> None:
+    """Check that every `DYNBUS_` variable means something.
+
+    Arguments of actors (`DYNBUS_<Actor>__<argument>`) are left to those who know the actors,
+    and what Kubernetes sets for a service that is called dynbus is nobody's mistake.
+
+    Raises:
+        ConfigError: one of them does not.
+    """
+    for problem in _unknown_variables(environment).values():
+        raise ConfigError(f"{problem}: unset it, or correct its name")
+
+
+def _warn_of_variables(environment: Mapping[str, str]) -> None:
+    """The same, with a warning for each that does not, once in the life of the process."""
+    for name, problem in _unknown_variables(environment).items():
+        if name not in _warned_of:
+            _warned_of.add(name)
+            logger.warning("%s; it is not used", problem)
+
+
+def _unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What there is to say of each `DYNBUS_` variable that means nothing, by its name."""
+    known = [variable(name) for name in BusConfig.__struct_fields__]
+    return {
+        name: f"the environment variable {name} is unknown{suggestion(name, known)}; there are: "
+        f"{', '.join(known)}, and {_PREFIX}<Actor>__<argument> for an actor's argument"
+        for name in environment
+        if name.startswith(_PREFIX)
+        and name not in known
+        and not _SERVICE_LINK.fullmatch(name)
+        and ("__" not in name or name.replace("__", "_") in known)
+    }
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """` (did you mean NAME?)` where one of the known names is near, else nothing."""
+    from difflib import get_close_matches
+
+    by_folded = {each.casefold(): each for each in known}
+    found = get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.75)
+    return f" (did you mean {by_folded[found[0]]}?)" if found else ""
+
+
+def _convert(name: str, given: _Given) -> Any:
+    value = given.value
+    if name in _LISTS and isinstance(value, str):
+        value = tuple(part.strip() for part in value.split(",") if part.strip())
     try:
-        return msgspec.convert(values, BusConfig, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"bus configuration: {error}") from None
+        value = msgspec.convert(value, _TYPES[name], strict=False)
+        problem = _problem(name, value)
+    except msgspec.ValidationError:
+        problem = _expected(name)
+    if problem:
+        raise _misfit(given.source, given.value, problem)
+    return value
 
 
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def _misfit(source: str, value: Any, problem: str) -> ConfigError:
+    return ConfigError(f"{source} = {redact_url(repr(value))}: {problem}")
+
+
+def _expected(name: str) -> str:
+    default = _DEFAULTS[name]
+    if isinstance(default, tuple):
+        return f"write a list of texts, or one text with commas, for example {default[0]}"
+    if isinstance(default, bool):
+        return "write true or false"
+    if isinstance(default, str):
+        return "write a text"
+    kind = "whole number" if isinstance(default, int) else "number"
+    return f"write a {kind}, for example {default}"
+
+
+def _problem(name: str, value: Any) -> str:
+    """What is wrong with a value of the right type, and what to do; empty for nothing."""
+    if name == "servers":
+        return _servers_problem(value)
+    if name == "principal":
+        return _principal_problem(value)
+    if name in _POSITIVE and not 0 < value <= MAX_SECONDS:
+        return f"it must be greater than 0 and at most {MAX_SECONDS:g}"
+    if name == "lease_ttl" and not 2 <= value <= MAX_SECONDS:
+        return f"the server's granularity needs 2 or more, and at most {MAX_SECONDS:g}"
+    if name == "drain_grace" and not 0 <= value <= MAX_SECONDS:
+        return f"it must be 0 to {MAX_SECONDS:g} seconds"
+    return ""
+
+
+def _principal_problem(principal: str) -> str:
+    if principal == ANONYMOUS:
+        return ""
+    try:
+        check_token("principal", principal)
+    except ConfigError as error:
+        return str(error).partition(": ")[2]
+    return ""
+
+
+def _servers_problem(servers: tuple[str, ...]) -> str:
+    if not servers:
+        return f"give at least one NATS URL, for example {DEFAULT_URL}"
+    for server in servers:
+        if not _is_nats_url(server):
+            return f"write NATS URLs, nats://HOST:PORT, for example {DEFAULT_URL}"
+    return ""
+
+
+def _is_nats_url(text: str) -> bool:
+    """Whether it is a NATS URL; HOST:PORT alone is understood, a single word is not."""
+    try:
+        parts = urlsplit(text if "://" in text else f"nats://{text}")
+        has_port = parts.port is not None
+    except ValueError:
+        return False
+    return parts.scheme in _SCHEMES and bool(parts.hostname) and ("://" in text or has_port)
+
+
+_TYPES: Final[Mapping[str, Any]] = {
+    field.name: field.type for field in msgspec.structs.fields(BusConfig)
+}
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    field.name: field.default for field in msgspec.structs.fields(BusConfig)
+}

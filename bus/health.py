@@ -24,7 +24,10 @@ MAX_CONNECTIONS: Final = 64
 REQUEST_TIMEOUT: Final = 5.0
 """Seconds that a connection may last."""
 
+METRICS_REMEDY: Final = "needs an extra: pip install 'dynbus[metrics]', then start again"
+
 _JSON: Final = "application/json"
+_TEXT: Final = "text/plain; charset=utf-8"
 _log = get_logger(__name__)
 
 
@@ -101,7 +104,8 @@ class HealthServer:
         live: whether the process works at all; if not, an orchestrator restarts it.
         ready: whether it can take calls now.
         metrics: serve `/metrics` from prometheus-client's registry, which
-            `telemetry.configure(prometheus=True)` fills.
+            `telemetry.configure(prometheus=True)` fills; without it `/metrics` answers 501
+            with the remedy.
         insecure: allow a host that other machines can reach.
 
     `live` and `ready` are called in the server's loop. One that raises counts as not well.
@@ -124,7 +128,7 @@ class HealthServer:
         if not insecure and not is_loopback(host):
             raise ConfigError(
                 f"the health server would be open to other machines at {host!r}: it has no "
-                "credentials, so use 127.0.0.1 or allow it explicitly"
+                "credentials, so use 127.0.0.1, or allow it with --health-public (insecure=True)"
             )
         # localhost may stand for two addresses, which would get two different free ports.
         self.host = "127.0.0.1" if host.lower() == "localhost" else host
@@ -137,6 +141,11 @@ class HealthServer:
     def __repr__(self) -> str:
         state = "open" if self._server is not None else "closed"
         return f"<HealthServer {self.url} [{state}]>"
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether `/metrics` has a page."""
+        return self._expose is not None
 
     @property
     def url(self) -> str:
@@ -225,7 +234,10 @@ class HealthServer:
         check = self._checks.get(path)
         if check is not None:
             return _answer_check(path, check)
-        if path == "/metrics" and self._expose is not None:
+        if path == "/metrics":
+            if self._expose is None:
+                text = f"/metrics {METRICS_REMEDY}\n".encode()
+                return _Response(HTTPStatus.NOT_IMPLEMENTED, text, _TEXT)
             # Collecting takes the longer the more series there are, and this loop may also
             # be the one that sends heartbeats.
             content_type, page = await asyncio.to_thread(self._expose)
@@ -252,7 +264,7 @@ def _metrics_page() -> Callable[[], tuple[str, bytes]]:
     try:
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     except ImportError as error:
-        raise ConfigError('/metrics needs an extra: pip install "dynbus[metrics]"') from error
+        raise ConfigError(f"/metrics {METRICS_REMEDY}") from error
 
     def page() -> tuple[str, bytes]:
         return CONTENT_TYPE_LATEST, generate_latest()

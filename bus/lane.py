@@ -13,6 +13,7 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from .errors import Unavailable
@@ -104,12 +105,18 @@ class ThreadLane:
             logger.debug("the control lane is closed, %s was not run", function)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         try:
-            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+            self.loop.call_soon_threadsafe(self._begin, work, outcome)
         except RuntimeError:
             work.close()
             raise Unavailable("the control lane is closed") from None
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(outcome)
+
+    def _begin(self, work: Coroutine[Any, Any, T], outcome: concurrent.futures.Future[T]) -> None:
+        task = self.loop.create_task(work)
+        task.add_done_callback(partial(_pass_on, outcome))
+        outcome.add_done_callback(lambda _: self.call(task.cancel) if outcome.cancelled() else None)
 
     async def stop(self) -> None:
         if self._thread is None:
@@ -143,6 +150,25 @@ class ThreadLane:
             await self._stop.wait()
         finally:
             await self._connection.close()
+
+
+def _pass_on(outcome: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
+    """Tell whoever waits how work ended.
+
+    Not left to `asyncio.run_coroutine_threadsafe`: where nobody waits any longer it does not look
+    at a failure, and the loop reports that as an exception that was never retrieved.
+    """
+    if task.cancelled():
+        outcome.cancel()
+    error = None if task.cancelled() else task.exception()
+    if not outcome.set_running_or_notify_cancel():
+        if error is not None:
+            logger.debug("%r failed when nobody waited for it any longer: %s", task, error)
+        return
+    if error is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(task.result())
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

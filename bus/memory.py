@@ -18,16 +18,17 @@ from typing import Final, TypeVar
 import msgspec
 
 from .errors import DynbusError, Unavailable
-from .memory_connection import MemoryConnection, MemorySubscription
+from .memory_connection import MemoryConnection
 from .memory_faults import Delay, Drop, Duplicate, Fault, Partition
 from .memory_jetstream import JetStreamServer
 from .memory_subjects import SubjectTree
-from .transport import Message, NoStream, WrongLastSequence
+from .memory_subscription import MemorySubscription
+from .transport import Message, NoStream, StreamFull, WrongLastSequence
 
 FaultT = TypeVar("FaultT", bound=Fault)
 
-WRONG_LAST_SEQUENCE: Final = 10071
-"""The number that nats-server gives this error."""
+ERROR_NUMBERS: Final[dict[type[DynbusError], int]] = {WrongLastSequence: 10071, StreamFull: 10077}
+"""What nats-server calls its refusals."""
 
 DEFAULT_MAX_PAYLOAD: Final = 1024 * 1024
 NOTICE_AFTER: Final = 6.0
@@ -207,7 +208,7 @@ class MemoryBus:
         if isinstance(outcome, int):
             answer = {"stream": stream, "seq": outcome}
         else:
-            number = WRONG_LAST_SEQUENCE if isinstance(outcome, WrongLastSequence) else 0
+            number = ERROR_NUMBERS.get(type(outcome), 0)
             error = {"code": 400, "err_code": number, "description": str(outcome)}
             answer = {"error": error, "stream": stream, "seq": 0}
         self._fan_out(Message(reply, "", b"", msgspec.json.encode(answer)))

@@ -7,12 +7,12 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from .errors import ConfigError, DynbusError, PayloadTooLarge, Unavailable
 from .memory_jetstream import MemoryJetStream
+from .memory_subscription import MemorySubscription
 from .transport import Callback, ConnectionState, Message, Statistics
 
 if TYPE_CHECKING:
@@ -23,43 +23,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LOW_BACKLOG: Final = 1024 * 1024
-
-
-class MemorySubscription:
-    """A subscription of a `MemoryConnection`."""
-
-    __slots__ = ("_callback", "active", "connection", "number", "queue", "subject")
-
-    def __init__(
-        self,
-        connection: MemoryConnection,
-        number: int,
-        subject: str,
-        queue: str,
-        callback: Callback,
-    ) -> None:
-        self.connection = connection
-        self.number = number
-        self.subject = subject
-        self.queue = queue
-        self.active = True
-        self._callback = callback
-
-    def unsubscribe(self) -> None:
-        if self.active:
-            self.active = False
-            self.connection.remove(self)
-
-    async def drain(self, *, timeout: float = 5.0) -> None:
-        if self.active:
-            self.connection.remove(self)
-            with suppress(Unavailable):
-                await self.connection.barrier(timeout=timeout)
-            self.active = False
-
-    def receive(self, message: Message) -> None:
-        if self.active:
-            self._callback(message)
 
 
 class MemoryConnection:

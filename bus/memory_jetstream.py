@@ -1,7 +1,7 @@
 """JetStream without a server.
 
 `JetStreamServer` holds the streams of a `MemoryBus` and feeds their readers;
-`MemoryJetStream` and `MemoryOrderedConsumer` are what a connection sees of it.
+`MemoryJetStream` is what a connection sees of it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from . import headers as header_block
 from .clock import unix_time
 from .errors import ConfigError, DynbusError
+from .memory_consumer import MemoryOrderedConsumer
 from .memory_stream import EXPECTED, MESSAGE_ID, ROLLUP, TTL, MemoryStream
 from .memory_subjects import overlap
-from .transport import (
-    Message,
-    NoStream,
-    StoredMessage,
-    StreamConfig,
-)
+from .transport import Message, NoStream, StoredMessage, StreamConfig, StreamInfo
 
 if TYPE_CHECKING:
     from .memory_connection import MemoryConnection
@@ -29,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CONSUME_TIMEOUT: Final = 5.0
+CLOCK_STEP: Final = 1e-6
 
 
 class _Cursor:
@@ -37,12 +34,12 @@ class _Cursor:
     __slots__ = ("generation", "next_sequence", "reader", "stream")
 
     def __init__(
-        self, reader: MemoryOrderedConsumer, stream: MemoryStream, generation: int
+        self, reader: MemoryOrderedConsumer, stream: MemoryStream, next_sequence: int
     ) -> None:
         self.reader = reader
         self.stream = stream
-        self.generation = generation
-        self.next_sequence = stream.last_sequence + 1
+        self.generation = reader.generation
+        self.next_sequence = next_sequence
 
 
 class JetStreamServer:
@@ -59,6 +56,7 @@ class JetStreamServer:
         self._readers: list[MemoryOrderedConsumer] = []
         self._cursors: dict[MemoryOrderedConsumer, _Cursor] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._last_created = 0.0
 
     def stall(self, stalled: bool = True) -> None:
         """Stop answering, or answer again; core messages are not affected."""
@@ -96,7 +94,9 @@ class JetStreamServer:
                 return ConfigError(
                     f"stream {config.name}: subjects overlap with those of {other.config.name}"
                 )
-        self.streams[config.name] = MemoryStream(config)
+        # Two streams of one instant are two streams, also on a clock that stands.
+        self._last_created = max(unix_time(), self._last_created + CLOCK_STEP)
+        self.streams[config.name] = MemoryStream(config, self._last_created)
         for reader in list(self._readers):
             if reader.stream == config.name:
                 reader.restart()
@@ -111,13 +111,10 @@ class JetStreamServer:
             if cursor.stream.config.name == name:
                 del self._cursors[reader]
 
-    def last(self, name: str, subject: str) -> StoredMessage | None | DynbusError:
+    def look(self, name: str, at: Callable[[MemoryStream], T]) -> T | NoStream:
+        """What `at` finds in a stream."""
         stream = self.streams.get(name)
-        return NoStream(f"stream {name} not found") if stream is None else stream.last(subject)
-
-    def message_count(self, name: str) -> int | DynbusError:
-        stream = self.streams.get(name)
-        return NoStream(f"stream {name} not found") if stream is None else stream.message_count
+        return NoStream(f"stream {name} not found") if stream is None else at(stream)
 
     def lose_memory_streams(self) -> None:
         """Delete what does not survive a restart of the server."""
@@ -131,15 +128,17 @@ class JetStreamServer:
             return NoStream(f"stream {reader.stream} not found")
         if reader not in self._readers:
             self._readers.append(reader)
-        # A reader may be ahead of a stream that was deleted and made again.
-        start = min(reader.next_sequence, stream.last_sequence + 1)
         reader.generation += 1
-        cursor = self._cursors[reader] = _Cursor(reader, stream, reader.generation)
+        deliver = reader.connection.deliver
+        deliver(partial(reader.begin, stream.created, reader.generation))
+        end = stream.last_sequence + 1
+        start = end if reader.last_per_subject else reader.start_of(stream.created)
+        cursor = self._cursors[reader] = _Cursor(reader, stream, max(start, end))
         if reader.last_per_subject:
             self._feed(cursor, stream.last_of_each(reader.pattern))
         else:
             self._feed(cursor, stream.after(start, reader.pattern))
-        reader.connection.deliver(partial(reader.caught_up, reader.generation))
+        deliver(partial(reader.caught_up, reader.generation))
         return None
 
     def detach(self, connection: MemoryConnection) -> None:
@@ -165,7 +164,7 @@ class JetStreamServer:
             for cursor in list(self._cursors.values()):
                 if cursor.stream is stream:
                     self._feed(cursor, stream.after(cursor.next_sequence, cursor.reader.pattern))
-                    cursor.next_sequence = stream.last_sequence + 1
+                    cursor.next_sequence = max(cursor.next_sequence, stream.last_sequence + 1)
         name = stream.config.name
         due = stream.next_expiry()
         timer = self._timers.pop(name, None)
@@ -237,15 +236,24 @@ class MemoryJetStream:
             message, partial(self._store, message), timeout=timeout
         )
 
+    async def get(
+        self, stream: str, sequence: int, *, timeout: float = 5.0
+    ) -> StoredMessage | None:
+        return await self._look(stream, "MSG.GET", lambda held: held.find(sequence), timeout)
+
     async def last(
         self, stream: str, subject: str, *, timeout: float = 5.0
     ) -> StoredMessage | None:
-        call = f"STREAM.MSG.GET.{stream}"
-        return await self._api(call, partial(self._server.last, stream, subject), timeout)
+        return await self._look(stream, "MSG.GET", lambda held: held.last(subject), timeout)
+
+    async def purge(self, stream: str, subject: str = "", *, timeout: float = 5.0) -> int:
+        return await self._look(stream, "PURGE", lambda held: held.purge(subject or ">"), timeout)
+
+    async def stream_info(self, stream: str, *, timeout: float = 5.0) -> StreamInfo:
+        return await self._look(stream, "INFO", MemoryStream.info, timeout)
 
     async def message_count(self, stream: str, *, timeout: float = 5.0) -> int:
-        call = f"STREAM.INFO.{stream}"
-        return await self._api(call, partial(self._server.message_count, stream), timeout)
+        return (await self.stream_info(stream, timeout=timeout)).messages
 
     async def consume(
         self,
@@ -255,7 +263,9 @@ class MemoryJetStream:
         subject: str = "",
         start_sequence: int = 1,
         last_per_subject: bool = False,
+        created: float | None = None,
         on_restart: Callable[[], None] | None = None,
+        on_recreated: Callable[[], None] | None = None,
         on_caught_up: Callable[[], None] | None = None,
     ) -> MemoryOrderedConsumer:
         reader = MemoryOrderedConsumer(
@@ -266,7 +276,9 @@ class MemoryJetStream:
             pattern=subject or ">",
             next_sequence=max(1, start_sequence),
             last_per_subject=last_per_subject,
+            created=created,
             on_restart=on_restart,
+            on_recreated=on_recreated,
             on_caught_up=on_caught_up,
         )
         call = f"CONSUMER.CREATE.{stream}"
@@ -278,6 +290,12 @@ class MemoryJetStream:
             raise
         return reader
 
+    async def _look(
+        self, stream: str, call: str, at: Callable[[MemoryStream], T], timeout: float
+    ) -> T:
+        look = partial(self._server.look, stream, at)
+        return await self._api(f"STREAM.{call}.{stream}", look, timeout)
+
     async def _api(self, call: str, act: Callable[[], T | DynbusError], timeout: float) -> T:
         def serve(answer: Callable[[T | DynbusError], None]) -> None:
             if not self._server.stalled:
@@ -285,63 +303,3 @@ class MemoryJetStream:
 
         message = Message(f"$JS.API.{call}", "", b"", b"")
         return await self._connection.request(message, serve, timeout=timeout)
-
-
-class MemoryOrderedConsumer:
-    """Reads a stream in order; the connection and the server start it over."""
-
-    def __init__(
-        self,
-        connection: MemoryConnection,
-        server: JetStreamServer,
-        stream: str,
-        on_message: Callable[[StoredMessage], None],
-        *,
-        pattern: str,
-        next_sequence: int,
-        last_per_subject: bool,
-        on_restart: Callable[[], None] | None,
-        on_caught_up: Callable[[], None] | None,
-    ) -> None:
-        self.connection = connection
-        self.stream = stream
-        self.pattern = pattern
-        self.next_sequence = next_sequence
-        self.last_per_subject = last_per_subject
-        self.generation = 0
-        self._server = server
-        self._on_message = on_message
-        self._on_restart = on_restart
-        self._on_caught_up = on_caught_up
-        self._stopped = False
-
-    async def stop(self) -> None:
-        self._stopped = True
-        self._server.remove(self)
-
-    def restart(self) -> None:
-        """Have the server feed it anew, in later turns."""
-        if not self._stopped:
-            self.connection.send(self._attach)
-
-    def receive(self, message: StoredMessage, generation: int) -> None:
-        """Take a delivery; one from before the last start comes again and is left out."""
-        if not self._stopped and generation == self.generation:
-            self.next_sequence = message.sequence + 1
-            self.connection.call(partial(self._on_message, message), self.stream)
-
-    def caught_up(self, generation: int) -> None:
-        """Take note that all that the stream held at the last start was delivered."""
-        if self._on_caught_up is not None and not self._stopped and generation == self.generation:
-            self.connection.call(self._on_caught_up, self.stream)
-
-    def _attach(self) -> None:
-        if self._stopped or self._server.stalled or self.stream not in self._server.streams:
-            return
-        if self.last_per_subject and self._on_restart is not None:
-            self.connection.deliver(partial(self._announce, self._on_restart))
-        self._server.attach(self)
-
-    def _announce(self, on_restart: Callable[[], None]) -> None:
-        if not self._stopped:
-            self.connection.call(on_restart, self.stream)

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from .errors import ConfigError
 from .memory_subjects import matches
-from .transport import StoredMessage, StreamConfig, WrongLastSequence
+from .transport import StoredMessage, StreamConfig, StreamFull, StreamInfo, WrongLastSequence
 
 MESSAGE_ID: Final = "Nats-Msg-Id"
 EXPECTED: Final = "Nats-Expected-Last-Subject-Sequence"
@@ -17,7 +17,9 @@ TTL: Final = "Nats-TTL"
 ROLLUP: Final = "Nats-Rollup"
 MARKER_REASON: Final = "Nats-Marker-Reason"
 
-RECORD_OVERHEAD: Final = 30
+MEMORY_OVERHEAD: Final = 16
+FILE_OVERHEAD: Final = 30
+FILE_HEADERS_OVERHEAD: Final = 4
 """Bytes that nats-server counts for a message beside subject, headers and data."""
 
 _TTL = re.compile(r"([0-9]{1,9})s?")
@@ -37,8 +39,9 @@ class MemoryStream:
     message.
     """
 
-    def __init__(self, config: StreamConfig) -> None:
+    def __init__(self, config: StreamConfig, created: float = 0.0) -> None:
         self.config = config
+        self.created = created
         self.last_sequence = 0
         self._records: dict[int, _Record] = {}
         self._by_subject: dict[str, dict[int, None]] = {}
@@ -64,6 +67,7 @@ class MemoryStream:
         Raises:
             WrongLastSequence: the sequence that the headers expect does not hold.
             ConfigError: the headers ask for a TTL that the stream does not have.
+            StreamFull: there is no room, and the stream keeps its old messages.
         """
         self.expire(now, unix)
         expected = headers.get(EXPECTED, "")
@@ -74,9 +78,10 @@ class MemoryStream:
         if message_id in self._message_ids:
             return self._message_ids[message_id][0]
         ttl = self._ttl_of(headers)
-        if headers.get(ROLLUP) == "sub":
-            self._clear(subject)
+        self._check_room(subject, self._size_of(subject, headers, data))
         sequence = self._append(now, unix, subject, headers, data, ttl)
+        if headers.get(ROLLUP) == "sub":
+            self._clear(subject, sequence)
         if message_id:
             self._message_ids[message_id] = (sequence, now)
         return sequence
@@ -104,10 +109,18 @@ class MemoryStream:
         """When `expire` has something to do next."""
         return self._expiries[0][0] if self._expiries else None
 
-    @property
-    def message_count(self) -> int:
-        """How many messages are held."""
-        return len(self._records)
+    def info(self) -> StreamInfo:
+        """What it holds."""
+        last = self.last_sequence
+        first = next(iter(self._records), last + 1 if last else 0)
+        return StreamInfo(len(self._records), self._bytes, first, last, self.created)
+
+    def purge(self, pattern: str) -> int:
+        """Drop the messages whose subject `pattern` names; returns how many."""
+        gone = self.after(1, pattern)
+        for sequence in gone:
+            self._remove(sequence)
+        return len(gone)
 
     def last(self, pattern: str) -> StoredMessage | None:
         """The newest message of the subjects that `pattern` names."""
@@ -129,7 +142,43 @@ class MemoryStream:
         ]
 
     def get(self, sequence: int) -> StoredMessage:
+        """The message at a sequence that is held."""
         return self._records[sequence].message
+
+    def find(self, sequence: int) -> StoredMessage | None:
+        """The message at a sequence; None when it is not held."""
+        record = self._records.get(sequence)
+        return None if record is None else record.message
+
+    def _size_of(self, subject: str, headers: Mapping[str, str], data: bytes) -> int:
+        block = 12 + sum(len(key) + len(value) + 4 for key, value in headers.items())
+        size = len(subject) + len(data) + (block if headers else 0)
+        if self.config.in_memory:
+            return size + MEMORY_OVERHEAD
+        return size + FILE_OVERHEAD + (FILE_HEADERS_OVERHEAD if headers else 0)
+
+    def _check_room(self, subject: str, size: int) -> None:
+        limits = self.config.limits
+        if not limits.discard_new:
+            return
+        of_subject = self._by_subject.get(subject, {})
+        # A message that takes the place of its subject's oldest needs no room of its own.
+        replaces = (
+            limits.max_messages_per_subject is not None
+            and len(of_subject) >= limits.max_messages_per_subject
+        )
+        if (
+            limits.max_messages is not None
+            and len(self._records) >= limits.max_messages
+            and not replaces
+        ):
+            raise StreamFull(f"publish to {subject}: maximum messages exceeded")
+        if (
+            limits.max_bytes is not None
+            and self._bytes + size > limits.max_bytes
+            and not (replaces and self._records[next(iter(of_subject))].size >= size)
+        ):
+            raise StreamFull(f"publish to {subject}: maximum bytes exceeded")
 
     def _append(
         self,
@@ -142,8 +191,7 @@ class MemoryStream:
     ) -> int:
         self.last_sequence += 1
         sequence = self.last_sequence
-        block_size = sum(len(key) + len(value) + 4 for key, value in headers.items())
-        size = len(subject) + block_size + len(data) + RECORD_OVERHEAD
+        size = self._size_of(subject, headers, data)
         message = StoredMessage(subject, sequence, unix, headers, data)
         self._records[sequence] = _Record(message, now, size)
         self._by_subject.setdefault(subject, {})[sequence] = None
@@ -173,9 +221,10 @@ class MemoryStream:
         if not of_subject:
             del self._by_subject[record.message.subject]
 
-    def _clear(self, subject: str) -> None:
+    def _clear(self, subject: str, before: int) -> None:
         for sequence in list(self._by_subject.get(subject, ())):
-            self._remove(sequence)
+            if sequence < before:
+                self._remove(sequence)
 
     def _last_sequence_of(self, subject: str) -> int:
         return next(reversed(self._by_subject.get(subject, {})), 0)

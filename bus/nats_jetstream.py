@@ -1,15 +1,12 @@
 """`JetStream` over nats-server: its JSON API, spoken directly.
 
-Requests go through `NatsConnection.request`, so they survive what the connection survives;
-the ordered consumer notices gaps, silence and reconnects by itself and starts over.
+Requests go through `NatsConnection.request`, so they survive what the connection survives.
+Reading a stream in order is in `nats_consumer.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import logging
-import secrets
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -18,31 +15,26 @@ import msgspec
 
 from . import headers as header_block
 from .errors import ConfigError, DynbusError, Unavailable
+from .nats_consumer import NatsOrderedConsumer
 from .transport import (
-    ConnectionState,
-    Message,
     NoStream,
     StoredMessage,
     StreamConfig,
+    StreamFull,
+    StreamInfo,
     WrongLastSequence,
 )
 
 if TYPE_CHECKING:
-    from .nats_client import NatsConnection, NatsSubscription
+    from .nats_client import NatsConnection
 
-logger = logging.getLogger(__name__)
-
-IDLE_HEARTBEAT: Final = 1.0
-MISSED_HEARTBEATS: Final = 3
-RESTART_DELAY: Final = 0.25
-MAX_RESTART_DELAY: Final = 2.0
-
-_NANOSECONDS = 1_000_000_000
+_NANOSECONDS: Final = 1_000_000_000
 _WRONG_LAST_SEQUENCE = 10071
 _WRONG_LAST_SEQUENCE_CONSTANT = 10164
 _STREAM_NAME_IN_USE = 10058
 _STREAM_NOT_FOUND = 10059
 _MESSAGE_NOT_FOUND = 10037
+_NOT_STORED = 10077
 
 
 class JetStreamError(DynbusError):
@@ -67,6 +59,8 @@ def _raise_for(error: Mapping[str, Any], what: str) -> None:
         raise WrongLastSequence(text, int(last) if last.isdigit() else 0)
     if code == _STREAM_NOT_FOUND:
         raise NoStream(text)
+    if code == _NOT_STORED and "maximum " in text:
+        raise StreamFull(text)
     raise JetStreamError(text, code)
 
 
@@ -81,7 +75,7 @@ def stream_request(config: StreamConfig) -> dict[str, Any]:
         "retention": "workqueue" if config.work_queue else "limits",
         "storage": "memory" if config.in_memory else "file",
         "num_replicas": config.replicas,
-        "discard": "old",
+        "discard": "new" if limits.discard_new else "old",
         "max_bytes": limits.max_bytes or -1,
         "max_msgs": limits.max_messages or -1,
         "max_msgs_per_subject": limits.max_messages_per_subject or -1,
@@ -174,26 +168,48 @@ class NatsJetStream:
             _raise_for(answer["error"], f"publish to {subject}")
         return int(answer["seq"])
 
+    async def get(
+        self, stream: str, sequence: int, *, timeout: float = 5.0
+    ) -> StoredMessage | None:
+        return await self._message(stream, {"seq": sequence}, timeout)
+
     async def last(
         self, stream: str, subject: str, *, timeout: float = 5.0
     ) -> StoredMessage | None:
+        return await self._message(stream, {"last_by_subj": subject}, timeout)
+
+    async def _message(
+        self, stream: str, which: Mapping[str, Any], timeout: float
+    ) -> StoredMessage | None:
         try:
-            answer = await self.api(
-                f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject}, timeout=timeout
-            )
+            answer = await self.api(f"STREAM.MSG.GET.{stream}", which, timeout=timeout)
         except JetStreamError as error:
             if error.error_code == _MESSAGE_NOT_FOUND:
                 return None
             raise
         message = answer["message"]
-        block = base64.b64decode(message.get("hdrs", ""))
-        stored_at = datetime.fromisoformat(message["time"][:26].rstrip("Z")).replace(tzinfo=UTC)
         return StoredMessage(
             message["subject"],
             int(message["seq"]),
-            stored_at.timestamp(),
-            header_block.decode(block),
+            unix_seconds(message["time"]),
+            header_block.decode(base64.b64decode(message.get("hdrs", ""))),
             base64.b64decode(message.get("data", "")),
+        )
+
+    async def purge(self, stream: str, subject: str = "", *, timeout: float = 5.0) -> int:
+        which = {"filter": subject} if subject else {}
+        answer = await self.api(f"STREAM.PURGE.{stream}", which, timeout=timeout)
+        return int(answer["purged"])
+
+    async def stream_info(self, stream: str, *, timeout: float = 5.0) -> StreamInfo:
+        answer = await self.api(f"STREAM.INFO.{stream}", {}, timeout=timeout)
+        state = answer["state"]
+        return StreamInfo(
+            int(state["messages"]),
+            int(state["bytes"]),
+            int(state["first_seq"]),
+            int(state["last_seq"]),
+            unix_seconds(answer["created"]),
         )
 
     async def message_count(self, stream: str, *, timeout: float = 5.0) -> int:
@@ -208,193 +224,32 @@ class NatsJetStream:
         subject: str = "",
         start_sequence: int = 1,
         last_per_subject: bool = False,
+        created: float | None = None,
         on_restart: Callable[[], None] | None = None,
+        on_recreated: Callable[[], None] | None = None,
         on_caught_up: Callable[[], None] | None = None,
     ) -> NatsOrderedConsumer:
         consumer = NatsOrderedConsumer(
-            self._connection, stream, on_message, subject, start_sequence, last_per_subject
+            self._connection,
+            stream,
+            on_message,
+            subject=subject,
+            start_sequence=start_sequence,
+            last_per_subject=last_per_subject,
+            created=created,
+            on_restart=on_restart,
+            on_recreated=on_recreated,
+            on_caught_up=on_caught_up,
         )
-        consumer.on_restart = on_restart
-        consumer.on_caught_up = on_caught_up
         await consumer.start()
         return consumer
 
 
-class NatsOrderedConsumer:
-    """Reads a stream without acknowledgements and starts over whenever in doubt."""
+def unix_seconds(time: str) -> float:
+    """Unix seconds of a time as the server writes it: RFC 3339 in UTC, to the nanosecond.
 
-    def __init__(
-        self,
-        connection: NatsConnection,
-        stream: str,
-        on_message: Callable[[StoredMessage], None],
-        subject: str,
-        start_sequence: int,
-        last_per_subject: bool,
-    ) -> None:
-        self.on_restart: Callable[[], None] | None = None
-        self.on_caught_up: Callable[[], None] | None = None
-        self._caught_up = False
-        self._connection = connection
-        self._stream = stream
-        self._on_message = on_message
-        self._subject = subject
-        self._next_sequence = start_sequence
-        self._last_per_subject = last_per_subject
-        self._inbox = ""
-        self._subscription: NatsSubscription | None = None
-        self._consumer = ""
-        self._delivered = 0
-        self._heard = 0.0
-        self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._stop_listening: Callable[[], None] | None = None
-        self._loop = asyncio.get_running_loop()
-
-    async def start(self) -> None:
-        """Create the consumer and begin delivery.
-
-        Raises:
-            NoStream: the stream does not exist.
-            Unavailable: the server does not answer.
-        """
-        await self._create()
-        self._stop_listening = self._connection.on_state(self._on_state)
-        self._task = self._loop.create_task(self._watch(), name=f"consume-{self._stream}")
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            self._task = None
-        if self._stop_listening is not None:
-            self._stop_listening()
-        self._drop_subscription()
-        if self._consumer and self._connection.state is ConnectionState.CONNECTED:
-            name, self._consumer = self._consumer, ""
-            api = self._connection.jetstream.api
-            try:
-                await api(f"CONSUMER.DELETE.{self._stream}.{name}", {}, timeout=1.0)
-            except DynbusError as error:
-                # The server forgets an idle ephemeral consumer by itself after 5 s.
-                logger.debug("consumer %s was not deleted: %s", name, error)
-
-    def _drop_subscription(self) -> None:
-        if self._subscription is not None:
-            self._subscription.unsubscribe()
-            self._subscription = None
-
-    async def _create(self) -> None:
-        self._drop_subscription()
-        # A new inbox per try: what an earlier consumer still delivers cannot be mistaken.
-        token = secrets.token_hex(8)
-        self._inbox = f"{self._connection.inbox}c.{token}"
-        self._delivered = 0
-        self._subscription = self._connection.subscribe(self._inbox, self._receive)
-        config: dict[str, Any] = {
-            "deliver_subject": self._inbox,
-            "ack_policy": "none",
-            "max_deliver": 1,
-            "replay_policy": "instant",
-            "flow_control": True,
-            "idle_heartbeat": int(IDLE_HEARTBEAT * _NANOSECONDS),
-            "inactive_threshold": 5 * _NANOSECONDS,
-            "mem_storage": True,
-            "num_replicas": 1,
-        }
-        if self._last_per_subject:
-            config["deliver_policy"] = "last_per_subject"
-        else:
-            config["deliver_policy"] = "by_start_sequence"
-            config["opt_start_seq"] = max(1, self._next_sequence)
-        config["filter_subject"] = self._subject or ">"
-        call = f"CONSUMER.CREATE.{self._stream}.{token}.{config['filter_subject']}"
-        request = {"stream_name": self._stream, "config": config | {"name": token}}
-        self._heard = self._loop.time()
-        self._caught_up = False
-        answer = await self._connection.jetstream.api(call, request, timeout=5.0)
-        self._consumer = token
-        self._heard = self._loop.time()
-        # Delivery may have begun before this answer, so what is pending counts from the start.
-        if int(answer.get("num_pending", 0)) + int(answer["delivered"]["consumer_seq"]) == 0:
-            self._note_caught_up()
-
-    async def _watch(self) -> None:
-        delay = RESTART_DELAY
-        while True:
-            try:
-                async with asyncio.timeout(IDLE_HEARTBEAT):
-                    await self._wake.wait()
-            except TimeoutError:
-                if self._loop.time() - self._heard < IDLE_HEARTBEAT * MISSED_HEARTBEATS:
-                    continue
-            self._wake.clear()
-            if self._connection.state is not ConnectionState.CONNECTED:
-                continue
-            try:
-                if self._last_per_subject and self.on_restart is not None:
-                    self.on_restart()
-                await self._create()
-                delay = RESTART_DELAY
-            except DynbusError as error:
-                logger.debug("consumer of %s not restarted: %s", self._stream, error)
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, MAX_RESTART_DELAY)
-                self._wake.set()
-
-    def _on_state(self, state: ConnectionState) -> None:
-        if state is ConnectionState.CONNECTED:
-            self._wake.set()
-
-    def _receive(self, message: Message) -> None:
-        self._heard = self._loop.time()
-        if header_block.status(message.headers) == "100":
-            if message.reply:
-                self._connection.publish(message.reply, b"")
-                return
-            fields = header_block.decode(message.headers)
-            last = fields.get("Nats-Last-Consumer", "")
-            if last.isdigit() and int(last) > self._delivered:
-                self._wake.set()
-            stalled = fields.get("Nats-Consumer-Stalled", "")
-            if stalled.startswith("$JS.FC."):
-                self._connection.publish(stalled, b"")
-            return
-        position = _position(message.reply)
-        if position is None:
-            return
-        stream_sequence, consumer_sequence, nanoseconds, pending = position
-        if consumer_sequence != self._delivered + 1:
-            self._wake.set()
-            return
-        self._delivered = consumer_sequence
-        self._next_sequence = stream_sequence + 1
-        self._on_message(
-            StoredMessage(
-                message.subject,
-                stream_sequence,
-                nanoseconds / _NANOSECONDS,
-                header_block.decode(message.headers),
-                message.data,
-                pending,
-            )
-        )
-        if pending == 0:
-            self._note_caught_up()
-
-    def _note_caught_up(self) -> None:
-        if not self._caught_up:
-            self._caught_up = True
-            if self.on_caught_up is not None:
-                self.on_caught_up()
-
-
-def _position(reply: str) -> tuple[int, int, int, int] | None:
-    """(stream sequence, consumer sequence, nanoseconds, pending) of an ack subject."""
-    tokens = reply.split(".")
-    if tokens[:2] != ["$JS", "ACK"] or len(tokens) not in (9, 11, 12):
-        return None
-    numbers = tokens[5:9] if len(tokens) == 9 else tokens[7:11]
-    if not all(number.isdigit() for number in numbers):
-        return None
-    return int(numbers[0]), int(numbers[1]), int(numbers[2]), int(numbers[3])
+    Raises:
+        ValueError: it is none.
+    """
+    moment = datetime.fromisoformat(time[:26].rstrip("Z"))
+    return moment.replace(tzinfo=UTC).timestamp()

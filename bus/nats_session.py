@@ -182,7 +182,10 @@ async def open_session(
         except BaseException:
             session.abort()
             raise
-    raise Unavailable(f"no NATS server can be reached ({'; '.join(failures)})")
+    raise Unavailable(
+        f"no NATS server can be reached ({'; '.join(failures)}): start one there, or name another "
+        "by its URL, for example nats://127.0.0.1:4222"
+    )
 
 
 async def _ignore(error: Exception) -> None:

@@ -59,11 +59,15 @@ class Subscription(Protocol):
 class StreamLimits(NamedTuple):
     """What a JetStream stream may hold; None means no limit.
 
+    Over a limit the oldest messages go.
+
     Attributes:
         max_bytes: of all messages.
         max_age: seconds.
         max_messages_per_subject: newest kept.
         duplicate_window: seconds in which a message id is remembered.
+        discard_new: refuse with `StreamFull` what would exceed `max_bytes` or
+            `max_messages`, instead of dropping the oldest messages.
     """
 
     max_bytes: int | None = None
@@ -71,6 +75,7 @@ class StreamLimits(NamedTuple):
     max_messages: int | None = None
     max_messages_per_subject: int | None = None
     duplicate_window: float = 120.0
+    discard_new: bool = False
 
 
 class StreamConfig(NamedTuple):
@@ -117,6 +122,26 @@ class StoredMessage(NamedTuple):
         )
 
 
+class StreamInfo(NamedTuple):
+    """What a stream holds.
+
+    Attributes:
+        messages: how many, markers included.
+        size: their bytes as the server counts them.
+        first_sequence: of the oldest message; `last_sequence + 1` when there is none, and 0
+            when there never was one.
+        last_sequence: of the newest message that was ever stored; 0 when there was none.
+        created: Unix seconds. A stream that was deleted and made again has another one, and
+            its sequences begin at 1 again.
+    """
+
+    messages: int
+    size: int
+    first_sequence: int
+    last_sequence: int
+    created: float
+
+
 class WrongLastSequence(DynbusError):
     """Raised when a publish expected another last sequence of its subject.
 
@@ -135,6 +160,13 @@ class NoStream(DynbusError):
     """Raised when the stream of a subject or a consumer does not exist."""
 
     code = "NoStream"
+    retryable = True
+
+
+class StreamFull(DynbusError):
+    """Raised when a stream that keeps its old messages has no room for a new one."""
+
+    code = "StreamFull"
     retryable = True
 
 
@@ -183,13 +215,44 @@ class JetStream(Protocol):
         Raises:
             WrongLastSequence: `expected_last_subject_sequence` does not hold.
             NoStream: no stream takes the subject.
+            StreamFull: the stream is full, and `discard_new`.
+        """
+        ...
+
+    async def get(
+        self, stream: str, sequence: int, *, timeout: float = 5.0
+    ) -> StoredMessage | None:
+        """The message at a sequence; None when it is gone or was never there.
+
+        Raises:
+            NoStream: the stream does not exist.
         """
         ...
 
     async def last(
         self, stream: str, subject: str, *, timeout: float = 5.0
     ) -> StoredMessage | None:
-        """The last message of a subject, markers included; None when there is none."""
+        """The last message of a subject, markers included; None when there is none.
+
+        Raises:
+            NoStream: the stream does not exist.
+        """
+        ...
+
+    async def purge(self, stream: str, subject: str = "", *, timeout: float = 5.0) -> int:
+        """Drop the messages of a subject (wildcards allowed), or all; returns how many.
+
+        Raises:
+            NoStream: the stream does not exist.
+        """
+        ...
+
+    async def stream_info(self, stream: str, *, timeout: float = 5.0) -> StreamInfo:
+        """What a stream holds at this moment.
+
+        Raises:
+            NoStream: the stream does not exist.
+        """
         ...
 
     async def message_count(self, stream: str, *, timeout: float = 5.0) -> int:
@@ -208,15 +271,25 @@ class JetStream(Protocol):
         subject: str = "",
         start_sequence: int = 1,
         last_per_subject: bool = False,
+        created: float | None = None,
         on_restart: Callable[[], None] | None = None,
+        on_recreated: Callable[[], None] | None = None,
         on_caught_up: Callable[[], None] | None = None,
     ) -> OrderedConsumer:
         """Read a stream in order, without acknowledgements, until stopped.
 
         With `last_per_subject` each start first brings the last message of every subject;
         after a restart it does so again, announced by `on_restart`. Otherwise a restart goes
-        on at the next sequence and nothing is delivered twice. `on_caught_up` is called once
-        per start, when everything that the stream held at that start has been delivered.
+        on at the next sequence and nothing is delivered twice.
+
+        Args:
+            start_sequence: the first to be delivered, also when it lies ahead.
+            created: when the stream was made of which `start_sequence` is (see
+                `StreamInfo`). Another stream of that name is read as one made again.
+            on_recreated: called before the first message of a stream that was deleted and
+                made again, which is read from its first message.
+            on_caught_up: called once per start, when everything that the stream held at
+                that start has been delivered.
 
         Raises:
             NoStream: the stream does not exist.

@@ -1,4 +1,4 @@
-"""Waiting for a condition, with a bound, instead of sleeping and hoping."""
+"""Conditions of tests: waited for with a bound, instead of sleeping and hoping."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 POLL = 0.02
+LOOP_REPORTS = ("exception was never retrieved", "was destroyed but it is pending")
 
 
 async def eventually(
@@ -29,3 +30,8 @@ async def eventually(
             return passed
         assert passed < within, f"not within {within} s: {what or condition}"
         await asyncio.sleep(POLL)
+
+
+def no_loop_reports(output: str) -> bool:
+    """Whether the event loops of a process had nothing to say: no lost exception, no lost task."""
+    return not any(report in output for report in LOOP_REPORTS)

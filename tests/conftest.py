@@ -1,25 +1,71 @@
 """Fixtures for all tests: real nats-servers, and the event loop that async tests run on.
 
-An async test is marked with `pytest.mark.anyio`, on itself or as its module's `pytestmark`.
+An async test is marked with `pytest.mark.anyio`, on itself or as its module's `pytestmark`. A test
+fails when an event loop reports something that nobody is left to hear: see `loops_report_nothing`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dynbus.bus.nats_server import RunningServer, run_server
 
 
+class ReportingLoop(asyncio.SelectorEventLoop):
+    """The loop of async tests: whatever goes wrong unheard is logged, as on any other loop.
+
+    anyio's handler would raise it into the test instead, or lose it when the test is over.
+    """
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        self.default_exception_handler(context)
+
+
+class LoopReports(logging.Handler):
+    """Keeps what event loops log: exceptions that nobody retrieved, tasks that nobody awaited."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.reports: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.reports.append(self.format(record))
+
+
 @pytest.fixture(scope="session")
-def anyio_backend() -> str:
+def anyio_backend() -> tuple[str, dict[str, Any]]:
     """Async tests run on asyncio, the only loop that dynbus supports."""
-    return "asyncio"
+    return "asyncio", {"loop_factory": ReportingLoop}
+
+
+@pytest.fixture(scope="session")
+def modules_are_no_garbage() -> None:
+    """What was imported stays: collections need not look at it, and take milliseconds."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def loops_report_nothing(modules_are_no_garbage: None) -> Iterator[None]:
+    """A test fails when a loop, on any thread, reports what nobody retrieved or awaited."""
+    handler = LoopReports()
+    logger = logging.getLogger("asyncio")
+    logger.addHandler(handler)
+    try:
+        yield
+        # Reports come from finalizers: they belong to the test that left the garbage.
+        gc.collect()
+    finally:
+        logger.removeHandler(handler)
+    assert not handler.reports, "an event loop reported:\n" + "\n".join(handler.reports)
 
 
 @pytest.fixture(scope="session")

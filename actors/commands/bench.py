@@ -33,7 +33,7 @@ _HELP: Final = """Measure calls and streams over your own server.
 @json_option
 @nats_option
 def bench(duration: float, as_json: bool, nats: str | None) -> None:
-    from .measuring import FIGURES, measure
+    from .benchmarking import FIGURES, measure
 
     figures = measure(nats, duration)
     if as_json:

@@ -11,7 +11,6 @@ from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import nats_option
 
 if TYPE_CHECKING:
-    from dynbus.bus.errors import DynbusError
     from dynbus.bus.names import EndpointName
 
 MAX_STDIN_BYTES: Final = 64 * 1024 * 1024
@@ -89,20 +88,22 @@ def _read_request(text: str | None) -> Any:
 
     if text is None:
         return None
-    data = b""
-    if text == "-":
-        data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
-        if len(data) > MAX_STDIN_BYTES:
-            raise click.BadParameter(
-                f"standard input has more than {MAX_STDIN_BYTES} bytes", param_hint="REQUEST"
-            )
     try:
-        return msgspec.json.decode(data or text.encode())
+        return msgspec.json.decode(_read_stdin() if text == "-" else text.encode())
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise click.BadParameter(
             f"it is not JSON: {error}; text needs quotes of its own, for example '\"a\"'",
             param_hint="REQUEST",
         ) from None
+
+
+def _read_stdin() -> bytes:
+    data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
+    if len(data) > MAX_STDIN_BYTES:
+        raise click.BadParameter(
+            f"standard input has more than {MAX_STDIN_BYTES} bytes", param_hint="REQUEST"
+        )
+    return data
 
 
 def _pairs(words: tuple[str, ...]) -> dict[str, str]:
@@ -113,25 +114,3 @@ def _pairs(words: tuple[str, ...]) -> dict[str, str]:
             raise click.BadParameter(f"{word!r}: write KEY=VALUE", param_hint="--metadata")
         pairs[key] = value
     return pairs
-
-
-def describe_error(error: DynbusError, *, as_json: bool) -> str:
-    """The one line that tells about a failed call."""
-    from dynbus.bus.errors import Overloaded
-
-    retry_after = error.retry_after if isinstance(error, Overloaded) else 0.0
-    if not as_json:
-        hint = f"; retry after {retry_after:g} s" if retry_after else ""
-        return f"dynbus: {error.code}: {' '.join(str(error).split())}{hint}"
-    import msgspec
-
-    fields = {
-        "error": error.code,
-        "message": error.message,
-        "hop": error.hop,
-        "request_id": error.request_id,
-        "retryable": error.retryable,
-        "started": error.started,
-        "retry_after": retry_after,
-    }
-    return msgspec.json.encode(fields).decode()

@@ -16,12 +16,12 @@ from dynbus.actors.options import call_options
 from dynbus.actors.runtime import Runtime
 from dynbus.actors.streams import Stream
 from dynbus.bus import exit_codes
-from dynbus.bus.errors import ConfigError, DynbusError
+from dynbus.bus.commands.terminal import error_line
+from dynbus.bus.config import check_variables
+from dynbus.bus.errors import ConfigError, DynbusError, Overloaded
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.logs import configure_logging, redact_url
 from dynbus.bus.names import EndpointName
-
-from .call import describe_error
 
 
 class CallRequest(NamedTuple):
@@ -38,15 +38,17 @@ class CallRequest(NamedTuple):
 
 
 def execute(request: CallRequest) -> int:
-    """Make the call and print what comes; returns the exit code.
+    """Make the call, print what comes, and tell why it fails; returns the exit code.
 
     Raises:
         BrokenPipeError: nobody reads standard output any longer; the call was cancelled.
-        ConfigError: an option is not usable.
         KeyboardInterrupt: Ctrl-C; the call was cancelled.
-        PermissionDenied, Unavailable: the server cannot be used.
     """
     configure_logging("console", "error")
+    try:
+        check_variables(os.environ)
+    except ConfigError as error:
+        return _tell(error, request, exit_codes.exit_code(error))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_call(request))
 
@@ -62,21 +64,41 @@ async def _call(request: CallRequest) -> int:
         task.cancel()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    code_of = exit_codes.exit_code
     try:
         async with Runtime.connect(request.nats, name="dynbus-call") as runtime:
-            try:
-                await _print_answer(runtime, request)
-            except ConfigError:
-                raise
-            except DynbusError as error:
-                line = describe_error(error, as_json=request.as_json)
-                click.echo(redact_url(line), err=True)
-                return exit_codes.call_exit_code(error)
+            code_of = exit_codes.call_exit_code
+            await _print_answer(runtime, request)
+    except DynbusError as error:
+        return _tell(error, request, code_of(error))
     except asyncio.CancelledError:
         if not terminated:
             raise
         return exit_codes.TERMINATED
     return exit_codes.OK
+
+
+def _tell(error: DynbusError, request: CallRequest, code: int) -> int:
+    click.echo(describe_error(error, as_json=request.as_json), err=True)
+    return code
+
+
+def describe_error(error: DynbusError, *, as_json: bool) -> str:
+    """The one line that tells about a failed call."""
+    retry_after = error.retry_after if isinstance(error, Overloaded) else 0.0
+    if not as_json:
+        hint = f"; retry after {retry_after:g} s" if retry_after else ""
+        return error_line(f"{error}{hint}", error.code)
+    fields = {
+        "error": error.code,
+        "message": redact_url(error.message),
+        "hop": error.hop,
+        "request_id": error.request_id,
+        "retryable": error.retryable,
+        "started": error.started,
+        "retry_after": retry_after,
+    }
+    return msgspec.json.encode(fields).decode()
 
 
 async def _print_answer(runtime: Runtime, request: CallRequest) -> None:

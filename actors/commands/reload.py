@@ -1,4 +1,8 @@
-"""`dynbus run --reload`: a run in a process of its own, drained and started anew at each change."""
+"""`dynbus run --reload`: a run in a process of its own, replaced at each change that can be loaded.
+
+A change is loaded by a process of its own first, so that a mistake in a file leaves the version
+before it serving.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,23 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import ConfigError
 
-if TYPE_CHECKING:
-    from .running import RunOptions
+from .interrupts import Interrupts
+from .local_server import embedded_if_local
+from .plan import RunOptions, load_bus_config
 
 STOP_SECONDS: Final = 3.0
 """Seconds that calls have to finish when files have changed."""
+CHECK_SECONDS: Final = 60.0
+"""Seconds within which a changed file must have been imported."""
 END_SECONDS: Final = 8.0
 """Seconds after the second signal to the run after which it is killed."""
+LEAVE_SECONDS: Final = 10.0
+"""Seconds after the second signal within which this process has ended whatever happens."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +61,16 @@ def watched_folders(targets: Iterable[str], config_file: str | None) -> list[Pat
 
 def inner_arguments(arguments: Iterable[str], parent_fd: int) -> list[str]:
     """The command line of the run that is started again and again."""
-    kept = [word for word in arguments if word not in ("--reload", "--fresh")]
-    return ["run", f"--parent-fd={parent_fd}", *kept]
+    return ["run", f"--parent-fd={parent_fd}", *_kept(arguments)]
+
+
+def check_arguments(arguments: Iterable[str]) -> list[str]:
+    """The command line that loads all that a run would start, and starts nothing."""
+    return ["run", "--dry-run", *_kept(arguments)]
+
+
+def _kept(arguments: Iterable[str]) -> list[str]:
+    return [word for word in arguments if word not in ("--reload", "--fresh")]
 
 
 class _Reloader:
@@ -63,16 +80,13 @@ class _Reloader:
         self._signals = 0
         self._signalled = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        from dynbus.bus.config import load_config
-
-        from .running import CHILDREN_SECONDS, Interrupts, embedded_if_local
-
-        given = {"servers": self._options.nats} if self._options.nats else {}
-        with Interrupts(self._forward, self._forward, within=2 * CHILDREN_SECONDS):
+        config = load_bus_config(self._options, os.environ)
+        with Interrupts(self._forward, self._forward, within=LEAVE_SECONDS):
             # Held here, so that it stays while the inner run comes and goes.
-            async with embedded_if_local(load_config(given), fresh=self._options.fresh):
+            async with embedded_if_local(config, fresh=self._options.fresh):
                 return await self._repeat()
 
     async def _repeat(self) -> int:
@@ -89,12 +103,14 @@ class _Reloader:
         try:
             await self._start(inner_end)
             async for changed in changes:
-                names = sorted({Path(path).name for _, path in changed})
-                logger.info("%s changed: starting anew", ", ".join(names))
-                await self._stop_for_change()
+                names = ", ".join(sorted({Path(path).name for _, path in changed}))
+                if await self._can_be_loaded(names):
+                    logger.info("%s changed: starting anew", names)
+                    await self._stop_for_change()
+                    if not self._signalled.is_set():
+                        await self._start(inner_end)
                 if self._signalled.is_set():
                     break
-                await self._start(inner_end)
             return await self._last_code()
         finally:
             await asyncio.shield(asyncio.ensure_future(self._leave_none()))
@@ -102,15 +118,44 @@ class _Reloader:
             os.close(inner_end)
 
     async def _start(self, inner_end: int) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "dynbus",
-            *inner_arguments(self._options.arguments, inner_end),
-            pass_fds=(inner_end,),
-            # Ctrl-C in the terminal is for us alone; we pass it on, once.
-            start_new_session=True,
+        self._process = await _dynbus(
+            inner_arguments(self._options.arguments, inner_end), pass_fds=(inner_end,)
         )
+        self._watching = asyncio.create_task(self._tell_end(self._process))
+        if self._signalled.is_set():
+            self._signal(signal.SIGTERM)  # it came when there was nobody yet to be told
+
+    async def _tell_end(self, process: asyncio.subprocess.Process) -> None:
+        """Say what happens next when the run ends by itself."""
+        code = await process.wait()
+        if not self._signalled.is_set():
+            logger.error(
+                "the run has ended with exit code %d; it is started again when a file changes", code
+            )
+
+    async def _can_be_loaded(self, names: str) -> bool:
+        """Load the changed files in a fresh process, which prints why where that fails."""
+        process = await _dynbus(
+            check_arguments(self._options.arguments), stdout=asyncio.subprocess.DEVNULL
+        )
+        ended = asyncio.ensure_future(process.wait())
+        signalled = asyncio.ensure_future(self._signalled.wait())
+        try:
+            waited: set[asyncio.Future[Any]] = {ended, signalled}
+            await asyncio.wait(waited, timeout=CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            signalled.cancel()
+            if process.returncode is None:
+                process.kill()
+            code = await asyncio.shield(ended)
+        if code == exit_codes.OK or self._signalled.is_set():
+            return code == exit_codes.OK
+        if self._process is not None and self._process.returncode is None:
+            goes_on = "the version before it goes on serving"
+        else:
+            goes_on = "nothing is served"
+        logger.error("%s changed and cannot be loaded: %s; waiting for a mend", names, goes_on)
+        return False
 
     def _forward(self) -> None:
         self._signals += 1
@@ -124,6 +169,8 @@ class _Reloader:
     async def _stop_for_change(self) -> None:
         """Drain the run; after `STOP_SECONDS` stop it at once, and kill what is left then."""
         assert self._process is not None
+        if self._watching is not None:
+            self._watching.cancel()
         for number, seconds in (
             (signal.SIGTERM, STOP_SECONDS),
             (signal.SIGTERM, END_SECONDS),
@@ -137,9 +184,14 @@ class _Reloader:
         """Wait for the run to drain after the first signal, as long as its grace lets it."""
         assert self._process is not None
         code = await self._process.wait()
-        return exit_codes.INTERRUPTED if self._signals > 1 else code
+        if self._signals > 1:
+            return exit_codes.INTERRUPTED
+        # By the signal itself: it came before the run could hear it, and nothing was served.
+        return exit_codes.OK if code == -signal.SIGTERM else code
 
     async def _leave_none(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         if self._process is not None and self._process.returncode is None:
             await self._stop_for_change()
 
@@ -151,6 +203,19 @@ class _Reloader:
         except TimeoutError:
             return False
         return True
+
+
+async def _dynbus(arguments: Iterable[str], **options: Any) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",  # what lies in the working directory is not to be taken for our own imports
+        "-m",
+        "dynbus",
+        *arguments,
+        # Ctrl-C in the terminal is for us alone; we pass it on, once.
+        start_new_session=True,
+        **options,
+    )
 
 
 def _pipe() -> tuple[int, int]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import json_option, nats_option
-
-if TYPE_CHECKING:
-    from .running import RunOptions
 
 _HELP: Final = """Serve the actors of TARGETs, one process per instance.
 
@@ -29,6 +26,7 @@ _HELP: Final = """Serve the actors of TARGETs, one process per instance.
     dynbus run actors.py
     dynbus run actors.py --Splitter.separator=, --Splitter.workers=2
     dynbus run actors.py:Shouter other.py -f config.yaml
+    dynbus run actors.py --Splitter.workers=0     it runs elsewhere
     dynbus run actors.py --reload --log-level debug
     dynbus run actors.py --dry-run
 
@@ -81,7 +79,9 @@ class _RunCommand(click.Command):
 )
 @nats_option
 @click.option("--in-process", is_flag=True, help="All instances in this one process.")
-@click.option("--reload", is_flag=True, help="Start anew whenever a Python file changes.")
+@click.option(
+    "--reload", is_flag=True, help="Start anew whenever a Python file has changed and loads."
+)
 @click.option("--fresh", is_flag=True, help="Empty the embedded server's data first.")
 @click.option("--dry-run", is_flag=True, help="Only print what would be started.")
 @json_option
@@ -108,9 +108,10 @@ class _RunCommand(click.Command):
 @click.option("--parent-fd", type=int, hidden=True)
 @click.pass_context
 def run(ctx: click.Context, /, **given: Any) -> None:
-    from . import running
+    from .plan import RunOptions
+    from .running import execute
 
-    options: RunOptions = running.RunOptions(
+    options = RunOptions(
         actor_options=ctx.meta["dynbus.options"], arguments=ctx.meta["dynbus.arguments"], **given
     )
-    ctx.exit(running.execute(options))
+    ctx.exit(execute(options))

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import datetime
 from typing import Any, Final, Literal, NamedTuple
 
 from dynbus.bus.clock import unix_time
@@ -19,7 +18,7 @@ from dynbus.bus.leases import INSTANCES_STREAM, MARKER_TTL
 from dynbus.bus.logs import redact_url
 from dynbus.bus.names import ReplySubjects
 from dynbus.bus.nats_client import NatsConnection, connect
-from dynbus.bus.nats_jetstream import stream_request
+from dynbus.bus.nats_jetstream import stream_request, unix_seconds
 from dynbus.bus.nats_server import Address, find_nats_server
 from dynbus.bus.transport import NoStream, StreamConfig
 
@@ -34,6 +33,7 @@ FEW_DESCRIPTORS: Final = 1024
 LEAST_FREE_STORAGE: Final = 1024 * 1024
 SMALL_STORAGE: Final = 256 * 1024 * 1024
 ROUND_TRIPS: Final = 21
+API_SECONDS: Final = 5.0
 
 EXTRAS: Final = {
     "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp"),
@@ -96,7 +96,9 @@ def check_headers(supported: bool) -> Check:
     """Whether the server carries headers."""
     if supported:
         return Check("headers", "ok", "supported")
-    return Check("headers", "fail", "switched off", "remove no_header from the server's file")
+    return Check(
+        "headers", "fail", "switched off", "remove no_header_support from the server's file"
+    )
 
 
 def check_round_trip(seconds: float) -> Check:
@@ -245,13 +247,15 @@ async def _round_trip(connection: NatsConnection) -> float:
 async def _check_jetstream(connection: NatsConnection) -> list[Check]:
     jetstream = connection.jetstream
     try:
-        account = await jetstream.api("INFO", {}, timeout=5.0)
+        account = await jetstream.api("INFO", {}, timeout=API_SECONDS)
     except DynbusError as error:
         remedy = "start the server with -js, or allow JetStream to the account"
         return [Check("JetStream", "fail", str(error), remedy)]
     checks = [Check("JetStream", "ok", "enabled"), check_limits(account)]
     try:
-        bucket = await jetstream.api(f"STREAM.INFO.{INSTANCES_STREAM.name}", {}, timeout=5.0)
+        bucket = await jetstream.api(
+            f"STREAM.INFO.{INSTANCES_STREAM.name}", {}, timeout=API_SECONDS
+        )
         checks.append(check_bucket(bucket["config"]))
     except NoStream:
         checks.append(check_bucket(None))
@@ -267,7 +271,7 @@ async def _check_writing(connection: NatsConnection) -> list[Check]:
     before = unix_time()
     began = time.perf_counter()
     try:
-        made = await connection.jetstream.api(f"STREAM.CREATE.{name}", request, timeout=5.0)
+        made = await connection.jetstream.api(f"STREAM.CREATE.{name}", request, timeout=API_SECONDS)
         seconds = time.perf_counter() - began
         await connection.jetstream.delete_stream(name)
     except DynbusError as error:
@@ -276,13 +280,6 @@ async def _check_writing(connection: NatsConnection) -> list[Check]:
     checks = [Check("JetStream writes", "ok", f"a stream was made in {seconds * 1000:.1f} ms")]
     with suppress(KeyError, ValueError):
         # The server's clock was read somewhere between the two readings of ours.
-        theirs = _unix(str(made["created"]))
+        theirs = unix_seconds(str(made["created"]))
         checks.append(check_clock(before + seconds / 2 - theirs))
     return checks
-
-
-def _unix(text: str) -> float:
-    """Unix seconds of a time as Go writes it, with up to nine digits of a second."""
-    head, _, rest = text.rstrip("Z").partition(".")
-    fraction = f".{rest[:6]}" if rest and "+" not in rest and "-" not in rest else ""
-    return datetime.fromisoformat(f"{head}{fraction}+00:00").timestamp()

@@ -15,11 +15,11 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from dynbus.bus.config import BusConfig
-from dynbus.bus.errors import DynbusError
+from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.leases import INSTANCES_STREAM
-from dynbus.bus.names import ReplySubjects
-from dynbus.bus.nats_client import NatsConnection, connect
-from dynbus.bus.transport import Message, NoStream, StoredMessage
+from dynbus.bus.names import TOKEN, ReplySubjects
+from dynbus.bus.nats_client import connect
+from dynbus.bus.transport import Connection, Message, NoStream, StoredMessage
 from dynbus.bus.wire import InstanceRecord, decode_record
 
 ANSWER_SECONDS: Final = 1.0
@@ -99,16 +99,24 @@ async def survey(config: BusConfig) -> Survey:
         options={"user_credentials": config.credentials} if config.credentials else {},
     )
     try:
-        notice = ""
-        records: list[InstanceRecord] = []
-        answering = asyncio.create_task(_ask(connection, f"{replies.base}.ps"))
+        return await _gather(connection, f"{replies.base}.ps")
+    finally:
+        await connection.close()
+
+
+async def _gather(connection: Connection, inbox: str) -> Survey:
+    notice = ""
+    records: list[InstanceRecord] = []
+    answering = asyncio.create_task(_ask(connection, inbox))
+    try:
         try:
             records = await _read_records(connection)
         except DynbusError as error:
             notice = f"the records cannot be read ({error}): only instances that answer are shown"
         return Survey(join(records, await answering), notice)
     finally:
-        await connection.close()
+        answering.cancel()
+        await asyncio.wait([answering])
 
 
 def join(records: Iterable[InstanceRecord], answers: Iterable[Answer]) -> list[Row]:
@@ -144,14 +152,15 @@ def parse_answer(data: bytes) -> Answer | None:
     try:
         found = msgspec.json.decode(data, type=_Stats)
         started = datetime.fromisoformat(found.started).timestamp()
-    except (msgspec.DecodeError, ValueError):
+    except (msgspec.DecodeError, ValueError, OverflowError, RecursionError):
         return None
     namespace = found.metadata.get("dynbus.namespace", "")
-    if not namespace or not found.name.startswith(f"{namespace}_"):
+    component = found.name.removeprefix(f"{namespace}_")
+    if component == found.name or not _are_names(namespace, component, found.id):
         return None
     return Answer(
         namespace,
-        found.name.removeprefix(f"{namespace}_"),
+        component,
         found.id,
         tuple(endpoint.name for endpoint in found.endpoints),
         started,
@@ -159,6 +168,10 @@ def parse_answer(data: bytes) -> Answer | None:
         sum(endpoint.data.waiting for endpoint in found.endpoints),
         any(endpoint.data.draining for endpoint in found.endpoints),
     )
+
+
+def _are_names(*tokens: str) -> bool:
+    return all(map(TOKEN.fullmatch, tokens))
 
 
 class _Load(msgspec.Struct, frozen=True):
@@ -180,7 +193,7 @@ class _Stats(msgspec.Struct, frozen=True):
     metadata: dict[str, str] = {}
 
 
-async def _ask(connection: NatsConnection, inbox: str) -> list[Answer]:
+async def _ask(connection: Connection, inbox: str) -> list[Answer]:
     """Ask all services at once and take what comes until it is quiet."""
     found: list[Answer] = []
     heard = asyncio.Event()
@@ -207,26 +220,28 @@ async def _ask(connection: NatsConnection, inbox: str) -> list[Answer]:
     return found
 
 
-async def _read_records(connection: NatsConnection) -> list[InstanceRecord]:
+async def _read_records(connection: Connection) -> list[InstanceRecord]:
     found: dict[str, InstanceRecord] = {}
     read = asyncio.Event()
 
     def take(message: StoredMessage) -> None:
         record = None if message.is_marker else decode_record(message.data)
-        if record is None:
+        if record is None or not _are_names(record.namespace, record.component, record.instance_id):
             found.pop(message.subject, None)
         else:
             found[message.subject] = record
 
-    async with asyncio.timeout(READ_SECONDS):
-        try:
+    try:
+        async with asyncio.timeout(READ_SECONDS):
             consumer = await connection.jetstream.consume(
                 INSTANCES_STREAM.name, take, last_per_subject=True, on_caught_up=read.set
             )
-        except NoStream:
-            return []  # no instance has ever been started on this server
-        try:
-            await read.wait()
-        finally:
-            await consumer.stop()
+            try:
+                await read.wait()
+            finally:
+                await consumer.stop()
+    except NoStream:
+        return []  # no instance has ever been started on this server
+    except TimeoutError:
+        raise Unavailable(f"JetStream did not answer within {READ_SECONDS:g} s") from None
     return list(found.values())

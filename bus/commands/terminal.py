@@ -54,15 +54,31 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def plain(text: str) -> str:
-    """Text for a cell, whose brackets are no markup."""
+    """Text for a cell: its brackets are no markup, and it cannot steer the terminal."""
     from rich.markup import escape
 
-    return escape(text)
+    return escape(printable(text))
+
+
+def printable(text: str) -> str:
+    """Text as it is, with what is not printable as escapes: it may come from anywhere."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 def notice(text: str) -> None:
     """Say something beside the result, on standard error."""
-    click.echo(text, err=True)
+    click.echo("\n".join(map(printable, text.split("\n"))), err=True)
+
+
+def error_line(message: str, code: str = "") -> str:
+    """The one line by which a command tells why it failed, without credentials."""
+    from dynbus.bus.logs import redact_url
+
+    told = " ".join(redact_url(message).split())
+    return printable(f"dynbus: {code}: {told}" if code else f"dynbus: {told}")
 
 
 def duration(seconds: float) -> str:

@@ -1,10 +1,14 @@
-"""Calls the Greeter of actors.py, typed: a wrong request does not pass a type checker."""
+"""Calls the Greeter of actors.py, typed: a wrong request does not pass a type checker.
+
+A call that fails ends the program with one line that says why, and exit code 1.
+"""
 
 import asyncio
+import sys
 
 from actors import Greeter, Person
 
-from dynbus import Runtime, call_options
+from dynbus import DynbusError, Runtime, call_options
 
 
 async def main() -> None:
@@ -18,4 +22,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except DynbusError as error:
+        sys.exit(f"{error.code}: {error}")

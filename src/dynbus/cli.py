@@ -50,9 +50,9 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _fail(error: DynbusError) -> int:
-    from dynbus.bus.logs import redact_url
+    from dynbus.bus.commands.terminal import error_line
 
-    click.echo(f"dynbus: {error.code}: {redact_url(' '.join(str(error).split()))}", err=True)
+    click.echo(error_line(str(error), error.code), err=True)
     return exit_codes.exit_code(error)
 
 

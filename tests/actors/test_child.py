@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from dynbus.actors.child import Child, ChildState, WorkerSettings, exit_text
+from dynbus.actors.child_messages import StartInstance, StopInstance
 from dynbus.actors.loader import resolve
 from dynbus.actors.serving import Assignment
-from dynbus.actors.worker import Start, Stop
 from dynbus.bus.nats_server import RunningServer
 
 ACTORS = """
@@ -48,7 +48,7 @@ def child_of(target: str, url: str) -> Child:
 
 @asynccontextmanager
 async def loaded(child: Child) -> AsyncGenerator[asyncio.Task[int], None]:
-    """The child's process, once it waits for `Start`; at the end it is gone."""
+    """The child's process, once it waits for `StartInstance`; at the end it is gone."""
     waiting = asyncio.Event()
     running = asyncio.create_task(child.run(asyncio.Lock(), waiting.set))
     try:
@@ -81,10 +81,10 @@ def test_a_child_is_named_after_its_actor_and_number(actors: str) -> None:
     assert repr(child) == "<Child born.Below/1 [loading | pid None]>"
 
 
-def test_what_depends_on_others_is_on_a_higher_level(actors: str) -> None:
+def test_what_depends_on_others_is_deeper(actors: str) -> None:
     below, above = (child_of(f"{actors}:{name}", "") for name in ("Below", "Above"))
 
-    assert below.level < above.level
+    assert below.dependency_depth < above.dependency_depth
 
 
 @pytest.mark.anyio
@@ -96,10 +96,10 @@ async def test_a_child_loads_then_starts_when_told_and_ends_when_told(
     async with loaded(child) as running, asyncio.timeout(SPAWNED_WITHIN):
         states = [child.state]
         assert psutil.pid_exists(child.pid or 0)
-        child.send(Start())
+        child.send(StartInstance())
         await child.has_been_ready.wait()
         states.append(child.state)
-        child.end(Stop())
+        child.end(StopInstance())
         code = await running
 
     assert states == [ChildState.LOADED, ChildState.READY]
@@ -117,7 +117,7 @@ async def test_a_killed_child_has_ended_by_a_signal_and_is_told_nothing_more(
         child.kill()
         code = await asyncio.wait_for(running, 10.0)
 
-        child.send(Start())
+        child.send(StartInstance())
         child.kill()
 
     assert code == -signal.SIGKILL
@@ -134,7 +134,7 @@ async def test_a_word_that_was_said_before_the_process_is_there_reaches_it(
     async with spawning:
         running = asyncio.create_task(child.run(spawning, lambda: None))
         await asyncio.sleep(0)  # now it waits for its turn
-        child.end(Stop())
+        child.end(StopInstance())
 
     try:
         code = await asyncio.wait_for(running, SPAWNED_WITHIN)

@@ -266,6 +266,35 @@ async def test_a_client_has_the_handlers_and_nothing_else(bench: Bench) -> None:
     assert repr(client) == f"<client of {bench.namespace}.Splitter>"
 
 
+@pytest.mark.parametrize("name", ["on_start", "on_stop", "runtime", "instance_id"])
+async def test_what_only_an_instance_has_is_told_with_the_handlers(bench: Bench, name: str) -> None:
+    client = bench.runtime.client(bench.splitter)
+
+    with pytest.raises(AttributeError) as caught:
+        getattr(client, name)
+
+    assert str(caught.value).startswith(
+        f"Splitter.{name} is not a handler; it stays in the actor's own process; "
+        "a client has only: split, count, "
+    )
+
+
+async def test_a_client_cannot_be_changed(bench: Bench) -> None:
+    client = bench.runtime.client(bench.splitter)
+
+    with pytest.raises(AttributeError, match=r"Splitter\.separator is not a handler; .*changed"):
+        client.separator = ","
+    with pytest.raises(AttributeError, match=r"Splitter\.count is a handler; .*changed"):
+        del client.count
+
+
+async def test_looking_for_hidden_attributes_of_a_client_finds_none(bench: Bench) -> None:
+    client = bench.runtime.client(bench.splitter)
+
+    assert not hasattr(client, "__dynbus_handlers__")
+    assert not hasattr(object.__new__(type(client)), "_actor")
+
+
 async def test_an_actor_without_a_namespace_has_no_client(bench: Bench) -> None:
     with pytest.raises(ConfigError) as caught:
         bench.runtime.client(Splitting)
@@ -291,6 +320,35 @@ async def test_an_untyped_client_routes_as_its_method_says(bench: Bench, policy:
     client = await bench.runtime.endpoint(bench.endpoint("count")).client()
 
     assert await getattr(client, policy)(Prompt(text="a b")) == 2
+
+
+async def test_an_untyped_request_for_a_handler_without_one_is_refused(bench: Bench) -> None:
+    actor = await bench.start()
+    client = await bench.runtime.endpoint(bench.endpoint("wait")).client()
+
+    with pytest.raises(InvalidRequest) as caught:
+        await client.generate({"seconds": 1})
+
+    assert caught.value.message == (
+        "Splitting.wait takes no request, but 13 bytes were sent: leave the body empty"
+    )
+    assert caught.value.hop.startswith(bench.endpoint("wait"))
+    assert not caught.value.started
+    assert not actor.began.is_set()
+
+
+async def test_an_untyped_call_without_the_request_that_is_wanted_says_what_is(
+    bench: Bench,
+) -> None:
+    await bench.start()
+    client = await bench.runtime.endpoint(bench.endpoint("count")).client()
+
+    with pytest.raises(InvalidRequest) as caught:
+        await client.generate()
+
+    assert caught.value.message == (
+        'Splitting.count wants Prompt as JSON, for example {"text":"text"}, but the body was null'
+    )
 
 
 async def test_awaiting_a_streaming_endpoint_gives_the_stream(bench: Bench) -> None:

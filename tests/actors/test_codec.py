@@ -5,14 +5,16 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from dynbus import InvalidResponse
 from dynbus.actors.codec import Misfit, codec_for
 
 
@@ -92,6 +94,29 @@ def test_decode_many_is_decode_of_each(prompts: list[Prompt]) -> None:
 
 def test_what_fits_is_made_into_the_model() -> None:
     assert codec_for(Prompt).encode({"text": "a"}) == b'{"text":"a","limit":1}'
+
+
+class Aliased(BaseModel):
+    max_tokens: int = Field(alias="maxTokens")
+    inner: list[Aliased] = []
+
+
+class WrittenOtherwise(BaseModel):
+    max_tokens: int = Field(serialization_alias="maxTokens")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Aliased(maxTokens=1, inner=[Aliased(maxTokens=2)]),
+        WrittenOtherwise(max_tokens=1),
+    ],
+)
+def test_a_model_with_aliases_crosses(value: BaseModel) -> None:
+    codec = codec_for(type(value))
+
+    assert codec.decode(codec.encode(value)) == value
+    assert codec.decode(codec.encoder(InvalidResponse)(value)) == value
 
 
 def test_a_subclass_is_sent_as_what_the_handler_declares() -> None:
@@ -238,9 +263,171 @@ def test_a_model_that_writes_such_numbers_as_strings_is_left_alone() -> None:
     assert codec.decode(codec.encode(Spelled(value=float("inf")))).value == float("inf")
 
 
-def test_a_model_without_floats_is_encoded_by_pydantic_alone() -> None:
-    assert codec_for(Prompt).to_json is not codec_for(Score).to_json
-    assert "built-in" in repr(codec_for(Prompt).to_json)
+@dataclass
+class SizeOf:
+    area: float | None = None
+
+
+class Grade(BaseModel):
+    kind: Literal["grade"] = "grade"
+    values: tuple[float, ...] = ()
+
+
+class Report(BaseModel):
+    kind: Literal["report"] = "report"
+    grade: Grade | None = None
+    outcome: Grade | float | str | None = None
+    by_name: dict[str, Grade] = {}
+    pair: tuple[str, float] = ("", 0.0)
+    size: SizeOf | None = None
+    always_one: float = 1.0
+
+
+class Tree(BaseModel):
+    value: float | None = None
+    children: list[Tree] = []
+
+
+def grade(number: float) -> Grade:
+    return Grade(values=(0.5, number))
+
+
+NESTED: list[tuple[Callable[[float], BaseModel], str]] = [
+    (lambda number: Report(grade=grade(number)), "grade.values.1"),
+    (lambda number: Report(outcome=grade(number)), "outcome.values.1"),
+    (lambda number: Report(outcome=number), "outcome"),
+    (lambda number: Report(by_name={"a": grade(number)}), "by_name.a.values.1"),
+    (lambda number: Report(pair=("a", number)), "pair.1"),
+    (lambda number: Report(size=SizeOf(area=number)), "size.area"),
+    (lambda number: Report(always_one=number), "always_one"),
+    (lambda number: Tree(children=[Tree(), Tree(value=number)]), "children.1.value"),
+]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(("make", "where"), NESTED)
+def test_such_a_number_is_found_at_any_depth_also_on_the_hot_path(
+    make: Callable[[float], BaseModel], where: str, number: float
+) -> None:
+    value = make(number)
+    encode = codec_for(type(value)).encoder(InvalidResponse)
+
+    with pytest.raises(InvalidResponse) as caught:
+        encode(value)
+
+    assert str(caught.value) == f"{where}: JSON cannot hold the number {number}"
+
+
+@pytest.mark.parametrize(("make", "where"), NESTED)
+def test_numbers_that_json_can_hold_pass_at_any_depth(
+    make: Callable[[float], BaseModel], where: str
+) -> None:
+    value = make(1.5)
+    codec = codec_for(type(value))
+
+    assert codec.decode(codec.encoder(InvalidResponse)(value)) == value
+
+
+def test_large_numbers_whose_sum_is_infinite_pass() -> None:
+    value = Grade(values=(1.7e308, 1.7e308))
+    codec = codec_for(Grade)
+
+    assert codec.decode(codec.encoder(InvalidResponse)(value)) == value
+
+
+# Both sides validate ----------------------------------------------------------------------
+
+
+class Sheet(msgspec.Struct):
+    rows: Annotated[int, msgspec.Meta(ge=1)]
+    score: float | None = None
+
+
+@dataclass
+class Area:
+    width: Annotated[int, Field(ge=1)]
+
+
+@pydantic_dataclass
+class CheckedArea:
+    width: int
+
+
+class Plan(BaseModel):
+    area: Area
+
+
+WRONG: Any = "wide"
+
+UNFIT: list[tuple[Any, Callable[[], Any], str]] = [
+    (Sheet, lambda: Sheet(rows=0), "Expected `int` >= 1 - at `$.rows`"),
+    (Sheet, lambda: Sheet(rows=WRONG), "Expected `int`, got `str` - at `$.rows`"),
+    (list[Sheet], lambda: [Sheet(rows=0)], "Expected `int` >= 1 - at `$[0].rows`"),
+    (Area, lambda: Area(width=0), "width: Input should be greater than or equal to 1, got 0"),
+    (list[Area], lambda: [Area(width=0)], "0.width: Input should be greater than or equal to 1"),
+    (Plan, lambda: Plan(area=Area(width=0)), "area.width: Input should be greater than"),
+    (
+        Area,
+        lambda: Area(width=WRONG),
+        "width: Input should be a valid integer, unable to parse string as an integer, got 'wide'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("annotation", "make", "text"), UNFIT)
+def test_an_instance_whose_fields_do_not_fit_is_refused_by_whoever_sends_it(
+    annotation: Any, make: Callable[[], Any], text: str
+) -> None:
+    codec = codec_for(annotation)
+
+    with pytest.raises(Misfit) as request:
+        codec.encode(make())
+    with pytest.raises(InvalidResponse) as result:
+        codec.encoder(InvalidResponse)(make())
+
+    assert str(request.value).startswith(text)
+    assert str(result.value).startswith(text)
+
+
+def changed(value: Any, **fields: Any) -> Any:
+    for name, field in fields.items():
+        setattr(value, name, field)
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        changed(Prompt(text="a"), limit=WRONG),
+        changed(CheckedArea(width=1), width=WRONG),
+        Prompt.model_construct(text="a", limit=WRONG),
+    ],
+)
+def test_a_request_that_was_changed_after_it_was_validated_is_refused(value: Any) -> None:
+    with pytest.raises(Misfit, match="should be a valid integer, unable to parse string"):
+        codec_for(type(value)).encode(value)
+
+
+def test_a_change_that_the_other_side_takes_is_sent() -> None:
+    prompt = changed(Prompt(text="a"), limit="3")
+
+    data = codec_for(Prompt).encode(prompt)
+
+    assert codec_for(Prompt).decode(data) == Prompt(text="a", limit=3)
+
+
+@pytest.mark.parametrize(("annotation", "value", "data"), VALUES)
+def test_the_hot_path_writes_the_same(annotation: Any, value: Any, data: bytes) -> None:
+    assert codec_for(annotation).encoder(InvalidResponse)(value) == data
+
+
+def test_a_value_that_breaks_its_annotation_is_told_on_the_hot_path_as_elsewhere() -> None:
+    encode = codec_for(Score).encoder(InvalidResponse)
+
+    with pytest.raises(InvalidResponse, match="Input should be a valid dictionary"):
+        encode(3)
+    with pytest.raises(InvalidResponse, match="JSON cannot hold the number nan"):
+        encode({"value": float("nan")})
 
 
 @pytest.mark.parametrize("annotation", [Any, list[Packed]])

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from dynbus.actors.actor import Actor
+from dynbus.actors.config_file import ConfigFile
 from dynbus.actors.configuration import (
-    MAX_FILE_BYTES,
     ActorOption,
     ActorSettings,
     Text,
     actor_settings,
     build_arguments,
     bus_settings,
-    read_file,
+    defaults,
+    misspelt_variables,
+    shown,
     split_options,
 )
+from dynbus.actors.runtime import Runtime
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.nats_server import RunningServer
 
 
 class Limits(BaseModel):
@@ -38,6 +40,10 @@ class Strict(Actor, namespace="demo"):
     def __init__(self, path: str) -> None: ...
 
 
+class Guarded(Actor, namespace="demo"):
+    def __init__(self, api_keys: list[int]) -> None: ...
+
+
 class Pool(Actor, namespace="demo"):
     def __init__(self, workers: int = 4) -> None: ...
 
@@ -49,7 +55,12 @@ def settings(
     options: tuple[ActorOption, ...] = (),
     environment: dict[str, str] | None = None,
 ) -> ActorSettings:
-    found = actor_settings([actor], file=file or {}, options=options, environment=environment or {})
+    found = actor_settings(
+        [actor],
+        file=ConfigFile("config.yaml", file or {}),
+        options=options,
+        environment=environment or {},
+    )
     return found[actor]
 
 
@@ -77,6 +88,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file() -> 
     "source",
     [
         {"file": {"Splitter": {"ServiceArgs": {"workers": 3}}}},
+        {"file": {"Splitter": {"workers": 3}}},
         {"environment": {"DYNBUS_Splitter__workers": "3"}},
         {"environment": {"DYNBUS_Splitter__ServiceArgs__workers": "3"}},
         {"options": (option("workers", "3"),)},
@@ -111,29 +123,159 @@ def test_variables_of_actors_that_are_not_started_are_left_alone() -> None:
 # What does not fit -------------------------------------------------------------------------
 
 
+INTEGER = "Input should be a valid integer, unable to parse string as an integer"
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"file": {"Spliter": {}}}, "Spliter is no actor of this run; there are: Splitter"),
-        ({"options": (option("x", "1", "Spliter"),)}, "--Spliter.… is no actor of this run"),
-        ({"file": {"Splitter": {"seperator": ","}}}, "no argument 'seperator': it has separator"),
-        ({"options": (option("seperator", ","),)}, "no argument 'seperator'"),
-        ({"environment": {"DYNBUS_Splitter__seperator": ","}}, "no argument 'seperator'"),
-        ({"file": {"Splitter": ["a"]}}, "Splitter must have constructor arguments as its keys"),
-        ({"file": {"Splitter": {"count": "many"}}}, r"Splitter.count = 'many'"),
-        ({"options": (option("count", "many"),)}, r"Splitter.count = 'many'"),
-        ({"options": (option("limits.size", "1"),)}, "give limits as JSON"),
-        ({"file": {"Splitter": {"ServiceArgs": 2}}}, "ServiceArgs must be a mapping"),
-        ({"file": {"Splitter": {"ServiceArgs": {"gpus": 2}}}}, "ServiceArgs.gpus does not exist"),
-        ({"options": (option("ServiceArgs.gpus", "2"),)}, "ServiceArgs.gpus does not exist"),
-        ({"options": (option("workers", "-1"),)}, "must be a number of instances from 0 to"),
-        ({"file": {"Splitter": {"ServiceArgs": {"workers": True}}}}, "must be a number of"),
-        ({"options": (option("workers", "1e9"),)}, "must be a number of instances"),
+        (
+            {"file": {"Spliter": {}}},
+            "config.yaml: Spliter: Spliter is no actor of this run (did you mean Splitter?); "
+            "there are: Splitter",
+        ),
+        (
+            {"options": (option("x", "1", "Other"),)},
+            "--Other.x: Other is no actor of this run; there are: Splitter",
+        ),
+        (
+            {"file": {"Splitter": {"seperator": ","}}},
+            "config.yaml: Splitter.seperator: Splitter has no argument 'seperator' "
+            "(did you mean separator?): it has separator, count, limits",
+        ),
+        (
+            {"options": (option("x", ","),)},
+            "--Splitter.x: Splitter has no argument 'x': it has separator, count, limits",
+        ),
+        (
+            {"environment": {"DYNBUS_Splitter__x": ","}},
+            "DYNBUS_Splitter__x: Splitter has no argument 'x': it has separator, count, limits",
+        ),
+        (
+            {"file": {"Splitter": ["a"]}},
+            "config.yaml: Splitter must have constructor arguments as its keys",
+        ),
+        (
+            {"file": {"Splitter": {"count": "many"}}},
+            f"config.yaml: Splitter.count = 'many': give int: {INTEGER}",
+        ),
+        (
+            {"options": (option("count", "many"),)},
+            f"--Splitter.count = 'many': give int: {INTEGER}",
+        ),
+        (
+            {"environment": {"DYNBUS_Splitter__count": "many"}},
+            f"DYNBUS_Splitter__count = 'many': give int: {INTEGER}",
+        ),
+        (
+            {"options": (option("limits.size", "1"),)},
+            "--Splitter.limits.size: only whole arguments can be set: give limits as JSON",
+        ),
+        (
+            {"file": {"Splitter": {"ServiceArgs": 2}}},
+            "config.yaml: Splitter.ServiceArgs must be a mapping, for example {workers: 2}",
+        ),
+        (
+            {"file": {"Splitter": {"ServiceArgs": {"gpus": 2}}}},
+            "config.yaml: Splitter.ServiceArgs.gpus does not exist; there is: ServiceArgs.workers",
+        ),
+        (
+            {"options": (option("ServiceArgs.gpus", "2"),)},
+            "--Splitter.ServiceArgs.gpus does not exist; there is: ServiceArgs.workers",
+        ),
+        (
+            {"options": (option("workers", "-1"),)},
+            "--Splitter.workers = '-1' must be a number of instances from 0 to 1024",
+        ),
+        (
+            {"file": {"Splitter": {"ServiceArgs": {"workers": True}}}},
+            "config.yaml: Splitter.ServiceArgs.workers = True must be a number of instances from "
+            "0 to 1024",
+        ),
+        (
+            {"environment": {"DYNBUS_Splitter__workers": "1e9"}},
+            "DYNBUS_Splitter__workers = '1e9' must be a number of instances from 0 to 1024",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_name(source: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_does_not_fit_is_refused_with_its_place_and_the_remedy(
+    source: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
         settings(**source)
+
+    assert str(caught.value) == message
+
+
+def test_a_part_that_does_not_fit_is_named_within_its_argument() -> None:
+    with pytest.raises(ConfigError, match=r"^--Splitter\.limits = .* \| None: size: Input should"):
+        settings(options=(option("limits", '{"size": "x"}'),))
+
+
+def test_a_secret_that_does_not_fit_is_not_quoted() -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(Guarded, options=(option("api_keys", '["hidden", 5]', "Guarded"),))
+
+    assert str(caught.value).startswith("--Guarded.api_keys = '***': give list[int]: ")
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "why"),
+    [
+        ("Missing", "NameError: name 'Missing' is not defined"),
+        ("Text.Missing", "AttributeError: type object 'Text' has no attribute 'Missing'"),
+        ("list[", "SyntaxError: Forward reference must be an expression -- got 'list['"),
+    ],
+)
+def test_an_annotation_that_cannot_be_resolved_is_refused_with_the_reason(
+    annotation: str, why: str
+) -> None:
+    class Odd:
+        def __init__(self, place: Any) -> None: ...
+
+    Odd.__init__.__annotations__["place"] = annotation
+
+    with pytest.raises(ConfigError) as caught:
+        build_arguments(Odd, {"place": 1})
+
+    assert str(caught.value) == f"Odd.__init__: an annotation cannot be resolved: {why}"
+
+
+def test_a_value_given_in_code_is_named_by_its_actor_and_argument() -> None:
+    with pytest.raises(ConfigError, match=r"^Splitter\.count = 'many': give int: Input should"):
+        build_arguments(Splitter, {"count": "many"})
+
+
+def test_a_variable_of_nearly_an_actor_of_the_run_is_warned_about() -> None:
+    environment = {
+        "DYNBUS_Splitter__x": "",
+        "DYNBUS_splitter__x": "",
+        "DYNBUS_Spliter__x": "",
+        "DYNBUS_Elsewhere__x": "",
+        "DYNBUS_DEBUG": "",
+    }
+
+    found = misspelt_variables([Splitter], environment)
+
+    assert found == [
+        f"the environment variable DYNBUS_{name}__x is not used: this run has no actor {name} "
+        "(did you mean Splitter?)"
+        for name in ("splitter", "Spliter")
+    ]
+
+
+def test_defaults_are_those_of_the_constructor() -> None:
+    assert defaults(Splitter) == {"separator": " ", "count": 1, "limits": None}
+    assert defaults(Strict) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [("count", Text("3"), "3"), ("api_keys", [1], "***"), ("Password", "x", "***"), ("a", 1, 1)],
+)
+def test_what_may_be_secret_is_not_shown(name: str, value: Any, text: Any) -> None:
+    assert shown(name, value) == text
 
 
 def test_a_missing_argument_is_named_with_the_ways_to_give_it() -> None:
@@ -167,132 +309,47 @@ def test_an_option_without_a_value_is_refused() -> None:
         split_options(["actors.py", "--A.b"])
 
 
-# The file ----------------------------------------------------------------------------------
-
-
-def test_a_file_is_read_into_its_keys(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text('Splitter:\n  separator: ","\nbus: {drain_grace: 5}\n')
-
-    assert read_file(path) == {"Splitter": {"separator": ","}, "bus": {"drain_grace": 5}}
-
-
-def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("# only a comment\n")
-
-    assert read_file(path) == {}
-
-
-def test_a_merge_key_brings_what_is_not_written_itself(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        "base: &base {x: 1, y: 1, z: 1}\n"
-        "more: &more {<<: *base, y: 2}\n"
-        "A:\n  z: 3\n  <<: *more\n"
-        "B: {<<: [{x: 4}, *more]}\n"
-        "C: *more\n"
-    )
-
-    read = read_file(path)
-
-    assert read["A"] == {"x": 1, "y": 2, "z": 3}
-    assert read["B"] == {"x": 4, "y": 2, "z": 1}
-    assert read["C"] == read["more"]
-
-
-MERGE_BOMB = (
-    "a: &a {"
-    + ", ".join(f"k{number}: 1" for number in range(2000))
-    + "}\nb:\n  <<: ["
-    + ", ".join(["*a"] * 2000)
-    + "]\n"
-)
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n"
-    for old, new in zip("abcdef", "bcdefg", strict=True)
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[1, 2]", "must have actor names as its top-level keys"),
-        ("a: [", "expected"),
-        ("a: !!python/object/apply:os.getcwd []", "the tag .*getcwd is not allowed"),
-        ('a: !!int ""', "the tag tag:yaml.org,2002:int is not allowed"),
-        ("a: !!bool x", "the tag tag:yaml.org,2002:bool is not allowed"),
-        ("a: !!pairs [b: 1]", "the tag tag:yaml.org,2002:pairs is not allowed"),
-        ("a: !own x", "the tag !own is not allowed"),
-        ("a: 0b_", "config.yaml"),
-        ("? [a]\n: 1\n", "a key must be a plain value"),
-        (MERGE_BOMB, "merges bring more than"),
-        ("a: &a {<<: *a}", "config.yaml"),
-        ("a: {<<: 3}", "<< takes a mapping"),
-        ("b: &b {x: 1}\na: {<<: *b, x: 2, x: 3}", "the key 'x' is there twice"),
-        ("a: 1\nb: 2\na: 3\n", "the key 'a' is there twice"),
-        ("Splitter: {count: 1, count: 2}", "the key 'count' is there twice"),
-        (BOMB, "its aliases multiply"),
-        ("a: &a [*a]", "its aliases multiply"),
-        ("[" * 5000, "config.yaml"),
-        ("x" * (MAX_FILE_BYTES + 1), "is larger than"),
-    ],
-    ids=[
-        "list",
-        "syntax",
-        "object",
-        "int",
-        "bool",
-        "pairs",
-        "own tag",
-        "no number",
-        "key",
-        "merges",
-        "merge cycle",
-        "merge of a number",
-        "twice beside a merge",
-        "twice",
-        "twice inside",
-        "bomb",
-        "cycle",
-        "deep",
-        "large",
-    ],
-)
-def test_a_file_that_cannot_be_used_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-
-    with pytest.raises(ConfigError, match=message):
-        read_file(path)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-
-    with pytest.raises(ConfigError, match=f"{re.escape(str(path))}: No such file"):
-        read_file(path)
-
-
 # The bus -----------------------------------------------------------------------------------
 
 
 def test_the_environment_wins_over_the_bus_section_and_the_command_line_over_both() -> None:
-    file = {"bus": {"servers": "nats://file:1", "drain_grace": 5, "debug": True}}
+    section = {"servers": "nats://file:1", "drain_grace": 5, "debug": True}
+    file = ConfigFile("config.yaml", {"bus": section})
     environment = {"DYNBUS_DRAIN_GRACE": "6", "NATS_URL": "nats://environment:1"}
 
-    assert bus_settings(file, environment) == {"debug": True}
-    assert bus_settings(file, {}, servers=None) == file["bus"]
-    assert bus_settings(file, environment, servers="nats://given:1") == {
-        "debug": True,
-        "servers": "nats://given:1",
-    }
+    alone = bus_settings(file, {})
+    with_environment = bus_settings(file, environment)
+    with_all = bus_settings(file, environment, nats="nats://given:1")
+
+    assert alone.values == section
+    assert with_environment.values == {"debug": True}
+    assert with_all.values == {"debug": True, "servers": "nats://given:1"}
+    assert with_all.sources == {"debug": "config.yaml: bus.debug", "servers": "--nats"}
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
-    [({"drain": 1}, "bus.drain does not exist; there are: servers"), ([1], "as its keys")],
+    [
+        (
+            {"drain_grce": 1},
+            r"^config\.yaml: bus\.drain_grce is no setting of the bus "
+            r"\(did you mean drain_grace\?\); there are: servers",
+        ),
+        ([1], r"^config\.yaml: bus must have fields as its keys, for example"),
+    ],
 )
 def test_a_bus_section_that_cannot_be_used_is_refused(section: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        bus_settings({"bus": section}, {})
+        bus_settings(ConfigFile("config.yaml", {"bus": section}), {})
+
+
+@pytest.mark.anyio
+async def test_a_program_goes_on_beside_a_variable_that_it_does_not_know(
+    nats_server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DYNBUS_OF_A_LATER_VERSION", "1")
+
+    async with Runtime.connect(nats_server.url) as runtime:
+        assert runtime.is_connected
+
+    assert "DYNBUS_OF_A_LATER_VERSION is unknown; " in caplog.text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from dynbus import ConfigError, Context, handler
+from dynbus import ConfigError, Context, InvalidRequest, handler
 from dynbus.actors.handlers import SPEC, HandlerSpec
 
 
@@ -253,3 +253,76 @@ def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], text:
 def test_an_endpoint_name_is_one_token() -> None:
     with pytest.raises(ConfigError, match=r"endpoint 'a\.b' is not a valid name"):
         spec_of(Right.unary, name="a.b")
+
+
+# Requests as an instance reads them ---------------------------------------------------------
+
+
+class Filter(BaseModel):
+    name: str
+    tags: list[str]
+    limit: int = 10
+
+
+class Asking:
+    async def nothing(self) -> None:
+        pass
+
+    async def model(self, filter: Filter) -> None:
+        pass
+
+    async def plain(self, numbers: list[int]) -> None:
+        pass
+
+    async def maybe(self, prompt: Prompt | None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("data", [b"", b"null", b" null\n"])
+def test_a_handler_without_a_request_reads_none_from_nothing(data: bytes) -> None:
+    assert spec_of(Asking.nothing).request_decoder()(data) is None
+
+
+@pytest.mark.parametrize("data", [b"{}", b"0", b"no json", b'""'])
+def test_a_request_for_a_handler_that_takes_none_is_refused(data: bytes) -> None:
+    decode = spec_of(Asking.nothing).request_decoder()
+
+    with pytest.raises(InvalidRequest) as caught:
+        decode(data)
+
+    assert str(caught.value) == (
+        f"Asking.nothing takes no request, but {len(data)} bytes were sent: leave the body empty"
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"),
+    [
+        (
+            Asking.model,
+            'Asking.model wants Filter as JSON, for example {"name":"text","tags":["text"]}',
+        ),
+        (Asking.plain, "Asking.plain wants list[int] as JSON, for example [1]"),
+    ],
+)
+@pytest.mark.parametrize(("data", "body"), [(b"", "empty"), (b"\n", "empty"), (b"null", "null")])
+def test_a_missing_request_is_refused_with_what_is_wanted(
+    method: Any, wanted: str, data: bytes, body: str
+) -> None:
+    decode = spec_of(method).request_decoder()
+
+    with pytest.raises(InvalidRequest) as caught:
+        decode(data)
+
+    assert str(caught.value) == f"{wanted}, but the body was {body}"
+
+
+def test_null_is_a_request_where_the_handler_takes_it() -> None:
+    assert spec_of(Asking.maybe).request_decoder()(b"null") is None
+
+
+def test_a_request_that_does_not_fit_is_refused_with_its_place() -> None:
+    decode = spec_of(Asking.model).request_decoder()
+
+    with pytest.raises(InvalidRequest, match="tags: Field required"):
+        decode(b'{"name":"a"}')

@@ -131,6 +131,24 @@ def test_after_the_grace_period_what_still_runs_is_ended() -> None:
     assert error == "Draining"
 
 
+def test_one_whose_drain_breaks_is_withdrawn_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(grace: float) -> None:
+        raise OSError("the drain broke")
+
+    async def story() -> tuple[InstanceState, list[str]]:
+        async with TestKit() as kit:
+            instance = await kit.start(Logging)
+            monkeypatch.setattr(instance.server, "drain", broken)
+
+            with pytest.raises(OSError, match="the drain broke"):
+                await instance.stop()
+
+            await asyncio.sleep(60.0)
+            return instance.state, kit.caller.instance_ids("instance", "Logging")
+
+    assert run(story()) == (InstanceState.STOPPED, [])
+
+
 def test_a_stopped_instance_is_called_no_more() -> None:
     async def story() -> None:
         async with TestKit() as kit:
@@ -217,11 +235,13 @@ def test_a_handler_is_called_by_name_and_with_its_context_where_it_asks_so() -> 
     assert run(story()) == ["r:0", "r:1"]
 
 
-def test_a_handler_without_a_request_takes_any_payload() -> None:
+def test_a_handler_without_a_request_takes_none() -> None:
     async def story() -> bytes:
         made = endpoint("ping")
         assert "request" not in made.schemas
-        return made.encode(await made.invoke(made.decode(b"anything")))
+        with pytest.raises(InvalidRequest, match="takes no request"):
+            made.decode(b"anything")
+        return made.encode(await made.invoke(made.decode(b"")))
 
     assert json.loads(run(story())) is None
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
 
 import pytest
 
 from dynbus import (
     Actor,
-    ConfigError,
     HandlerError,
     InvalidRequest,
     Migrate,
@@ -265,28 +263,6 @@ def test_a_call_passes_over_instances_that_serve_the_other_kind() -> None:
             return [await client.answer() for _ in range(3)]
 
     assert run(story()) == ["once"] * 3
-
-
-class Given:
-    """Picks what it was given, whatever that is."""
-
-    def __init__(self, chosen: Any) -> None:
-        self.chosen = chosen
-
-    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
-        return self.chosen  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("chosen", ["a 7\r\nPUB x 0\r\n", "a.b", "*", "", None, 3, ["a"]])
-def test_a_router_that_picks_no_instance_id_is_told(chosen: Any) -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            await pair(kit)
-
-            with pytest.raises(ConfigError, match="the router's instance .* is not a valid name"):
-                await kit.client(Worker, routing=Given(chosen)).where()
-
-    run(story())
 
 
 def test_a_misspelt_endpoint_is_told_apart_from_a_dead_instance() -> None:

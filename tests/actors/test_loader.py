@@ -12,7 +12,8 @@ from dynbus.actors.actor import Actor
 from dynbus.actors.loader import (
     ImportFailed,
     Target,
-    level,
+    dependency_depth,
+    dependents_first,
     load_targets,
     reference,
     resolve,
@@ -98,7 +99,15 @@ def test_dependencies_are_started_too_and_come_first(folder: Path) -> None:
     found = load_targets(["service.py"])
 
     assert names(found) == ["Deepest", "Deep", "Top"]
-    assert [level(each) for each in found] == [0, 1, 2]
+    assert [dependency_depth(each) for each in found] == [0, 1, 2]
+
+
+def test_what_others_depend_on_is_drained_last() -> None:
+    depths = {"Deepest": 0, "Top": 2, "Deep": 1, "Other": 1}
+
+    found = dependents_first(depths, depths.__getitem__)
+
+    assert found == [["Top"], ["Deep", "Other"], ["Deepest"]]
 
 
 def test_an_abstract_class_is_never_started(folder: Path) -> None:

@@ -126,3 +126,12 @@ def test_an_object_that_is_no_router_is_refused() -> None:
         make_router(no_router)
 
     assert str(caught.value) == ("routing 3 has no method `async def route(request, instances)`")
+
+
+def test_a_router_class_in_place_of_an_object_is_refused() -> None:
+    a_class: Any = LeastLoaded
+
+    with pytest.raises(ConfigError) as caught:
+        make_router(a_class)
+
+    assert str(caught.value) == "routing LeastLoaded is a class: give an object, LeastLoaded()"

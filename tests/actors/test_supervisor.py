@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -12,18 +13,25 @@ from typing import Any
 import psutil
 import pytest
 
+from dynbus.actors import child as spawning
+from dynbus.actors import supervisor as supervising
 from dynbus.actors.actor import Actor
-from dynbus.actors.child import ChildState, WorkerSettings
+from dynbus.actors.child import Child, ChildState, WorkerSettings
+from dynbus.actors.child_messages import Command, DrainInstance, StopInstance
 from dynbus.actors.configuration import Text
+from dynbus.actors.handlers import handler
+from dynbus.actors.instance import CANCEL_TIMEOUT, STOP_TIMEOUT
 from dynbus.actors.loader import resolve
 from dynbus.actors.restart_policy import RestartPolicy
 from dynbus.actors.serving import Assignment
 from dynbus.actors.supervisor import Supervisor
 from dynbus.bus import exit_codes
+from dynbus.bus.clock import monotonic, run
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats_server import RunningServer
 
 ACTORS = """
+import asyncio, os, sys, time
 from pathlib import Path
 from dynbus import Actor, depends, handler
 
@@ -48,6 +56,14 @@ class Below(Actor, namespace="supervised"):
 
 class Above(Below, namespace="supervised"):
     below = depends(Below)
+
+class Blocked(Below, namespace="supervised"):
+    async def on_start(self) -> None:
+        asyncio.get_running_loop().call_later(0.3, time.sleep, 60)
+
+class Garbling(Below, namespace="supervised"):
+    async def on_start(self) -> None:
+        os.write(int(sys.argv[1]), b"no report\\n")
 """
 
 
@@ -65,7 +81,7 @@ def supervise(
     given = {"folder": str(folder), **arguments}
     return Supervisor(
         [Assignment(resolve(f"supervised_actors:{name}"), given, 1) for name in names],
-        WorkerSettings({"servers": server.url}, "json", "warning"),
+        WorkerSettings({"servers": server.url, "stall_limit": 0.5}, "json", "warning"),
         drain_grace=5.0,
         policy=lambda: RestartPolicy(limit),
     )
@@ -216,9 +232,227 @@ async def test_a_child_that_dies_before_it_is_ready_ends_the_run(
     )
 
 
+def fail_to_spawn(monkeypatch: pytest.MonkeyPatch, *attempts: int) -> None:
+    """Have the given attempts to make a process fail, counted from 1; none of them: every one."""
+    spawn = spawning._spawn  # pyright: ignore[reportPrivateUsage]
+    made = 0
+
+    async def spawn_or_fail(fd: int, label: str) -> asyncio.subprocess.Process:
+        nonlocal made
+        made += 1
+        if not attempts or made in attempts:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await spawn(fd, label)
+
+    monkeypatch.setattr(spawning, "_spawn", spawn_or_fail)
+
+
+@pytest.mark.anyio
+async def test_a_child_that_cannot_be_made_ends_the_run_with_the_reason(
+    folder: Path, nats_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_to_spawn(monkeypatch)
+    supervisor = supervise(nats_server, folder, "Below")
+
+    async with running(supervisor) as task, asyncio.timeout(5.0):
+        code = await task
+
+    assert code == exit_codes.START_FAILED
+    assert supervisor.failure is not None
+    assert supervisor.failure.message == (
+        "supervised.Below/1 ended before it was ready: its process could not be started: "
+        "[Errno 24] Too many open files"
+    )
+
+
+@pytest.mark.anyio
+async def test_a_restart_that_fails_is_tried_again(
+    folder: Path,
+    nats_server: RunningServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fail_to_spawn(monkeypatch, 2)
+    supervisor = supervise(nats_server, folder, "Below")
+    (child,) = supervisor.children
+
+    async with running(supervisor):
+        supervisor.begin()
+        await all_ready(supervisor)
+        first = child.pid
+        child.kill()
+        async with asyncio.timeout(20.0):
+            await until(lambda: child.pid != first and child.state is ChildState.READY)
+
+    assert "its process could not be started: [Errno 24] Too many open files" in caplog.text
+
+
+@pytest.mark.anyio
+async def test_what_goes_wrong_in_supervising_a_child_ends_the_run_with_its_traceback(
+    folder: Path, nats_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(self: Child, spawning: asyncio.Lock, loaded: Any) -> int:
+        raise LookupError("odd")
+
+    monkeypatch.setattr(Child, "run", run)
+    supervisor = supervise(nats_server, folder, "Below")
+
+    async with running(supervisor) as task, asyncio.timeout(5.0):
+        code = await task
+
+    assert code == exit_codes.FAILURE
+    assert supervisor.failure is not None
+    assert supervisor.failure.message == "supervised.Below/1 cannot be kept: LookupError: odd"
+    assert supervisor.failure.traceback.endswith("\nLookupError: odd\n")
+
+
+@pytest.mark.anyio
+async def test_a_child_that_cannot_be_understood_is_killed_and_named(
+    folder: Path, nats_server: RunningServer
+) -> None:
+    supervisor = supervise(nats_server, folder, "Garbling")
+
+    async with running(supervisor) as task, asyncio.timeout(15.0):
+        supervisor.begin()
+        code = await task
+
+    assert code == exit_codes.START_FAILED
+    assert supervisor.failure is not None
+    assert supervisor.failure.message.startswith(
+        "supervised.Garbling/1 sent what is no report: JSON is malformed"
+    )
+
+
+@pytest.mark.anyio
+async def test_a_successor_has_metrics_although_its_predecessor_died_before_it_answered(
+    folder: Path, nats_server: RunningServer
+) -> None:
+    pytest.importorskip("prometheus_client")
+    supervisor = supervise(nats_server, folder, "Below")
+    (child,) = supervisor.children
+
+    async with running(supervisor):
+        supervisor.begin()
+        await all_ready(supervisor)
+        first = psutil.Process(child.pid)
+        first.suspend()
+        asked = asyncio.create_task(supervisor.metrics(timeout=20.0))
+        await asyncio.sleep(0)  # now it has been asked
+        first.kill()
+        before = await asked
+        async with asyncio.timeout(20.0):
+            await until(lambda: child.pid != first.pid and child.state is ChildState.READY)
+        after = await supervisor.metrics(timeout=20.0)
+
+    assert before == []
+    assert [page for _, page in after if "python_info" in page] != []
+
+
+@pytest.mark.anyio
+async def test_a_child_whose_loop_is_blocked_has_metrics(
+    folder: Path, nats_server: RunningServer
+) -> None:
+    pytest.importorskip("prometheus_client")
+    supervisor = supervise(nats_server, folder, "Blocked")
+    (child,) = supervisor.children
+
+    async with running(supervisor):
+        supervisor.begin()
+        await all_ready(supervisor)
+        await until(lambda: "main_loop" in child.problems)
+        pages = await supervisor.metrics(timeout=10.0)
+        child.kill()
+
+    assert [page for _, page in pages if "python_info" in page] != []
+
+
 def test_a_class_that_another_process_cannot_find_is_refused() -> None:
     class Local(Actor, namespace="supervised"):
         pass
 
     with pytest.raises(ConfigError, match="use --in-process"):
         Supervisor([Assignment(Local, {}, 1)], WorkerSettings({}), drain_grace=1.0)
+
+
+class LastingChild(Child):
+    """A child without a process that is ready at once, and ends some time after it was told to.
+
+    Attributes:
+        seconds: how long it goes on after a drain, or after a stop, each beyond the grace.
+        killed: how long after the first word it was killed; None when it was not.
+    """
+
+    seconds: tuple[float, float] = (0.0, 0.0)
+    killed: float | None = None
+
+    async def run(self, spawning: asyncio.Lock, loaded: Any) -> int:
+        self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._told = 0.0
+        self.state = ChildState.READY
+        self.has_been_ready.set()
+        return await self._end
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._end.done() else 1
+
+    def send(self, command: Command) -> None:
+        if isinstance(command, DrainInstance):
+            self._told = monotonic()
+            self._end_after(command.grace + self.seconds[0])
+        elif isinstance(command, StopInstance):
+            self._end_after(self.seconds[1])
+
+    def kill(self) -> None:
+        self.killed = monotonic() - self._told
+        self._end.set_result(-9)
+
+    def _end_after(self, seconds: float) -> None:
+        def end() -> None:
+            if not self._end.done():
+                self._end.set_result(0)
+
+        asyncio.get_running_loop().call_later(seconds, end)
+
+
+def drained(
+    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float]
+) -> tuple[LastingChild, int]:
+    """A child that was told to drain within 10 s, and the exit code of its supervisor."""
+    monkeypatch.setattr(LastingChild, "seconds", seconds)
+    monkeypatch.setattr(supervising, "Child", LastingChild)
+
+    async def story() -> tuple[LastingChild, int]:
+        supervisor = Supervisor([Assignment(Alone, {}, 1)], WorkerSettings({}), drain_grace=10.0)
+        (child,) = supervisor.children
+        assert isinstance(child, LastingChild)
+        task = asyncio.create_task(supervisor.run())
+        await child.has_been_ready.wait()
+        supervisor.drain()
+        return child, await task
+
+    return run(story())
+
+
+class Alone(Actor, namespace="supervised"):
+    @handler
+    async def call(self) -> str:
+        return ""
+
+
+def test_a_child_is_left_alone_for_as_long_as_its_on_stop_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    child, code = drained(monkeypatch, (STOP_TIMEOUT + CANCEL_TIMEOUT + 1.0, 60.0))
+
+    assert (child.killed, code) == (None, exit_codes.OK)
+
+
+def test_a_child_that_goes_on_for_longer_is_killed_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    child, code = drained(monkeypatch, (600.0, 600.0))
+
+    assert child.killed == pytest.approx(10.0 + STOP_TIMEOUT + CANCEL_TIMEOUT + 7.0)
+    assert code == exit_codes.OK
+    assert caplog.messages == ["supervised.Alone/1 (process 1) did not end and was killed"]

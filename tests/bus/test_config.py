@@ -75,51 +75,153 @@ def test_arguments_go_before_the_environment() -> None:
     assert (config.servers, config.lease_ttl) == (("nats://c:3",), 8.0)
 
 
-def test_the_rest_of_the_environment_is_left_alone() -> None:
-    assert load_config({}, {"DYNBUS_Splitter__separator": ",", "PATH": "/bin"}) == BusConfig()
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DYNBUS_Splitter__separator",
+        "PATH",
+        "DYNBUS_SERVICE_HOST",
+        "DYNBUS_SERVICE_PORT_CLIENT",
+        "DYNBUS_PORT",
+        "DYNBUS_PORT_4222_TCP_ADDR",
+        "DYNBUS_NATS_SERVICE_PORT",
+    ],
+)
+def test_variables_of_actors_and_of_others_are_left_alone(name: str) -> None:
+    assert load_config({}, {name: "tcp://10.0.0.1:4222"}) == BusConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("DYNBUS_DRAIN_GRCE", " (did you mean DYNBUS_DRAIN_GRACE?)"),
+        ("DYNBUS_drain_grace", " (did you mean DYNBUS_DRAIN_GRACE?)"),
+        ("DYNBUS_DRAIN__GRACE", " (did you mean DYNBUS_DRAIN_GRACE?)"),
+        ("DYNBUS_COLOUR", ""),
+    ],
+)
+def test_an_unknown_variable_is_refused_with_the_known_ones(name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({}, {name: "1"})
+
+    message = str(caught.value)
+    assert message.startswith(f"the environment variable {name} is unknown{nearest}; there are: ")
+    assert "DYNBUS_LEASE_TTL" in message
+    assert message.endswith(
+        "and DYNBUS_<Actor>__<argument> for an actor's argument: unset it, or correct its name"
+    )
+
+
+def test_an_unknown_variable_is_warned_about_once_where_it_is_not_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    environment = {"DYNBUS_LEASE_TLL": "5", "DYNBUS_DEBUG": "true"}
+
+    found = [load_config({}, environment, unknown_variables="warn") for _ in range(2)]
+
+    assert found == [BusConfig(debug=True)] * 2
+    (message,) = caplog.messages
+    assert message.startswith(
+        "the environment variable DYNBUS_LEASE_TLL is unknown (did you mean DYNBUS_LEASE_TTL?); "
+    )
+    assert message.endswith("; it is not used")
+
+
+URL_REMEDY = "write NATS URLs, nats://HOST:PORT, for example nats://127.0.0.1:4222"
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"servers": ""}, "servers is empty: give at least one NATS URL"),
+        (
+            {"servers": ""},
+            "servers = '': give at least one NATS URL, for example nats://127.0.0.1:4222",
+        ),
+        ({"servers": "bla"}, f"servers = 'bla': {URL_REMEDY}"),
+        ({"servers": "nats://a:1,http://b"}, f"servers = 'nats://a:1,http://b': {URL_REMEDY}"),
+        ({"servers": ["nats://a:x"]}, f"servers = ['nats://a:x']: {URL_REMEDY}"),
+        ({"servers": "http://me:pw@b"}, f"servers = 'http://me:***@b': {URL_REMEDY}"),
         (
             {"connect_timeout": 0},
-            "connect_timeout is 0.0; it must be greater than 0 and at most 1e+09",
+            "connect_timeout = 0: it must be greater than 0 and at most 1e+09",
         ),
         (
             {"max_request_bytes": -1},
-            "max_request_bytes is -1; it must be greater than 0 and at most 1e+09",
+            "max_request_bytes = -1: it must be greater than 0 and at most 1e+09",
         ),
-        ({"stream_window": 0}, "stream_window is 0; it must be greater than 0 and at most 1e+09"),
-        ({"lease_ttl": 1}, "lease_ttl is 1.0; the server's granularity needs 2 or more"),
-        ({"lease_ttl": float("nan")}, "lease_ttl is nan; the server's granularity needs 2 or more"),
-        ({"drain_grace": float("inf")}, "drain_grace is inf; it must be 0 to 1e+09 seconds"),
-        ({"drain_grace": -1}, "drain_grace is -1.0; it must be 0 to 1e+09 seconds"),
+        ({"stream_window": 0}, "stream_window = 0: it must be greater than 0 and at most 1e+09"),
+        (
+            {"lease_ttl": 1},
+            "lease_ttl = 1: the server's granularity needs 2 or more, and at most 1e+09",
+        ),
+        (
+            {"lease_ttl": float("nan")},
+            "lease_ttl = nan: the server's granularity needs 2 or more, and at most 1e+09",
+        ),
+        ({"drain_grace": float("inf")}, "drain_grace = inf: it must be 0 to 1e+09 seconds"),
+        ({"drain_grace": -1}, "drain_grace = -1: it must be 0 to 1e+09 seconds"),
         (
             {"principal": "a.b"},
-            "principal 'a.b' is not a valid name: use 1 to 63 letters, digits, "
-            "'_' or '-', beginning with a letter or a digit",
+            "principal = 'a.b': use 1 to 63 letters, digits, '_' or '-', beginning with a letter "
+            "or a digit",
         ),
+        ({"principal": 1}, "principal = 1: write a text"),
+        ({"lease_ttl": "soon"}, "lease_ttl = 'soon': write a number, for example 10.0"),
         (
-            {"lease_ttl": "soon"},
-            "Expected `float`, got `str` - at `$.lease_ttl`",
+            {"max_item_bytes": 1.5},
+            "max_item_bytes = 1.5: write a whole number, for example 33554432",
+        ),
+        ({"debug": "perhaps"}, "debug = 'perhaps': write true or false"),
+        (
+            {"reply_prefixes": [1]},
+            "reply_prefixes = [1]: write a list of texts, or one text with commas, for example _R.",
         ),
         (
             {"lease_tll": 5},
-            "Object contains unknown field `lease_tll`",
+            "lease_tll is no setting of the bus (did you mean lease_ttl?); there are: "
+            + ", ".join(BusConfig.__struct_fields__),
         ),
     ],
 )
-def test_a_setting_that_does_not_fit_is_refused_with_its_name(
+def test_an_argument_that_does_not_fit_is_refused_with_its_name_and_the_remedy(
     settings: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(settings, {})
 
-    assert str(caught.value) == f"bus configuration: {text}"
+    assert str(caught.value) == f"the argument {text}"
 
 
-def test_a_variable_that_does_not_fit_is_refused_with_its_name() -> None:
-    with pytest.raises(ConfigError, match="lease_ttl"):
-        load_config({}, {"DYNBUS_LEASE_TTL": "soon"})
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"DYNBUS_LEASE_TTL": "soon"}, "DYNBUS_LEASE_TTL = 'soon': write a number"),
+        ({"DYNBUS_LEASE_TTL": "1"}, "DYNBUS_LEASE_TTL = '1': the server's granularity"),
+        ({"DYNBUS_SERVERS": "bla"}, "DYNBUS_SERVERS = 'bla': write NATS URLs"),
+        ({"NATS_URL": "bla"}, "NATS_URL = 'bla': write NATS URLs"),
+    ],
+)
+def test_a_variable_that_does_not_fit_is_refused_with_its_name(
+    environment: dict[str, str], text: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({}, environment)
+
+    assert str(caught.value).startswith(text)
+
+
+def test_a_value_from_elsewhere_is_refused_with_the_place_that_it_came_from() -> None:
+    with pytest.raises(ConfigError, match=r"^config\.yaml: bus\.debug = 3: write true or false$"):
+        load_config({"debug": 3}, {}, sources={"debug": "config.yaml: bus.debug"})
+
+
+@pytest.mark.parametrize(
+    "url", ["nats://h", "tls://h:1", "ws://h", "wss://h:2", "h:4222", "nats://u:p@[::1]:4222"]
+)
+def test_every_form_of_a_nats_url_is_accepted(url: str) -> None:
+    assert load_config({"servers": url}, {}).servers == (url,)
+
+
+def test_a_config_that_is_made_in_code_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match=r"^lease_ttl = 1\.0: the server's granularity"):
+        BusConfig(lease_ttl=1.0)

@@ -109,7 +109,6 @@ def test_a_check_that_raises_has_failed_and_is_logged(caplog: pytest.LogCaptureF
     ("request_bytes", "status"),
     [
         (b"GET /other HTTP/1.1\r\n\r\n", "HTTP/1.1 404 Not Found"),
-        (b"GET /metrics HTTP/1.1\r\n\r\n", "HTTP/1.1 404 Not Found"),
         (b"POST /live HTTP/1.1\r\n\r\n", "HTTP/1.1 405 Method Not Allowed"),
         (b"nonsense\r\n\r\n", "HTTP/1.1 400 Bad Request"),
         (b"\xff\x00 \xff \xff\r\n\r\n", "HTTP/1.1 400 Bad Request"),
@@ -127,6 +126,20 @@ def test_a_request_that_it_does_not_serve_is_refused(request_bytes: bytes, statu
 
             assert line == status
             assert (await get(opened, "/live"))[0] == 200
+
+    run(scenario)
+
+
+def test_without_the_extra_metrics_says_how_to_get_them() -> None:
+    async def scenario() -> None:
+        async with server() as opened:
+            line, head, body = await send(opened, b"GET /metrics HTTP/1.1\r\n\r\n")
+
+        assert (line, opened.has_metrics) == ("HTTP/1.1 501 Not Implemented", False)
+        assert b"Content-Type: text/plain" in head
+        assert body == (
+            b"/metrics needs an extra: pip install 'dynbus[metrics]', then start again\n"
+        )
 
     run(scenario)
 

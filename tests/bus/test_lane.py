@@ -93,6 +93,29 @@ async def test_cancelling_a_waiter_cancels_its_work() -> None:
     assert ended
 
 
+async def test_work_that_fails_when_nobody_waits_for_it_any_longer_is_no_news() -> None:
+    begun, failed = threading.Event(), threading.Event()
+
+    async def fail() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            failed.set()
+            raise Unavailable("too late")
+
+    # What its loop reported would fail this test.
+    async with started() as lane:
+        waiter = asyncio.create_task(lane.run(fail()))
+        await asyncio.to_thread(begun.wait, 10.0)
+        waiter.cancel()
+        await asyncio.wait({waiter})
+        ended = await asyncio.to_thread(failed.wait, 10.0)
+
+    assert ended
+    assert waiter.cancelled()
+
+
 async def test_a_lane_that_cannot_connect_says_why_and_leaves_no_thread() -> None:
     async def refuse() -> Connection:
         raise Unavailable("no server")

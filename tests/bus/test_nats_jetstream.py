@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats_client import NatsConnection, connect
-from dynbus.bus.nats_jetstream import JetStreamError, stream_request
+from dynbus.bus.nats_jetstream import JetStreamError, stream_request, unix_seconds
 from dynbus.bus.nats_server import RunningServer, run_server
 from dynbus.bus.transport import NoStream, StreamConfig, StreamLimits
 
@@ -126,3 +127,31 @@ async def test_the_server_takes_every_kind_of_stream(
     assert {key: answer["config"].get(key) for key in asked if asked[key]} == {
         key: value for key, value in asked.items() if value
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2026-01-01T00:00:00Z", 1767225600.0),
+        ("2026-01-01T00:00:00.5Z", 1767225600.5),
+        ("2026-01-01T00:00:00.123456789Z", 1767225600.123456),
+    ],
+)
+def test_the_servers_times_are_read_with_any_number_of_digits(text: str, seconds: float) -> None:
+    assert unix_seconds(text) == seconds
+
+
+@given(st.integers(0, 2**32), st.integers(0, 10**9 - 1))
+def test_the_servers_times_are_read_to_the_microsecond(whole: int, nanoseconds: int) -> None:
+    moment = datetime.fromtimestamp(whole, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    # Go leaves out zeros at the end.
+    digits = f"{nanoseconds:09d}".rstrip("0")
+    text = f"{moment}.{digits}Z" if digits else f"{moment}Z"
+
+    assert unix_seconds(text) == pytest.approx(whole + nanoseconds / 1e9, abs=1.5e-6)
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "2026-13-01T00:00:00Z"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="."):
+        unix_seconds(text)

@@ -53,8 +53,17 @@ class Bus(Protocol):
         limits: StreamLimits = StreamLimits(),  # noqa: B008 - a frozen named tuple
         *,
         marker_ttl: float | None = None,
+        in_memory: bool = True,
     ) -> str:
         """Make a stream that takes `NAME.>` and return its name; deleted when the test ends."""
+        ...
+
+    async def make_again(self, stream: str) -> None:
+        """Delete a stream that `stream` has made and make it again, empty."""
+        ...
+
+    async def restart_server(self) -> None:
+        """Kill the server and start it again; for the fixture `own_bus` only."""
         ...
 
     async def close(self) -> None: ...
@@ -78,12 +87,15 @@ async def eventually(condition: Callable[[], Any], timeout: float = 10.0) -> Non
 class _Connections:
     def __init__(self) -> None:
         self._opened: list[Connection] = []
-        self._streams: list[str] = []
+        self._streams: dict[str, StreamConfig] = {}
 
     async def open(self) -> Connection:
         raise NotImplementedError
 
     def disturb(self, connection: Connection) -> None:
+        raise NotImplementedError
+
+    async def restart_server(self) -> None:
         raise NotImplementedError
 
     async def connect(self) -> Connection:
@@ -102,13 +114,21 @@ class _Connections:
         limits: StreamLimits = StreamLimits(),  # noqa: B008 - a frozen named tuple
         *,
         marker_ttl: float | None = None,
+        in_memory: bool = True,
     ) -> str:
         name = f"S{secrets.token_hex(6)}"
-        config = StreamConfig(name, (f"{name}.>",), limits, marker_ttl=marker_ttl, in_memory=True)
+        config = StreamConfig(
+            name, (f"{name}.>",), limits, marker_ttl=marker_ttl, in_memory=in_memory
+        )
         connection = self._opened[0] if self._opened else await self.connect()
         await connection.jetstream.ensure_stream(config)
-        self._streams.append(name)
+        self._streams[name] = config
         return name
+
+    async def make_again(self, stream: str) -> None:
+        jetstream = self._opened[0].jetstream
+        await jetstream.delete_stream(stream)
+        await jetstream.ensure_stream(self._streams[stream])
 
     async def close(self) -> None:
         for name in self._streams:
@@ -130,11 +150,16 @@ class InMemory(_Connections):
         connection.disconnect()
         connection.reconnect()
 
+    async def restart_server(self) -> None:
+        self.bus.stop()
+        self.bus.start()
+
 
 class OverNats(_Connections):
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, server: RunningServer | None = None) -> None:
         super().__init__()
         self.url = url
+        self.server = server
 
     async def open(self) -> Connection:
         return await nats_client.connect([self.url])
@@ -142,6 +167,11 @@ class OverNats(_Connections):
     def disturb(self, connection: Connection) -> None:
         assert isinstance(connection, NatsConnection)
         connection.reconnect()
+
+    async def restart_server(self) -> None:
+        assert self.server is not None
+        self.server.kill()
+        await self.server.restart()
 
 
 @pytest.fixture(params=["memory", "nats"])
@@ -168,6 +198,26 @@ def server_url(bus_kind: str, request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def bus(server_url: str) -> AsyncIterator[Bus]:
     world = OverNats(server_url) if server_url else InMemory()
+    try:
+        yield world
+    finally:
+        await world.close()
+
+
+@pytest.fixture
+def killable_server(bus_kind: str, request: pytest.FixtureRequest) -> RunningServer | None:
+    """A real server of this test alone; None for the in-memory bus, which needs none."""
+    if bus_kind == "memory":
+        return None
+    server: RunningServer = request.getfixturevalue("own_server")
+    return server
+
+
+@pytest.fixture
+async def own_bus(killable_server: RunningServer | None) -> AsyncIterator[Bus]:
+    """A bus for one test, which may restart its server."""
+    server = killable_server
+    world = InMemory() if server is None else OverNats(server.url, server)
     try:
         yield world
     finally:

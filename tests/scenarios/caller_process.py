@@ -18,7 +18,7 @@ ACTORS: dict[str, type[Source] | type[Relay] | type[Top]] = {
 }
 
 
-async def main(url: str, actor: str, streams: int) -> None:
+async def main(url: str, actor: str, streams: int, pause: float) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     async with Runtime.connect(url, name="caller") as runtime:
         client = runtime.client(ACTORS[actor])
@@ -26,7 +26,7 @@ async def main(url: str, actor: str, streams: int) -> None:
 
         async def read(number: int) -> None:
             with call_options(wait=10.0):
-                stream = client.count(Count(items=10**9, pause=0.02, tag=f"stream {number}"))
+                stream = client.count(Count(items=10**9, pause=pause, tag=f"stream {number}"))
             async for _ in stream:
                 first[number].set()
 
@@ -40,4 +40,4 @@ async def main(url: str, actor: str, streams: int) -> None:
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+        runner.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))

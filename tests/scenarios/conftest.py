@@ -1,13 +1,19 @@
-"""Fixtures of the failure stories: processes that end with their test."""
+"""Fixtures of the failure stories: stages that are set, and processes that end with their test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.proxy import Proxy
+
+from dynbus import Runtime
+from dynbus.bus.nats_server import RunningServer
 
 from .processes import Processes
+from .stage import Link, Stage, set_stage
 
 
 @pytest.fixture
@@ -18,3 +24,42 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
         yield started
     finally:
         started.end_all()
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    """Fields of `BusConfig` for the runtimes of `stage`; a module may have its own."""
+    return {}
+
+
+@pytest.fixture
+async def stage(own_server: RunningServer, settings: dict[str, Any]) -> AsyncIterator[Stage]:
+    """Two runtimes of this process, with every actor of `workload` between them."""
+    async with set_stage(own_server.url, **settings) as at:
+        yield at
+
+
+@pytest.fixture
+async def proxy(own_server: RunningServer) -> AsyncIterator[Proxy]:
+    """A proxy in front of the test's server."""
+    async with Proxy(own_server.port) as running:
+        yield running
+
+
+@pytest.fixture
+def proxied() -> str:
+    """Who is behind the proxy of `link`, `caller` or `worker`: parametrize it to choose."""
+    return "caller"
+
+
+@pytest.fixture
+async def link(
+    own_server: RunningServer, processes: Processes, proxy: Proxy, proxied: str
+) -> AsyncIterator[Link]:
+    """A runtime that knows `Source` in a worker process, with a proxy on the way of one of them."""
+    urls = {"caller": own_server.url, "worker": own_server.url, proxied: proxy.url}
+    worker = await processes.worker(urls["worker"])
+    async with Runtime.connect(urls["caller"]) as runtime:
+        endpoint = runtime.namespace("scenario").component("Source").endpoint("where")
+        await (await endpoint.client()).wait_for_instances(timeout=5.0)
+        yield Link(proxy, worker, runtime)

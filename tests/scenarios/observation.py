@@ -1,13 +1,15 @@
-"""What the failure stories look at: journals of workers, open calls, and a choosable instance."""
+"""What the failure stories look at: journals, open calls and memory; and a choosable instance."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+import psutil
+
 from dynbus import RouteRequest, Runtime
 from dynbus.bus.discovery import Instance
 
-from .workload import Source
+from .workload import Census, Source
 
 
 class Prefer:
@@ -37,6 +39,23 @@ def no_handler_runs(source: Source) -> Callable[[], Awaitable[bool]]:
         return (await source.journal()).running == 0
 
     return quiet
+
+
+def holds_as_before(before: Census, source: Source) -> Callable[[], Awaitable[bool]]:
+    """A condition: where `source` calls lead there are as many tasks and calls as there were."""
+
+    async def restored() -> bool:
+        now = await source.census()
+        # The questions themselves are kept for a moment.
+        same = (now.tasks, now.served, now.pending) == (before.tasks, before.served, before.pending)
+        return same and now.kept < 100
+
+    return restored
+
+
+def resident(process_id: int) -> int:
+    """The memory that a process occupies, in MiB."""
+    return int(psutil.Process(process_id).memory_info().rss) >> 20
 
 
 def leftovers(runtime: Runtime) -> dict[str, object]:

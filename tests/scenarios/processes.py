@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conditions import eventually
+from tests.conditions import eventually, no_loop_reports
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,14 +99,25 @@ class Processes:
 
     async def caller(self, url: str, actor: str, streams: int) -> Process:
         """A caller that keeps `streams` streams open, once each has had an item."""
-        process = self._start("caller_process", url, actor, str(streams))
+        process = self.begin_caller(url, actor, streams)
         await process.says("streaming")
         return process
 
+    def begin_caller(self, url: str, actor: str, streams: int, pause: float = 0.02) -> Process:
+        """The same, not awaited; `pause` is the seconds between two items of a stream."""
+        return self._start("caller_process", url, actor, str(streams), str(pause))
+
     def end_all(self) -> None:
+        """End them all.
+
+        Raises:
+            AssertionError: a loop in one of them reported what nobody retrieved or awaited.
+        """
         for process in self._started:
             process.thaw()
             process.kill()
+        for process in self._started:
+            assert no_loop_reports(process.output), f"see {process.log}: {process.output[-2000:]}"
 
     def _start(self, module: str, *arguments: str) -> Process:
         log = self._folder / f"{module}-{len(self._started)}.log"

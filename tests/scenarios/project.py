@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tests.conditions import no_loop_reports
 
 from dynbus.bus.nats_server import free_port
 
@@ -189,3 +190,4 @@ def project_folder(path: Path) -> Generator[Folder, None, None]:
                 if pipe is not None:
                     pipe.close()
     project.wait_for(lambda: project.processes() == [], 10.0)
+    assert no_loop_reports(project.output()), project.output()

@@ -12,8 +12,8 @@ from tests.proxy import Proxy
 from dynbus import Runtime, call_options
 from dynbus.bus.nats_server import RunningServer
 
-from .observation import leftovers, no_handler_runs
-from .processes import Processes
+from .observation import holds_as_before, leftovers, no_handler_runs, resident
+from .processes import Process, Processes
 from .workload import Source
 
 pytestmark = pytest.mark.anyio
@@ -124,6 +124,52 @@ async def test_a_plain_client_cannot_end_streams_by_answering_an_item(
 
     assert items == 20
     assert message.headers is None
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+async def test_100_callers_killed_at_once_leave_nothing_of_their_10_000_streams(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            start = await source.census()
+        sizes = [resident(worker.pid)]
+        blocks = [start.blocks]
+        for _ in range(2):
+            callers = await begin_callers(own_server.url, processes, pairs=50)
+            assert (await source.journal()).running == 10_000
+            peak = resident(worker.pid)
+
+            for caller in callers:
+                caller.kill()
+            took = await eventually(no_handler_runs(source), 30.0)
+            await eventually(holds_as_before(start, source), 10.0)
+            sizes.append(resident(worker.pid))
+            blocks.append((await source.census()).blocks)
+            print(f"10,000 handlers stopped in {took:.2f} s; MiB at the peak: {peak}")
+            assert took < STOPPED_WITHIN
+        print(f"MiB: {sizes}, blocks of memory: {blocks}")
+
+    # An instance knows the last 8192 requests of dead callers, should one of them come back.
+    assert blocks[1] - blocks[0] < 3 * 8192
+    assert abs(blocks[2] - blocks[1]) < 1000
+    # The allocator keeps pages of the peak; a second peak needs no more.
+    assert sizes[2] <= 1.1 * sizes[1]
+
+
+async def begin_callers(url: str, processes: Processes, pairs: int) -> list[Process]:
+    """Callers with 100 quiet streams each, once each stream has had an item."""
+    callers: list[Process] = []
+    for _ in range(pairs):
+        # Two at a time: a hundred Pythons that start would starve those that run.
+        pair = [processes.begin_caller(url, "Source", streams=100, pause=5.0) for _ in range(2)]
+        for caller in pair:
+            await caller.says("streaming", within=30.0)
+        callers += pair
+    return callers
 
 
 @pytest.mark.soak

@@ -14,7 +14,7 @@ from dynbus.bus.nats_server import RunningServer
 
 from .observation import Prefer, leftovers
 from .processes import Processes
-from .workload import Count, Item, Source, Wait
+from .workload import Count, Done, Item, Source, Wait
 
 pytestmark = pytest.mark.anyio
 
@@ -135,23 +135,29 @@ async def test_plain_requests_are_not_lost_while_one_of_two_instances_drains(
         await second.start(Source, instance_id="staying")
         plain = Client()
         await plain.connect(own_server.url)
-        refused = 0
-
+        answers: list[bytes] = []
         enough = asyncio.Event()
 
         async def keep_asking() -> None:
-            nonlocal refused
             # Not cancelled: nats-py's request sometimes swallows that.
             while not enough.is_set():
                 answer = await plain.request("scenario.Source.where", b"", timeout=2)
-                refused += b"instance" not in answer.data
+                answers.append(answer.data)
 
         asking = [asyncio.create_task(keep_asking()) for _ in range(8)]
-        await asyncio.sleep(0.2)
+        await eventually(lambda: {place(answer) for answer in answers} == {"leaving", "staying"})
+
         await leaving.stop(2.0)
-        await asyncio.sleep(0.2)
+        answered = len(answers)
+        await eventually(lambda: len(answers) > answered + 100)
         enough.set()
         await asyncio.gather(*asking)
         await plain.close()
 
-    assert refused == 0
+    assert {place(answer) for answer in answers} == {"leaving", "staying"}
+    assert {place(answer) for answer in answers[-50:]} == {"staying"}
+
+
+def place(answer: bytes) -> str:
+    """The instance that an answer of `where` names; an error has no data and names none."""
+    return Done.model_validate_json(answer).instance if answer else "refused"

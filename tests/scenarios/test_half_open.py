@@ -14,11 +14,14 @@ from dynbus.bus.nats_server import RunningServer
 
 from .observation import leftovers, no_handler_runs
 from .processes import Processes
+from .stage import Link
 from .workload import Count, Item, Source, Text, Wait, payload
 
 pytestmark = pytest.mark.anyio
 
 DETECTED_WITHIN = 12.0
+CONNECTIONS = 2
+"""Of one process: for data, and for the control lane."""
 
 
 async def read(source: Source, request: Count, received: list[Item]) -> int:
@@ -29,52 +32,33 @@ async def read(source: Source, request: Count, received: list[Item]) -> int:
     return len(received)
 
 
-@pytest.mark.parametrize("side", ["caller", "worker"])
-async def test_streams_go_on_byte_exactly_when_the_link_is_cut_again_and_again(
-    own_server: RunningServer, processes: Processes, side: str
-) -> None:
-    async with Proxy(own_server.port) as proxy:
-        urls = {"caller": own_server.url, "worker": own_server.url, side: proxy.url}
-        await processes.worker(urls["worker"])
-        async with Runtime.connect(urls["caller"]) as runtime:
-            source = runtime.client(Source)
-            received: list[list[Item]] = [[] for _ in range(16)]
-            with call_options(wait=5.0):
-                streams = [
-                    asyncio.create_task(
-                        read(source, Count(items=300, size=2000, pause=0.01), items)
-                    )
-                    for items in received
-                ]
-            await eventually(lambda: all(received))
+@pytest.mark.parametrize("proxied", ["caller", "worker"])
+async def test_streams_go_on_byte_exactly_when_the_link_is_cut_again_and_again(link: Link) -> None:
+    request = Count(items=300, size=2000, pause=0.01)
+    received: list[list[Item]] = [[] for _ in range(16)]
+    streams = [asyncio.create_task(read(link.source, request, items)) for items in received]
+    await eventually(lambda: all(received))
 
-            for _ in range(4):
-                proxy.cut()
-                await asyncio.sleep(0.5)
-            counts = await asyncio.gather(*streams)
+    for _ in range(4):
+        link.proxy.cut()
+        await asyncio.sleep(0.5)
+    counts = await asyncio.gather(*streams)
 
-            assert counts == [300] * 16
-            assert leftovers(runtime) == {}
-        assert proxy.accepted >= 2 + 4 * 2
+    assert counts == [300] * 16
+    assert leftovers(link.runtime) == {}
+    assert link.proxy.accepted >= CONNECTIONS + 4 * CONNECTIONS
 
 
-async def test_calls_during_cuts_of_the_callers_link_complete(
-    own_server: RunningServer, processes: Processes
-) -> None:
-    await processes.worker(own_server.url)
-    async with Proxy(own_server.port) as proxy, Runtime.connect(proxy.url) as runtime:
-        source = runtime.client(Source)
-        with call_options(wait=5.0):
-            await source.where()
-        cutting = asyncio.create_task(cut_every(proxy, 0.3))
+async def test_calls_during_cuts_of_the_callers_link_complete(link: Link) -> None:
+    cutting = asyncio.create_task(cut_every(link.proxy, 0.3))
 
-        calls = [
-            asyncio.create_task(source.work(Wait(seconds=number / 100, tag=str(number))))
-            for number in range(200)
-        ]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        cutting.cancel()
-        journal = await source.journal()
+    calls = [
+        asyncio.create_task(link.source.work(Wait(seconds=number / 100, tag=str(number))))
+        for number in range(200)
+    ]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    cutting.cancel()
+    journal = await link.source.journal()
 
     assert [result for result in results if isinstance(result, BaseException)] == []
     assert sorted(map(int, journal.begun)) == list(range(200))
@@ -86,92 +70,69 @@ async def cut_every(proxy: Proxy, seconds: float) -> None:
         proxy.cut()
 
 
-async def test_a_large_request_whose_parts_are_lost_on_the_way_is_sent_anew(
-    own_server: RunningServer, processes: Processes
-) -> None:
-    await processes.worker(own_server.url)
-    async with Proxy(own_server.port) as proxy, Runtime.connect(proxy.url) as runtime:
-        source = runtime.client(Source)
-        with call_options(wait=5.0):
-            await source.where()
-        proxy.delay = 0.005
-        size = 8 * 1024 * 1024
+async def test_a_large_request_whose_parts_are_lost_on_the_way_is_sent_anew(link: Link) -> None:
+    link.proxy.delay = 0.005
+    size = 8 * 1024 * 1024
 
-        call = asyncio.create_task(source.length(Text(text="x" * size)))
-        await asyncio.sleep(0.15)
-        proxy.cut()
-        proxy.delay = 0.0
-        async with asyncio.timeout(10.0):
-            length = await call
+    call = asyncio.create_task(link.source.length(Text(text="x" * size)))
+    await asyncio.sleep(0.15)
+    link.proxy.cut()
+    link.proxy.delay = 0.0
+    async with asyncio.timeout(10.0):
+        length = await call
 
     assert length == size
 
 
-async def test_a_half_open_link_of_the_caller_is_noticed_and_replaced(
-    own_server: RunningServer, processes: Processes
-) -> None:
-    await processes.worker(own_server.url)
-    async with Proxy(own_server.port) as proxy, Runtime.connect(proxy.url) as runtime:
-        source = runtime.client(Source)
-        received: list[Item] = []
-        with call_options(wait=5.0):
-            stream = asyncio.create_task(read(source, Count(items=10**9, pause=0.02), received))
-        await eventually(lambda: len(received) > 5)
+async def test_a_half_open_link_of_the_caller_is_noticed_and_replaced(link: Link) -> None:
+    received: list[Item] = []
+    stream = asyncio.create_task(read(link.source, Count(items=10**9, pause=0.02), received))
+    await eventually(lambda: len(received) > 5)
 
-        proxy.freeze()
-        frozen = time.monotonic()
-        await eventually(lambda: not runtime.is_connected, DETECTED_WITHIN)
-        detected = time.monotonic() - frozen
-        proxy.cut()
-        proxy.thaw()
-        await eventually(lambda: runtime.is_connected, 3.0)
-        # The instance could not know better than to take us for dead; that is said in time.
-        with pytest.raises(StreamLost):
-            async with asyncio.timeout(5.0):
-                await stream
-        done = await source.where()
+    link.proxy.freeze()
+    frozen = time.monotonic()
+    await eventually(lambda: not link.runtime.is_connected, DETECTED_WITHIN)
+    detected = time.monotonic() - frozen
+    link.proxy.cut()
+    link.proxy.thaw()
+    await eventually(lambda: link.runtime.is_connected, 3.0)
+    # The instance could not know better than to take us for dead; that is said in time.
+    with pytest.raises(StreamLost):
+        async with asyncio.timeout(5.0):
+            await stream
+    done = await link.source.where()
 
     assert detected < DETECTED_WITHIN
     assert done.instance
 
 
-async def test_a_link_that_stands_still_for_a_second_costs_nothing(
-    own_server: RunningServer, processes: Processes
-) -> None:
-    await processes.worker(own_server.url)
-    async with Proxy(own_server.port) as proxy, Runtime.connect(proxy.url) as runtime:
-        source = runtime.client(Source)
-        received: list[Item] = []
-        with call_options(wait=5.0):
-            stream = asyncio.create_task(read(source, Count(items=200, pause=0.01), received))
-        await eventually(lambda: len(received) > 5)
+async def test_a_link_that_stands_still_for_a_second_costs_nothing(link: Link) -> None:
+    received: list[Item] = []
+    stream = asyncio.create_task(read(link.source, Count(items=200, pause=0.01), received))
+    await eventually(lambda: len(received) > 5)
 
-        for _ in range(2):
-            proxy.freeze()
-            await asyncio.sleep(0.9)
-            proxy.thaw()
-            await asyncio.sleep(0.3)
-        count = await stream
+    for _ in range(2):
+        link.proxy.freeze()
+        await asyncio.sleep(0.9)
+        link.proxy.thaw()
+        await asyncio.sleep(0.3)
+    count = await stream
 
     assert count == 200
-    assert runtime.bus.data.state.value == "closed"
+    assert link.proxy.accepted == CONNECTIONS
 
 
 async def test_a_broker_that_stands_still_for_three_seconds_ends_no_stream(
-    own_server: RunningServer, processes: Processes
+    own_server: RunningServer, link: Link
 ) -> None:
-    await processes.worker(own_server.url)
-    async with Runtime.connect(own_server.url) as runtime:
-        source = runtime.client(Source)
-        received: list[Item] = []
-        with call_options(wait=5.0):
-            stream = asyncio.create_task(read(source, Count(items=500, pause=0.01), received))
-        await eventually(lambda: len(received) > 5)
+    received: list[Item] = []
+    stream = asyncio.create_task(read(link.source, Count(items=500, pause=0.01), received))
+    await eventually(lambda: len(received) > 5)
 
-        own_server.pause()
-        await asyncio.sleep(3.0)
-        own_server.resume()
-        count = await stream
+    own_server.pause()
+    await asyncio.sleep(3.0)
+    own_server.resume()
+    count = await stream
 
     assert count == 500
 
@@ -180,66 +141,59 @@ async def test_a_broker_that_stands_still_for_three_seconds_ends_no_stream(
     "direction", ["to_client", pytest.param("to_server", marks=pytest.mark.soak)]
 )
 async def test_a_link_that_is_deaf_in_one_direction_is_replaced_and_calls_end(
-    own_server: RunningServer, processes: Processes, direction: str
+    link: Link, direction: str
 ) -> None:
-    await processes.worker(own_server.url)
-    async with Proxy(own_server.port) as proxy, Runtime.connect(proxy.url) as runtime:
-        source = runtime.client(Source)
-        with call_options(wait=5.0):
-            await source.where()
+    await link.source.where()
 
-        proxy.blackhole(to_server=direction == "to_server", to_client=direction == "to_client")
-        begun = time.monotonic()
-        with pytest.raises(DynbusError), call_options(timeout=3.0):
-            await source.where()
-        told = time.monotonic() - begun
-        await eventually(lambda: not runtime.is_connected, DETECTED_WITHIN)
-        proxy.blackhole()
-        proxy.cut()
-        await eventually(lambda: runtime.is_connected, 5.0)
-        done = await source.where()
+    link.proxy.blackhole(to_server=direction == "to_server", to_client=direction == "to_client")
+    begun = time.monotonic()
+    with pytest.raises(DynbusError), call_options(timeout=3.0):
+        await link.source.where()
+    told = time.monotonic() - begun
+    await eventually(lambda: not link.runtime.is_connected, DETECTED_WITHIN)
+    link.proxy.blackhole()
+    link.proxy.cut()
+    await eventually(lambda: link.runtime.is_connected, 5.0)
+    done = await link.source.where()
 
     assert told < 3.5
     assert done.instance
 
 
+@pytest.mark.parametrize("proxied", ["worker"])
 async def test_the_callers_of_a_worker_behind_a_half_open_link_are_told_in_two_seconds(
-    own_server: RunningServer, processes: Processes
+    link: Link,
 ) -> None:
-    async with Proxy(own_server.port) as proxy, Runtime.connect(own_server.url) as runtime:
-        await processes.worker(proxy.url)
-        source = runtime.client(Source)
-        received: list[Item] = []
-        with call_options(wait=5.0):
-            stream = asyncio.create_task(read(source, Count(items=10**9, pause=0.02), received))
-        await eventually(lambda: len(received) > 5)
+    received: list[Item] = []
+    stream = asyncio.create_task(read(link.source, Count(items=10**9, pause=0.02), received))
+    await eventually(lambda: len(received) > 5)
 
-        proxy.freeze()
-        frozen = time.monotonic()
-        with pytest.raises(StreamLost):
-            await stream
-        told = time.monotonic() - frozen
-        count = len(received)
-        proxy.cut()
-        proxy.thaw()
+    link.proxy.freeze()
+    frozen = time.monotonic()
+    with pytest.raises(StreamLost):
+        await stream
+    told = time.monotonic() - frozen
+    count = len(received)
+    link.proxy.cut()
+    link.proxy.thaw()
 
-        async def serves_again() -> bool:
-            try:
-                return await no_handler_runs(source)()
-            except DynbusError:
-                return False
+    async def serves_again() -> bool:
+        try:
+            return await no_handler_runs(link.source)()
+        except DynbusError:
+            return False
 
-        await eventually(serves_again, 10.0)
+    await eventually(serves_again, 10.0)
 
     assert told < 2.3
     assert len(received) == count
 
 
 async def test_a_worker_that_cannot_reconnect_for_a_while_serves_again_by_itself(
-    own_server: RunningServer, processes: Processes
+    own_server: RunningServer, processes: Processes, proxy: Proxy
 ) -> None:
-    async with Proxy(own_server.port) as proxy, Runtime.connect(own_server.url) as runtime:
-        worker = await processes.worker(proxy.url, instance_id="remote", ttl=2.0)
+    worker = await processes.worker(proxy.url, instance_id="remote", ttl=2.0)
+    async with Runtime.connect(own_server.url) as runtime:
         source = runtime.client(Source)
         with call_options(wait=5.0):
             await source.where()
@@ -259,17 +213,11 @@ async def test_a_worker_that_cannot_reconnect_for_a_while_serves_again_by_itself
     assert worker.returncode is None
 
 
-async def test_latency_and_jitter_only_make_streams_slower(
-    own_server: RunningServer, processes: Processes
-) -> None:
-    await processes.worker(own_server.url)
-    async with Proxy(own_server.port) as proxy, Runtime.connect(proxy.url) as runtime:
-        proxy.delay = 0.1
-        source = runtime.client(Source)
-        received: list[list[Item]] = [[] for _ in range(8)]
-        with call_options(wait=5.0):
-            counts = await asyncio.gather(
-                *(read(source, Count(items=50, size=3000, pause=0.01), r) for r in received)
-            )
+async def test_latency_and_jitter_only_make_streams_slower(link: Link) -> None:
+    link.proxy.delay = 0.1
+    request = Count(items=50, size=3000, pause=0.01)
+    received: list[list[Item]] = [[] for _ in range(8)]
+
+    counts = await asyncio.gather(*(read(link.source, request, items) for items in received))
 
     assert counts == [50] * 8

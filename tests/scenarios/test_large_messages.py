@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nats.aio.client import Client
@@ -16,7 +17,8 @@ from dynbus.bus.nats_server import RunningServer, run_server
 from dynbus.bus.transport import Statistics
 
 from .observation import leftovers
-from .workload import Count, Source, Text, Wait, payload
+from .stage import Stage, set_stage
+from .workload import Count, Text, Wait, payload
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +28,7 @@ JSON = len('{"text":""}')
 
 
 @pytest.fixture
-async def small_server(tmp_path: Path) -> AsyncIterator[RunningServer]:
+async def own_server(tmp_path: Path) -> AsyncIterator[RunningServer]:
     """A server that takes messages of 64 KiB, so that the edges are cheap to walk along."""
     config = f"max_payload: {MAX_PAYLOAD}"
     server = await run_server(store_dir=tmp_path / "nats-server", config=config)
@@ -36,169 +38,135 @@ async def small_server(tmp_path: Path) -> AsyncIterator[RunningServer]:
         await server.stop()
 
 
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    """Limits that are a few messages away, on both sides."""
+    return {"max_request_bytes": LIMIT, "max_item_bytes": LIMIT}
+
+
 def statistics(runtime: Runtime) -> Statistics:
     connection = runtime.bus.data
     assert isinstance(connection, NatsConnection)
     return connection.statistics()
 
 
-async def test_requests_of_every_size_around_a_message_arrive_whole(
-    small_server: RunningServer,
-) -> None:
-    async with Runtime.connect(small_server.url, max_request_bytes=LIMIT) as runtime:
-        await runtime.start(Source)
-        source = runtime.client(Source)
-        sizes = [0, 1, *range(MAX_PAYLOAD - 450, MAX_PAYLOAD + 10, 7)]
-        sizes += [2 * MAX_PAYLOAD, LIMIT - JSON]
-
-        with call_options(wait=5.0):
-            lengths = [await source.length(Text(text="x" * size)) for size in sizes]
-
-        assert lengths == sizes
-        assert statistics(runtime).reconnects == 0
+def reconnects(stage: Stage) -> int:
+    """How often either side lost its connection: what a message over the limit costs."""
+    return statistics(stage.serving).reconnects + statistics(stage.calling).reconnects
 
 
-async def test_results_of_every_size_around_a_message_arrive_whole(
-    small_server: RunningServer,
-) -> None:
-    async with Runtime.connect(small_server.url, max_item_bytes=LIMIT) as runtime:
-        await runtime.start(Source)
-        source = runtime.client(Source)
-        sizes = [0, 1, *range(MAX_PAYLOAD - 700, MAX_PAYLOAD + 10, 11)]
-        sizes += [2 * MAX_PAYLOAD, LIMIT - JSON]
+async def test_requests_of_every_size_around_a_message_arrive_whole(stage: Stage) -> None:
+    sizes = [0, 1, *range(MAX_PAYLOAD - 450, MAX_PAYLOAD + 10, 7)]
+    sizes += [2 * MAX_PAYLOAD, LIMIT - JSON]
 
-        with call_options(wait=5.0):
-            lengths = [len((await source.grow(size)).text) for size in sizes]
+    lengths = [await stage.source.length(Text(text="x" * size)) for size in sizes]
 
-        assert lengths == sizes
-        assert statistics(runtime).reconnects == 0
+    assert lengths == sizes
+    assert reconnects(stage) == 0
+
+
+async def test_results_of_every_size_around_a_message_arrive_whole(stage: Stage) -> None:
+    sizes = [0, 1, *range(MAX_PAYLOAD - 700, MAX_PAYLOAD + 10, 11)]
+    sizes += [2 * MAX_PAYLOAD, LIMIT - JSON]
+
+    lengths = [len((await stage.source.grow(size)).text) for size in sizes]
+
+    assert lengths == sizes
+    assert reconnects(stage) == 0
 
 
 @pytest.mark.parametrize("size", [1, 1000, 10_000, MAX_PAYLOAD - 600, MAX_PAYLOAD, 300_000])
-async def test_items_of_every_size_arrive_whole_and_in_order(
-    small_server: RunningServer, size: int
-) -> None:
-    async with Runtime.connect(small_server.url, max_item_bytes=LIMIT) as runtime:
-        await runtime.start(Source)
-        source = runtime.client(Source)
-        count = max(10, 3_000_000 // (size + 100))
+async def test_items_of_every_size_arrive_whole_and_in_order(stage: Stage, size: int) -> None:
+    count = max(10, 3_000_000 // (size + 100))
 
-        index = 0
-        with call_options(wait=5.0):
-            stream = source.count(Count(items=count, size=size))
-        async for item in stream:
-            assert (item.index, item.text) == (index, payload(index, size))
-            index += 1
+    index = 0
+    async for item in stage.source.count(Count(items=count, size=size)):
+        assert (item.index, item.text) == (index, payload(index, size))
+        index += 1
 
-        assert index == count
-        assert statistics(runtime).reconnects == 0
+    assert index == count
+    assert reconnects(stage) == 0
 
 
 @pytest.mark.parametrize("over", [1, 10 * LIMIT])
 async def test_a_request_over_the_limit_is_refused_before_anything_is_sent(
-    small_server: RunningServer, over: int
+    stage: Stage, over: int
 ) -> None:
-    async with Runtime.connect(small_server.url, max_request_bytes=LIMIT) as runtime:
-        await runtime.start(Source)
-        source = runtime.client(Source)
-        with call_options(wait=5.0):
-            await source.where()
-        request = Text(text="x" * (LIMIT - JSON + over))
-        sent = statistics(runtime).sent_messages
+    await stage.source.where()
+    request = Text(text="x" * (LIMIT - JSON + over))
+    sent = statistics(stage.calling).sent_messages
 
-        begun = time.monotonic()
-        with pytest.raises(PayloadTooLarge, match=f"max_request_bytes = {LIMIT}") as raised:
-            await source.length(request)
-        took = time.monotonic() - begun
+    begun = time.monotonic()
+    with pytest.raises(PayloadTooLarge, match=f"max_request_bytes = {LIMIT}") as raised:
+        await stage.source.length(request)
+    took = time.monotonic() - begun
 
-        assert not raised.value.started
-        assert took < 0.1
-        assert statistics(runtime).sent_messages == sent
-        assert leftovers(runtime) == {}
+    assert not raised.value.started
+    assert took < 0.1
+    assert statistics(stage.calling).sent_messages == sent
+    assert leftovers(stage.calling) == {}
 
 
-async def test_a_result_over_the_limit_is_an_error_and_not_a_hang(
-    small_server: RunningServer,
-) -> None:
-    async with Runtime.connect(small_server.url, max_item_bytes=LIMIT) as runtime:
-        await runtime.start(Source)
-        source = runtime.client(Source)
+async def test_a_result_over_the_limit_is_an_error_and_not_a_hang(stage: Stage) -> None:
+    with pytest.raises(PayloadTooLarge, match="max_item_bytes"):
+        await stage.source.grow(LIMIT)
+    with pytest.raises(PayloadTooLarge, match="max_item_bytes"):
+        async for _ in stage.source.count(Count(items=3, size=LIMIT)):
+            pass
 
-        with pytest.raises(PayloadTooLarge, match="max_item_bytes"), call_options(wait=5.0):
-            await source.grow(LIMIT)
-        with pytest.raises(PayloadTooLarge, match="max_item_bytes"):
-            async for _ in source.count(Count(items=3, size=LIMIT)):
-                pass
-
-        assert (await source.length(Text(text="abc"))) == 3
+    assert (await stage.source.length(Text(text="abc"))) == 3
 
 
-async def test_headers_count_and_too_many_of_them_are_refused(
-    small_server: RunningServer,
-) -> None:
-    async with Runtime.connect(small_server.url) as runtime:
-        await runtime.start(Source)
-        source = runtime.client(Source)
-        with call_options(wait=5.0):
-            await source.where()
+async def test_headers_count_and_too_many_of_them_are_refused(stage: Stage) -> None:
+    with call_options(metadata={"key": "x" * 8000}):
+        lengths = [
+            await stage.source.length(Text(text="x" * size))
+            for size in range(MAX_PAYLOAD - 8800, MAX_PAYLOAD - 7800, 13)
+        ]
+    with (
+        pytest.raises(PayloadTooLarge, match="headers"),
+        call_options(metadata={"key": "\U0001f600" * 8000}),
+    ):
+        await stage.source.length(Text(text="x"))
 
-        with call_options(metadata={"key": "x" * 8000}):
-            lengths = [
-                await source.length(Text(text="x" * size))
-                for size in range(MAX_PAYLOAD - 8800, MAX_PAYLOAD - 7800, 13)
-            ]
-        with (
-            pytest.raises(PayloadTooLarge, match="headers"),
-            call_options(metadata={"key": "\U0001f600" * 8000}),
-        ):
-            await source.length(Text(text="x"))
-
-        assert lengths == list(range(MAX_PAYLOAD - 8800, MAX_PAYLOAD - 7800, 13))
-        assert leftovers(runtime) == {}
+    assert lengths == list(range(MAX_PAYLOAD - 8800, MAX_PAYLOAD - 7800, 13))
+    assert leftovers(stage.calling) == {}
 
 
 @pytest.mark.parametrize("size", [10, 100_000, 5_000_000])
 async def test_an_error_of_any_length_and_spelling_arrives(
-    small_server: RunningServer, size: int
+    own_server: RunningServer, size: int
 ) -> None:
-    async with Runtime.connect(small_server.url, debug=True) as runtime:
-        await runtime.start(Source)
-        source = runtime.client(Source)
-
-        with pytest.raises(HandlerError, match="ValueError"), call_options(wait=5.0):
+    async with set_stage(own_server.url, debug=True) as stage:
+        with pytest.raises(HandlerError, match="ValueError"):
             async with asyncio.timeout(5.0):
-                await source.raise_error(size)
+                await stage.source.raise_error(size)
 
 
-async def test_an_invalid_request_of_any_length_is_told_as_such(
-    small_server: RunningServer,
-) -> None:
-    async with Runtime.connect(small_server.url) as runtime:
-        await runtime.start(Source)
-        client = await runtime.namespace("scenario").component("Source").endpoint("work").client()
+async def test_an_invalid_request_of_any_length_is_told_as_such(stage: Stage) -> None:
+    source = stage.calling.namespace("scenario").component("Source")
+    client = await source.endpoint("work").client()
 
-        with pytest.raises(InvalidRequest):
-            async with asyncio.timeout(5.0):
-                await client.generate({"seconds": "x" * 1_000_000})
+    with pytest.raises(InvalidRequest):
+        async with asyncio.timeout(5.0):
+            await client.generate({"seconds": "x" * 1_000_000})
 
 
 async def test_a_plain_client_is_told_when_a_result_is_larger_than_a_message(
-    small_server: RunningServer,
+    own_server: RunningServer, stage: Stage
 ) -> None:
-    async with Runtime.connect(small_server.url) as runtime:
-        await runtime.start(Source)
-        plain = Client()
-        await plain.connect(small_server.url)
+    plain = Client()
+    await plain.connect(own_server.url)
 
-        fits = await plain.request("scenario.Source.grow", str(MAX_PAYLOAD - JSON).encode())
-        exceeds = await plain.request("scenario.Source.grow", str(MAX_PAYLOAD - JSON + 1).encode())
-        stream = plain.new_inbox()
-        subscription = await plain.subscribe(stream)  # pyright: ignore[reportUnknownMemberType]
-        request = Count(items=3, size=MAX_PAYLOAD).model_dump_json().encode()
-        await plain.publish("scenario.Source.count", request, reply=stream)
-        last = await subscription.next_msg(timeout=5)
-        after = await plain.request("scenario.Source.work", Wait().model_dump_json().encode())
-        await plain.close()
+    fits = await plain.request("scenario.Source.grow", str(MAX_PAYLOAD - JSON).encode())
+    exceeds = await plain.request("scenario.Source.grow", str(MAX_PAYLOAD - JSON + 1).encode())
+    stream = plain.new_inbox()
+    subscription = await plain.subscribe(stream)  # pyright: ignore[reportUnknownMemberType]
+    request = Count(items=3, size=MAX_PAYLOAD).model_dump_json().encode()
+    await plain.publish("scenario.Source.count", request, reply=stream)
+    last = await subscription.next_msg(timeout=5)
+    after = await plain.request("scenario.Source.work", Wait().model_dump_json().encode())
+    await plain.close()
 
     assert len(fits.data) == MAX_PAYLOAD
     assert exceeds.data == b""
@@ -209,13 +177,7 @@ async def test_a_plain_client_is_told_when_a_result_is_larger_than_a_message(
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-async def test_every_single_size_around_the_edge_of_a_message_arrives(
-    small_server: RunningServer,
-) -> None:
-    async with Runtime.connect(small_server.url) as runtime:
-        await runtime.start(Source)
-        source = runtime.client(Source)
-        for size in range(MAX_PAYLOAD - 1500, MAX_PAYLOAD + 1500):
-            with call_options(wait=5.0):
-                assert await source.length(Text(text="x" * size)) == size
-            assert len((await source.grow(size)).text) == size
+async def test_every_single_size_around_the_edge_of_a_message_arrives(stage: Stage) -> None:
+    for size in range(MAX_PAYLOAD - 1500, MAX_PAYLOAD + 1500):
+        assert await stage.source.length(Text(text="x" * size)) == size
+        assert len((await stage.source.grow(size)).text) == size

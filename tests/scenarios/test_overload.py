@@ -6,54 +6,41 @@ import asyncio
 import time
 
 import pytest
-from tests.conditions import eventually
 
-from dynbus import DeadlineExceeded, Overloaded, Runtime, call_options
-from dynbus.bus.nats_server import RunningServer
+from dynbus import DeadlineExceeded, Overloaded, call_options
 
-from .observation import leftovers
-from .workload import Done, Source, Wait
+from .stage import Stage
+from .workload import Done, Wait
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_mailbox_runs_one_call_at_a_time_in_order_of_arrival(
-    own_server: RunningServer,
-) -> None:
-    async with Runtime.connect(own_server.url) as runtime:
-        await runtime.start(Source)
-        source = runtime.client(Source)
-        with call_options(wait=5.0):
-            await source.where()
-        calls: list[asyncio.Task[Done]] = []
-        for number in range(9):
-            calls.append(asyncio.create_task(source.mailbox(Wait(seconds=0.02, tag=str(number)))))
-            await asyncio.sleep(0)
-        await asyncio.gather(*calls)
-        journal = await source.journal()
+async def test_a_mailbox_runs_one_call_at_a_time_in_order_of_arrival(stage: Stage) -> None:
+    calls: list[asyncio.Task[Done]] = []
+    for number in range(9):
+        call = stage.source.mailbox(Wait(seconds=0.02, tag=str(number)))
+        calls.append(asyncio.create_task(call))
+        await asyncio.sleep(0)
 
+    await asyncio.gather(*calls)
+
+    journal = await stage.source.journal()
     assert journal.begun == [str(number) for number in range(9)]
     assert journal.finished == journal.begun
 
 
-async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(
-    own_server: RunningServer,
-) -> None:
-    async with Runtime.connect(own_server.url) as runtime:
-        await runtime.start(Source)
-        source = runtime.client(Source)
-        with call_options(wait=5.0):
-            await source.mailbox(Wait(seconds=0.1))
-        admitted = [asyncio.create_task(source.mailbox(Wait(seconds=0.2))) for _ in range(9)]
-        await eventually(lambda: next(iter(runtime.instances.values())).server.load == 9)
+async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(stage: Stage) -> None:
+    await stage.source.mailbox(Wait(seconds=0.1))
+    admitted = [asyncio.create_task(stage.source.mailbox(Wait(seconds=0.2))) for _ in range(9)]
+    await stage.has_load(9)
 
-        begun = time.monotonic()
-        with pytest.raises(Overloaded) as raised:
-            await source.mailbox(Wait(tag="too many"))
-        took = time.monotonic() - begun
-        results = await asyncio.gather(*admitted)
-        journal = await source.journal()
+    begun = time.monotonic()
+    with pytest.raises(Overloaded) as raised:
+        await stage.source.mailbox(Wait(tag="too many"))
+    took = time.monotonic() - begun
+    results = await asyncio.gather(*admitted)
 
+    journal = await stage.source.journal()
     assert took < 0.1
     assert raised.value.retryable
     assert not raised.value.started
@@ -63,73 +50,54 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(
 
 
 async def test_a_deadline_that_passes_in_the_queue_ends_the_call_without_starting_it(
-    own_server: RunningServer,
+    stage: Stage,
 ) -> None:
-    async with Runtime.connect(own_server.url) as runtime:
-        await runtime.start(Source)
-        source = runtime.client(Source)
-        with call_options(wait=5.0):
-            await source.where()
-        running = asyncio.create_task(source.mailbox(Wait(seconds=1.0, tag="running")))
-        await eventually(lambda: next(iter(runtime.instances.values())).server.load == 1)
+    running = asyncio.create_task(stage.source.mailbox(Wait(seconds=1.0, tag="running")))
+    await stage.has_begun("running")
 
-        begun = time.monotonic()
-        with pytest.raises(DeadlineExceeded), call_options(timeout=0.2):
-            await source.mailbox(Wait(tag="late"))
-        took = time.monotonic() - begun
-        await running
-        journal = await source.journal()
-        await eventually(lambda: not leftovers(runtime))
+    begun = time.monotonic()
+    with pytest.raises(DeadlineExceeded), call_options(timeout=0.2):
+        await stage.source.mailbox(Wait(tag="late"))
+    took = time.monotonic() - begun
+    await running
 
+    journal = await stage.source.journal()
     assert took < 0.4
     assert journal.begun == ["running"]
+    await stage.is_quiet()
 
 
-async def test_a_call_that_is_retried_gets_through_once_the_queue_has_room(
-    own_server: RunningServer,
-) -> None:
-    async with Runtime.connect(own_server.url) as runtime:
-        await runtime.start(Source)
-        source = runtime.client(Source)
-        with call_options(wait=5.0):
-            await source.where()
-        admitted = [asyncio.create_task(source.mailbox(Wait(seconds=0.1))) for _ in range(9)]
-        await eventually(lambda: next(iter(runtime.instances.values())).server.load == 9)
+async def test_a_call_that_is_retried_gets_through_once_the_queue_has_room(stage: Stage) -> None:
+    admitted = [asyncio.create_task(stage.source.mailbox(Wait(seconds=0.1))) for _ in range(9)]
+    await stage.has_load(9)
 
-        with call_options(retries=20):
-            done = await source.mailbox(Wait(tag="patient"))
-        await asyncio.gather(*admitted)
+    with call_options(retries=20):
+        done = await stage.source.mailbox(Wait(tag="patient"))
 
+    await asyncio.gather(*admitted)
     assert done.attempt > 1
 
 
-async def test_at_five_times_the_capacity_no_work_starts_after_its_deadline(
-    own_server: RunningServer,
-) -> None:
-    async with Runtime.connect(own_server.url) as runtime:
-        await runtime.start(Source)
-        source = runtime.client(Source)
-        with call_options(wait=5.0):
-            await source.where()
-        outcomes: list[str] = []
+async def test_at_five_times_the_capacity_no_work_starts_after_its_deadline(stage: Stage) -> None:
+    outcomes: list[str] = []
 
-        async def call(number: int) -> None:
-            try:
-                with call_options(timeout=0.5):
-                    await source.mailbox(Wait(seconds=0.02, tag=str(number)))
-                outcomes.append("done")
-            except (Overloaded, DeadlineExceeded) as error:
-                outcomes.append(error.code)
+    async def call(number: int) -> None:
+        try:
+            with call_options(timeout=0.5):
+                await stage.source.mailbox(Wait(seconds=0.02, tag=str(number)))
+            outcomes.append("done")
+        except (Overloaded, DeadlineExceeded) as error:
+            outcomes.append(error.code)
 
-        calls: list[asyncio.Task[None]] = []
-        for number in range(250):
-            calls.append(asyncio.create_task(call(number)))
-            await asyncio.sleep(0.004)
-        await asyncio.gather(*calls)
-        journal = await source.journal()
-        await eventually(lambda: not leftovers(runtime))
+    calls: list[asyncio.Task[None]] = []
+    for number in range(250):
+        calls.append(asyncio.create_task(call(number)))
+        await asyncio.sleep(0.004)
+    await asyncio.gather(*calls)
 
+    journal = await stage.source.journal()
     assert len(outcomes) == 250
     assert outcomes.count("done") == len(journal.finished)
     assert outcomes.count("done") >= 35
     assert len(journal.begun) <= outcomes.count("done") + 2
+    await stage.is_quiet()

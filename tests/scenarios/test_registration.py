@@ -8,10 +8,12 @@ from functools import partial
 
 import pytest
 from tests.conditions import eventually
+from tests.proxy import Proxy
 
 from dynbus import Actor, ConfigError, NoInstances, Runtime, call_options, handler
 from dynbus.bus.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.transport import JetStream
 from dynbus.bus.wire import decode_record
 
 from .processes import Processes
@@ -242,3 +244,62 @@ async def test_all_leases_survive_a_restart_of_the_broker_when_they_are_about_to
     assert len(seen) == 1
     assert len(next(iter(seen))) == 30
     assert done.instance
+
+
+async def test_a_view_that_missed_even_the_markers_of_the_dead_is_made_true_again(
+    own_server: RunningServer, processes: Processes, proxy: Proxy
+) -> None:
+    dead = [await processes.worker(own_server.url, instance_id=f"dead{n}", ttl=2) for n in range(2)]
+    await processes.worker(own_server.url, instance_id="alive", ttl=2)
+    async with (
+        Runtime.connect(own_server.url) as beside,
+        Runtime.connect(proxy.url, lease_ttl=2.0) as watching,
+    ):
+        source = watching.client(Source)
+        await eventually(lambda: len(watching.instance_ids("scenario", "Source")) == 3)
+
+        proxy.refuse()
+        proxy.cut()
+        for worker in dead:
+            worker.kill()
+        await processes.worker(own_server.url, instance_id="born", ttl=2)
+        jetstream = beside.bus.data.jetstream
+        for number in range(2):
+            subject = record_subject("scenario", "Source", f"dead{number}")
+            await eventually(partial(is_marker, jetstream, subject), 6.0)
+            # An outage that is longer than the markers live.
+            await jetstream.purge(INSTANCES_STREAM.name, subject)
+        proxy.refuse(False)
+        await eventually(lambda: watching.is_connected)
+        took = await eventually(
+            lambda: set(watching.instance_ids("scenario", "Source")) == {"alive", "born"}, 10.0
+        )
+        done = await source.where()
+
+    assert took < 5.0
+    assert done.instance in {"alive", "born"}
+
+
+async def is_marker(jetstream: JetStream, subject: str) -> bool:
+    stored = await jetstream.last(INSTANCES_STREAM.name, subject)
+    return stored is not None and stored.is_marker
+
+
+async def test_a_worker_that_hardly_gets_to_run_keeps_its_place(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url, instance_id="starved", ttl=3.0)
+    async with Runtime.connect(own_server.url) as runtime:
+        await eventually(lambda: runtime.instance_ids("scenario", "Source") == ["starved"])
+        seen: set[frozenset[str]] = set()
+
+        # Frozen for half of its lease's time, again and again.
+        for _ in range(5):
+            worker.freeze()
+            await ids_seen(runtime, 1.5, seen)
+            worker.thaw()
+            await ids_seen(runtime, 0.3, seen)
+        done = await runtime.client(Source).where()
+
+    assert seen == {frozenset({"starved"})}
+    assert done.instance == "starved"

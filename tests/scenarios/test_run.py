@@ -134,13 +134,14 @@ def test_an_actor_whose_on_start_raises_ends_the_run_with_its_traceback_once(
     ("arguments", "code", "text"),
     [
         (("missing.py",), 3, "there is no file missing.py"),
-        (("actors.py", "--Spliter.x=1"), 3, "is no actor of this run; there are: Splitter"),
+        (("actors.py", "--Spliter.x=1"), 3, "is no actor of this run (did you mean Splitter?)"),
         (("actors.py", "--Splitter.x=1"), 3, "has no argument 'x'"),
         (("actors.py", "--Splitter.x"), 2, "--Splitter.x has no value"),
         (("actors.py", "--unknown"), 2, "No such option"),
         ((), 2, "Missing argument"),
-        (("actors.py", "--health", "nowhere"), 3, "is not an address"),
-        (("actors.py", "--health", "0.0.0.0:0"), 3, "open to other machines"),
+        (("actors.py", "--health", "nowhere"), 3, "--health: 'nowhere' is not an address"),
+        (("actors.py", "--health", "0.0.0.0:0"), 3, "or add --health-public"),
+        (("actors.py", "--nats", "bla"), 3, "--nats = 'bla': write NATS URLs, nats://HOST:PORT"),
         (("actors.py:Slow", "--nats", "nats://192.0.2.1:1", "--fresh"), 3, "is not embedded"),
     ],
 )
@@ -223,6 +224,24 @@ def test_a_second_ctrl_c_stops_at_once_even_when_a_handler_blocks(
     call.communicate(timeout=5)
 
 
+@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+def test_a_second_ctrl_c_cuts_an_on_stop_that_hangs_short(
+    mode: tuple[str, ...], folder: Folder
+) -> None:
+    hang = 'Path("stopping").touch()\n        await asyncio.sleep(60)'
+    (folder.path / "hangs.py").write_text(ACTORS.replace('Path("stopped").touch()', hang))
+    run = folder.start_ready("hangs.py:Slow", *mode)
+    os.killpg(run.pid, signal.SIGINT)
+    folder.wait_for_file("stopping")
+
+    os.killpg(run.pid, signal.SIGINT)
+
+    assert run.wait(8.0) == 130
+    assert "was cancelled after 0.5 s" in folder.output()
+    assert "is stopped" in folder.output()
+    assert folder.workers() == []
+
+
 def test_nothing_is_left_when_the_parent_is_killed(folder: Folder) -> None:
     run = folder.start_ready("actors.py:Slow", "--Slow.workers=2", instances=2)
     call = folder.begin("call", "demo.Slow.block", "60")
@@ -260,8 +279,7 @@ def test_an_instance_that_is_killed_is_started_again(folder: Folder) -> None:
     folder.wait_for(lambda: folder.output().count(" is ready") == 2)
     (successor,) = folder.workers()
     assert successor.pid != worker.pid
-    assert "demo.Slow/1" in folder.output()
-    assert "killed by SIGKILL" in folder.output()
+    assert "demo.Slow/1 ended: killed by SIGKILL; it is started again in" in folder.output()
 
 
 def test_an_instance_that_keeps_dying_ends_the_run(folder: Folder) -> None:
@@ -301,14 +319,38 @@ def test_reload_serves_what_the_changed_file_says(folder: Folder) -> None:
     assert folder.processes() == []
 
 
-def test_reload_survives_a_file_that_cannot_be_imported(folder: Folder) -> None:
+def test_the_good_version_goes_on_serving_until_a_mistake_is_mended(folder: Folder) -> None:
     folder.start_ready("actors.py:Splitter", "--reload")
+    (worker,) = folder.workers()
     (folder.path / "actors.py").write_text("def broken(:")
-    folder.wait_for(lambda: "SyntaxError" in folder.output())
+    folder.wait_for(lambda: "the version before it goes on serving" in folder.output())
 
+    meanwhile = folder.dynbus("call", "demo.Splitter.split", '"a"')
+
+    assert meanwhile.stdout == '"a"\n', meanwhile.stderr
+    assert worker.is_running()
+    assert "SyntaxError" in folder.output()
+    (folder.path / "actors.py").write_text(ACTORS.replace("yield word", "yield word + '!'"))
+    folder.wait_for(lambda: folder.output().count(" is ready") == 2)
+    afterwards = folder.dynbus("call", "demo.Splitter.split", '"a"')
+    assert afterwards.stdout == '"a!"\n', afterwards.stderr
+
+
+def test_a_reloading_run_that_begins_with_a_mistake_says_what_it_waits_for(folder: Folder) -> None:
+    (folder.path / "actors.py").write_text("def broken(:")
+    folder.start("actors.py:Splitter", "--reload")
+    folder.wait_for(
+        lambda: (
+            "the run has ended with exit code 3; it is started again when a file changes"
+            in folder.output()
+        )
+    )
+
+    (folder.path / "actors.py").write_text("def still_broken(:")
+    folder.wait_for(lambda: "cannot be loaded: nothing is served" in folder.output())
     (folder.path / "actors.py").write_text(ACTORS)
 
-    folder.wait_for(lambda: folder.output().count(" is ready") == 2)
+    folder.wait_for(lambda: " is ready" in folder.output())
 
 
 def test_nothing_is_left_when_a_reloading_run_is_killed(folder: Folder) -> None:
@@ -317,6 +359,20 @@ def test_nothing_is_left_when_a_reloading_run_is_killed(folder: Folder) -> None:
     run.kill()
 
     folder.wait_for(lambda: folder.processes() == [], 12.0)
+
+
+def test_the_run_of_a_reloading_run_that_is_killed_does_not_wait_for_its_calls(
+    folder: Folder,
+) -> None:
+    run = folder.start_ready("actors.py:Slow", "--reload")
+    call = folder.begin("call", "demo.Slow.work", "60")
+    folder.wait_for_file("working")
+
+    run.kill()
+
+    folder.wait_for(lambda: folder.workers() == [], 8.0)
+    call.kill()
+    call.communicate(timeout=5)
 
 
 # Health ------------------------------------------------------------------------------------
@@ -335,6 +391,7 @@ def test_the_health_of_all_processes_is_served_by_the_parent(folder: Folder) -> 
     port = free_port()
     folder.start_ready("actors.py:Slow", "--health", f"127.0.0.1:{port}")
     folder.wait_for(lambda: health(port, "/ready")[0] == 200)
+    assert f"health at http://127.0.0.1:{port}" in folder.output()
     (worker,) = folder.workers()
 
     worker.kill()

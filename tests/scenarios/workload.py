@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 import time
 from collections.abc import AsyncGenerator
 
@@ -54,6 +56,24 @@ class Journal(BaseModel):
         return len(self.begun) - len(self.finished) - len(self.cancelled)
 
 
+class Census(BaseModel):
+    """What a serving process holds; the call that asks is one of each.
+
+    Attributes:
+        tasks: of its main loop.
+        served: calls that wait or run at its instances.
+        kept: results that are kept until their callers have them, which takes a heartbeat.
+        pending: calls that its own clients wait for.
+        blocks: of memory that Python holds, garbage collected.
+    """
+
+    tasks: int
+    served: int
+    kept: int
+    pending: int
+    blocks: int
+
+
 def payload(index: int, size: int) -> str:
     """The text of the item at `index`: whoever reads a stream can check every byte of it."""
     seed = f"{index}:"
@@ -69,6 +89,19 @@ class Source(Actor, namespace="scenario"):
     @handler
     async def journal(self) -> Journal:
         return self._journal
+
+    @handler
+    async def census(self) -> Census:
+        gc.collect()
+        instances = self.runtime.instances.values()
+        peers = [peer for one in instances for peer in one.server.registry.peers.values()]
+        return Census(
+            tasks=len(asyncio.all_tasks()),
+            served=sum(len(peer.calls) for peer in peers),
+            kept=sum(len(peer.kept) for peer in peers),
+            pending=sum(self.runtime.caller.statistics().values()),
+            blocks=sys.getallocatedblocks(),
+        )
 
     @handler
     async def where(self) -> Done:

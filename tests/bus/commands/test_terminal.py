@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dynbus.bus.commands.terminal import duration, plain, print_json, print_table
+from dynbus.bus.commands.terminal import (
+    duration,
+    error_line,
+    notice,
+    plain,
+    print_json,
+    print_table,
+    printable,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,3 +52,27 @@ def test_json_is_indented_for_people_and_one_line_for_programs(
     print_json({"a": [1]}, indent=0)
 
     assert capsys.readouterr().out == '{\n  "a": [\n    1\n  ]\n}\n{"a":[1]}\n'
+
+
+def test_what_comes_from_elsewhere_cannot_steer_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_table(("NAME",), [(plain("\x1b[2J\r[red]ä"),)])
+    notice("two\nlines \x1b]0;title\x07")
+
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[1].rstrip() == "\\x1b[2J\\r[red]ä"
+    assert shown.err == "two\nlines \\x1b]0;title\\x07\n"
+
+
+@given(st.text())
+def test_printable_text_is_printable_and_keeps_what_was(text: str) -> None:
+    assert printable(text).isprintable()
+    assert not text.isprintable() or printable(text) == text
+
+
+def test_a_failed_command_says_why_in_one_line_without_credentials() -> None:
+    assert error_line("no nats://me:pw@h:\n there\x1b[2J", "Unavailable") == (
+        "dynbus: Unavailable: no nats://me:***@h: there\\x1b[2J"
+    )
+    assert error_line("no such\tfile") == "dynbus: no such file"

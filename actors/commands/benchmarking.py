@@ -9,17 +9,18 @@ from contextlib import AsyncExitStack
 from statistics import quantiles
 from typing import Any, Final
 
+from dynbus.actors.child import WorkerSettings
 from dynbus.actors.options import call_options
 from dynbus.actors.runtime import Runtime
 from dynbus.actors.serving import Assignment
-from dynbus.actors.supervisor import Supervisor, WorkerSettings
+from dynbus.actors.supervisor import Supervisor
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.logs import configure_logging
 
 from .echo import Echo, Token
-from .running import embedded_if_local
+from .local_server import embedded_if_local
 
 WARMUP_SECONDS: Final = 0.3
 CALLERS: Final = 64

@@ -1,0 +1,87 @@
+"""What ends a run from outside: signals, and the death of the process that it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+from dynbus.bus import exit_codes
+
+logger = logging.getLogger(__name__)
+
+
+class Interrupts:
+    """Hears SIGINT and SIGTERM: the first calls `drain`, the second `stop`, both on the loop.
+
+    After the second the process ends `within` that many seconds, even when its loop is blocked.
+    At the first it says that calls have `grace` seconds to finish, if that is given.
+
+    Args:
+        stop: does what `drain` does too; `stop_when_closed` calls it alone.
+    """
+
+    def __init__(
+        self,
+        drain: Callable[[], None],
+        stop: Callable[[], None],
+        *,
+        within: float,
+        grace: float | None = None,
+    ) -> None:
+        self._within = within
+        self._grace = grace
+        self._drain = drain
+        self._stop = stop
+        self._steps = deque([self._begin_drain, self._stop])
+        self._loop = asyncio.get_running_loop()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._received)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def stop_when_closed(self, fd: int) -> None:
+        """Stop at once when the other end of a pipe is closed, as its owner's death does."""
+        os.set_inheritable(fd, False)
+
+        def wait() -> None:
+            while os.read(fd, 1):
+                pass
+            logger.warning("the process that this run belongs to is gone: it stops at once")
+            self._steps.clear()
+            self._take(self._stop)
+
+        threading.Thread(target=wait, name="dynbus-reload", daemon=True).start()
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if self._steps:
+            self._take(self._steps.popleft())
+
+    def _take(self, step: Callable[[], None]) -> None:
+        if not self._steps:
+            watchdog = threading.Timer(self._within, os._exit, (exit_codes.INTERRUPTED,))
+            watchdog.daemon = True
+            watchdog.start()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
+            self._loop.call_soon_threadsafe(step)
+
+    def _begin_drain(self) -> None:
+        self._drain()
+        if self._grace is not None:
+            logger.info(
+                "draining: running calls have %g s to finish; Ctrl-C again stops at once",
+                self._grace,
+            )

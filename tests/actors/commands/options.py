@@ -1,0 +1,29 @@
+"""The options of a run, for tests that change one or two of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynbus.actors.commands.plan import RunOptions
+
+
+def run_options(**changed: Any) -> RunOptions:
+    options: dict[str, Any] = {
+        "targets": ["planned_actors.py"],
+        "config_file": None,
+        "nats": None,
+        "in_process": False,
+        "reload": False,
+        "fresh": False,
+        "dry_run": True,
+        "as_json": False,
+        "log_format": None,
+        "log_level": "info",
+        "otlp_endpoint": None,
+        "health": None,
+        "health_public": False,
+        "parent_fd": None,
+        "actor_options": [],
+        "arguments": [],
+    }
+    return RunOptions(**(options | changed))

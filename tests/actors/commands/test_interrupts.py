@@ -1,0 +1,98 @@
+"""A run hears its signals, and the death of the process that it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from dynbus.actors.commands.interrupts import Interrupts
+
+
+async def heard(*numbers: signal.Signals, grace: float | None = None) -> list[str]:
+    """What the signals call, each sent to this process."""
+    calls: list[str] = []
+    interrupts = Interrupts(
+        lambda: calls.append("drain"), lambda: calls.append("stop"), within=60.0, grace=grace
+    )
+    with interrupts:
+        for number in numbers:
+            signal.raise_signal(number)
+        await asyncio.sleep(0)
+    return calls
+
+
+@pytest.fixture
+def no_watchdog(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The times after which the process would be ended, instead of its end."""
+    times: list[float] = []
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, interval: float, function: Any, arguments: Any) -> None:
+            self.interval = interval
+
+        def start(self) -> None:
+            times.append(self.interval)
+
+    monkeypatch.setattr("threading.Timer", Timer)
+    return times
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.anyio
+async def test_the_first_signal_drains_and_says_how_long(
+    number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="dynbus")
+
+    assert await heard(number, grace=7.0) == ["drain"]
+
+    assert caplog.messages == [
+        "draining: running calls have 7 s to finish; Ctrl-C again stops at once"
+    ]
+
+
+@pytest.mark.anyio
+async def test_the_second_signal_stops_and_a_watchdog_ends_a_process_that_is_blocked(
+    no_watchdog: list[float],
+) -> None:
+    calls = await heard(signal.SIGINT, signal.SIGTERM, signal.SIGINT)
+
+    assert calls == ["drain", "stop"]
+    assert no_watchdog == [60.0]
+
+
+@pytest.mark.anyio
+async def test_signals_are_as_before_afterwards() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    await heard(signal.SIGTERM)
+
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.anyio
+async def test_the_end_of_the_owner_stops_at_once_and_is_said(
+    no_watchdog: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[str] = []
+    stopped = asyncio.Event()
+    ours, theirs = os.pipe()
+
+    with Interrupts(lambda: calls.append("drain"), stopped.set, within=60.0, grace=7.0) as heard:
+        heard.stop_when_closed(ours)
+        os.close(theirs)
+        async with asyncio.timeout(5.0):
+            await stopped.wait()
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(0)
+    os.close(ours)
+
+    assert calls == []
+    assert no_watchdog == [60.0]
+    assert caplog.messages == ["the process that this run belongs to is gone: it stops at once"]

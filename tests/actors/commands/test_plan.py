@@ -1,0 +1,164 @@
+"""A run is checked before anything is started, and its plan shows what would be."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynbus.actors.commands.plan import (
+    Plan,
+    check_otlp_endpoint,
+    health_address,
+    load_bus_config,
+    make_plan,
+    print_plan,
+)
+from dynbus.actors.configuration import ActorOption
+from dynbus.bus.errors import ConfigError
+
+from .options import run_options
+
+ACTORS = """
+from pathlib import Path
+from dynbus import Actor, depends, handler
+
+class Splitter(Actor, namespace="planned"):
+    def __init__(
+        self, separator: str = " ", count: int = 1, api_key: str = "x", place: Path = Path("a")
+    ) -> None: ...
+
+    @handler
+    async def split(self, text: str) -> str:
+        return text
+
+class Shouter(Actor, namespace="planned"):
+    splitter = depends(Splitter)
+
+    @handler
+    async def shout(self, text: str) -> str:
+        return text
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a file of actors and one of settings."""
+    (tmp_path / "planned_actors.py").write_text(ACTORS)
+    (tmp_path / "config.yaml").write_text("Splitter: {count: 2}\nbus: {drain_grace: 5}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "planned_actors", raising=False)
+    return tmp_path
+
+
+def plan_of(environment: Mapping[str, str] | None = None, **changed: Any) -> Plan:
+    return make_plan(run_options(**changed), environment or {})
+
+
+def test_a_plan_has_the_dependencies_first_and_what_each_gets() -> None:
+    plan = plan_of(
+        config_file="config.yaml",
+        nats="nats://h:1",
+        actor_options=[ActorOption("Splitter", "workers", "0")],
+    )
+
+    found = [(a.actor.__name__, dict(a.arguments), a.workers) for a in plan.assignments]
+    assert found == [("Splitter", {"count": 2}, 0), ("Shouter", {}, 1)]
+    assert plan.bus == {"drain_grace": 5, "servers": "nats://h:1"}
+    assert (plan.config.drain_grace, plan.config.servers) == (5.0, ("nats://h:1",))
+    assert plan.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"nats": "bla"}, r"^--nats = 'bla': write NATS URLs, nats://HOST:PORT, for example"),
+        ({"config_file": "no.yaml"}, r"^--file no\.yaml: No such file or directory: give the"),
+        ({"health": "nowhere"}, r"^--health: 'nowhere' is not an address: write HOST:PORT"),
+        ({"health": "0.0.0.0:80"}, r"use 127\.0\.0\.1:80, or add --health-public$"),
+        ({"otlp_endpoint": "h:4317"}, r"^--otlp-endpoint h:4317 is no URL of a collector: write"),
+        (
+            {"actor_options": [ActorOption("Spliter", "x", "1")]},
+            r"^--Spliter\.x: Spliter is no actor of this run \(did you mean Splitter\?\)",
+        ),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_refused_by_its_name(
+    changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of(**changed)
+
+
+def test_a_setting_of_the_file_that_does_not_fit_is_refused_with_file_and_key(
+    folder: Path,
+) -> None:
+    (folder / "config.yaml").write_text("bus: {drain_grace: soon}\n")
+
+    with pytest.raises(ConfigError, match=r"^config\.yaml: bus\.drain_grace = 'soon': write a num"):
+        plan_of(config_file="config.yaml")
+
+
+def test_nothing_of_the_users_is_imported_when_an_option_cannot_be_used() -> None:
+    with pytest.raises(ConfigError, match="--nats"):
+        plan_of(nats="bla")
+
+    assert "planned_actors" not in sys.modules
+
+
+def test_the_bus_of_a_run_can_be_known_without_loading_its_targets() -> None:
+    options = run_options(targets=["missing.py"], config_file="config.yaml")
+
+    assert load_bus_config(options, {"NATS_URL": "nats://h:1"}).servers == ("nats://h:1",)
+    assert load_bus_config(options, {}).drain_grace == 5.0
+
+
+def test_an_address_for_all_machines_is_accepted_when_that_is_asked_for() -> None:
+    assert health_address("0.0.0.0:80", public=True) == ("0.0.0.0", 80)
+    assert health_address("[::1]:0", public=False) == ("::1", 0)
+
+
+@pytest.mark.parametrize("url", [None, "http://h:4317", "https://h"])
+def test_the_url_of_a_collector_is_accepted(url: str | None) -> None:
+    check_otlp_endpoint(url)
+
+
+# Printed ------------------------------------------------------------------------------------
+
+
+def test_a_printed_plan_has_every_value_defaults_included(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = plan_of(
+        nats="nats://me:secret@h:1", actor_options=[ActorOption("Splitter", "count", "3")]
+    )
+
+    print_plan(plan, as_json=True)
+
+    printed = json.loads(capsys.readouterr().out)
+    (splitter, shouter) = printed["actors"]
+    assert splitter == {
+        "address": "planned.Splitter",
+        "class": "planned_actors:Splitter",
+        "instances": 1,
+        "endpoints": {"split": "unary"},
+        "arguments": {"separator": " ", "count": 3, "api_key": "***", "place": "PosixPath('a')"},
+    }
+    assert shouter["arguments"] == {}
+    assert printed["servers"] == printed["bus"]["servers"] == ["nats://me:***@h:1"]
+    assert printed["bus"]["drain_grace"] == 30.0
+
+
+def test_a_plan_for_people_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(plan_of(), as_json=False)
+
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1].startswith("planned.Splitter planned_actors:Splitter 1 split=unary separator=")
+    assert 'count=1, api_key="***", place="PosixPath(\'a\')"' in lines[1]
+    assert "drain_grace 30.0" in lines
+    assert "reply_prefixes _R.,_INBOX.,_R_.,_GR_." in lines

@@ -1,0 +1,261 @@
+"""A process serves its instances until it is told to end, and says why it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from dynbus.actors.actor import Actor, depends
+from dynbus.actors.handlers import handler
+from dynbus.actors.loader import ImportFailed, dependency_depth, load_targets
+from dynbus.actors.runtime import Runtime
+from dynbus.actors.serving import (
+    Assignment,
+    Ending,
+    StartFailed,
+    describe,
+    problems_of,
+    serve,
+    users_traceback,
+)
+from dynbus.bus import exit_codes
+from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
+from dynbus.bus.nats_server import RunningServer
+
+WITHIN = 20.0
+
+
+class Below(Actor, namespace="served"):
+    def __init__(self, events: Any) -> None:  # handed over as it is, not copied
+        self.events = events
+
+    async def on_stop(self) -> None:
+        self.events.append(f"stop {type(self).__name__}")
+
+    @handler
+    async def call(self) -> str:
+        return ""
+
+
+class Above(Below, namespace="served"):
+    below = depends(Below)
+
+
+class Fails(Below, namespace="served"):
+    async def on_start(self) -> None:
+        raise RuntimeError("the model is missing")
+
+
+class Hangs(Below, namespace="served"):
+    async def on_stop(self) -> None:
+        self.events.append("stopping")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.events.append("cut short")
+
+
+# The words that end it ----------------------------------------------------------------------
+
+
+def test_the_first_word_for_a_drain_decides_how_long_it_may_take() -> None:
+    ending = Ending()
+
+    ending.drain(3.0)
+    ending.drain(9.0)
+
+    assert (ending.asked.is_set(), ending.at_once.is_set(), ending.grace) == (True, False, 3.0)
+
+
+def test_the_last_word_ends_a_drain_that_has_begun() -> None:
+    ending = Ending()
+    ending.drain()
+
+    ending.stop()
+
+    assert (ending.at_once.is_set(), ending.grace) == (True, None)
+
+
+# Serving ------------------------------------------------------------------------------------
+
+
+async def serve_until_ready(
+    server: RunningServer, *actors: type[Actor], then: Callable[[Runtime, Ending], None]
+) -> list[str]:
+    """Serve the actors, do `then` once they are ready, and return what happened in them."""
+    events: list[str] = []
+    ending = Ending()
+
+    async def started(runtime: Runtime) -> None:
+        then(runtime, ending)
+
+    assignments = [Assignment(actor, {"events": events}, 1) for actor in actors]
+    async with asyncio.timeout(WITHIN):
+        await serve(assignments, {"servers": server.url}, ending, started=started)
+    return events
+
+
+@pytest.mark.anyio
+async def test_what_depends_on_others_is_stopped_before_them(nats_server: RunningServer) -> None:
+    problems: list[dict[str, str]] = []
+
+    def then(runtime: Runtime, ending: Ending) -> None:
+        problems.append(problems_of(runtime))
+        ending.drain(1.0)
+
+    events = await serve_until_ready(nats_server, Below, Above, then=then)
+
+    assert events == ["stop Above", "stop Below"]
+    assert problems == [{}]
+
+
+@pytest.mark.anyio
+async def test_the_last_word_cuts_an_on_stop_that_hangs_short(nats_server: RunningServer) -> None:
+    began = 0.0
+
+    def then(runtime: Runtime, ending: Ending) -> None:
+        nonlocal began
+        began = time.monotonic()
+        ending.drain(1.0)
+        asyncio.get_running_loop().call_later(0.3, ending.stop)
+
+    events = await serve_until_ready(nats_server, Hangs, then=then)
+
+    assert events == ["stopping", "cut short"]
+    assert time.monotonic() - began < 10.0
+
+
+@pytest.mark.anyio
+async def test_an_on_stop_is_begun_even_when_the_first_word_is_the_last(
+    nats_server: RunningServer,
+) -> None:
+    events = await serve_until_ready(nats_server, Below, then=lambda _, ending: ending.stop())
+
+    assert events == ["stop Below"]
+
+
+@pytest.mark.anyio
+async def test_an_actor_whose_on_start_raises_ends_the_serving_and_stops_the_others(
+    nats_server: RunningServer,
+) -> None:
+    events: list[str] = []
+    assignments = [Assignment(actor, {"events": events}, 1) for actor in (Below, Fails)]
+
+    async def started(runtime: Runtime) -> None:
+        raise AssertionError("not all were started")
+
+    with pytest.raises(StartFailed, match=r"^served\.Fails did not start: RuntimeError: the model"):
+        await serve(assignments, {"servers": nats_server.url}, Ending(), started=started)
+
+    assert events == ["stop Below"]
+
+
+@pytest.mark.anyio
+async def test_an_end_that_is_asked_for_before_the_start_starts_nothing(
+    nats_server: RunningServer,
+) -> None:
+    ending = Ending()
+    ending.drain()
+    ready: list[Runtime] = []
+
+    async def started(runtime: Runtime) -> None:
+        ready.append(runtime)
+
+    assignments = [Assignment(Below, {"events": []}, 1)]
+    async with asyncio.timeout(WITHIN):
+        await serve(assignments, {"servers": nats_server.url}, ending, started=started)
+
+    assert ready == []
+
+
+# What a failure is to the user --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ConfigError("no"), exit_codes.CONFIG_ERROR, "no"),
+        (Unavailable("no server"), exit_codes.NO_SERVER, "no server"),
+        (PermissionDenied("who?"), exit_codes.NO_SERVER, "who?"),
+        (ValueError("odd"), exit_codes.START_FAILED, "ValueError: odd"),
+        (
+            StartFailed(Fails, ValueError("odd")),
+            exit_codes.START_FAILED,
+            "served.Fails did not start: ValueError: odd",
+        ),
+    ],
+)
+def test_every_failure_has_an_exit_code_and_a_message(
+    error: Exception, code: int, message: str
+) -> None:
+    assert describe(error)[:2] == (code, message)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory to import from."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return tmp_path
+
+
+def told_by_loading(path: Path, text: str) -> list[str]:
+    """The lines of the traceback that `dynbus run` prints for a file with this text."""
+    path.write_text(text)
+    with pytest.raises(ImportFailed) as caught:
+        load_targets([path.name])
+    return describe(caught.value).traceback.splitlines()
+
+
+def test_a_mistake_in_a_declaration_is_shown_at_the_users_line_alone(folder: Path) -> None:
+    told = told_by_loading(
+        folder / "wrong_declaration.py",
+        "from dynbus import Actor, handler\n"
+        'class Wrong(Actor, namespace="demo"):\n'
+        "    @handler\n"
+        "    def call(self) -> str:\n"
+        '        return ""\n',
+    )
+
+    assert [line for line in told if line.startswith("  File")] == [
+        f'  File "{folder}/wrong_declaration.py", line 2, in <module>',
+        f'  File "{folder}/wrong_declaration.py", line 3, in Wrong',
+    ]
+    assert "ConfigError" not in told[-1]
+
+
+def test_an_exception_of_the_users_code_is_shown_from_their_first_line_on(folder: Path) -> None:
+    told = told_by_loading(
+        folder / "wrong_json.py", "import json\ndef load():\n    json.loads('x')\nload()\n"
+    )
+
+    assert told[1] == f'  File "{folder}/wrong_json.py", line 4, in <module>'
+    assert any("decoder.py" in line for line in told)
+    assert told[-1] == "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
+
+
+def test_a_file_that_cannot_be_parsed_is_shown_at_its_line(folder: Path) -> None:
+    told = told_by_loading(folder / "wrong_syntax.py", "def broken(:\n")
+
+    assert told[0] == f'  File "{folder}/wrong_syntax.py", line 1'
+    assert told[-1] == "SyntaxError: invalid syntax"
+
+
+def test_what_dynbus_itself_does_wrong_is_shown_whole() -> None:
+    with pytest.raises(AttributeError) as caught:
+        dependency_depth(cast("Any", None))
+
+    told = users_traceback(caught.value)
+    assert "test_serving.py" in told
+    assert "loader.py" in told
+
+
+def test_no_exception_has_no_traceback() -> None:
+    assert users_traceback(None) == ""

@@ -1,0 +1,126 @@
+"""A survey is bounded, and passes over what no instance of ours would say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.bus.servers import server_stopped
+
+from dynbus.bus.commands import survey as module
+from dynbus.bus.commands.survey import parse_answer, survey
+from dynbus.bus.config import BusConfig
+from dynbus.bus.errors import Unavailable
+from dynbus.bus.leases import INSTANCES_STREAM, record_subject
+from dynbus.bus.nats_client import connect
+from dynbus.bus.nats_server import RunningServer, free_port, run_server
+from dynbus.bus.transport import Message
+from dynbus.bus.wire import InstanceRecord, encode_record
+
+
+def stats(instance_id: str = "i1", **changes: Any) -> bytes:
+    answer: dict[str, Any] = {
+        "name": "demo_Hello",
+        "id": instance_id,
+        "started": "2026-01-01T00:00:00Z",
+        "metadata": {"dynbus.namespace": "demo"},
+        "endpoints": [{"name": "greet", "data": {"running": 1, "waiting": 0}}],
+    }
+    return json.dumps(answer | changes).encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        stats(id="\x1b[2J"),
+        stats(id=""),
+        stats(name="demo_"),
+        stats(name="demo_a.b"),
+        stats(name="_Hello", metadata={"dynbus.namespace": ""}),
+        stats(metadata={"dynbus.namespace": "de mo"}, name="de mo_Hello"),
+        b'{"name":"a_b","id":"c","x":' + b"[" * 100_000,
+        b'{"name":"\xff"}',
+    ],
+)
+def test_an_answer_with_a_name_that_is_none_is_passed_over(data: bytes) -> None:
+    assert parse_answer(data) is None
+
+
+@given(
+    st.one_of(st.binary(max_size=80), st.text(max_size=30).map(lambda text: stats(started=text)))
+)
+def test_no_answer_raises(data: bytes) -> None:
+    found = parse_answer(data)
+
+    assert found is None or found.instance_id == "i1"
+
+
+@pytest.mark.anyio
+async def test_without_jetstream_the_instances_that_answer_are_shown(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    server = await run_server(store_dir=tmp_path_factory.mktemp("s"), config="jetstream: false")
+    async with server_stopped(server):
+        connection = await connect([server.url])
+
+        def respond(message: Message) -> None:
+            connection.publish(message.reply, stats())
+
+        connection.subscribe("$SRV.STATS", respond)
+        await connection.barrier()
+        found = await survey(BusConfig(servers=(server.url,)))
+        await connection.close()
+
+    assert [(row.instance_id, row.state) for row in found.rows] == [("i1", "unlisted")]
+    assert "the records cannot be read" in found.notice
+    assert "JetStream" in found.notice
+
+
+@pytest.mark.anyio
+async def test_a_jetstream_that_is_silent_costs_bounded_time(
+    own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "READ_SECONDS", 0.0)
+    connection = await connect([own_server.url])
+    await connection.jetstream.ensure_stream(INSTANCES_STREAM)
+    await connection.close()
+
+    before = asyncio.all_tasks()
+    found = await survey(BusConfig(servers=(own_server.url,)))
+
+    assert found.rows == []
+    assert "JetStream did not answer within 0 s" in found.notice
+    assert asyncio.all_tasks() == before
+
+
+@pytest.mark.anyio
+async def test_a_record_with_a_name_that_is_none_is_not_listed(own_server: RunningServer) -> None:
+    connection = await connect([own_server.url])
+    await connection.jetstream.ensure_stream(INSTANCES_STREAM)
+    for number, instance_id in enumerate(("good", "\x1b[2J")):
+        record = InstanceRecord(
+            namespace="demo",
+            component="Hello",
+            instance_id=instance_id,
+            incarnation="x",
+            endpoints={},
+            started=1.0,
+            address="",
+        )
+        subject = record_subject("demo", "Hello", str(number))
+        await connection.jetstream.publish(subject, encode_record(record), ttl=60)
+    await connection.close()
+
+    found = await survey(BusConfig(servers=(own_server.url,)))
+
+    assert [row.instance_id for row in found.rows] == ["good"]
+
+
+@pytest.mark.anyio
+async def test_a_server_that_is_not_there_is_said_to_be_unavailable() -> None:
+    with pytest.raises(Unavailable):
+        await survey(BusConfig(servers=(f"nats://127.0.0.1:{free_port()}",)))

@@ -1,0 +1,141 @@
+"""Labels are bounded, and counters count from every thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.metrics import CallbackOptions
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from dynbus.bus.drops import DropReason
+from dynbus.bus.errors import ERRORS, Cancelled, DynbusError, Unavailable
+from dynbus.bus.metrics import DROP_REASONS, OTHER, SECONDS, Metrics, Tally, error_code, listed
+from dynbus.bus.transport import NoStream
+
+LABELS = (("side", "server"),)
+
+
+class OfAUser(DynbusError):
+    code = "OfAUser"
+
+
+@given(st.text(), st.sets(st.text(), max_size=5))
+def test_a_label_is_one_of_the_list_or_the_rest(value: str, known: set[str]) -> None:
+    assert listed(value, known) in known | {OTHER}
+    assert (listed(value, known) == value) == (value in known or value == OTHER)
+
+
+def test_every_reason_to_drop_a_message_has_its_label() -> None:
+    assert {listed(reason, DROP_REASONS) for reason in DropReason} == {
+        str(reason) for reason in DropReason
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "side", "code"),
+    [
+        (Unavailable("x"), "client", "Unavailable"),
+        (Cancelled("x"), "server", "Cancelled"),
+        (DynbusError("x"), "client", "DynbusError"),
+        (OfAUser("x"), "server", OTHER),
+        (NoStream("x"), "client", OTHER),
+        (asyncio.CancelledError(), "client", "Cancelled"),
+        (asyncio.CancelledError(), "server", "Cancelled"),
+        (GeneratorExit(), "server", "Cancelled"),
+        (ValueError("x"), "server", "HandlerError"),
+        (ValueError("x"), "client", OTHER),
+        (KeyboardInterrupt(), "server", OTHER),
+    ],
+)
+def test_an_error_has_a_bounded_code(error: BaseException, side: str, code: str) -> None:
+    assert error_code(error, side) == code
+    assert code in ERRORS or code == OTHER
+
+
+def counted(tally: Tally) -> list[tuple[float, dict[str, object]]]:
+    return [
+        (observation.value, dict(observation.attributes or {}))
+        for observation in tally.observe(CallbackOptions())
+    ]
+
+
+def test_a_tally_counts_by_labels_up_and_down() -> None:
+    tally = Tally()
+
+    tally.add(LABELS)
+    tally.add(LABELS, 5)
+    tally.add((), 2)
+    tally.add((), -2)
+
+    assert counted(tally) == [(6, {"side": "server"}), (0, {})]
+
+
+def test_a_tally_that_was_never_added_to_has_nothing_to_say() -> None:
+    assert counted(Tally()) == []
+
+
+def test_a_tally_loses_nothing_between_threads() -> None:
+    tally = Tally()
+
+    def add() -> None:
+        for number in range(5000):
+            tally.add((("n", str(number % 3)),))
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        counted(tally)
+        thread.join()
+
+    assert sum(value for value, _ in counted(tally)) == 20_000
+
+
+def test_every_instrument_has_its_name_unit_and_bounds() -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader], shutdown_on_exit=False)
+    metrics = Metrics(provider)
+
+    for tally in (
+        metrics.calls,
+        metrics.items,
+        metrics.cancellations,
+        metrics.reconnects,
+        metrics.drops,
+        metrics.in_flight,
+    ):
+        tally.add(LABELS)
+    for histogram in (metrics.duration, metrics.first_item, metrics.credit_stall):
+        histogram.record(0.003)
+
+    data = reader.get_metrics_data()
+    assert data is not None
+    found = {
+        metric.name: metric
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+    }
+    assert {name: metric.unit for name, metric in found.items()} == {
+        "dynbus.calls": "{call}",
+        "dynbus.calls.in_flight": "{call}",
+        "dynbus.stream.items": "{item}",
+        "dynbus.cancellations": "{call}",
+        "dynbus.reconnects": "{reconnect}",
+        "dynbus.drops": "{message}",
+        "dynbus.call.duration": "s",
+        "dynbus.call.time_to_first_item": "s",
+        "dynbus.credit.stall.duration": "s",
+    }
+    assert all(metric.description for metric in found.values())
+    (point,) = found["dynbus.call.duration"].data.data_points
+    assert tuple(point.explicit_bounds) == SECONDS  # type: ignore[union-attr]
+
+
+def test_the_bounds_ascend() -> None:
+    assert list(SECONDS) == sorted(set(SECONDS))

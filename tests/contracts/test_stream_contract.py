@@ -1,0 +1,189 @@
+"""What every `JetStream` promises of a stream as a whole, in memory and over nats-server."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynbus.bus.clock import unix_time
+from dynbus.bus.errors import DynbusError
+from dynbus.bus.transport import (
+    JetStream,
+    NoStream,
+    StoredMessage,
+    StreamFull,
+    StreamLimits,
+)
+
+from .conftest import Bus
+
+pytestmark = pytest.mark.anyio
+
+
+async def all_data(js: JetStream, stream: str) -> list[bytes]:
+    """The data of all messages of a stream."""
+    info = await js.stream_info(stream)
+    found = [await js.get(stream, number) for number in range(1, info.last_sequence + 1)]
+    return [message.data for message in found if message is not None]
+
+
+async def test_a_new_stream_holds_nothing_and_knows_when_it_was_made(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+
+    info = await js.stream_info(stream)
+
+    assert info[:4] == (0, 0, 0, 0)
+    assert abs(info.created - unix_time()) < 60
+
+
+@pytest.mark.parametrize(("in_memory", "size"), [(True, 42 + 28), (False, 60 + 42)])
+async def test_a_streams_size_is_what_the_server_counts(
+    bus: Bus, in_memory: bool, size: int
+) -> None:
+    stream = await bus.stream(in_memory=in_memory)
+    js = (await bus.connect()).jetstream
+    subject = f"{stream}.a"
+
+    await js.publish(subject, b"1234", headers={"K": "v"})
+    await js.publish(subject, b"12345678")
+
+    info = await js.stream_info(stream)
+    assert (info.messages, info.first_sequence, info.last_sequence) == (2, 1, 2)
+    assert info.size - 2 * (len(subject) - len("S1.a")) == size
+
+
+async def test_a_message_is_found_by_its_sequence(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    await js.publish(f"{stream}.a", b"1", headers={"Key": "value"})
+    await js.publish(f"{stream}.b", b"2")
+
+    found = await js.get(stream, 1)
+    missing = await js.get(stream, 3)
+
+    assert isinstance(found, StoredMessage)
+    assert (found.subject, found.sequence, found.data) == (f"{stream}.a", 1, b"1")
+    assert found.headers["Key"] == "value"
+    assert missing is None
+
+
+async def test_a_purge_drops_the_messages_of_its_subject_and_says_how_many(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    for subject in ("a.1", "b", "a.2", "b"):
+        await js.publish(f"{stream}.{subject}", subject.encode())
+
+    gone = await js.purge(stream, f"{stream}.a.*")
+    again = await js.purge(stream, f"{stream}.a.*")
+
+    assert (gone, again) == (2, 0)
+    assert await all_data(js, stream) == [b"b", b"b"]
+    assert (await js.stream_info(stream)).first_sequence == 2
+
+
+async def test_a_purged_stream_goes_on_counting(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    for _ in range(3):
+        await js.publish(f"{stream}.a", b"")
+
+    gone = await js.purge(stream)
+    info = await js.stream_info(stream)
+    sequence = await js.publish(f"{stream}.a", b"")
+
+    assert gone == 3
+    assert (info.messages, info.size, info.first_sequence, info.last_sequence) == (0, 0, 4, 3)
+    assert sequence == 4
+
+
+async def test_a_stream_made_again_is_another_one(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    await js.publish(f"{stream}.a", b"")
+    before = await js.stream_info(stream)
+
+    same = await js.stream_info(stream)
+    await bus.make_again(stream)
+    after = await js.stream_info(stream)
+
+    assert same == before
+    assert after.created > before.created
+    assert after.last_sequence == 0
+
+
+async def test_what_is_asked_of_a_missing_stream_says_so(bus: Bus) -> None:
+    js = (await bus.connect()).jetstream
+
+    with pytest.raises(NoStream):
+        await js.stream_info("missing")
+    with pytest.raises(NoStream):
+        await js.get("missing", 1)
+    with pytest.raises(NoStream):
+        await js.purge("missing")
+
+
+async def outcome(js: JetStream, subject: str, data: bytes, *, rollup: bool = False) -> int | str:
+    """The sequence of a publish, or the code of its refusal."""
+    try:
+        return await js.publish(subject, data, rollup=rollup)
+    except DynbusError as error:
+        return error.code
+
+
+FULL = "StreamFull"
+
+
+@pytest.mark.parametrize(
+    ("limits", "outcomes"),
+    [
+        (StreamLimits(max_messages=2), [1, 2, FULL, FULL, FULL]),
+        (StreamLimits(max_messages=2, max_messages_per_subject=1), [1, 2, 3, 4, 5]),
+        (StreamLimits(max_messages=3, max_messages_per_subject=2), [1, 2, 3, FULL, 4]),
+        (StreamLimits(max_messages_per_subject=1), [1, 2, 3, 4, 5]),
+        # A message has 69 bytes here.
+        (StreamLimits(max_bytes=3 * 69), [1, 2, 3, FULL, FULL]),
+        (StreamLimits(max_bytes=3 * 69 - 1), [1, 2, FULL, FULL, FULL]),
+        (StreamLimits(max_bytes=100, max_messages_per_subject=1), [1, FULL, 2, FULL, 3]),
+    ],
+)
+@pytest.mark.parametrize("in_memory", [True, False])
+async def test_a_stream_that_discards_what_is_new_refuses_it_when_full(
+    bus: Bus, limits: StreamLimits, outcomes: list[int | str], in_memory: bool
+) -> None:
+    stream = await bus.stream(limits._replace(discard_new=True), in_memory=in_memory)
+    js = (await bus.connect()).jetstream
+    overhead = 16 if in_memory else 30
+    data = bytes(69 - overhead - len(f"{stream}.0"))
+
+    found = [await outcome(js, f"{stream}.{number % 2}", data) for number in range(5)]
+
+    assert found == outcomes
+
+
+async def test_a_full_stream_takes_messages_again_once_there_is_room(bus: Bus) -> None:
+    stream = await bus.stream(StreamLimits(max_messages=1, discard_new=True))
+    js = (await bus.connect()).jetstream
+    await js.publish(f"{stream}.a", b"")
+
+    with pytest.raises(StreamFull, match="maximum messages"):
+        await js.publish(f"{stream}.b", b"", message_id="m")
+    await js.purge(stream)
+
+    assert await js.publish(f"{stream}.b", b"", message_id="m") == 2
+
+
+async def test_a_rollup_needs_the_room_of_a_message_before_it_makes_any(bus: Bus) -> None:
+    dropping = await bus.stream(StreamLimits(max_messages=2))
+    refusing = await bus.stream(StreamLimits(max_messages=2, discard_new=True))
+    js = (await bus.connect()).jetstream
+    for stream in (dropping, refusing):
+        await js.publish(f"{stream}.b", b"b")
+        await js.publish(f"{stream}.a", b"a")
+
+    outcomes = [
+        await outcome(js, f"{stream}.a", b"new", rollup=True) for stream in (dropping, refusing)
+    ]
+
+    assert outcomes == [3, FULL]
+    assert await all_data(js, dropping) == [b"new"]
+    assert await all_data(js, refusing) == [b"b", b"a"]

@@ -1,0 +1,193 @@
+"""The permissions that the page of the protocol lists: enough for every call, and not more."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from nats.aio.client import Client
+from tests.conditions import eventually
+
+from dynbus import Runtime
+from dynbus.actors.runtime import Connecting
+from dynbus.bus.leases import INSTANCES_STREAM
+from dynbus.bus.nats_server import RunningServer, run_server
+
+from .observation import begun_at, leftovers, no_handler_runs
+from .workload import Count, Relay, Source, Text, Wait
+
+pytestmark = pytest.mark.anyio
+
+PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+BUCKET = INSTANCES_STREAM.name
+
+INSTANCE = [
+    "_R.>",
+    "_INBOX.>",
+    "$KV.dynbus_instances.scenario.>",
+    f"$JS.API.STREAM.CREATE.{BUCKET}",
+    f"$JS.API.STREAM.INFO.{BUCKET}",
+    f"$JS.API.STREAM.MSG.GET.{BUCKET}",
+]
+CLIENT = [
+    "scenario.>",
+    f"$JS.API.STREAM.CREATE.{BUCKET}",
+    f"$JS.API.STREAM.INFO.{BUCKET}",
+    f"$JS.API.CONSUMER.CREATE.{BUCKET}.>",
+    f"$JS.API.CONSUMER.DELETE.{BUCKET}.>",
+    "$JS.FC.>",
+]
+PUBLISH = {"serving": INSTANCE, "relaying": INSTANCE + CLIENT, "calling": CLIENT}
+SUBSCRIBE = {
+    "serving": ["scenario.>", "$SRV.>", "_R.serving.>"],
+    "relaying": ["scenario.>", "$SRV.>", "_R.relaying.>"],
+    "calling": ["_R.calling.>"],
+}
+
+STORE = "$KV.dynbus_instances"
+FOREIGN_SUBSCRIPTIONS = ["_INBOX.>", "_R.>", "_R.{other}.>", "other.>", f"{STORE}.>", "$SYS.>", ">"]
+FOREIGN_PUBLICATIONS = [
+    f"{STORE}.other.Source.forged",
+    "other.Source.where",
+    f"$JS.API.STREAM.DELETE.{BUCKET}",
+    f"$JS.API.STREAM.PURGE.{BUCKET}",
+    f"$JS.API.STREAM.MSG.DELETE.{BUCKET}",
+    f"$JS.API.STREAM.UPDATE.{BUCKET}",
+    "$JS.API.STREAM.CREATE.more",
+    "$JS.API.STREAM.NAMES",
+    "$SYS.REQ.SERVER.PING",
+]
+OF_INSTANCES_ALONE = ["_R.serving.forged.f", "_INBOX.forged", f"{STORE}.scenario.Source.forged"]
+
+
+def users() -> str:
+    def quoted(subjects: list[str]) -> str:
+        return ", ".join(f'"{subject}"' for subject in subjects)
+
+    entries = [
+        f'{{ user: "{name}", password: "secret", permissions: {{ '
+        f"publish: {{ allow: [{quoted(PUBLISH[name])}] }}, "
+        f"subscribe: {{ allow: [{quoted(SUBSCRIBE[name])}] }} }} }}"
+        for name in PUBLISH
+    ]
+    return "authorization { users = [\n" + "\n".join(entries) + "\n] }"
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[RunningServer]:
+    """A server whose users have what the page lists, each for its own role."""
+    server = await run_server(store_dir=tmp_path / "nats-server", config=users())
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def url_of(server: RunningServer, user: str) -> str:
+    return f"nats://{user}:secret@127.0.0.1:{server.port}"
+
+
+def connect(server: RunningServer, user: str) -> Connecting:
+    return Runtime.connect(url_of(server, user), principal=user, drain_grace=1.0)
+
+
+def test_these_are_the_permissions_that_the_page_lists() -> None:
+    section = PAGE.read_text().partition("## Permissions")[2]
+    table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
+    listed = set(re.findall(r"`([^`]+)`", table))
+
+    mine = {*PUBLISH["relaying"], *SUBSCRIBE["serving"], *SUBSCRIBE["calling"]}
+    spelled = {re.sub(r"\bscenario\b", "demo", subject) for subject in mine}
+    spelled = {re.sub(r"_R\.(serving|calling)", "_R.p", subject) for subject in spelled}
+
+    assert spelled == listed
+
+
+async def test_they_are_enough_to_serve_to_call_to_relay_and_to_drain(
+    guarded: RunningServer,
+) -> None:
+    async with (
+        connect(guarded, "serving") as serving,
+        connect(guarded, "relaying") as relaying,
+        connect(guarded, "calling") as calling,
+    ):
+        await serving.start(Source, instance_id="source")
+        await relaying.start(Relay, instance_id="relay")
+        source, relay = calling.client(Source), calling.client(Relay)
+        for component in ("Source", "Relay"):
+            endpoint = calling.namespace("scenario").component(component).endpoint("work")
+            await (await endpoint.client()).wait_for_instances(timeout=5.0)
+
+        done = await relay.work(Wait())
+        items = [item.index async for item in relay.count(Count(items=500, size=5000))]
+        length = await source.length(Text(text="x" * 3_000_000))
+        left = asyncio.create_task(source.work(Wait(seconds=60.0, tag="left")))
+        await eventually(begun_at(source, "left"))
+        left.cancel()
+        await asyncio.wait([left])
+        await eventually(no_handler_runs(source))
+        # Longer than it takes to renew records and to send heartbeats of an open call.
+        await relay.work(Wait(seconds=4.0))
+        await relaying.instances["relay"].stop(1.0)
+        await eventually(lambda: calling.instance_ids("scenario", "Relay") == [])
+        await eventually(lambda: not leftovers(calling))
+
+    assert done.instance == "source"
+    assert items == list(range(500))
+    assert length == 3_000_000
+    assert "iolation" not in guarded.log.read_text()
+
+
+@pytest.mark.parametrize("user", PUBLISH)
+async def test_nothing_else_may_be_heard(guarded: RunningServer, user: str) -> None:
+    other = "calling" if user == "serving" else "serving"
+    subjects = [subject.format(other=other) for subject in FOREIGN_SUBSCRIPTIONS]
+    if user == "calling":
+        subjects += ["scenario.>", "$SRV.>"]
+
+    refused = await refusals(guarded, user, subscribe=subjects)
+
+    assert refused == set(subjects)
+
+
+@pytest.mark.parametrize("user", PUBLISH)
+async def test_nothing_else_may_be_said(guarded: RunningServer, user: str) -> None:
+    subjects = list(FOREIGN_PUBLICATIONS)
+    if user == "calling":
+        subjects += OF_INSTANCES_ALONE
+    if user == "serving":
+        subjects += ["scenario.Source.where", f"$JS.API.CONSUMER.CREATE.{BUCKET}.x.y"]
+
+    refused = await refusals(guarded, user, publish=subjects)
+
+    assert refused == set(subjects)
+
+
+async def refusals(
+    server: RunningServer,
+    user: str,
+    *,
+    subscribe: list[str] | None = None,
+    publish: list[str] | None = None,
+) -> set[str]:
+    """Which of the subjects the server refuses to a client with this user's credentials."""
+    refused: set[str] = set()
+
+    async def note(error: Exception) -> None:
+        refused.update(re.findall(r'(?:subscription|publish) to "([^"]+)"', str(error).lower()))
+
+    plain = Client()
+    await plain.connect(url_of(server, user), error_cb=note, allow_reconnect=False)
+    for subject in subscribe or []:
+        await plain.subscribe(subject)  # pyright: ignore[reportUnknownMemberType]
+    for subject in publish or []:
+        await plain.publish(subject, b"{}")
+    # A pong comes after every refusal.
+    await plain.flush()
+    await plain.flush()
+    wanted = [*(subscribe or []), *(publish or [])]
+    await plain.close()
+    return {subject for subject in wanted if subject.lower() in refused}
