@@ -521,27 +521,6 @@ async def test_a_name_that_is_no_endpoint_is_refused(bench: Bench) -> None:
     )
 
 
-def test_a_json_object_cannot_be_changed() -> None:
-    word: Any = JsonObject({"text": "a", "parts": [{"n": 1}]})
-
-    with pytest.raises(TypeError):
-        word["text"] = "b"
-    with pytest.raises(AttributeError):
-        word.text = "b"
-
-    assert word.parts[0].n == 1
-    assert dict(word.parts[0]) == {"n": 1}
-
-
-def test_a_json_object_says_what_it_has() -> None:
-    word: Any = JsonObject({"text": "a", "n": 1})
-
-    with pytest.raises(AttributeError) as caught:
-        _ = word.txt
-
-    assert str(caught.value) == "the object has no 'txt'; it has 'text', 'n'"
-
-
 # Errors -----------------------------------------------------------------------------------
 
 

@@ -71,6 +71,9 @@ class Wrong:
     async def undefined(self, prompt: "Missing") -> None:  # type: ignore[name-defined]  # noqa: F821
         pass
 
+    async def undefined_in_module(self, prompt: "pytest.Missing") -> None:  # type: ignore[name-defined]
+        pass
+
     async def unsendable(self, prompt: Prompt) -> Iterator[object]:
         return iter([])
 
@@ -190,7 +193,13 @@ def test_a_method_that_cannot_be_called_is_refused_with_the_remedy(name: str, te
     [
         (
             "undefined",
-            "Wrong.undefined: an annotation cannot be resolved: name 'Missing' is not defined",
+            "Wrong.undefined: an annotation cannot be resolved: "
+            "NameError: name 'Missing' is not defined",
+        ),
+        (
+            "undefined_in_module",
+            "Wrong.undefined_in_module: an annotation cannot be resolved: "
+            "AttributeError: module 'pytest' has no attribute 'Missing'",
         ),
         (
             "bare",

@@ -6,14 +6,23 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from dynbus import (
     Actor,
+    DeadlineExceeded,
     HandlerError,
     InvalidRequest,
+    InvalidResponse,
     Migrate,
+    NoInstances,
     Overloaded,
     RouteRequest,
+    Unavailable,
     UnknownOutcome,
     call_options,
     context,
@@ -23,6 +32,7 @@ from dynbus.bus import headers
 from dynbus.bus.clock import monotonic
 from dynbus.bus.discovery import Instance
 from dynbus.bus.names import control_subject
+from dynbus.bus.telemetry import Telemetry
 from dynbus.testing import TestKit, run
 
 
@@ -76,6 +86,11 @@ class Worker(Actor, namespace="attempts"):
     @handler
     async def fail(self) -> None:
         raise ValueError("no")
+
+    @handler
+    async def endless(self) -> AsyncGenerator[int, None]:
+        await asyncio.Event().wait()
+        yield 1
 
 
 async def pair(kit: TestKit) -> Worker:
@@ -206,6 +221,12 @@ class Unary(Actor, namespace="kinds", component="Service"):
         return 3
 
 
+class Misread(Actor, namespace="kinds", component="Service"):
+    @handler
+    async def count(self) -> list[str]:
+        return []
+
+
 class Streaming(Actor, namespace="kinds", component="Service"):
     @handler
     async def answer(self) -> AsyncGenerator[str, None]:
@@ -275,3 +296,139 @@ def test_a_misspelt_endpoint_is_told_apart_from_a_dead_instance() -> None:
             return caught.value
 
     assert "has no endpoint 'wher'; it has alone, fail, key" in str(run(story()))
+
+
+def test_an_untyped_call_asks_the_router_once() -> None:
+    async def story() -> list[str]:
+        async with TestKit() as kit:
+            await pair(kit)
+            client = await kit.caller.endpoint("attempts.Worker.where").client()
+            return sorted([await client.round_robin() for _ in range(4)])
+
+    assert run(story()) == ["a", "a", "b", "b"]
+
+
+@pytest.mark.parametrize("instance", ["", "a"])
+def test_learning_how_an_endpoint_answers_ends_at_the_deadline(instance: str) -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            client = await kit.caller.endpoint("attempts.Worker.where").client()
+            begun = monotonic()
+            with (
+                pytest.raises((DeadlineExceeded, NoInstances)),
+                call_options(timeout=1.0, wait=60.0, instance=instance or None),
+            ):
+                await client.generate()
+            return monotonic() - begun
+
+    assert run(story()) == pytest.approx(1.0, abs=0.01)
+
+
+# What telemetry sees -----------------------------------------------------------------------
+
+
+class Watched:
+    """A kit whose client spans are kept."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        tracers = TracerProvider(shutdown_on_exit=False)
+        tracers.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self._reader = InMemoryMetricReader()
+        meters = MeterProvider([self._reader], shutdown_on_exit=False)
+        self.kit = TestKit(telemetry=Telemetry(tracers, meters), connect_timeout=0.5)
+
+    def sent(self) -> list[tuple[str, str]]:
+        """Each client span with its error type."""
+        spans = [span for span in self._exporter.get_finished_spans() if "send " in span.name]
+        return [(span.name, str((span.attributes or {}).get("error.type", ""))) for span in spans]
+
+    def events(self) -> list[str]:
+        spans = [span for span in self._exporter.get_finished_spans() if "send " in span.name]
+        return [event.name for span in spans for event in span.events]
+
+    def counted(self) -> int:
+        """Calls that the client has counted."""
+        found = self._reader.get_metrics_data()
+        assert found is not None
+        return sum(
+            point.value
+            for resource in found.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            if metric.name == "dynbus.calls"
+            for point in metric.data.data_points
+            if isinstance(point, NumberDataPoint)
+            and (point.attributes or {}).get("dynbus.side") == "client"
+        )
+
+
+@pytest.mark.parametrize("kind", ["typed", "stream", "untyped", "untyped stream"])
+def test_a_call_without_an_instance_has_a_span_and_is_counted(kind: str) -> None:
+    watched = Watched()
+
+    async def story() -> None:
+        async with watched.kit as kit:
+            client = kit.client(Worker)
+            endpoint = await kit.caller.endpoint("attempts.Worker.where").client()
+            with pytest.raises(NoInstances):
+                if kind == "typed":
+                    await client.where()
+                elif kind == "stream":
+                    await anext(client.migrate_stream())
+                elif kind == "untyped":
+                    await endpoint.generate()
+                else:
+                    await anext(aiter(endpoint.generate()))
+
+    run(story())
+
+    name = "migrate_stream" if kind == "stream" else "where"
+    assert watched.sent() == [(f"send attempts.Worker.{name}", "NoInstances")]
+    assert watched.counted() == 1
+
+
+def test_a_call_while_the_bus_is_away_has_a_span_and_is_counted() -> None:
+    watched = Watched()
+
+    async def story() -> None:
+        async with watched.kit as kit:
+            worker = await pair(kit)
+            kit.bus.stop()
+            with pytest.raises(Unavailable, match="cannot be reached"):
+                await worker.where()
+
+    run(story())
+
+    assert watched.sent() == [("send attempts.Worker.where", "Unavailable")]
+    assert watched.counted() == 1
+
+
+def test_a_stream_whose_reader_is_cancelled_is_observed_as_cancelled() -> None:
+    watched = Watched()
+
+    async def story() -> None:
+        async with watched.kit as kit:
+            await pair(kit)
+            reading = asyncio.ensure_future(anext(kit.client(Worker).endless()))
+            await asyncio.sleep(1.0)
+            reading.cancel()
+            await asyncio.wait({reading})
+
+    run(story())
+
+    assert watched.events() == ["cancelled"]
+
+
+def test_a_result_that_does_not_fit_is_observed_as_such() -> None:
+    watched = Watched()
+
+    async def story() -> None:
+        async with watched.kit as kit:
+            await kit.start(Unary)
+            with pytest.raises(InvalidResponse):
+                await kit.client(Misread).count()
+
+    run(story())
+
+    assert watched.sent() == [("send kinds.Service.count", "InvalidResponse")]

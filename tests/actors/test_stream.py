@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from dynbus import Actor, HandlerError, InvalidResponse, NoInstances, call_options, handler
-from dynbus.actors.streams import Stream
+from dynbus.actors.stream import Stream
 from dynbus.testing import TestKit, run
 
 
@@ -43,6 +43,13 @@ class Counter(Actor, namespace="streams"):
             yield number
         raise KeyError("broken")
 
+    @handler
+    async def spoilt(self, good: int) -> AsyncGenerator[int | str, None]:
+        for number in range(good):
+            yield number
+        yield "bad"
+        yield good
+
 
 class Reader(Actor, namespace="streams", component="Counter"):
     """The same component as its callers believe it to be."""
@@ -50,6 +57,10 @@ class Reader(Actor, namespace="streams", component="Counter"):
     @handler
     async def count(self, limit: int) -> AsyncGenerator[list[str], None]:
         yield []
+
+    @handler(name="spoilt")
+    async def numbers(self, good: int) -> AsyncGenerator[int, None]:
+        yield good
 
 
 async def counter(kit: TestKit) -> Counter:
@@ -200,6 +211,24 @@ def test_an_item_that_does_not_fit_ends_the_stream_with_its_endpoint_named() -> 
                 await actor.ended.wait()
 
     run(story())
+
+
+@pytest.mark.parametrize("good", [0, 1, 2, 300])
+def test_items_before_one_that_does_not_fit_are_delivered_before_the_error(good: int) -> None:
+    async def story() -> list[int]:
+        async with TestKit() as kit:
+            await counter(kit)
+            stream = kit.client(Reader).numbers(good)
+
+            items = [await anext(stream) for _ in range(good)]
+
+            with pytest.raises(InvalidResponse, match=r"an item of streams\.Counter\.spoilt: "):
+                await anext(stream)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            return items
+
+    assert run(story()) == list(range(good))
 
 
 def test_without_an_instance_the_first_item_says_so() -> None:
