@@ -18,8 +18,8 @@ from dynbus.bus.context import context
 from dynbus.bus.endpoint import Endpoint
 from dynbus.bus.errors import DynbusError, InvalidResponse, Unavailable
 from dynbus.bus.leases import LeaseKeeper, LeaseState
-from dynbus.bus.server import InstanceServer
-from dynbus.bus.services import ServiceResponder
+from dynbus.bus.serving.server import InstanceServer
+from dynbus.bus.serving.services import ServiceResponder
 from dynbus.bus.transport import ConnectionState
 from dynbus.bus.wire import InstanceRecord
 

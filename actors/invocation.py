@@ -1,35 +1,28 @@
 """One logical call: sending it to a chosen instance, and to the next where that is safe.
 
-A failed attempt is repeated by itself only when the request provably did not start. Beyond
-that a handler must be declared idempotent, or the caller must have given an idempotency key.
+`Selection` chooses the instance, `RetryPolicy` says what follows a failed attempt; both are
+carried out here, and whoever observes the call is told.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from dynbus.bus import headers
-from dynbus.bus.caller import CallHead, PendingCall
+from dynbus.bus.calling.caller import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, current_context
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
-from dynbus.bus.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    Draining,
-    DynbusError,
-    InvalidRequest,
-    Migrate,
-    NoInstances,
-    Overloaded,
-    Unavailable,
-)
+from dynbus.bus.errors import DeadlineExceeded, DynbusError, InvalidResponse, Unavailable
 from dynbus.bus.names import EndpointName
 from dynbus.bus.tokens import jitter, random_id
 
+from .codec import Misfit
 from .options import DEFAULT, CallOptions, current_options
-from .routing import Router
+from .retry_policy import FailedAttempt, GiveUp, PauseThenRetry, RetryPolicy
+from .routing import NO_METADATA, Router
 from .selection import Selection
 
 if TYPE_CHECKING:
@@ -37,17 +30,12 @@ if TYPE_CHECKING:
 
     from .runtime import Runtime
 
-MAX_ATTEMPTS: Final = 8
-DEFAULT_RETRIES: Final = 2
-FIRST_BACKOFF: Final = 0.05
-MAX_BACKOFF: Final = 2.0
-
 
 class Invocation:
     """A call from its options to its end. Made when the call is written, sent when awaited.
 
     Args:
-        streaming: None when only the instance's record can tell (untyped calls).
+        streaming: None when only the instances' records can tell (untyped calls).
         timeout: seconds used when neither options nor parent give less; None for no limit.
     """
 
@@ -55,17 +43,18 @@ class Invocation:
         "_attempt",
         "_deadline",
         "_fields",
+        "_idempotent",
+        "_metadata",
+        "_migration_limit",
         "_observation",
         "_parent",
-        "_migrations",
-        "_retries",
+        "_priority",
+        "_retry_policy",
         "_selection",
         "call",
         "data",
         "endpoint",
-        "idempotent",
         "instance_id",
-        "migration_limit",
         "options",
         "request_id",
         "runtime",
@@ -93,18 +82,19 @@ class Invocation:
         self.data = data
         self.options = options
         self.request_id = options.request_id or (parent.id if parent else random_id())
-        self.migration_limit = migration_limit
-        self.idempotent = idempotent or bool(options.idempotency_key)
         self.instance_id = options.instance
         self.call: PendingCall | None = None
+        self._idempotent = idempotent or bool(options.idempotency_key)
+        self._migration_limit = migration_limit
         self._parent = parent
         self._attempt = 0
-        self._retries = 0
-        self._migrations = 0
+        self._retry_policy: RetryPolicy | None = None
         self._selection = Selection(
             runtime, endpoint, router, request, self.request_id, parent, streaming
         )
         self._fields: dict[str, str] | None = None
+        self._metadata: Mapping[str, str] = NO_METADATA
+        self._priority = 0
         self._observation: CallObservation | None = None
         limit = timeout if options.timeout is DEFAULT else options.timeout
         deadline = monotonic() + limit if isinstance(limit, int | float) else None
@@ -121,6 +111,26 @@ class Invocation:
     def streaming(self, streaming: bool) -> None:
         self._selection.streaming = streaming
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether items may be read from `call` without passing here: nothing counts them."""
+        return self._observation is None
+
+    async def learn_kind(self) -> None:
+        """Find out whether the endpoint streams, from the records of its instances.
+
+        Raises:
+            NoInstances: there is none that could tell, at once or after the wait.
+            DeadlineExceeded: none was found in time.
+        """
+        options = self.options
+        try:
+            await self._selection.learn_kind(options.instance, options.wait, self._time_left())
+        except BaseException as error:
+            self._head_fields()
+            self._end(error)
+            raise
+
     async def begin(self) -> PendingCall:
         """Send the request to the instance that the router picks.
 
@@ -130,56 +140,69 @@ class Invocation:
             InvalidRequest: the instance serves the endpoint in the other kind.
             DeadlineExceeded, PayloadTooLarge, Unavailable: nothing was sent.
         """
-        runtime = self.runtime
+        fields = self._fields
+        if fields is None:
+            fields = self._fields = self._head_fields()
+        runtime, selection = self.runtime, self._selection
         if not runtime.is_connected:
             await runtime.wait_connected(self._time_left())
         # Until one is chosen a failure is no instance's, and no reason to try the next.
         self.instance_id = self.options.instance
-        instance_id = self.instance_id or await self._choose()
+        instance_id = self.instance_id or await selection.choose(
+            self.options.wait,
+            self._time_left(),
+            attempt=self._attempt + 1,
+            priority=self._priority,
+            metadata=self._metadata,
+        )
         self.instance_id = instance_id
         self._attempt += 1
-        self._selection.check_kind(instance_id)
+        selection.check_kind(instance_id)
         head = CallHead(
             self.endpoint,
             self.request_id,
             self._deadline,
             self._attempt,
-            bool(self.streaming),
-            self._fields if self._fields is not None else self._head_fields(),
+            bool(selection.streaming),
+            fields,
         )
         call = runtime.caller.begin(head, instance_id, self.data)
         self.call = call
         if self._parent is not None:
             call.follow(self._parent)
+        if selection.observation is not None:
+            selection.observation.started()
         return call
 
-    async def learn_kind(self) -> None:
-        """Find out whether the endpoint streams, from the record of an instance.
-
-        Raises:
-            NoInstances: there is none that could tell.
-        """
-        instance_id, wait = self.options.instance, self.options.wait
-        if not instance_id or not await self._selection.learn_kind_at(instance_id, wait):
-            await self._choose()
-
-    async def unary(self) -> bytes:
+    async def unary(self, decode: Callable[[bytes], Any]) -> Any:
         """The result of a unary call, over as many attempts as are safe.
 
+        Args:
+            decode: bytes to result; raises `Misfit`.
+
         Raises:
-            DynbusError: how the call ended.
+            InvalidResponse: the result does not fit.
+            DynbusError: how the call ended otherwise.
         """
         try:
             while True:
                 try:
-                    result = await (await self.begin()).result()
+                    data = await (await self.begin()).result()
                     break
                 except DynbusError as error:
-                    await self.prepare_retry(error)
+                    await self._prepare_retry(error)
+            if self._selection.observation is not None:
+                self._selection.observation.first_item()
+            try:
+                result = decode(data)
+            except Misfit as error:
+                raise InvalidResponse(
+                    f"the result of {self.endpoint}: {error}", request_id=self.request_id
+                ) from None
         except BaseException as error:
-            self.observe_end(error)
+            self._end(error)
             raise
-        self.observe_end(None)
+        self._end(None)
         return result
 
     async def items(self) -> list[bytes]:
@@ -188,116 +211,115 @@ class Invocation:
         Raises:
             DynbusError: how the call ended.
         """
-        while True:
-            call = self.call
-            try:
-                if call is None:
-                    call = await self.begin()
-                items = await call.items()
-            except DynbusError as error:
-                if self.call is not None and self.call.reader.has_begun:
-                    self.observe_end(error)
-                    raise
+        try:
+            while True:
+                call = self.call
                 try:
-                    await self.prepare_retry(error)
-                except DynbusError:
-                    self.observe_end(error)
-                    raise
-                self.call = None
-                continue
-            if self._observation is not None:
-                self._observation.items(len(items))
-            if not items:
-                self.observe_end(None)
+                    if call is None:
+                        call = await self.begin()
+                    items = await call.items()
+                    break
+                except DynbusError as error:
+                    if self.call is not None and self.call.reader.has_begun:
+                        raise
+                    await self._prepare_retry(error)
+                    self.call = None
+        except BaseException as error:
+            self._end(error)
+            raise
+        if not items:
+            self._end(None)
             return items
+        if self._observation is not None:
+            self._observation.items(len(items))
+        if self._selection.observation is not None:
+            self._selection.observation.first_item()
+        return items
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether items may be read from `call` without passing here: nothing counts them."""
-        return self._observation is None
+    def abandon(self, error: DynbusError | None = None) -> None:
+        """Leave the call; the far side is cancelled.
 
-    def abandon(self) -> None:
-        """Leave the call; the far side is cancelled."""
-        if self.call is not None and self.call.is_open:
-            self.call.abandon()
-            if self._observation is not None:
-                self._observation.cancelled()
-        self.observe_end(None)
+        Args:
+            error: why, when the call failed and was not merely left.
+        """
+        call = self.call
+        if call is not None:
+            if call.is_open:
+                call.abandon()
+                if error is None and self._observation is not None:
+                    self._observation.cancelled()
+            self._end_route(error or call.error)
+        self._end(error)
 
-    async def prepare_retry(self, error: DynbusError) -> None:
+    # Internals -----------------------------------------------------------------------------
+
+    async def _prepare_retry(self, error: DynbusError) -> None:
         """Return when another attempt may follow, after a pause where one is due.
 
         Raises:
             DynbusError: the error itself, when none may.
         """
-        call = self.call
-        ended = call is not None and call.error is error
-        unreachable = call is not None and ended and call.unreachable
-        # The instance is there and says that the request never came.
-        lost = ended and not unreachable and isinstance(error, Unavailable) and not error.started
+        # Before the next attempt is routed: a router that counts calls must not count both.
+        self._end_route(error)
+        call, selection = self.call, self._selection
+        answered = call is not None and call.error is error
+        unreachable = call is not None and answered and call.unreachable
+        if self._retry_policy is None:
+            self._retry_policy = RetryPolicy(
+                idempotent=self._idempotent,
+                retries=self.options.retries,
+                migration_limit=self._migration_limit,
+            )
         view = self.runtime.discovery.view
-        if unreachable and not error.started and view.is_settling(monotonic()):
-            # Right after an outage an instance may be a moment later on the bus than we are.
-            await self._pause(error)
+        decision = self._retry_policy.decide(
+            FailedAttempt(
+                error,
+                self._attempt,
+                routed=bool(self.instance_id and not self.options.instance),
+                unreachable=unreachable,
+                lost=answered
+                and not unreachable
+                and not error.started
+                and isinstance(error, Unavailable),
+                settling=view.is_settling(monotonic()),
+                others=selection.has_untried(self.instance_id),
+            )
+        )
+        if isinstance(decision, PauseThenRetry) and not decision.counted:
+            await self._pause(decision, error)
             self._attempt -= 1
             return
         if unreachable:
-            view.suspect(
-                self.endpoint.namespace, self.endpoint.component, self.instance_id, monotonic()
-            )
-        if self.instance_id and not error.started and not lost:
-            self._selection.mark_tried(self.instance_id)
-        final = isinstance(error, ConfigError | DeadlineExceeded | NoInstances)
-        if self._attempt >= MAX_ATTEMPTS or final:
+            endpoint = self.endpoint
+            view.suspect(endpoint.namespace, endpoint.component, self.instance_id, monotonic())
+        if isinstance(decision, GiveUp):
             raise error
-        routed = self.instance_id and not self.options.instance
-        if routed and not error.started and not lost and self._selection.has_untried():
-            return
-        if isinstance(error, Migrate | Draining) and self._may_migrate():
-            return
-        safe = not error.started or (
-            self.idempotent and (error.retryable or error.code == "UnknownOutcome")
-        )
-        allowed = self.options.retries
-        if allowed is None:
-            allowed = DEFAULT_RETRIES if self.idempotent or lost else 0
-        if not safe or self._retries >= allowed or isinstance(error, InvalidRequest):
+        if isinstance(decision, PauseThenRetry):
+            selection.forget_tried()
+            await self._pause(decision, error)
+        else:
+            selection.mark_tried(self.instance_id)
+
+    async def _pause(self, decision: PauseThenRetry, error: DynbusError) -> None:
+        seconds = max(decision.backoff * jitter.uniform(0.5, 1.0), decision.least)
+        left = self._time_left()
+        if left is not None and left <= seconds:
             raise error
-        self._retries += 1
-        self._selection.forget_tried()
-        await self._pause(error)
+        await asyncio.sleep(seconds)
 
-    def _may_migrate(self) -> bool:
-        """Whether the call may begin again on an instance that it was not on yet.
-
-        Only asked before the first item: a stream that has begun is continued where that is
-        defined, never begun again.
-        """
-        self._selection.mark_tried(self.instance_id)
-        if self._migrations >= self.migration_limit or not self._selection.has_untried():
-            return False
-        self._migrations += 1
-        return True
-
-    def observe_end(self, error: BaseException | None) -> None:
-        """Close the span of the call, once."""
+    def _end(self, error: BaseException | None) -> None:
+        """Tell the observers how the call ended, once."""
         observation, self._observation = self._observation, None
         if observation is not None:
             observation.end(error)
+        if self._selection.observation is not None:
+            self._end_route(error)
 
-    # Internals -----------------------------------------------------------------------------
-
-    async def _choose(self) -> str:
-        return await self._selection.choose(self.options.wait, self._time_left())
-
-    async def _pause(self, error: DynbusError) -> None:
-        pause = min(MAX_BACKOFF, FIRST_BACKOFF * 2**self._retries) * jitter.uniform(0.5, 1.0)
-        if isinstance(error, Overloaded):
-            pause = max(pause, error.retry_after)
-        left = self._time_left()
-        if left is not None and left <= pause:
-            raise error
-        await asyncio.sleep(pause)
+    def _end_route(self, error: BaseException | None) -> None:
+        """Tell the router's observer how the attempt ended, once."""
+        observation, self._selection.observation = self._selection.observation, None
+        if observation is not None:
+            observation.ended(error)
 
     def _time_left(self) -> float | None:
         if self._deadline is None:
@@ -312,7 +334,7 @@ class Invocation:
         return left
 
     def _head_fields(self) -> dict[str, str]:
-        """Headers that are the same for every attempt."""
+        """Headers that are the same for every attempt; telemetry begins to observe the call."""
         options, parent = self.options, self._parent
         fields: dict[str, str] = {}
         telemetry = self.runtime.bus.telemetry
@@ -330,13 +352,14 @@ class Invocation:
         if options.metadata:
             metadata |= options.metadata
         if metadata:
+            self._metadata = metadata
             fields[headers.METADATA] = headers.encode_metadata(metadata)
         priority = options.priority
         if priority is None and parent is not None:
             priority = parent.priority
         if priority:
+            self._priority = priority
             fields[headers.PRIORITY] = str(priority)
         if options.idempotency_key:
             fields[headers.IDEMPOTENCY_KEY] = options.idempotency_key
-        self._fields = fields
         return fields

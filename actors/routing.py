@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 from dynbus.bus.context import Context
 from dynbus.bus.discovery import Instance
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.names import EndpointName
 from dynbus.bus.tokens import jitter
 
 ROUTE_TIMEOUT: Final = 60.0
 """Seconds that a router may take for a call, even when the call has no deadline."""
+
+NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Load(NamedTuple):
@@ -39,24 +42,69 @@ class RouteRequest(NamedTuple):
         request: the request as the caller gave it.
         parent: the context of the handler that makes the call, if one does.
         load: tells the load of an instance by id.
+        request_id: shared by all attempts, and by all sub-calls of one request.
+        attempt: 1 for the first request that is sent, one more for each further one.
+        priority: as the caller gave it; larger is more urgent.
+        metadata: what the handler will get; not to be changed.
     """
 
     endpoint: EndpointName
     request: Any
     parent: Context | None
     load: Callable[[str], Load]
+    request_id: str = ""
+    attempt: int = 1
+    priority: int = 0
+    metadata: Mapping[str, str] = NO_METADATA
+
+
+class RouteObserver(Protocol):
+    """Is told how an attempt goes that a router has chosen an instance for.
+
+    The methods are called on the loop of the call, so they return at once. What one raises is
+    logged and does not harm the call.
+    """
+
+    def started(self) -> None:
+        """The request was sent."""
+        ...
+
+    def first_item(self) -> None:
+        """The first items of a stream, or the unary result, reached the caller."""
+        ...
+
+    def ended(self, error: DynbusError | None) -> None:
+        """The attempt is over: called exactly once, as the last, whatever happened.
+
+        Args:
+            error: None after the result or the end of the stream. `Cancelled` when the caller
+                left. Of an attempt that is repeated, what it failed with: that attempt ends
+                before the next one is routed.
+        """
+        ...
+
+
+class Route(NamedTuple):
+    """A router's choice together with who is told how it goes.
+
+    Attributes:
+        instance_id: of one of the offered instances.
+    """
+
+    instance_id: str
+    observer: RouteObserver | None = None
 
 
 @runtime_checkable
 class Router(Protocol):
     """Picks an instance for each call. Stateful routers are shared by the calls of a client."""
 
-    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
-        """The id of one of `instances`, which is never empty.
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str | Route:
+        """The id of one of `instances`, which is never empty; in a `Route` with an observer.
 
-        A `DynbusError` raised here is the call's; any other exception, and an id that was not
-        offered, is a `ConfigError`. It may wait until the call's deadline, and for
-        `ROUTE_TIMEOUT` at most.
+        Asked once per attempt. A `DynbusError` raised here is the call's; any other exception,
+        and an id that was not offered, is a `ConfigError`. It may wait until the call's
+        deadline, and for `ROUTE_TIMEOUT` at most.
         """
         ...
 

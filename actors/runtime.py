@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from dynbus.bus.bus import Bus
-from dynbus.bus.caller import Caller
+from dynbus.bus.calling.caller import Caller
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.discovery import Discovery

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
 from dynbus.bus.discovery import Instance, InstanceView
-from dynbus.bus.errors import ConfigError, DeadlineExceeded, DynbusError, InvalidRequest
+from dynbus.bus.errors import ConfigError, DeadlineExceeded, DynbusError
 from dynbus.bus.names import EndpointName
 
-from .routing import OWN_POLICIES, ROUTE_TIMEOUT, Load, Router, RouteRequest
+from .endpoint_kind import first_kind, wrong_kind
+from .route_observation import EVENTS, RouteObservation
+from .routing import OWN_POLICIES, ROUTE_TIMEOUT, Load, Route, Router, RouteRequest
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -32,6 +34,8 @@ class Selection:
 
     Attributes:
         streaming: whether the call is a stream; for an untyped one known once an instance is.
+        observation: of the last choice, when its router wants to be told how it goes. To be
+            ended and taken away by whoever makes the call.
     """
 
     __slots__ = (
@@ -43,6 +47,7 @@ class Selection:
         "_router",
         "_runtime",
         "_tried",
+        "observation",
         "streaming",
     )
 
@@ -57,6 +62,7 @@ class Selection:
         streaming: bool | None,
     ) -> None:
         self.streaming = streaming
+        self.observation: RouteObservation | None = None
         self._runtime = runtime
         self._endpoint = endpoint
         self._router = router
@@ -77,16 +83,26 @@ class Selection:
         """Let all instances be chosen again."""
         self._tried.clear()
 
-    def has_untried(self) -> bool:
-        """Whether there is an instance that was not tried."""
-        return any(one.id not in self._tried for one in self._known())
+    def has_untried(self, besides: str) -> bool:
+        """Whether there is an instance that was not tried, `besides` taken for one that was."""
+        tried = self._tried
+        return any(one.id not in tried and one.id != besides for one in self._known())
 
-    async def choose(self, wait: float, left: float | None) -> str:
+    async def choose(
+        self,
+        wait: float,
+        left: float | None,
+        *,
+        attempt: int,
+        priority: int,
+        metadata: Mapping[str, str],
+    ) -> str:
         """The id of the instance that the router picks.
 
         Args:
             wait: seconds to wait for an instance when there is none.
             left: seconds until the deadline; None without one.
+            attempt, priority, metadata: for the router, see `RouteRequest`.
 
         Raises:
             NoInstances: there is none, also after the wait.
@@ -102,33 +118,41 @@ class Selection:
         if self._tried:
             untried = [one for one in instances if one.id not in self._tried]
             instances = untried or instances
-        request = RouteRequest(self._endpoint, self._request, self._parent, self._load)
+        request = RouteRequest(
+            self._endpoint,
+            self._request,
+            self._parent,
+            self._load,
+            self._request_id,
+            attempt,
+            priority,
+            metadata,
+        )
         router = self._router
         if type(router) in OWN_POLICIES:
-            chosen = await router.route(request, instances)
-        else:
-            chosen = self._check_offered(await self._route(request, instances, left), instances)
-        if self.streaming is None:
-            self.streaming = self.kind_at(chosen) == "stream"
-        return chosen
+            return await router.route(request, instances)  # type: ignore[return-value]
+        answer = await self._route(request, instances, left)
+        if isinstance(answer, Route):
+            self._observe(answer)
+            answer = answer.instance_id
+        return self._check_offered(answer, instances)
 
-    async def learn_kind_at(self, instance_id: str, wait: float) -> bool:
-        """Learn from the record of an instance whether the call streams; False without one.
+    async def learn_kind(self, instance_id: str, wait: float, left: float | None) -> None:
+        """Find out whether an untyped call is a stream, from the records of instances.
+
+        Args:
+            instance_id: the instance whose record goes before those of others; or empty.
+            wait: seconds to wait for an instance when there is none.
+            left: seconds until the deadline; None without one.
 
         Raises:
-            NoInstances: no instance at all is there, also after the wait.
+            NoInstances: there is none, also after the wait.
+            DeadlineExceeded: none was found in time.
         """
-        await self._runtime.discovery.wait(self._endpoint, 1, wait)
-        kind = self.kind_at(instance_id)
-        if kind is None:
-            return False
-        self.streaming = kind == "stream"
-        return True
-
-    def kind_at(self, instance_id: str) -> str | None:
-        """`unary` or `stream`, as the instance's record says; None when it does not."""
-        one = self._find(instance_id)
-        return one.record.endpoints.get(self._endpoint.endpoint) if one is not None else None
+        named = self._find(instance_id)
+        others = self._known() or (await self._wait(wait, left) if named is None else [])
+        known = [named, *others] if named is not None else others
+        self.streaming = first_kind(known, self._endpoint) == "stream"
 
     def check_kind(self, instance_id: str) -> None:
         """Refuse a call whose result would be lost, or never come.
@@ -137,35 +161,18 @@ class Selection:
             InvalidRequest: the instance's record says that it serves the other kind, or lists
                 other endpoints; the next instance may fit.
         """
-        kind = self.kind_at(instance_id)
-        if kind is None:
-            self._check_endpoint(instance_id)
+        instance = self._find(instance_id)
+        if instance is None:
             return
-        wanted = "stream" if self.streaming else "unary"
-        if kind == wanted:
-            return
-        endpoint = self._endpoint
-        if self._declared:
-            message = (
-                f"{endpoint} is declared {wanted} by the client's actor class, "
-                f"but instance {instance_id} serves it as {kind}"
-            )
-        elif self.streaming:
-            message = f"{endpoint} answers once: await the call"
-        else:
-            message = f"{endpoint} answers with a stream: iterate over the call"
-        raise InvalidRequest(message, request_id=self._request_id, started=False)
-
-    def _check_endpoint(self, instance_id: str) -> None:
-        endpoint = self._endpoint
-        one = self._find(instance_id)
-        if one is not None and one.record.endpoints:
-            raise InvalidRequest(
-                f"{endpoint.namespace}.{endpoint.component} has no endpoint "
-                f"{endpoint.endpoint!r}; it has {', '.join(sorted(one.record.endpoints))}",
-                request_id=self._request_id,
-                started=False,
-            )
+        refusal = wrong_kind(
+            instance,
+            self._endpoint,
+            streaming=bool(self.streaming),
+            declared=self._declared,
+            request_id=self._request_id,
+        )
+        if refusal is not None:
+            raise refusal
 
     # Routers of users ------------------------------------------------------------------------
 
@@ -194,6 +201,17 @@ class Selection:
             failed = self._failed(f"raised {type(error).__name__}: {error}")
             raise failed from error
 
+    def _observe(self, route: Route) -> None:
+        observer = route.observer
+        if observer is None:
+            return
+        try:
+            self.observation = RouteObservation(observer)
+        except AttributeError as error:
+            raise self._failed(
+                f"gave an observer without the methods {', '.join(EVENTS)}: {error}"
+            ) from None
+
     def _check_offered(self, chosen: Any, instances: Sequence[Instance]) -> str:
         """What a router picked, when it is one of the instances that it may pick."""
         # A router is the user's code, and what it says becomes part of a subject.
@@ -204,9 +222,7 @@ class Selection:
                 return chosen
         offered = [one.id for one in instances]
         shown = ", ".join(offered[:5]) + (f" and {len(offered) - 5} more" if offered[5:] else "")
-        hint = ""
-        if isinstance(chosen, Instance):
-            hint = ": return its `id`"
+        hint = ": return its `id`" if isinstance(chosen, Instance) else ""
         raise self._failed(f"picked {_short(chosen)}{hint}; it was offered {shown}")
 
     def _failed(self, what: str) -> ConfigError:

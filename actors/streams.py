@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from dynbus.bus.caller import PendingCall
+from dynbus.bus.calling.caller import PendingCall
 from dynbus.bus.errors import InvalidResponse
 
 from .codec import Misfit

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import load_config
-from dynbus.bus.memory import MemoryBus
+from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.telemetry import Telemetry
 
 from .actor import Actor

@@ -70,8 +70,8 @@ class Bus:
             PermissionDenied: the server refuses the credentials or a reply subject.
             Unavailable: no server can be reached.
         """
-        from .nats_client import NatsConnection
-        from .nats_client import connect as connect_nats
+        from .nats.connection import NatsConnection
+        from .nats.connection import connect as connect_nats
         from .telemetry import Telemetry
 
         replies = ReplySubjects(config.principal, random_id())

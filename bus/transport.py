@@ -1,7 +1,7 @@
 """What dynbus needs of a message bus.
 
-`Connection` is one connection; `nats_client.py` implements it over nats-server and
-`memory.py` over nothing. Both pass the same contract suite (`tests/contracts`). Publishing
+`Connection` is one connection; `nats/connection.py` implements it over nats-server and
+`memory/bus.py` over nothing. Both pass the same contract suite (`tests/contracts`). Publishing
 and delivery are plain functions: a callback runs inside the reader, once per message, and
 hands on what takes longer.
 """

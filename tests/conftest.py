@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dynbus.bus.nats_server import RunningServer, run_server
+from dynbus.bus.nats.server_process import RunningServer, run_server
 
 
 class ReportingLoop(asyncio.SelectorEventLoop):

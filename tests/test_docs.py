@@ -27,7 +27,7 @@ from dynbus.bus import exit_codes, headers, metrics, wire
 from dynbus.bus.config import BusConfig
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.errors import ERRORS, STATUS_CODES
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [

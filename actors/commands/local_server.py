@@ -7,10 +7,10 @@ import logging
 from collections.abc import AsyncGenerator
 
 from dynbus.bus.config import BusConfig
-from dynbus.bus.embedded import embedded_server
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.logs import redact_url
-from dynbus.bus.nats_server import Address
+from dynbus.bus.nats.embedded import embedded_server
+from dynbus.bus.nats.server_process import Address
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
 from dynbus.bus.leases import INSTANCES_STREAM, MARKER_TTL
 from dynbus.bus.logs import redact_url
 from dynbus.bus.names import ReplySubjects
-from dynbus.bus.nats_client import NatsConnection, connect
-from dynbus.bus.nats_jetstream import stream_request, unix_seconds
-from dynbus.bus.nats_server import Address, find_nats_server
+from dynbus.bus.nats.connection import NatsConnection, connect
+from dynbus.bus.nats.jetstream import stream_request, unix_seconds
+from dynbus.bus.nats.server_process import Address, find_nats_server
 from dynbus.bus.transport import NoStream, StreamConfig
 
 OLDEST_VERSION: Final = (2, 11, 0)

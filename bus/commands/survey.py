@@ -18,7 +18,7 @@ from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.leases import INSTANCES_STREAM
 from dynbus.bus.names import TOKEN, ReplySubjects
-from dynbus.bus.nats_client import connect
+from dynbus.bus.nats.connection import connect
 from dynbus.bus.transport import Connection, Message, NoStream, StoredMessage
 from dynbus.bus.wire import InstanceRecord, decode_record
 

@@ -2,6 +2,6 @@
 
 from dynbus.actors.testing import TestKit
 from dynbus.bus.clock import Deadlock, JumpingLoop, run
-from dynbus.bus.memory import MemoryBus
+from dynbus.bus.memory.bus import MemoryBus
 
 __all__ = ["Deadlock", "JumpingLoop", "MemoryBus", "TestKit", "run"]

@@ -16,7 +16,7 @@ from dynbus.actors.child import Child, ChildState, WorkerSettings, exit_text
 from dynbus.actors.child_messages import StartInstance, StopInstance
 from dynbus.actors.loader import resolve
 from dynbus.actors.serving import Assignment
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 ACTORS = """
 from dynbus import Actor, depends, handler

@@ -19,7 +19,6 @@ from dynbus import (
     HandlerError,
     InvalidRequest,
     InvalidResponse,
-    JsonObject,
     NoInstances,
     Overloaded,
     Runtime,
@@ -29,7 +28,7 @@ from dynbus import (
     depends,
     handler,
 )
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 pytestmark = pytest.mark.anyio
 

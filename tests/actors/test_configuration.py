@@ -23,7 +23,7 @@ from dynbus.actors.configuration import (
 )
 from dynbus.actors.runtime import Runtime
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 
 class Limits(BaseModel):

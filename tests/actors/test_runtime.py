@@ -11,8 +11,8 @@ from dynbus import Actor, ConfigError, Runtime, Unavailable, handler
 from dynbus.actors.instance import STOP_TIMEOUT
 from dynbus.actors.lifecycle import InstanceState
 from dynbus.bus.clock import monotonic
-from dynbus.bus.memory_connection import MemoryConnection
-from dynbus.bus.nats_server import RunningServer, free_port
+from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.transport import ConnectionState
 from dynbus.testing import TestKit, run
 

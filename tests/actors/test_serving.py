@@ -26,7 +26,7 @@ from dynbus.actors.serving import (
 )
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 WITHIN = 20.0
 

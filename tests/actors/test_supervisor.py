@@ -28,7 +28,7 @@ from dynbus.actors.supervisor import Supervisor
 from dynbus.bus import exit_codes
 from dynbus.bus.clock import monotonic, run
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 ACTORS = """
 import asyncio, os, sys, time

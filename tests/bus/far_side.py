@@ -9,11 +9,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from dynbus.bus import headers
 from dynbus.bus.bus import Bus
-from dynbus.bus.caller import Caller, CallHead, PendingCall
+from dynbus.bus.calling.caller import Caller, CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import load_config
-from dynbus.bus.memory import MemoryBus, MemoryConnection
-from dynbus.bus.memory_subscription import MemorySubscription
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
+from dynbus.bus.memory.subscription import MemorySubscription
 from dynbus.bus.names import EndpointName, control_subject, split_request_reply
 from dynbus.bus.transport import Message
 from dynbus.bus.wire import Frame, Heartbeat, decode_batch, encode_batch

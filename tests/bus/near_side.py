@@ -13,12 +13,12 @@ from dynbus.bus.config import load_config
 from dynbus.bus.context import Context
 from dynbus.bus.endpoint import Endpoint
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.execution import Execution
-from dynbus.bus.memory import MemoryBus, MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.names import EndpointName, control_subject
-from dynbus.bus.served_endpoint import ServedEndpoint
-from dynbus.bus.server import InstanceServer
-from dynbus.bus.server_calls import ServerCall
+from dynbus.bus.serving.calls import ServerCall
+from dynbus.bus.serving.execution import Execution
+from dynbus.bus.serving.served_endpoint import ServedEndpoint
+from dynbus.bus.serving.server import InstanceServer
 from dynbus.bus.transport import Message
 from dynbus.bus.wire import Batch, Frame, decode_batch, encode_batch
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from dynbus.bus.nats_server import RunningServer, free_port
+from dynbus.bus.nats.server_process import RunningServer, free_port
 
 nats: Any = importlib.import_module("nats")  # its annotations do not satisfy strict checks
 

@@ -17,8 +17,8 @@ from dynbus.bus.errors import StreamLost
 from dynbus.bus.heartbeats import TICK
 from dynbus.bus.lane import ThreadLane
 from dynbus.bus.liveness import GONE_AFTER, HEARTBEAT_INTERVAL, RECONNECT_GRACE, SILENCE_LIMIT
-from dynbus.bus.memory import MemoryBus
-from dynbus.bus.memory_connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.bus.names import ReplySubjects
 from dynbus.bus.wire import Open, Ping, Pong
 from dynbus.testing import run

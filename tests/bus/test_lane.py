@@ -11,7 +11,7 @@ import pytest
 
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.lane import InlineLane, ThreadLane, new_event_loop
-from dynbus.bus.memory import MemoryBus
+from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.transport import Connection, ConnectionState
 from dynbus.testing import run
 

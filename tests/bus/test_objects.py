@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from dynbus.bus.clock import JumpingLoop, monotonic, run
 from dynbus.bus.errors import Unavailable
-from dynbus.bus.memory import MemoryBus, MemoryConnection
-from dynbus.bus.nats_client import connect
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
+from dynbus.bus.nats.connection import connect
+from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.object_records import NoObject, ObjectBucket, record_subject
 from dynbus.bus.objects import ObjectStore
 from dynbus.bus.transport import Message

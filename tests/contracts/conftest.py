@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 import pytest
 
-from dynbus.bus import nats_client
 from dynbus.bus.clock import JumpingLoop
-from dynbus.bus.memory import MemoryBus, MemoryConnection
-from dynbus.bus.nats_client import NatsConnection
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
+from dynbus.bus.nats.connection import NatsConnection, connect
+from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.transport import Connection, ConnectionState, StreamConfig, StreamLimits
 
 
@@ -162,7 +161,7 @@ class OverNats(_Connections):
         self.server = server
 
     async def open(self) -> Connection:
-        return await nats_client.connect([self.url])
+        return await connect([self.url])
 
     def disturb(self, connection: Connection) -> None:
         assert isinstance(connection, NatsConnection)

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.memory import MemoryBus
-from dynbus.bus.nats_client import connect
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.nats.connection import connect
+from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.transport import JetStream, StoredMessage, StreamConfig, StreamLimits
 
 Step = Callable[[JetStream, str], Any]

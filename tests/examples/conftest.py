@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dynbus import NoInstances, Runtime
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 READY_TIMEOUT = 30.0

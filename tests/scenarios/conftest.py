@@ -10,7 +10,7 @@ import pytest
 from tests.proxy import Proxy
 
 from dynbus import Runtime
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 from .processes import Processes
 from .stage import Link, Stage, set_stage

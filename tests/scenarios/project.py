@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from tests.conditions import no_loop_reports
 
-from dynbus.bus.nats_server import free_port
+from dynbus.bus.nats.server_process import free_port
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 

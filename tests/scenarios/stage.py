@@ -11,8 +11,8 @@ from tests.conditions import eventually
 from tests.proxy import Proxy
 
 from dynbus import Runtime
-from dynbus.bus.execution import Execution
-from dynbus.bus.server import InstanceServer
+from dynbus.bus.serving.execution import Execution
+from dynbus.bus.serving.server import InstanceServer
 
 from .observation import begun_at, leftovers, no_handler_runs
 from .processes import Process

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dynbus import Runtime, UnknownOutcome, call_options
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 from .processes import Processes
 from .workload import Source, Wait

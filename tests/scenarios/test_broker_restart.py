@@ -9,7 +9,7 @@ import time
 import pytest
 
 from dynbus import Runtime, call_options
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 from .processes import Processes
 from .workload import Count, Done, Item, Source, Wait, payload

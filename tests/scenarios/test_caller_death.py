@@ -10,7 +10,7 @@ from tests.conditions import eventually
 from tests.proxy import Proxy
 
 from dynbus import Runtime, call_options
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 from .observation import holds_as_before, leftovers, no_handler_runs, resident
 from .processes import Process, Processes

@@ -13,7 +13,7 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import Cancelled, DeadlineExceeded, Runtime, call_options
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 from .observation import holds_as_before, leftovers, no_handler_runs, resident
 from .processes import Processes

@@ -13,8 +13,8 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import Runtime
-from dynbus.bus.nats_client import NatsConnection
-from dynbus.bus.nats_server import RunningServer, free_port
+from dynbus.bus.nats.connection import NatsConnection
+from dynbus.bus.nats.server_process import RunningServer, free_port
 
 from .observation import leftovers
 from .processes import Processes

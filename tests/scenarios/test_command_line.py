@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dynbus.bus.nats_server import free_port
+from dynbus.bus.nats.server_process import free_port
 
 from .project import Folder, project_folder
 

@@ -11,7 +11,7 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import PermissionDenied, Runtime, call_options
-from dynbus.bus.nats_server import RunningServer, run_server
+from dynbus.bus.nats.server_process import RunningServer, run_server
 
 from .workload import Count, Item, Source
 

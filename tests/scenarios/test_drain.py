@@ -10,7 +10,7 @@ from nats.aio.client import Client
 from tests.conditions import eventually
 
 from dynbus import Draining, Runtime, call_options
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 from .observation import Prefer, leftovers
 from .processes import Processes

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynbus.bus.embedded_guard import DataFolder, FileLock, is_locked
-from dynbus.bus.nats_server import free_port, probe
+from dynbus.bus.nats.embedded_guard import DataFolder, FileLock, is_locked
+from dynbus.bus.nats.server_process import free_port, probe
 
 GONE_WITHIN = 3.0
 """Seconds after its last user's death within which the server has ended."""
@@ -27,7 +27,7 @@ GONE_WITHIN = 3.0
 USER = """
 import asyncio, os, sys, time
 from pathlib import Path
-from dynbus.bus.embedded import embedded_server
+from dynbus.bus.nats.embedded import embedded_server
 
 async def use(url, data_dir, mode):
     async with embedded_server(url, data_dir=Path(data_dir)) as server:

@@ -10,7 +10,7 @@ from tests.conditions import eventually
 from tests.proxy import Proxy
 
 from dynbus import DynbusError, Runtime, StreamLost, call_options
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 from .observation import leftovers, no_handler_runs
 from .processes import Processes

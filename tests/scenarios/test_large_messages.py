@@ -12,8 +12,8 @@ import pytest
 from nats.aio.client import Client
 
 from dynbus import HandlerError, InvalidRequest, PayloadTooLarge, Runtime, call_options
-from dynbus.bus.nats_client import NatsConnection
-from dynbus.bus.nats_server import RunningServer, run_server
+from dynbus.bus.nats.connection import NatsConnection
+from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.transport import Statistics
 
 from .observation import leftovers

@@ -22,7 +22,7 @@ from dynbus import (
     call_options,
     handler,
 )
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 from dynbus.testing import TestKit, run
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 from .otlp import RECEIVERS, Collector, grpc_receiver
 from .project import project_folder

@@ -12,7 +12,7 @@ from tests.proxy import Proxy
 
 from dynbus import Actor, ConfigError, NoInstances, Runtime, call_options, handler
 from dynbus.bus.leases import INSTANCES_STREAM, record_subject
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.transport import JetStream
 from dynbus.bus.wire import decode_record
 

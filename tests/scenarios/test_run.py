@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from dynbus.bus.nats_server import free_port
+from dynbus.bus.nats.server_process import free_port
 
 from .project import ACTORS, Folder, project_folder
 

@@ -12,7 +12,7 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import ReaderStalled, Runtime, call_options
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 from .observation import no_handler_runs
 from .processes import Processes

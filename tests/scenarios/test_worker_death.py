@@ -10,7 +10,7 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import NoInstances, Runtime, StreamLost, Unavailable, UnknownOutcome, call_options
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.server_process import RunningServer
 
 from .observation import Prefer, begun_at, no_handler_runs
 from .processes import Processes

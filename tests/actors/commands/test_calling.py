@@ -18,7 +18,7 @@ from dynbus.actors.runtime import Runtime
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import HandlerError, Overloaded, Unavailable
 from dynbus.bus.names import EndpointName
-from dynbus.bus.nats_server import RunningServer, free_port
+from dynbus.bus.nats.server_process import RunningServer, free_port
 
 
 class Word(BaseModel):

@@ -14,7 +14,7 @@ from dynbus.bus.commands import diagnosis
 from dynbus.bus.commands.diagnosis import Check, check_machine, diagnose
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.nats_server import Address, run_server
+from dynbus.bus.nats.server_process import Address, run_server
 
 USERS = """
 authorization {

@@ -23,9 +23,9 @@ from dynbus.bus.commands.diagnosis import (
 from dynbus.bus.commands.doctor import doctor
 from dynbus.bus.config import BusConfig
 from dynbus.bus.leases import INSTANCES_STREAM
-from dynbus.bus.nats_client import connect
-from dynbus.bus.nats_jetstream import stream_request
-from dynbus.bus.nats_server import RunningServer, free_port
+from dynbus.bus.nats.connection import connect
+from dynbus.bus.nats.jetstream import stream_request
+from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.transport import StreamConfig
 
 

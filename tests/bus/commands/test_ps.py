@@ -11,8 +11,8 @@ import pytest
 from dynbus.bus.commands.survey import Answer, Row, join, parse_answer, survey
 from dynbus.bus.config import BusConfig
 from dynbus.bus.leases import INSTANCES_STREAM, record_subject
-from dynbus.bus.nats_client import connect
-from dynbus.bus.nats_server import RunningServer
+from dynbus.bus.nats.connection import connect
+from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.transport import Message
 from dynbus.bus.wire import InstanceRecord, encode_record
 

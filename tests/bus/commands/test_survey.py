@@ -16,8 +16,8 @@ from dynbus.bus.commands.survey import parse_answer, survey
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.leases import INSTANCES_STREAM, record_subject
-from dynbus.bus.nats_client import connect
-from dynbus.bus.nats_server import RunningServer, free_port, run_server
+from dynbus.bus.nats.connection import connect
+from dynbus.bus.nats.server_process import RunningServer, free_port, run_server
 from dynbus.bus.transport import Message
 from dynbus.bus.wire import InstanceRecord, encode_record
 

@@ -1,0 +1,134 @@
+"""What follows a failed attempt at a call: another one, now or after a pause, or the error.
+
+A failed attempt is repeated by itself only when the request provably did not start. Beyond
+that a handler must be declared idempotent, or the caller must have given an idempotency key.
+Nothing here waits, looks at a clock or draws a random number.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from dynbus.bus.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    DynbusError,
+    InvalidRequest,
+    Migrate,
+    NoInstances,
+    Overloaded,
+)
+
+MAX_ATTEMPTS: Final = 8
+DEFAULT_RETRIES: Final = 2
+FIRST_BACKOFF: Final = 0.05
+MAX_BACKOFF: Final = 2.0
+
+_FINAL: Final = (ConfigError, DeadlineExceeded, NoInstances)
+
+
+class FailedAttempt(NamedTuple):
+    """What is known of an attempt that failed.
+
+    Attributes:
+        number: how many requests were sent or about to be, this one included.
+        routed: whether a router chose the instance; False when the caller named it, and when
+            none was chosen.
+        unreachable: whether nobody listens at the instance any longer.
+        lost: whether the instance is there and says that the request never came.
+        settling: whether the bus came back a moment ago, so that instances may still be
+            coming back too.
+        others: whether there is another instance that was not tried.
+    """
+
+    error: DynbusError
+    number: int
+    routed: bool
+    unreachable: bool
+    lost: bool
+    settling: bool
+    others: bool
+
+
+class RetryNow(NamedTuple):
+    """Try again on another instance, at once."""
+
+
+class PauseThenRetry(NamedTuple):
+    """Try again on any instance after a pause.
+
+    Attributes:
+        backoff: seconds to pause at most; the pause is drawn from the upper half.
+        least: seconds to pause in any case.
+        counted: whether the attempt counts; otherwise it is made once more where it was.
+    """
+
+    backoff: float
+    least: float = 0.0
+    counted: bool = True
+
+
+class GiveUp(NamedTuple):
+    """The error is the call's."""
+
+
+Decision = RetryNow | PauseThenRetry | GiveUp
+
+
+class RetryPolicy:
+    """Decides for one call, over all its attempts.
+
+    Args:
+        idempotent: whether the call may be carried out twice.
+        retries: how often it may be repeated; None for what is usual.
+        migration_limit: how often it may begin again where a handler or a drain asks for that.
+    """
+
+    __slots__ = ("_idempotent", "_migration_limit", "_migrations", "_repeated", "_retries")
+
+    def __init__(self, *, idempotent: bool, retries: int | None, migration_limit: int) -> None:
+        self._idempotent = idempotent
+        self._retries = retries
+        self._migration_limit = migration_limit
+        self._repeated = 0
+        self._migrations = 0
+
+    def __repr__(self) -> str:
+        return f"<RetryPolicy [{self._repeated} retries, {self._migrations} migrations]>"
+
+    def decide(self, failed: FailedAttempt) -> Decision:
+        """What follows; to be asked once per failed attempt that delivered nothing."""
+        error = failed.error
+        if failed.unreachable and not error.started and failed.settling:
+            # Right after an outage an instance may be a moment later on the bus than we are.
+            return PauseThenRetry(self._backoff(), counted=False)
+        if failed.number >= MAX_ATTEMPTS or isinstance(error, _FINAL):
+            return GiveUp()
+        refused = not error.started and not failed.lost
+        if failed.routed and refused and failed.others:
+            return RetryNow()
+        if isinstance(error, Migrate | Draining) and self._may_migrate(failed):
+            self._migrations += 1
+            return RetryNow()
+        if not self._may_repeat(failed):
+            return GiveUp()
+        self._repeated += 1
+        least = error.retry_after if isinstance(error, Overloaded) else 0.0
+        return PauseThenRetry(self._backoff(), least)
+
+    def _may_migrate(self, failed: FailedAttempt) -> bool:
+        return failed.others and self._migrations < self._migration_limit
+
+    def _may_repeat(self, failed: FailedAttempt) -> bool:
+        error = failed.error
+        repeatable = error.retryable or error.code == "UnknownOutcome"
+        if error.started and not (self._idempotent and repeatable):
+            return False
+        allowed = self._retries
+        if allowed is None:
+            allowed = DEFAULT_RETRIES if self._idempotent or failed.lost else 0
+        return self._repeated < allowed and not isinstance(error, InvalidRequest)
+
+    def _backoff(self) -> float:
+        return float(min(MAX_BACKOFF, FIRST_BACKOFF * 2**self._repeated))

@@ -1,0 +1,67 @@
+"""What a router's observer is told of one attempt: each event once, and nothing of its failures."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from dynbus.bus.errors import Cancelled, DynbusError
+
+from .routing import RouteObserver
+
+logger = logging.getLogger(__name__)
+
+EVENTS: Final = ("started", "first_item", "ended")
+
+
+class RouteObservation:
+    """Tells an observer how an attempt goes, from the choice of its instance to its end.
+
+    Raises:
+        AttributeError: the observer lacks a method.
+    """
+
+    __slots__ = ("_ended", "_first_item", "_saw_item", "_started")
+
+    def __init__(self, observer: RouteObserver) -> None:
+        self._started = observer.started
+        self._first_item = observer.first_item
+        self._ended = observer.ended
+        self._saw_item = False
+
+    def started(self) -> None:
+        """The request was sent."""
+        _tell(self._started)
+
+    def first_item(self) -> None:
+        """Items, or the unary result, arrived; more calls change nothing."""
+        if not self._saw_item:
+            self._saw_item = True
+            _tell(self._first_item)
+
+    def ended(self, error: BaseException | None) -> None:
+        """The attempt is over; to be called once."""
+        if error is not None and not isinstance(error, DynbusError):
+            error = (
+                DynbusError(f"{type(error).__name__}: {error}")
+                if isinstance(error, Exception)
+                else Cancelled("the caller left")
+            )
+        _tell(self._ended, error)
+
+
+def _tell(method: Callable[..., Any], *event: Any) -> None:
+    """Call a method of a user; whatever it raises is logged and harms no call."""
+    try:
+        returned = method(*event)
+    except Exception:
+        logger.exception("%s of a router raised", getattr(method, "__qualname__", method))
+        return
+    if inspect.iscoroutine(returned):
+        returned.close()
+        logger.error(
+            "%s of a router did nothing, since it is asynchronous: write `def`",
+            getattr(method, "__qualname__", method),
+        )

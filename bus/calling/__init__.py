@@ -1,0 +1,1 @@
+"""The calling side: sending requests, reading results."""

@@ -1,0 +1,373 @@
+"""The calling side: sends requests to instances and takes in what comes back.
+
+One `Caller` per process. It knows nothing of routing or types: `begin` sends bytes to one
+instance and returns a `PendingCall`, which ends with bytes or one error, in time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from dynbus.bus import headers
+from dynbus.bus.clock import monotonic
+from dynbus.bus.deadlines import Deadlines
+from dynbus.bus.drops import DropReason
+from dynbus.bus.errors import (
+    ERRORS,
+    STATUS_CODES,
+    DeadlineExceeded,
+    DynbusError,
+    PayloadTooLarge,
+    PermissionDenied,
+    StreamLost,
+    Unavailable,
+    UnknownOutcome,
+)
+from dynbus.bus.heartbeats import Registry
+from dynbus.bus.liveness import HEARTBEAT_INTERVAL, SILENCE_LIMIT
+from dynbus.bus.names import EndpointName
+from dynbus.bus.transport import ConnectionState, Message
+from dynbus.bus.wire import (
+    MAX_PARTS,
+    VERSION,
+    Batch,
+    End,
+    Failed,
+    Frame,
+    Heartbeat,
+    Item,
+    Items,
+    Part,
+    Unknown,
+    decode_batch,
+    encode_batch,
+)
+
+from .pending_call import CallHead as CallHead
+from .pending_call import PendingCall as PendingCall
+from .remote_instance import RemoteInstance
+
+if TYPE_CHECKING:
+    from dynbus.bus.bus import Bus
+
+SMALLEST_WINDOW: Final = 16 * 1024
+PART_HEADER_BYTES: Final = 64
+MAX_IDLE_REMOTES: Final = 1024
+
+_ITEMS = (Item, Items)
+_RESULTS = (Item, Items, End, Failed, Part)
+
+
+class Caller:
+    """Sends requests for one process and hands the answers to the calls that wait.
+
+    Call `start` once before anything else.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.registry: Registry[RemoteInstance] = Registry(bus.replies.base, self._on_control)
+        self.deadlines = Deadlines(bus.loop)
+        self._calls: dict[int, PendingCall] = {}
+        self._number = 0
+        self._window_left = bus.config.connection_window
+
+    def __repr__(self) -> str:
+        return f"<Caller [{len(self._calls)} calls]>"
+
+    async def start(self) -> None:
+        """Begin to hear answers.
+
+        Raises:
+            PermissionDenied: the server refuses the reply subjects.
+        """
+        bus = self.bus
+        bus.data.subscribe(bus.replies.data_wildcard, self._on_data)
+        bus.data.on_state(self._on_state)
+        bus.data.on_error(self._refused)
+        bus.heartbeats.add(self.registry)
+        await bus.data.barrier()
+        await bus.lane.run(self._start_control())
+
+    async def _start_control(self) -> None:
+        connection = self.bus.lane.connection
+        connection.on_error(self._refused_on_lane)
+        connection.subscribe(
+            self.bus.replies.control_frames,
+            lambda message: self.bus.heartbeats.receive(self.registry, message),
+        )
+        await connection.barrier()
+
+    def statistics(self) -> dict[str, int]:
+        """Open calls by instance id."""
+        return {
+            key: len(remote.calls) for key, remote in self.registry.peers.items() if remote.calls
+        }
+
+    def in_flight(self, instance_id: str) -> int:
+        """Calls of this process that are open at an instance."""
+        remote = self.registry.peers.get(instance_id)
+        return len(remote.calls) if remote is not None else 0
+
+    def is_heard(self, instance_id: str) -> bool:
+        """Whether calls are open at an instance and its heartbeats arrive."""
+        remote = self.registry.peers.get(instance_id)
+        liveness = remote.liveness if remote is not None else None
+        return liveness is not None and monotonic() - liveness.heard_at < SILENCE_LIMIT
+
+    def load(self, instance_id: str) -> int:
+        """Calls that an instance last reported to run or wait there."""
+        remote = self.registry.peers.get(instance_id)
+        return remote.load if remote is not None else 0
+
+    def begin(self, head: CallHead, instance_id: str, data: bytes) -> PendingCall:
+        """Send a request to one instance.
+
+        Raises:
+            PayloadTooLarge: it exceeds `max_request_bytes`; nothing was sent.
+            DeadlineExceeded: the deadline has passed; nothing was sent.
+            ConfigError: a header value is not printable ASCII.
+        """
+        config = self.bus.config
+        if len(data) > config.max_request_bytes:
+            raise PayloadTooLarge(
+                f"a request of {len(data)} bytes to {head.endpoint} exceeds "
+                f"max_request_bytes = {config.max_request_bytes}",
+                request_id=head.request_id,
+                started=False,
+            )
+        now = monotonic()
+        remote = self.registry.peers.get(instance_id) or self._new_remote(
+            head.endpoint, instance_id
+        )
+        self._number = number = self._number + 1
+        window = self._window()
+        call = PendingCall(self, remote, number, head, window)
+        block = self._head_block(call, head, window, now)
+        self._check_parts(head, block, data)
+        self._window_left -= window
+        self._calls[number] = call
+        if self.bus.telemetry is not None:
+            self.bus.telemetry.in_flight(head.endpoint, 1, side="client")
+        remote.calls[number] = call
+        if head.deadline is not None:
+            call.arm(head.deadline, now)
+        self._publish(head.endpoint.at(instance_id), call, block, data)
+        return call
+
+    def send(self, remote: RemoteInstance, frame: Frame) -> None:
+        """Send one control frame to an instance, from the main loop."""
+        bus = self.bus
+        bus.data.publish(
+            remote.control_subject,
+            encode_batch(bus.replies.base, bus.incarnation, 0, [frame]),
+            reply=bus.replies.bounce(self.registry.bounce_token(remote.instance_id)),
+        )
+
+    def forget(self, call: PendingCall) -> None:
+        """A call has ended."""
+        if self._calls.pop(call.number, None) is not None:
+            if self.bus.telemetry is not None:
+                self.bus.telemetry.in_flight(call.endpoint, -1, side="client")
+            call.remote.calls.pop(call.number, None)
+            call.remote.done.append((call.number, call.secret))
+            self._window_left += call.reader.window
+
+    def instance_gone(self, remote: RemoteInstance) -> None:
+        """An instance died: end its calls. A call that never began is told apart by retries."""
+        for call in list(remote.calls.values()):
+            hop = call.endpoint.hop(remote.instance_id)
+            call.unreachable = True
+            if call.streaming:
+                call.fail(StreamLost("the instance is gone", hop=hop))
+            else:
+                call.fail(
+                    UnknownOutcome(
+                        "the instance is gone; the call may or may not have been carried out",
+                        hop=hop,
+                    )
+                )
+        remote.done.clear()
+        if self.registry.peers.get(remote.instance_id) is remote:
+            del self.registry.peers[remote.instance_id]
+
+    async def close(self) -> None:
+        """End every open call and say so to the far sides."""
+        self.bus.heartbeats.remove(self.registry)
+        for remote in self.registry.peers.values():
+            if remote.done:
+                # Otherwise the instance would keep these results until it finds us dead.
+                for frame in remote.beat():
+                    self.send(remote, frame)
+        for call in list(self._calls.values()):
+            call.abandon()
+        self.deadlines.clear()
+
+    # Internals ---------------------------------------------------------------------------
+
+    def _new_remote(self, endpoint: EndpointName, instance_id: str) -> RemoteInstance:
+        peers = self.registry.peers
+        if len(peers) >= MAX_IDLE_REMOTES:
+            for idle in [key for key, remote in peers.items() if not remote.has_work()]:
+                del peers[idle]
+        remote = RemoteInstance(self, endpoint.namespace, endpoint.component, instance_id)
+        self.registry.peers[instance_id] = remote
+        return remote
+
+    def _window(self) -> int:
+        config = self.bus.config
+        return min(config.stream_window, max(SMALLEST_WINDOW, self._window_left // 8))
+
+    def _check_parts(self, head: CallHead, block: bytes, data: bytes) -> None:
+        """Make sure that the request can be carried at all, before anything of it is sent."""
+        room = self._room(block)
+        if len(data) > room and len(data) > MAX_PARTS * room:
+            raise PayloadTooLarge(
+                f"a request of {len(data)} bytes with {len(block)} bytes of headers to "
+                f"{head.endpoint} does not fit into {MAX_PARTS} messages of the server's "
+                f"max_payload = {self.bus.data.max_payload}",
+                request_id=head.request_id,
+                started=False,
+            )
+
+    def _room(self, block: bytes) -> int:
+        return self.bus.data.max_payload - len(block) - PART_HEADER_BYTES
+
+    def _head_block(self, call: PendingCall, head: CallHead, window: int, now: float) -> bytes:
+        text = (
+            f"NATS/1.0\r\n{headers.FRAMES}: {VERSION} {call.secret.hex()} {window} "
+            f"{self.bus.incarnation}\r\n"
+            f"{headers.REQUEST_ID}: {head.request_id}\r\n"
+        )
+        if head.deadline is not None:
+            left = head.deadline - now
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"the deadline passed before {head.endpoint} was called",
+                    request_id=head.request_id,
+                    started=False,
+                )
+            text += f"{headers.DEADLINE}: {max(1, round(left * 1000))}\r\n"
+        if head.attempt > 1:
+            text += f"{headers.ATTEMPT}: {head.attempt}\r\n"
+        if head.fields:
+            text += headers.encode_lines(head.fields)
+        return f"{text}\r\n".encode("ascii")
+
+    def _publish(self, subject: str, call: PendingCall, block: bytes, data: bytes) -> None:
+        bus = self.bus
+        reply = bus.replies.request(call.number)
+        room = self._room(block)
+        if len(data) <= room:
+            bus.data.publish(subject, data, reply=reply, headers=block)
+            return
+        count = -(-len(data) // room)
+        fields = headers.decode(block)
+        for index in range(count):
+            part = headers.encode(fields | {headers.PART: f"{index + 1}/{count}"})
+            chunk = data[index * room : (index + 1) * room]
+            bus.data.publish(subject, chunk, reply=reply, headers=part)
+
+    def _on_data(self, message: Message) -> None:
+        token = message.subject.rpartition(".")[2]
+        if token == "f":
+            self._on_frames(message)
+            return
+        is_number = token.isascii() and token.isdigit() and len(token) <= 18
+        call = self._calls.get(int(token)) if is_number else None
+        if call is None:
+            return
+        if headers.status(message.headers) == headers.NO_RESPONDERS:
+            call.unreachable = True
+            call.fail(
+                Unavailable(
+                    "the instance is gone",
+                    hop=call.endpoint.hop(call.remote.instance_id),
+                    started=False,
+                )
+            )
+            return
+        self._plain_answer(call, message)
+
+    def _plain_answer(self, call: PendingCall, message: Message) -> None:
+        """An answer without frames: a responder that refused the request as a whole."""
+        fields = headers.decode(message.headers)
+        text = fields.get(headers.SERVICE_ERROR)
+        if text is None or call.secret.hex() not in fields.get(headers.FRAMES, ""):
+            self.bus.drop(DropReason.UNEXPECTED)
+            return
+        kind = ERRORS.get(fields.get(headers.ERROR, ""), DynbusError)
+        status = fields.get(headers.SERVICE_ERROR_CODE, "")
+        started = status not in {str(STATUS_CODES["Unavailable"]), str(STATUS_CODES["Overloaded"])}
+        call.fail(kind(text, started=started))
+
+    def _on_frames(self, message: Message) -> None:
+        batch = decode_batch(message.data)
+        if batch is None:
+            self.bus.drop(DropReason.MALFORMED)
+            return
+        remote = self.registry.peers.get(batch.sender)
+        if remote is not None:
+            remote.load = batch.load
+        calls = self._calls
+        for frame in batch.frames:
+            if not isinstance(frame, _RESULTS):
+                self.bus.drop(DropReason.UNEXPECTED)
+                continue
+            call = calls.get(frame.number)
+            if call is None or frame.secret != call.secret or frame.attempt != call.attempt:
+                self.bus.drop(DropReason.STALE)
+                continue
+            if isinstance(frame, _ITEMS) and call.reader.receive_next(frame):
+                call.wake()
+            else:
+                call.receive(frame)
+
+    def _on_control(self, batch: Batch) -> None:
+        remote = self.registry.peers.get(batch.sender)
+        if remote is None:
+            return
+        for frame in batch.frames:
+            if isinstance(frame, Heartbeat):
+                self._on_heartbeat(remote, frame)
+            elif isinstance(frame, Unknown):
+                call = self._calls.get(frame.number)
+                if call is not None and frame.secret == call.secret:
+                    self._lost(call)
+
+    def _on_heartbeat(self, remote: RemoteInstance, frame: Heartbeat) -> None:
+        if frame.blocked > self.bus.config.stall_limit:
+            self.instance_gone(remote)
+            return
+        if frame.blocked >= HEARTBEAT_INTERVAL:
+            # Requests wait in front of its loop; asked for them now it would call them lost.
+            return
+        sent = dict(frame.calls)
+        for call in list(remote.calls.values()):
+            call.compare(sent.get(call.number))
+
+    def _lost(self, call: PendingCall) -> None:
+        hop = call.endpoint.hop(call.remote.instance_id)
+        if call.reader.next_sequence == 0:
+            call.fail(Unavailable("the request was lost on its way", hop=hop, started=False))
+        else:
+            call.fail(StreamLost("the instance does not know the stream any longer", hop=hop))
+
+    def _refused_on_lane(self, error: DynbusError, subject: str) -> None:
+        self.bus.loop.call_soon_threadsafe(self._refused, error, subject)
+
+    def _refused(self, error: DynbusError, subject: str) -> None:
+        """The server does not let us publish to a subject: end the calls that need it."""
+        for call in list(self._calls.values()):
+            remote = call.remote
+            if subject in (call.endpoint.at(remote.instance_id), remote.control_subject):
+                call.fail(
+                    PermissionDenied(
+                        error.message, hop=call.endpoint.hop(remote.instance_id), started=False
+                    )
+                )
+
+    def _on_state(self, state: ConnectionState) -> None:
+        if state is ConnectionState.CONNECTED:
+            for call in list(self._calls.values()):
+                call.resume()

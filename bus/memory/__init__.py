@@ -1,0 +1,1 @@
+"""The bus in memory, for tests: the same contract, no server."""

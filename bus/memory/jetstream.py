@@ -1,0 +1,306 @@
+"""JetStream without a server.
+
+`JetStreamServer` holds the streams of a `MemoryBus` and feeds their readers;
+`MemoryJetStream` is what a connection sees of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from dynbus.bus import headers as header_block
+from dynbus.bus.clock import unix_time
+from dynbus.bus.errors import ConfigError, DynbusError
+from dynbus.bus.transport import Message, NoStream, StoredMessage, StreamConfig, StreamInfo
+
+from .consumer import MemoryOrderedConsumer
+from .stream import EXPECTED, MESSAGE_ID, ROLLUP, TTL, MemoryStream
+from .subjects import overlap
+
+if TYPE_CHECKING:
+    from .connection import MemoryConnection
+
+T = TypeVar("T")
+
+CONSUME_TIMEOUT: Final = 5.0
+CLOCK_STEP: Final = 1e-6
+
+
+class _Cursor:
+    """How far the server has fed a reader since it was last started."""
+
+    __slots__ = ("generation", "next_sequence", "reader", "stream")
+
+    def __init__(
+        self, reader: MemoryOrderedConsumer, stream: MemoryStream, next_sequence: int
+    ) -> None:
+        self.reader = reader
+        self.stream = stream
+        self.generation = reader.generation
+        self.next_sequence = next_sequence
+
+
+class JetStreamServer:
+    """The streams of a bus and their readers.
+
+    Attributes:
+        stalled: while true nothing is stored, answered or delivered, as while a cluster has
+            no leader; see `stall`.
+    """
+
+    def __init__(self) -> None:
+        self.streams: dict[str, MemoryStream] = {}
+        self.stalled = False
+        self._readers: list[MemoryOrderedConsumer] = []
+        self._cursors: dict[MemoryOrderedConsumer, _Cursor] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._last_created = 0.0
+
+    def stall(self, stalled: bool = True) -> None:
+        """Stop answering, or answer again; core messages are not affected."""
+        self.stalled = stalled
+        if not stalled:
+            for reader in self._readers:
+                reader.restart()
+
+    def stream_of(self, subject: str) -> MemoryStream | None:
+        """The stream that stores messages of `subject`."""
+        return next((stream for stream in self.streams.values() if stream.takes(subject)), None)
+
+    def store(self, stream: MemoryStream, message: Message) -> int | DynbusError:
+        """The sequence of a message once it is stored, or why it is not."""
+        fields = header_block.decode(message.headers)
+        now = asyncio.get_running_loop().time()
+        try:
+            return stream.store(now, unix_time(), message.subject, fields, message.data)
+        except DynbusError as error:
+            return error
+        finally:
+            self._changed(stream)
+
+    def ensure(self, config: StreamConfig) -> None | DynbusError:
+        known = self.streams.get(config.name)
+        if known is not None:
+            if known.config.subjects == config.subjects:
+                return None
+            return ConfigError(
+                f"stream {config.name} exists with subjects "
+                f"{', '.join(known.config.subjects)}; dynbus needs {', '.join(config.subjects)}"
+            )
+        for other in self.streams.values():
+            if any(overlap(one, two) for one in other.config.subjects for two in config.subjects):
+                return ConfigError(
+                    f"stream {config.name}: subjects overlap with those of {other.config.name}"
+                )
+        # Two streams of one instant are two streams, also on a clock that stands.
+        self._last_created = max(unix_time(), self._last_created + CLOCK_STEP)
+        self.streams[config.name] = MemoryStream(config, self._last_created)
+        for reader in list(self._readers):
+            if reader.stream == config.name:
+                reader.restart()
+        return None
+
+    def delete(self, name: str) -> None:
+        self.streams.pop(name, None)
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+        for reader, cursor in list(self._cursors.items()):
+            if cursor.stream.config.name == name:
+                del self._cursors[reader]
+
+    def look(self, name: str, at: Callable[[MemoryStream], T]) -> T | NoStream:
+        """What `at` finds in a stream."""
+        stream = self.streams.get(name)
+        return NoStream(f"stream {name} not found") if stream is None else at(stream)
+
+    def lose_memory_streams(self) -> None:
+        """Delete what does not survive a restart of the server."""
+        for name in [name for name, stream in self.streams.items() if stream.config.in_memory]:
+            self.delete(name)
+
+    def attach(self, reader: MemoryOrderedConsumer) -> None | NoStream:
+        """Feed a reader from where it is, from the next turn on."""
+        stream = self.streams.get(reader.stream)
+        if stream is None:
+            return NoStream(f"stream {reader.stream} not found")
+        if reader not in self._readers:
+            self._readers.append(reader)
+        reader.generation += 1
+        deliver = reader.connection.deliver
+        deliver(partial(reader.begin, stream.created, reader.generation))
+        end = stream.last_sequence + 1
+        start = end if reader.last_per_subject else reader.start_of(stream.created)
+        cursor = self._cursors[reader] = _Cursor(reader, stream, max(start, end))
+        if reader.last_per_subject:
+            self._feed(cursor, stream.last_of_each(reader.pattern))
+        else:
+            self._feed(cursor, stream.after(start, reader.pattern))
+        deliver(partial(reader.caught_up, reader.generation))
+        return None
+
+    def detach(self, connection: MemoryConnection) -> None:
+        """Stop feeding the readers of a connection."""
+        for reader in list(self._cursors):
+            if reader.connection is connection:
+                del self._cursors[reader]
+
+    def reattach(self, connection: MemoryConnection) -> None:
+        """Start the readers of a connection that is back."""
+        for reader in self._readers:
+            if reader.connection is connection:
+                reader.restart()
+
+    def remove(self, reader: MemoryOrderedConsumer) -> None:
+        """Forget a reader."""
+        self._cursors.pop(reader, None)
+        if reader in self._readers:
+            self._readers.remove(reader)
+
+    def _changed(self, stream: MemoryStream) -> None:
+        if not self.stalled:
+            for cursor in list(self._cursors.values()):
+                if cursor.stream is stream:
+                    self._feed(cursor, stream.after(cursor.next_sequence, cursor.reader.pattern))
+                    cursor.next_sequence = max(cursor.next_sequence, stream.last_sequence + 1)
+        name = stream.config.name
+        due = stream.next_expiry()
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+        if due is not None:
+            loop = asyncio.get_running_loop()
+            self._timers[name] = loop.call_at(due, self._expire, stream)
+
+    def _expire(self, stream: MemoryStream) -> None:
+        # A timer may fire a clock tick early.
+        due = stream.next_expiry() or 0.0
+        stream.expire(max(asyncio.get_running_loop().time(), due), unix_time())
+        self._changed(stream)
+
+    def _feed(self, cursor: _Cursor, sequences: list[int]) -> None:
+        for place, sequence in enumerate(sequences, 1):
+            message = cursor.stream.get(sequence)._replace(pending=len(sequences) - place)
+            cursor.reader.connection.deliver(
+                partial(cursor.reader.receive, message, cursor.generation)
+            )
+
+
+class MemoryJetStream:
+    """The JetStream API as one connection sees it."""
+
+    def __init__(
+        self,
+        connection: MemoryConnection,
+        server: JetStreamServer,
+        store: Callable[[Message, Callable[[int | DynbusError], None]], None],
+    ) -> None:
+        self._connection = connection
+        self._server = server
+        self._store = store
+
+    async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
+        call = f"STREAM.CREATE.{config.name}"
+        await self._api(call, partial(self._server.ensure, config), timeout)
+
+    async def delete_stream(self, name: str, *, timeout: float = 5.0) -> None:
+        await self._api(f"STREAM.DELETE.{name}", partial(self._server.delete, name), timeout)
+
+    async def publish(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        message_id: str = "",
+        expected_last_subject_sequence: int | None = None,
+        ttl: float | None = None,
+        rollup: bool = False,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 5.0,
+    ) -> int:
+        fields = dict(headers or {})
+        if message_id:
+            fields[MESSAGE_ID] = message_id
+        if expected_last_subject_sequence is not None:
+            fields[EXPECTED] = str(expected_last_subject_sequence)
+        if ttl is not None:
+            fields[TTL] = f"{max(1, round(ttl))}s"
+        if rollup:
+            fields[ROLLUP] = "sub"
+        block = header_block.encode(fields) if fields else b""
+        message = Message(subject, "", block, bytes(data))
+        self._connection.check_size(message)
+        return await self._connection.request(
+            message, partial(self._store, message), timeout=timeout
+        )
+
+    async def get(
+        self, stream: str, sequence: int, *, timeout: float = 5.0
+    ) -> StoredMessage | None:
+        return await self._look(stream, "MSG.GET", lambda held: held.find(sequence), timeout)
+
+    async def last(
+        self, stream: str, subject: str, *, timeout: float = 5.0
+    ) -> StoredMessage | None:
+        return await self._look(stream, "MSG.GET", lambda held: held.last(subject), timeout)
+
+    async def purge(self, stream: str, subject: str = "", *, timeout: float = 5.0) -> int:
+        return await self._look(stream, "PURGE", lambda held: held.purge(subject or ">"), timeout)
+
+    async def stream_info(self, stream: str, *, timeout: float = 5.0) -> StreamInfo:
+        return await self._look(stream, "INFO", MemoryStream.info, timeout)
+
+    async def message_count(self, stream: str, *, timeout: float = 5.0) -> int:
+        return (await self.stream_info(stream, timeout=timeout)).messages
+
+    async def consume(
+        self,
+        stream: str,
+        on_message: Callable[[StoredMessage], None],
+        *,
+        subject: str = "",
+        start_sequence: int = 1,
+        last_per_subject: bool = False,
+        created: float | None = None,
+        on_restart: Callable[[], None] | None = None,
+        on_recreated: Callable[[], None] | None = None,
+        on_caught_up: Callable[[], None] | None = None,
+    ) -> MemoryOrderedConsumer:
+        reader = MemoryOrderedConsumer(
+            self._connection,
+            self._server,
+            stream,
+            on_message,
+            pattern=subject or ">",
+            next_sequence=max(1, start_sequence),
+            last_per_subject=last_per_subject,
+            created=created,
+            on_restart=on_restart,
+            on_recreated=on_recreated,
+            on_caught_up=on_caught_up,
+        )
+        call = f"CONSUMER.CREATE.{stream}"
+        try:
+            await self._api(call, partial(self._server.attach, reader), CONSUME_TIMEOUT)
+        except BaseException:
+            # The request may have been carried out all the same.
+            await reader.stop()
+            raise
+        return reader
+
+    async def _look(
+        self, stream: str, call: str, at: Callable[[MemoryStream], T], timeout: float
+    ) -> T:
+        look = partial(self._server.look, stream, at)
+        return await self._api(f"STREAM.{call}.{stream}", look, timeout)
+
+    async def _api(self, call: str, act: Callable[[], T | DynbusError], timeout: float) -> T:
+        def serve(answer: Callable[[T | DynbusError], None]) -> None:
+            if not self._server.stalled:
+                answer(act())
+
+        message = Message(f"$JS.API.{call}", "", b"", b"")
+        return await self._connection.request(message, serve, timeout=timeout)

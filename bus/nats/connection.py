@@ -1,0 +1,467 @@
+"""`Connection` over nats-server.
+
+`nats/session.py` opens each session. From then on the bytes are ours: `ServerReader` cannot be
+stopped by a message, delivery costs one call, and a session that ends for whatever reason is
+followed by a new one, for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+
+from dynbus.bus.errors import (
+    ConfigError,
+    DynbusError,
+    PayloadTooLarge,
+    PermissionDenied,
+    Unavailable,
+)
+from dynbus.bus.tokens import jitter
+from dynbus.bus.transport import Callback, ConnectionState, Message, Statistics
+
+from .api_requests import ServerRequests
+from .jetstream import NatsJetStream
+from .output import NatsOutput
+from .pings import Pings
+from .protocol import ProtocolViolation, ServerReader
+from .session import NatsSession, candidates, open_session
+from .subscription import NatsSubscription
+
+logger = logging.getLogger(__name__)
+
+LOW_BACKLOG: Final = 1024 * 1024
+FIRST_RECONNECT_DELAY: Final = 0.05
+MAX_RECONNECT_DELAY: Final = 0.4
+REFUSED_RECONNECT_DELAY: Final = 5.0
+CANCEL_AGAIN: Final = 0.25
+CANCEL_TRIES: Final = 20
+
+
+class NatsConnection:
+    """A connection that is open until `close`, through any number of sessions.
+
+    Make one with `connect`.
+    """
+
+    def __init__(
+        self, servers: Sequence[str], *, name: str, inbox: str, options: Mapping[str, Any]
+    ) -> None:
+        self.name = name
+        self._servers = list(servers)
+        self._options = dict(options)
+        self.inbox = inbox
+        self._loop = asyncio.get_running_loop()
+        self._state = ConnectionState.CONNECTING
+        self._session: NatsSession | None = None
+        self._subscriptions: dict[int, NatsSubscription] = {}
+        self._numbers = itertools.count(1)
+        self._listeners: list[Callable[[ConnectionState], None]] = []
+        self._error_listeners: list[Callable[[DynbusError, str], None]] = []
+        self._output = NatsOutput(self._loop)
+        self._denied: dict[str, str] = {}
+        self._lame_duck = False
+        self._max_payload = 1024 * 1024
+        self._task: asyncio.Task[None] | None = None
+        self._reconnects = 0
+        self._sent = 0
+        self._received = 0
+        self._dropped = 0
+        self._malformed = 0
+        self._callback_errors = 0
+        self._pings = Pings(self._loop, self._output.write)
+        self._requests = ServerRequests(self)
+        self._jetstream = NatsJetStream(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<NatsConnection {self.name} [{self._state.value} | {self.server_name}, "
+            f"subscriptions: {len(self._subscriptions)}, reconnects: {self._reconnects}]>"
+        )
+
+    # What callers see -----------------------------------------------------------------
+
+    @property
+    def state(self) -> ConnectionState:
+        return self._state
+
+    @property
+    def max_payload(self) -> int:
+        return self._max_payload
+
+    @property
+    def backlog(self) -> int:
+        return self._output.backlog
+
+    @property
+    def server_name(self) -> str:
+        return self._session.server_name if self._session is not None else ""
+
+    @property
+    def server_info(self) -> Mapping[str, Any]:
+        """The server's INFO; empty while disconnected."""
+        return self._session.info if self._session is not None else {}
+
+    @property
+    def jetstream(self) -> NatsJetStream:
+        return self._jetstream
+
+    def statistics(self) -> Statistics:
+        """What was counted since the connection was opened."""
+        return Statistics(
+            self._reconnects,
+            self._sent,
+            self._received,
+            self._dropped,
+            self._malformed,
+            self._callback_errors,
+        )
+
+    def on_state(self, listener: Callable[[ConnectionState], None]) -> Callable[[], None]:
+        self._listeners.append(listener)
+
+        def end() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return end
+
+    def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
+        """Call `listener(error, subject)` when the server refuses a subject."""
+        self._error_listeners.append(listener)
+
+    def publish(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"") -> None:
+        size = len(data) + len(headers)
+        if size > self._max_payload:
+            raise PayloadTooLarge(
+                f"a message of {size} bytes to {subject} exceeds the server's max_payload = "
+                f"{self._max_payload}"
+            )
+        if self._state is not ConnectionState.CONNECTED:
+            self._dropped += 1
+            return
+        self._sent += 1
+        if headers:
+            head = f"HPUB {subject} {reply} {len(headers)} {size}\r\n".encode()
+            self._output.write(b"".join((head, headers, data, b"\r\n")))
+        else:
+            head = f"PUB {subject} {reply} {size}\r\n".encode()
+            self._output.write(b"".join((head, data, b"\r\n")))
+
+    def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> NatsSubscription:
+        if not subject or any(c.isspace() for c in subject + queue):
+            raise ConfigError(f"{subject!r} with queue {queue!r} is not a subject")
+        subscription = NatsSubscription(self, next(self._numbers), subject, queue, callback)
+        self._subscriptions[subscription.number] = subscription
+        self._denied.pop(subject, None)
+        if self._state is ConnectionState.CONNECTED:
+            self._output.write(subscription.command())
+        return subscription
+
+    def remove(self, number: int) -> None:
+        """End the subscription of this number."""
+        subscription = self._subscriptions.pop(number, None)
+        if subscription is not None and not subscription.ending:
+            self.stop_delivery(number)
+
+    def stop_delivery(self, number: int) -> None:
+        """Have the server send nothing more for this number."""
+        if self._state is ConnectionState.CONNECTED:
+            self._output.write(f"UNSUB {number}\r\n".encode())
+
+    async def wait_connected(self) -> None:
+        """Wait until there is a session.
+
+        Raises:
+            Unavailable: the connection is closed.
+        """
+        if self._state is ConnectionState.CONNECTED:
+            return
+        if self._state is ConnectionState.CLOSED:
+            raise Unavailable("the connection is closed")
+        waiter: asyncio.Future[None] = self._loop.create_future()
+
+        def listen(state: ConnectionState) -> None:
+            if state is not ConnectionState.DISCONNECTED and not waiter.done():
+                waiter.set_result(None)
+
+        self._listeners.append(listen)
+        try:
+            await waiter
+        finally:
+            self._listeners.remove(listen)
+        await self.wait_connected()
+
+    async def barrier(self, *, timeout: float = 5.0) -> None:
+        # SUB and PING go through one buffer in order, so one PONG proves all SUBs before it.
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    await self.wait_connected()
+                    try:
+                        await self._pings.send()
+                        break
+                    except ConnectionResetError:
+                        continue
+        except TimeoutError:
+            raise Unavailable(f"the server did not answer a ping within {timeout} s") from None
+        subjects = {subscription.subject for subscription in self._subscriptions.values()}
+        for subject, text in self._denied.items():
+            if subject in subjects:
+                raise PermissionDenied(text)
+
+    async def drained(self, *, timeout: float = 5.0) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                while self.backlog > LOW_BACKLOG:
+                    session = self._session
+                    if session is None:
+                        return
+                    self._output.flush()
+                    with suppress(ConnectionError, RuntimeError):
+                        await session.flush_transport()
+                    await asyncio.sleep(0)
+        except TimeoutError:
+            raise Unavailable(f"the server took nothing for {timeout} s") from None
+
+    async def request(
+        self, subject: str, data: bytes, *, headers: bytes = b"", timeout: float = 5.0
+    ) -> Message:
+        """One request and its reply, for APIs of the server.
+
+        Raises:
+            Unavailable: no reply came in time, or nobody serves the subject.
+        """
+        return await self._requests.send(subject, data, headers, timeout)
+
+    def reconnect(self) -> None:
+        """Drop the session; the next one follows by itself."""
+        if self._session is not None:
+            self._session.abort()
+
+    async def close(self) -> None:
+        if self._state is ConnectionState.CLOSED:
+            return
+        session = self._session
+        if session is not None and self._state is ConnectionState.CONNECTED:
+            self._output.flush()
+            with suppress(ConnectionError, RuntimeError, TimeoutError):
+                async with asyncio.timeout(1.0):
+                    # The pong says that the server has taken all that was written.
+                    await self._pings.send()
+        self._set_state(ConnectionState.CLOSED)
+        if self._task is not None:
+            await self._end_task(self._task)
+        self._fail_waiters()
+
+    async def _end_task(self, task: asyncio.Task[None]) -> None:
+        # nats-py swallows a cancellation that hits it in the middle of a handshake.
+        for _ in range(CANCEL_TRIES):
+            task.cancel()
+            done, _pending = await asyncio.wait([task], timeout=CANCEL_AGAIN)
+            if done:
+                return
+        logger.error("%s: its task does not end", self.name)
+
+    # Sessions -------------------------------------------------------------------------
+
+    async def open(self, timeout: float) -> None:
+        """Open the first session and keep the connection open from then on.
+
+        Raises:
+            PermissionDenied: the server refuses the credentials.
+            Unavailable: no server could be reached within `timeout` seconds.
+        """
+        session = await self._open_session(timeout)
+        self._begin(session)
+        self._task = self._loop.create_task(self._run(session), name=f"nats-{self.name}")
+
+    async def _open_session(self, timeout: float) -> NatsSession:
+        return await open_session(
+            self._candidates(), name=self.name, timeout=timeout, options=self._options
+        )
+
+    def _candidates(self) -> list[str]:
+        """The servers to try next: a lame duck's address last."""
+        session = self._session
+        return candidates(
+            self._servers,
+            advertised=session.info.get("connect_urls") or () if session is not None else (),
+            avoid=self.server_name if self._lame_duck else "",
+        )
+
+    async def _run(self, session: NatsSession) -> None:
+        while True:
+            try:
+                await self._serve(session)
+            except Exception:
+                # Whatever ended a session, another one follows it.
+                logger.exception("%s: the session broke", self.name)
+            finally:
+                session.abort()
+            self._end()
+            session = await self._reopen()
+
+    async def _reopen(self) -> NatsSession:
+        """Open and begin a session, for as long as it takes."""
+        delay = FIRST_RECONNECT_DELAY
+        while True:
+            await asyncio.sleep(delay * jitter.uniform(0.5, 1.0))
+            delay = min(delay * 2, MAX_RECONNECT_DELAY)
+            try:
+                session = await self._open_session(2.0)
+            except PermissionDenied as error:
+                logger.error("reconnect refused: %s", error)
+                delay = REFUSED_RECONNECT_DELAY
+            except Unavailable as error:
+                logger.debug("not reconnected yet: %s", error)
+            except Exception:
+                # A server that is killed in the middle of a handshake leaves half a line.
+                logger.exception("%s: the handshake broke", self.name)
+            else:
+                self._reconnects += 1
+                self._begin(session)
+                return session
+
+    def _begin(self, session: NatsSession) -> None:
+        self._session = self._output.session = session
+        self._lame_duck = False
+        self._denied.clear()
+        self._max_payload = int(session.info.get("max_payload") or self._max_payload)
+        for subscription in self._subscriptions.values():
+            if not subscription.ending:
+                session.write(subscription.command())
+        self._set_state(ConnectionState.CONNECTED)
+
+    def _end(self) -> None:
+        self._output.clear()
+        self._set_state(ConnectionState.DISCONNECTED)
+        self._fail_waiters()
+
+    def _fail_waiters(self) -> None:
+        self._pings.lose()
+        self._requests.lose()
+
+    async def _serve(self, session: NatsSession) -> None:
+        """Read until the session ends; never raises for what a server or peer sends."""
+        reader = ServerReader(self._deliver, self._control)
+        pings = self._pings
+        pings.watch(lambda: self._give_up(session))
+        try:
+            while True:
+                chunk = await session.read()
+                if not chunk:
+                    logger.info("%s: the server closed the connection", self.name)
+                    return
+                pings.heard()
+                reader.feed(chunk)
+        except (OSError, ProtocolViolation, asyncio.IncompleteReadError) as error:
+            if isinstance(error, ProtocolViolation):
+                self._malformed += 1
+            logger.warning("%s: the session ended: %s", self.name, error)
+        finally:
+            pings.unwatch()
+
+    def _give_up(self, session: NatsSession) -> None:
+        logger.warning("%s: the server is silent, connecting anew", self.name)
+        session.abort()
+
+    # Messages -------------------------------------------------------------------------
+
+    def _deliver(self, number: int, message: Message) -> None:
+        self._received += 1
+        subscription = self._subscriptions.get(number)
+        if subscription is None:
+            return
+        try:
+            subscription.callback(message)
+        except Exception:
+            # One message must never stop the others.
+            self._callback_errors += 1
+            logger.exception("the callback of %s raised", subscription.subject)
+
+    def _control(self, line: bytes) -> None:
+        if line == b"PING":
+            self._output.write(b"PONG\r\n")
+        elif line == b"PONG":
+            self._pings.answered()
+        elif line.startswith(b"-ERR"):
+            self._server_error(line[4:].decode("utf-8", "replace").strip(" '"))
+        elif line.startswith(b"INFO "):
+            self._info(line[5:])
+        elif line != b"+OK":
+            raise ProtocolViolation(f"an unknown line: {line[:80]!r}")
+
+    def _server_error(self, text: str) -> None:
+        logger.warning("%s: the server says: %s", self.name, text)
+        if text.lower().startswith("permissions violation"):
+            subject = text.partition('"')[2].partition('"')[0]
+            self._denied[subject] = text
+            for listener in self._error_listeners:
+                listener(PermissionDenied(text), subject)
+
+    def _info(self, line: bytes) -> None:
+        session = self._session
+        if session is None:
+            return
+        try:
+            info = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError:
+            self._malformed += 1
+            return
+        session.info.update(info)
+        if info.get("ldm") and not self._lame_duck:
+            self._lame_duck = True
+            if len(self._candidates()) > 1:
+                logger.info("%s: the server is going away, moving on", self.name)
+                self._output.flush()
+                self._loop.call_later(jitter.uniform(0, 0.5), session.abort)
+
+    def _set_state(self, state: ConnectionState) -> None:
+        if state is not self._state and self._state is not ConnectionState.CLOSED:
+            self._state = state
+            for listener in list(self._listeners):
+                try:
+                    listener(state)
+                except Exception:
+                    # One listener must not keep the others, or the reader, from going on.
+                    self._callback_errors += 1
+                    logger.exception("%s: a listener to the state raised", self.name)
+
+
+async def connect(
+    servers: Sequence[str],
+    *,
+    name: str = "dynbus",
+    inbox: str = "",
+    timeout: float = 5.0,
+    options: Mapping[str, Any] | None = None,
+) -> NatsConnection:
+    """Open a connection to one of `servers`.
+
+    Args:
+        servers: URLs such as `nats://127.0.0.1:4222`, tried in random order.
+        inbox: the subject under which replies of server APIs arrive.
+        timeout: seconds for each server.
+        options: credentials and TLS as nats-py's `connect` takes them: `user`, `password`,
+            `token`, `user_credentials`, `nkeys_seed`, `tls`, `tls_hostname`.
+
+    Raises:
+        PermissionDenied: the server refuses the credentials.
+        Unavailable: no server could be reached.
+    """
+    connection = NatsConnection(
+        servers,
+        name=name,
+        inbox=inbox or f"_INBOX.{secrets.token_hex(16)}",
+        options=options or {},
+    )
+    await connection.open(timeout)
+    return connection

@@ -1,0 +1,365 @@
+"""The nats-server that several `dynbus run` share.
+
+`embedded_server` joins the server at a loopback URL or starts one that lives until its last
+user is gone; `nats/embedded_guard.py` has the how.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
+
+from . import embedded_guard
+from .embedded_guard import DataFolder, FileLock, is_locked
+from .server_process import (
+    GREETING_TIMEOUT,
+    POLL,
+    START_TIMEOUT,
+    STOP_TIMEOUT,
+    Address,
+    Logs,
+    ServerInfo,
+    find_nats_server,
+    first_line,
+    parse_greeting,
+    probe,
+    server_config,
+    until,
+)
+
+_logger = logging.getLogger(__name__)
+
+_NAME_PREFIX: Final = "dynbus-embedded-"
+_WATCH: Final = 1.0
+_WATCH_AFTER_FAILURE: Final = 5.0
+
+
+class EmbeddedServer(NamedTuple):
+    """The server that a `dynbus run` uses.
+
+    Attributes:
+        url: as it was given.
+        started: whether it was started for this user.
+        info: what the server said of itself.
+        data_dir: the project folder's data folder; None when the server is not ours.
+        description: the one line that tells a user about it.
+    """
+
+    url: str
+    started: bool
+    info: ServerInfo
+    data_dir: Path | None
+    description: str
+
+    @property
+    def pid(self) -> int | None:
+        """The pid of nats-server, new after each restart; None while it is down or not ours."""
+        return DataFolder(self.data_dir).server_pid() if self.data_dir else None
+
+
+def default_data_dir(cwd: Path) -> Path:
+    """The data folder of the project in `cwd`."""
+    return cwd / ".dynbus"
+
+
+@asynccontextmanager
+async def embedded_server(
+    url: str, *, data_dir: Path | None = None, fresh: bool = False
+) -> AsyncGenerator[EmbeddedServer, None]:
+    """Use the server at a loopback URL, started now when there is none, until the block ends.
+
+    Our own server of this folder is joined and ends with its last user; any other server at
+    the port is used as it is when it has JetStream. While the block runs the server is
+    restarted when it dies, and its guard too.
+
+    Args:
+        data_dir: defaults to `.dynbus` in the working directory.
+        fresh: empty the store first.
+
+    Raises:
+        ConfigError: the URL is not a loopback one; the port or the folder is taken by
+            something that cannot be used; nats-server is missing or does not start; `fresh`
+            was asked of a server that others use.
+        Unavailable: the server did not get ready in time.
+    """
+    address = Address.parse(url)
+    if not address.is_loopback:
+        raise ConfigError(
+            f"{address} is not on this machine: an embedded server is started at loopback "
+            "addresses only; start nats-server there, or use nats://127.0.0.1:4222"
+        )
+    folder = DataFolder((data_dir or default_data_dir(Path.cwd())).absolute())
+    user = _User(url, address, folder)
+    watch: asyncio.Task[None] | None = None
+    try:
+        server = await user.enter(fresh)
+        if server.data_dir is not None:
+            watch = asyncio.create_task(user.keep_guarded())
+        yield server
+    finally:
+        if watch is not None:
+            watch.cancel()
+        user.leave()  # takes effect at once, whatever becomes of the waits below
+        if watch is not None:
+            await asyncio.wait({watch}, timeout=STOP_TIMEOUT)
+            await user.wait_gone()
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """`server.json`: the server that the folder's guard runs; written under `start.lock`."""
+
+    name: str
+    port: int
+
+
+class _User:
+    """One `dynbus run` as a user of its folder's server.
+
+    `users.lock` is what counts: while it is held (shared) no guard ends the server.
+    """
+
+    def __init__(self, url: str, address: Address, folder: DataFolder) -> None:
+        self._url = url
+        self._address = address
+        self._folder = folder
+        self._users = FileLock(folder.users_lock)
+        self._logs = Logs()
+
+    async def enter(self, fresh: bool) -> EmbeddedServer:
+        """Find, join or start the server."""
+        if (server := await self._foreign(fresh)) is not None:
+            return server
+        try:
+            started, info = await self._share_in_time(fresh)
+        except ConfigError:
+            # Two folders may start at one port at once: the second uses the first's server.
+            if (server := await self._foreign(fresh)) is not None:
+                return server
+            raise
+        return EmbeddedServer(
+            self._url,
+            started,
+            info,
+            self._folder.path,
+            f"nats-server {info.version} {'started' if started else 'joined'} on "
+            f"{self._address} (data in {_shown(self._folder.path)})",
+        )
+
+    def leave(self) -> None:
+        """Stop being a user; more calls change nothing."""
+        self._users.release()
+
+    async def wait_gone(self) -> None:
+        """Wait until the server has ended, unless others use it; bounded."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT):
+                await self._guard_ended()
+
+    async def keep_guarded(self) -> None:
+        """Start the server again whenever its guard was killed; runs until cancelled."""
+        delay = _WATCH
+        while self._users.is_on_path():
+            await asyncio.sleep(delay)
+            delay = _WATCH
+            if is_locked(self._folder.guard_lock):
+                continue
+            try:
+                await self._share_in_time(fresh=False)
+                _logger.warning("the guard of nats-server was killed: both were started again")
+            except DynbusError as error:
+                delay = _WATCH_AFTER_FAILURE
+                _logger.error("nats-server lost its guard and does not start: %s", error)
+        _logger.error("%s was deleted: nats-server is not restarted", self._folder.path)
+
+    async def _foreign(self, fresh: bool) -> EmbeddedServer | None:
+        """The server at the port when it is there and not this folder's."""
+        info = await probe(self._url)
+        record = self._record()
+        if info is None or (record is not None and record.name == info.name):
+            return None
+        embedded = info.name.startswith(_NAME_PREFIX)
+        kind = "of another project folder" if embedded else f"{info.name!r}"
+        if not info.jetstream:
+            raise ConfigError(
+                f"nats-server {info.version} {kind} at {self._address} has no JetStream: start "
+                "it with -js, or use another port, "
+                f"for example --nats nats://127.0.0.1:{self._address.port + 1}"
+            )
+        if fresh:
+            raise ConfigError(
+                f"nats-server {info.version} {kind} at {self._address} is not this folder's: "
+                "--fresh cannot empty its store"
+            )
+        line = f"nats-server {info.version} {kind} used on {self._address}"
+        return EmbeddedServer(self._url, False, info, None, line)
+
+    async def _share_in_time(self, fresh: bool) -> tuple[bool, ServerInfo]:
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                return await self._share(fresh)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            raise Unavailable(
+                f"nats-server was not ready at {self._address} within {START_TIMEOUT:g} s "
+                f"(log: {self._folder.log}):\n{self._logs.tail()}"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"the data folder {self._folder.path} is unusable: {error}") from None
+
+    async def _share(self, fresh: bool) -> tuple[bool, ServerInfo]:
+        """Become a user of a running server; returns whether it was started for that."""
+        self._make_folder()
+        started = False
+        async with self._starting():
+            if fresh:
+                await self._empty_store()
+            if not self._users.is_held:
+                await until(lambda: self._users.try_acquire(shared=True))
+            while True:
+                if not is_locked(self._folder.guard_lock):
+                    if started:
+                        raise ConfigError(
+                            f"nats-server does not start on {self._address} with its data in "
+                            f"{_shown(self._folder.path)}:\n{self._logs.tail()}"
+                        )
+                    started = True
+                    await self._end_leftover()
+                    self._start_guard()
+                if (info := await self._ready()) is not None:
+                    return started, info
+
+    @asynccontextmanager
+    async def _starting(self) -> AsyncGenerator[None, None]:
+        lock = FileLock(self._folder.start_lock)
+        await until(lock.try_acquire)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _make_folder(self) -> None:
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        ignore = self._folder.path / ".gitignore"
+        if not ignore.exists():
+            ignore.write_text("*\n")
+
+    def _record(self) -> _Record | None:
+        try:
+            return msgspec.json.decode(self._folder.record.read_bytes(), type=_Record)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def _start_guard(self) -> None:
+        """Start guard and server; returns when the guard is detached, after milliseconds."""
+        if self._address.host not in ("127.0.0.1", "localhost"):
+            raise ConfigError(
+                f"no server answers at {self._address}, and an embedded one listens on "
+                f"127.0.0.1 only: use nats://127.0.0.1:{self._address.port}"
+            )
+        binary = find_nats_server()
+        record = _Record(name=_NAME_PREFIX + secrets.token_hex(4), port=self._address.port)
+        self._folder.config.write_text(
+            server_config(
+                name=record.name,
+                port=record.port,
+                store=self._folder.store,
+                log=self._folder.log,
+            )
+        )
+        self._folder.record.write_bytes(msgspec.json.encode(record))
+        self._folder.guard_log.write_bytes(b"")
+        self._logs = Logs(self._folder.guard_log, self._folder.log)
+        # By its path, and isolated: importing the package would cost more than all the rest.
+        command = [sys.executable, "-I", "-S", embedded_guard.__file__]
+        with self._folder.guard_log.open("ab") as output:
+            subprocess.run(
+                [*command, self._folder.path, binary],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd="/",
+                timeout=STOP_TIMEOUT,
+                check=False,
+            )
+
+    async def _ready(self) -> ServerInfo | None:
+        """Wait until this folder's server answers; None when its guard ends before."""
+        while is_locked(self._folder.guard_lock):
+            record = self._record()
+            if record is not None and record.port != self._address.port:
+                raise ConfigError(
+                    f"the embedded server of {_shown(self._folder.path)} runs on port "
+                    f"{record.port}: use nats://127.0.0.1:{record.port}, or another data folder"
+                )
+            line = await first_line(Address("127.0.0.1", self._address.port), GREETING_TIMEOUT)
+            info = parse_greeting(line or b"")
+            if info is not None and record is not None and info.name == record.name:
+                return info
+            await asyncio.sleep(POLL)
+        return None
+
+    async def _empty_store(self) -> None:
+        if not await self._guard_ended():
+            raise ConfigError(
+                f"--fresh cannot empty {_shown(self._folder.store)}: another dynbus run "
+                "uses its server; stop that first"
+            )
+        await self._end_leftover()
+        if self._folder.store.exists():
+            shutil.rmtree(self._folder.store)
+
+    async def _guard_ended(self) -> bool:
+        """Wait for the guard's end, not being a user; False when others use its server."""
+        seen = 0
+        while is_locked(self._folder.guard_lock):
+            # Exclusive: nobody is left, and the guard is about to see it. Shared: others
+            # are, or looked at it just now as we do. Neither: the guard ends the server.
+            if self._users.try_acquire():
+                seen = 0
+            elif self._users.try_acquire(shared=True):
+                seen += 1
+            self._users.release()
+            if seen > 3:
+                return False
+            await asyncio.sleep(POLL)
+        return True
+
+    async def _end_leftover(self) -> None:
+        """End a nats-server whose guard was killed; Linux does so by itself."""
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            pid = self._folder.server_pid()
+            if pid is not None and number is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await until(lambda: not is_locked(self._folder.server_lock))
+                    return
+        raise Unavailable(f"the nats-server that holds {self._folder.server_lock} does not end")
+
+
+def _shown(path: Path) -> str:
+    cwd = Path.cwd()
+    return str(path.relative_to(cwd) if path.is_relative_to(cwd) else path)
+
+
+def _abandon_locks() -> None:
+    for lock in list(FileLock.alive):
+        lock.abandon()
+
+
+# A child that is forked and never calls exec would go on being a user for its parent.
+os.register_at_fork(after_in_child=_abandon_locks)

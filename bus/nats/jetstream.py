@@ -1,0 +1,256 @@
+"""`JetStream` over nats-server: its JSON API, spoken directly.
+
+Requests go through `NatsConnection.request`, so they survive what the connection survives.
+Reading a stream in order is in `nats/consumer.py`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from dynbus.bus import headers as header_block
+from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
+from dynbus.bus.transport import (
+    NoStream,
+    StoredMessage,
+    StreamConfig,
+    StreamFull,
+    StreamInfo,
+    WrongLastSequence,
+)
+
+from .consumer import NatsOrderedConsumer
+
+if TYPE_CHECKING:
+    from .connection import NatsConnection
+
+_NANOSECONDS: Final = 1_000_000_000
+_WRONG_LAST_SEQUENCE = 10071
+_WRONG_LAST_SEQUENCE_CONSTANT = 10164
+_STREAM_NAME_IN_USE = 10058
+_STREAM_NOT_FOUND = 10059
+_MESSAGE_NOT_FOUND = 10037
+_NOT_STORED = 10077
+
+
+class JetStreamError(DynbusError):
+    """Raised when the server refuses a JetStream request for a reason not named otherwise.
+
+    Attributes:
+        error_code: the server's own number.
+    """
+
+    code = "JetStreamError"
+
+    def __init__(self, message: str, error_code: int = 0) -> None:
+        super().__init__(message)
+        self.error_code = error_code
+
+
+def _raise_for(error: Mapping[str, Any], what: str) -> None:
+    code = int(error.get("err_code", 0))
+    text = f"{what}: {error.get('description', 'refused')}"
+    if code in (_WRONG_LAST_SEQUENCE, _WRONG_LAST_SEQUENCE_CONSTANT):
+        last = text.rpartition(" ")[2]
+        raise WrongLastSequence(text, int(last) if last.isdigit() else 0)
+    if code == _STREAM_NOT_FOUND:
+        raise NoStream(text)
+    if code == _NOT_STORED and "maximum " in text:
+        raise StreamFull(text)
+    raise JetStreamError(text, code)
+
+
+def stream_request(config: StreamConfig) -> dict[str, Any]:
+    """The server's JSON for a stream."""
+    limits = config.limits
+    age = int(limits.max_age * _NANOSECONDS) if limits.max_age else 0
+    window = int(limits.duplicate_window * _NANOSECONDS)
+    request: dict[str, Any] = {
+        "name": config.name,
+        "subjects": list(config.subjects),
+        "retention": "workqueue" if config.work_queue else "limits",
+        "storage": "memory" if config.in_memory else "file",
+        "num_replicas": config.replicas,
+        "discard": "new" if limits.discard_new else "old",
+        "max_bytes": limits.max_bytes or -1,
+        "max_msgs": limits.max_messages or -1,
+        "max_msgs_per_subject": limits.max_messages_per_subject or -1,
+        "max_age": age,
+        "max_consumers": -1,
+        "max_msg_size": -1,
+        "duplicate_window": min(window, age) if age else window,
+        "allow_direct": True,
+        "allow_rollup_hdrs": True,
+        "deny_delete": True,
+        "description": config.description,
+    }
+    if config.marker_ttl is not None:
+        request["allow_msg_ttl"] = True
+        request["subject_delete_marker_ttl"] = int(config.marker_ttl * _NANOSECONDS)
+    return request
+
+
+class NatsJetStream:
+    """The JetStream API of the server that a connection reaches."""
+
+    def __init__(self, connection: NatsConnection) -> None:
+        self._connection = connection
+
+    async def api(self, call: str, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
+        """One call of `$JS.API`.
+
+        Raises:
+            NoStream, WrongLastSequence, JetStreamError: the server refuses.
+            Unavailable: it does not answer, or has no JetStream.
+        """
+        data = msgspec.json.encode(request) if request else b""
+        reply = await self._connection.request(f"$JS.API.{call}", data, timeout=timeout)
+        answer = msgspec.json.decode(reply.data, type=dict[str, Any])
+        if "error" in answer:
+            _raise_for(answer["error"], call)
+        return answer
+
+    async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
+        try:
+            await self.api(f"STREAM.CREATE.{config.name}", stream_request(config), timeout=timeout)
+            return
+        except JetStreamError as error:
+            if error.error_code != _STREAM_NAME_IN_USE:
+                raise
+        info = await self.api(f"STREAM.INFO.{config.name}", {}, timeout=timeout)
+        subjects = tuple(info["config"].get("subjects") or ())
+        if subjects != config.subjects:
+            raise ConfigError(
+                f"stream {config.name} exists with subjects {', '.join(subjects)}; dynbus needs "
+                f"{', '.join(config.subjects)}: delete or rename the other one"
+            )
+
+    async def delete_stream(self, name: str, *, timeout: float = 5.0) -> None:
+        try:
+            await self.api(f"STREAM.DELETE.{name}", {}, timeout=timeout)
+        except NoStream:
+            return
+
+    async def publish(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        message_id: str = "",
+        expected_last_subject_sequence: int | None = None,
+        ttl: float | None = None,
+        rollup: bool = False,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 5.0,
+    ) -> int:
+        fields = dict(headers or {})
+        if message_id:
+            fields["Nats-Msg-Id"] = message_id
+        if expected_last_subject_sequence is not None:
+            fields["Nats-Expected-Last-Subject-Sequence"] = str(expected_last_subject_sequence)
+        if ttl is not None:
+            fields["Nats-TTL"] = f"{max(1, round(ttl))}s"
+        if rollup:
+            fields["Nats-Rollup"] = "sub"
+        block = header_block.encode(fields) if fields else b""
+        try:
+            reply = await self._connection.request(subject, data, headers=block, timeout=timeout)
+        except Unavailable as error:
+            if "nobody serves" in error.message:
+                raise NoStream(f"no stream takes {subject}") from None
+            raise
+        answer = msgspec.json.decode(reply.data, type=dict[str, Any])
+        if "error" in answer:
+            _raise_for(answer["error"], f"publish to {subject}")
+        return int(answer["seq"])
+
+    async def get(
+        self, stream: str, sequence: int, *, timeout: float = 5.0
+    ) -> StoredMessage | None:
+        return await self._message(stream, {"seq": sequence}, timeout)
+
+    async def last(
+        self, stream: str, subject: str, *, timeout: float = 5.0
+    ) -> StoredMessage | None:
+        return await self._message(stream, {"last_by_subj": subject}, timeout)
+
+    async def _message(
+        self, stream: str, which: Mapping[str, Any], timeout: float
+    ) -> StoredMessage | None:
+        try:
+            answer = await self.api(f"STREAM.MSG.GET.{stream}", which, timeout=timeout)
+        except JetStreamError as error:
+            if error.error_code == _MESSAGE_NOT_FOUND:
+                return None
+            raise
+        message = answer["message"]
+        return StoredMessage(
+            message["subject"],
+            int(message["seq"]),
+            unix_seconds(message["time"]),
+            header_block.decode(base64.b64decode(message.get("hdrs", ""))),
+            base64.b64decode(message.get("data", "")),
+        )
+
+    async def purge(self, stream: str, subject: str = "", *, timeout: float = 5.0) -> int:
+        which = {"filter": subject} if subject else {}
+        answer = await self.api(f"STREAM.PURGE.{stream}", which, timeout=timeout)
+        return int(answer["purged"])
+
+    async def stream_info(self, stream: str, *, timeout: float = 5.0) -> StreamInfo:
+        answer = await self.api(f"STREAM.INFO.{stream}", {}, timeout=timeout)
+        state = answer["state"]
+        return StreamInfo(
+            int(state["messages"]),
+            int(state["bytes"]),
+            int(state["first_seq"]),
+            int(state["last_seq"]),
+            unix_seconds(answer["created"]),
+        )
+
+    async def message_count(self, stream: str, *, timeout: float = 5.0) -> int:
+        answer = await self.api(f"STREAM.INFO.{stream}", {}, timeout=timeout)
+        return int(answer["state"]["messages"])
+
+    async def consume(
+        self,
+        stream: str,
+        on_message: Callable[[StoredMessage], None],
+        *,
+        subject: str = "",
+        start_sequence: int = 1,
+        last_per_subject: bool = False,
+        created: float | None = None,
+        on_restart: Callable[[], None] | None = None,
+        on_recreated: Callable[[], None] | None = None,
+        on_caught_up: Callable[[], None] | None = None,
+    ) -> NatsOrderedConsumer:
+        consumer = NatsOrderedConsumer(
+            self._connection,
+            stream,
+            on_message,
+            subject=subject,
+            start_sequence=start_sequence,
+            last_per_subject=last_per_subject,
+            created=created,
+            on_restart=on_restart,
+            on_recreated=on_recreated,
+            on_caught_up=on_caught_up,
+        )
+        await consumer.start()
+        return consumer
+
+
+def unix_seconds(time: str) -> float:
+    """Unix seconds of a time as the server writes it: RFC 3339 in UTC, to the nanosecond.
+
+    Raises:
+        ValueError: it is none.
+    """
+    moment = datetime.fromisoformat(time[:26].rstrip("Z"))
+    return moment.replace(tzinfo=UTC).timestamp()

@@ -1,0 +1,1 @@
+"""The serving side of calls: one instance and what runs in it."""

@@ -1,0 +1,360 @@
+"""What clients say of their calls: credit, cancels, acknowledgements, what they miss.
+
+Control frames reach the lane of the instance and are carried out on the main loop, against the
+calls of the client that sent them. A frame may overtake the request that it speaks of, or come
+when all of it is over: what was said is remembered for as long as that can matter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from dynbus.bus import headers
+from dynbus.bus.clock import monotonic
+from dynbus.bus.drops import DropReason
+from dynbus.bus.errors import Cancelled, StreamLost, UnknownOutcome
+from dynbus.bus.heartbeats import Registry
+from dynbus.bus.names import control_subject, is_safe_reply
+from dynbus.bus.wire import (
+    SECRET_BYTES,
+    Batch,
+    Cancel,
+    Credit,
+    Frame,
+    Heartbeat,
+    Open,
+    Resume,
+    Unknown,
+    failed_frame,
+)
+
+from .remote_client import ClientPeer
+
+if TYPE_CHECKING:
+    from dynbus.bus.bus import Bus
+    from dynbus.bus.transport import Message, Subscription
+
+    from .calls import ServerCall
+    from .execution import Execution
+    from .outbox import Outbox
+
+REMEMBERED_REQUESTS: Final = 8192
+LOST_CANCEL_BEATS: Final = 3
+ARRIVAL_GRACE: Final = 2.0
+IDLE_PEER_SECONDS: Final = 5.0
+KILL_AFTER: Final = 1.0
+MAX_KILL_AFTER: Final = 60.0
+
+
+class RememberedRequests:
+    """Requests by client id and number, each with its secret; the oldest are forgotten."""
+
+    __slots__ = ("_secrets",)
+
+    def __init__(self) -> None:
+        self._secrets: dict[tuple[str, int], bytes] = {}
+
+    def __repr__(self) -> str:
+        return f"<RememberedRequests [{len(self._secrets)}]>"
+
+    def add(self, client_id: str, number: int, secret: bytes) -> None:
+        """Remember a request."""
+        self._secrets[client_id, number] = secret
+        if len(self._secrets) > REMEMBERED_REQUESTS:
+            del self._secrets[next(iter(self._secrets))]
+
+    def has(self, client_id: str, number: int, secret: bytes) -> bool:
+        """Whether this very request is remembered."""
+        secrets = self._secrets
+        # Every request asks, and almost always there are none.
+        return bool(secrets) and secrets.get((client_id, number)) == secret
+
+
+class ServerControl:
+    """The clients of one instance, and what they say on its control subject.
+
+    Attributes:
+        registry: the dynbus clients with calls here, by client id.
+        plain: the calls of plain NATS clients.
+        refused: requests that were given up, and may not begin when they arrive.
+        lost: requests whose sender was told that they did not arrive.
+        stopped: requests that were asked to stop before they arrived.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        namespace: str,
+        component: str,
+        instance_id: str,
+        execution: Execution,
+        outbox: Outbox,
+    ) -> None:
+        self.registry: Registry[ClientPeer] = Registry(instance_id, self.receive)
+        self.plain: set[ServerCall] = set()
+        self.refused = RememberedRequests()
+        self.lost = RememberedRequests()
+        self.stopped = RememberedRequests()
+        # Those of clients that were taken for dead.
+        self._forgotten = RememberedRequests()
+        self._bus = bus
+        self._execution = execution
+        self._outbox = outbox
+        self._subject = control_subject(namespace, component, instance_id)
+        self._hop = f"{namespace}.{component}@{instance_id}"
+        self._subscription: Subscription | None = None
+
+    def __repr__(self) -> str:
+        clients = len(self.registry.peers)
+        return f"<ServerControl {self._hop} [{clients} clients, {len(self.plain)} plain calls]>"
+
+    async def start(self) -> None:
+        """Beat for the clients and hear them; when this returns the server knows of it.
+
+        Raises:
+            PermissionDenied: the server refuses the control subject.
+        """
+        self._bus.heartbeats.add(self.registry)
+        await self._bus.lane.run(self._subscribe())
+
+    async def _subscribe(self) -> None:
+        connection = self._bus.lane.connection
+        self._subscription = connection.subscribe(self._subject, self._on_message)
+        await connection.barrier()
+
+    def stop(self) -> None:
+        """Beat and hear no more."""
+        self._bus.heartbeats.remove(self.registry)
+        if self._subscription is not None:
+            self._bus.lane.call(self._subscription.unsubscribe)
+
+    # Clients and their calls -------------------------------------------------------------
+
+    def peer(self, base: str, incarnation: str) -> ClientPeer | None:
+        """The client that reads at `base`; None for one that may not be answered."""
+        peer = self.registry.peers.get(base.rpartition(".")[2])
+        if peer is not None and peer.base == base:
+            return peer
+        peer = self._new_peer(base)
+        if peer is not None:
+            peer.incarnation = incarnation
+        return peer
+
+    def _new_peer(self, base: str) -> ClientPeer | None:
+        if base.count(".") != 2 or not is_safe_reply(base, self._bus.config.reply_prefixes):
+            self._bus.drop(DropReason.UNSAFE_REPLY)
+            return None
+        client_id = base.rpartition(".")[2]
+        if client_id in self.registry.peers:
+            self._bus.drop(DropReason.CLIENT_ID_TAKEN)
+            return None
+        bounce = self._bus.replies.bounce(self.registry.bounce_token(client_id))
+        peer = self.registry.peers[client_id] = ClientPeer(self, self._outbox, base, bounce)
+        return peer
+
+    def calls(self) -> list[ServerCall]:
+        """Every call that waits or runs here, or whose request is not complete."""
+        calls = list(self.plain)
+        for peer in self.registry.peers.values():
+            calls.extend(peer.calls.values())
+        return calls
+
+    def heartbeat(self, calls: list[tuple[int, int]]) -> Heartbeat:
+        """What a client with these calls is told at every beat; called on the lane."""
+        return Heartbeat(self._bus.heartbeats.blocked, self._execution.draining, calls)
+
+    def touch_fresh(self) -> None:
+        """Have everything sent that was not, now that the connection is back."""
+        # Bytes of the last moments may be lost; whoever misses some asks, see `Resume`.
+        for peer in list(self.registry.peers.values()):
+            peer.touch_fresh()
+
+    def forget_idle(self, now: float) -> None:
+        """Forget clients that have had no call here for a while."""
+        for client_id, peer in list(self.registry.peers.items()):
+            if peer.calls or peer.kept or peer.dirty:
+                peer.busy_at = now
+            elif now - peer.busy_at > IDLE_PEER_SECONDS:
+                del self.registry.peers[client_id]
+
+    def client_gone(self, peer: ClientPeer) -> None:
+        """A client died: stop its calls and forget it, but know them should it come back."""
+        if self.registry.peers.get(peer.client_id) is peer:
+            del self.registry.peers[peer.client_id]
+        for number in (*peer.calls, *peer.kept):
+            writer = peer.writer(number)
+            if writer is not None:
+                self._forgotten.add(peer.client_id, number, writer.secret)
+        for call in list(peer.calls.values()):
+            if not call.ended:
+                kind = StreamLost if call.served.endpoint.streaming else UnknownOutcome
+                self._execution.abort(call, kind("the instance took its caller for dead"))
+        peer.kept.clear()
+
+    # Frames ------------------------------------------------------------------------------
+
+    def _on_message(self, message: Message) -> None:
+        """A message to the instance's control subject; called on the lane."""
+        if not message.headers:
+            self._bus.heartbeats.receive(self.registry, message)
+            return
+        fields = headers.decode(message.headers)
+        if fields.get(headers.CANCEL) in ("stop", "kill") and fields.get(headers.REQUEST_ID):
+            self._bus.loop.call_soon_threadsafe(self._cancel_plain, fields)
+        else:
+            self._bus.loop.call_soon_threadsafe(self._bus.drop, DropReason.MALFORMED)
+
+    def _cancel_plain(self, fields: dict[str, str]) -> None:
+        """Cancel the calls of plain clients that carry a request id.
+
+        Calls of dynbus clients have a secret for this; an id alone does not end them.
+        """
+        for call in list(self.plain):
+            if call.context.id == fields[headers.REQUEST_ID]:
+                self._execution.cancel(call, 0.0 if fields[headers.CANCEL] == "kill" else -1.0)
+
+    def receive(self, batch: Batch) -> None:
+        """Carry out what a client says."""
+        peer = self.registry.peers.get(batch.sender.rpartition(".")[2])
+        for frame in batch.frames:
+            if isinstance(frame, Open):
+                if peer is not None:
+                    self._on_open(peer, batch.incarnation, frame)
+                if frame.calls and (peer is None or not peer.has_work()):
+                    # None of them is here; told so twice the client asks for each.
+                    self._answer_control(batch.sender, Heartbeat(0.0, self._execution.draining, []))
+            elif isinstance(frame, Credit | Cancel | Resume):
+                self._on_call_control(peer, batch.sender, frame)
+
+    def _on_open(self, peer: ClientPeer, incarnation: str, frame: Open) -> None:
+        if incarnation != peer.incarnation:
+            self._bus.drop(DropReason.STALE)
+            return
+        for number, secret in frame.done:
+            writer = peer.writer(number)
+            if writer is None:
+                # A request that is still on its way, or waits in front of a blocked loop.
+                self.refused.add(peer.client_id, number, secret)
+            elif writer.secret == secret:
+                self._release(peer, number)
+        peer.missing = self._missing(peer, dict(frame.calls))
+        for number, beats in peer.missing.items():
+            if beats < LOST_CANCEL_BEATS:
+                continue
+            call = peer.calls.get(number)
+            if call is not None and not call.ended:
+                # Not a tidy end: should the reader be there after all, it must not take it for
+                # the end of the stream.
+                gone = Cancelled("the caller does not list the call any longer")
+                self._execution.abort(call, gone)
+            self._release(peer, number)
+
+    @staticmethod
+    def _missing(peer: ClientPeer, known: dict[int, int]) -> dict[int, int]:
+        """The calls here that a heartbeat does not list, and how many in a row did not.
+
+        Args:
+            known: the calls that it lists, each with the units received.
+        """
+        newest = max(known, default=-1)
+        now = monotonic()
+        missing: dict[int, int] = {}
+        for number in (*peer.calls, *peer.kept):
+            if number in known:
+                # Soon and often: what is kept for long is memory that is never warm.
+                writer = peer.writer(number)
+                if writer is not None:
+                    writer.acknowledge(known[number])
+                continue
+            call = peer.calls.get(number)
+            # A request may overtake a heartbeat that was written before it.
+            young = call is not None and now - call.started_at < ARRIVAL_GRACE
+            if call is not None and (call.released or (number > newest and young)):
+                continue
+            # The reader does not list it: a cancel or an acknowledgement was lost on the way.
+            missing[number] = peer.missing.get(number, 0) + 1
+        return missing
+
+    def _release(self, peer: ClientPeer, number: int) -> None:
+        """The reader has all that it wants of a call."""
+        peer.kept.pop(number, None)
+        call = peer.calls.get(number)
+        if call is not None:
+            call.released = True
+            if call.kill_timer is None:
+                # The cancel that a reader sends when it leaves was lost on the way.
+                self._execution.cancel(call, KILL_AFTER)
+
+    def _on_call_control(
+        self, peer: ClientPeer | None, sender: str, frame: Credit | Cancel | Resume
+    ) -> None:
+        writer = peer.writer(frame.number) if peer is not None else None
+        if peer is None or writer is None:
+            if isinstance(frame, Resume):
+                self._say_unknown(sender, frame)
+            elif isinstance(frame, Cancel):
+                # A request that is still on its way, or waits in front of a blocked loop.
+                self._refuse_request(sender, frame)
+            return
+        if writer.secret != frame.secret or writer.attempt != frame.attempt:
+            self._bus.drop(DropReason.STALE)
+            return
+        call = peer.calls.get(frame.number)
+        if isinstance(frame, Credit):
+            writer.credit(frame.granted, frame.received)
+            if call is not None and not writer.blocked:
+                call.wake()
+        elif isinstance(frame, Cancel):
+            if call is not None:
+                self._execution.cancel(call, min(frame.kill_after, MAX_KILL_AFTER))
+        elif call is not None and frame.number in peer.parts:
+            # Parts of the request were lost: it has not begun, and is to be sent anew.
+            call.released = True
+            self._execution.kill(call)
+            self._say_unknown(sender, frame)
+        elif writer.resume(frame.resume_from):
+            if writer.has_fresh:
+                peer.touch(writer)
+        else:
+            self._say_unknown(sender, frame)
+
+    def _say_unknown(self, sender: str, frame: Resume) -> None:
+        """Tell a client that its request is not here, and never accept it any more."""
+        if self._forgotten.has(sender.rpartition(".")[2], frame.number, frame.secret):
+            self._say_forgotten(sender, frame)
+            return
+        self._refuse_request(sender, frame)
+        self._answer_control(sender, Unknown(frame.number, frame.secret, frame.attempt))
+
+    def _say_forgotten(self, sender: str, frame: Resume) -> None:
+        """Tell a client that was taken for dead that its request did begin here."""
+        subject = f"{sender}.f"
+        if not is_safe_reply(subject, self._bus.config.reply_prefixes):
+            self._bus.drop(DropReason.UNSAFE_REPLY)
+            return
+        kind = StreamLost if frame.resume_from else UnknownOutcome
+        failed = failed_frame(
+            frame.number,
+            frame.secret,
+            frame.attempt,
+            frame.resume_from,
+            kind("the instance took its caller for dead", hop=self._hop),
+        )
+        self._bus.data.publish(subject, self._outbox.encode([failed]))
+
+    def _refuse_request(self, sender: str, frame: Cancel | Resume) -> None:
+        if len(frame.secret) != SECRET_BYTES:
+            return
+        memory = self.lost
+        if isinstance(frame, Cancel):
+            memory = self.stopped if frame.kill_after < 0 else self.refused
+        memory.add(sender.rpartition(".")[2], frame.number, frame.secret)
+
+    def _answer_control(self, sender: str, frame: Frame) -> None:
+        """Send one frame to the control lane of a client that need not have calls here."""
+        subject = f"{sender}.ctl.f"
+        if not is_safe_reply(subject, self._bus.config.reply_prefixes):
+            self._bus.drop(DropReason.UNSAFE_REPLY)
+            return
+        batch = self._outbox.encode([frame])
+        self._bus.lane.call(self._bus.lane.connection.publish, subject, batch)

@@ -1,0 +1,350 @@
+"""Running calls: who is admitted, the handlers as tasks, and how each call ends.
+
+`Admission` decides who runs. A call that was admitted is settled exactly once, whether its
+handler was left, killed, or never entered. Everything here runs on the main loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from dynbus.bus.clock import monotonic
+from dynbus.bus.context import enter_context
+from dynbus.bus.deadlines import Deadlines
+from dynbus.bus.drops import DropReason
+from dynbus.bus.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    DynbusError,
+    HandlerError,
+    InvalidRequest,
+    InvalidResponse,
+    Migrate,
+    Overloaded,
+    ReaderStalled,
+    safe_text,
+)
+
+from .admission import Verdict
+
+if TYPE_CHECKING:
+    from dynbus.bus.bus import Bus
+    from dynbus.bus.telemetry import Telemetry
+
+    from .calls import ServerCall
+
+logger = logging.getLogger(__name__)
+
+TURN_ITEMS: Final = 256
+LEAST_TURN_ITEMS: Final = 16
+HIGH_BACKLOG: Final = 8 * 1024 * 1024
+STOP_TIMEOUT: Final = 5.0
+
+
+class Execution:
+    """The calls that run or wait at one instance.
+
+    Attributes:
+        draining: whether new calls are refused.
+        load: calls that run or wait.
+    """
+
+    def __init__(self, bus: Bus, instance_id: str) -> None:
+        self.bus = bus
+        self.draining = False
+        self.load = 0
+        self._instance_id = instance_id
+        # Handlers start from the variables of whoever started the instance: those of the
+        # message that happens to be read would leak one caller's into another's call.
+        self._variables = contextvars.copy_context()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._deadlines = Deadlines(bus.loop)
+
+    def __repr__(self) -> str:
+        state = "draining" if self.draining else "serving"
+        return f"<Execution {self._instance_id} [{state} | load: {self.load}]>"
+
+    def is_draining(self) -> bool:
+        """Whether new calls are refused; for the contexts of those that run."""
+        return self.draining
+
+    async def idle(self) -> None:
+        """Wait until no call runs or waits."""
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Wait for the handlers, which must have been told to end, and forget all deadlines.
+
+        One that ignores its cancellation is logged and left behind.
+        """
+        if self._tasks:
+            _, stuck = await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT)
+            for task in stuck:
+                logger.error("a handler ignores its cancellation: %r", task)
+        self._deadlines.clear()
+
+    def admit(self, call: ServerCall, data: bytes, fields: dict[str, str], now: float) -> None:
+        """Let a call run or wait, or end it with the reason why it may not.
+
+        Args:
+            data: the whole request.
+            fields: its headers.
+            now: when it arrived, on the monotonic clock.
+        """
+        served = call.served
+        telemetry = self.bus.telemetry
+        if telemetry is not None:
+            self._observe(telemetry, call, fields)
+        if self.draining:
+            self._refuse(call, Draining("the instance is going away", started=False))
+            return
+        deadline = call.context.deadline
+        if deadline is not None and deadline <= now:
+            self._refuse(call, DeadlineExceeded("the deadline passed on the way", started=False))
+            return
+        try:
+            call.request = served.endpoint.decode(data)
+        except DynbusError as error:
+            error.started = False
+            self._refuse(call, error)
+            return
+        except Exception as error:
+            logger.exception("%s: the request could not be read", served.address)
+            text = f"the request could not be read: {type(error).__name__}: {error}"
+            self._refuse(call, InvalidRequest(text, started=False))
+            return
+        verdict = served.admission.enter(call)
+        if verdict is Verdict.REFUSE:
+            overloaded = Overloaded(
+                f"{served.admission.running} calls run and {served.admission.waiting} wait",
+                retry_after=served.retry_after(),
+                started=False,
+            )
+            self._refuse(call, overloaded)
+            return
+        self.load += 1
+        self._idle.clear()
+        if telemetry is not None:
+            telemetry.in_flight(served.address, 1)
+        if deadline is not None:
+            call.deadline_number = self._deadlines.arm(deadline, now, call.expire)
+        if verdict is Verdict.RUN:
+            self._run(call)
+
+    def _observe(self, telemetry: Telemetry, call: ServerCall, fields: dict[str, str]) -> None:
+        call.observation = telemetry.server_call(
+            call.served.address,
+            self._instance_id,
+            fields,
+            streaming=call.served.endpoint.streaming,
+            request_id=call.context.id,
+        )
+        call.context.set_trace_headers(call.observation.trace_headers)
+
+    def _refuse(self, call: ServerCall, error: DynbusError) -> None:
+        call.fail(error)
+        call.retire()
+        served = call.served
+        served.finished(0.0, error)
+        if call.observation is not None:
+            call.observation.end(error)
+
+    def _run(self, call: ServerCall) -> None:
+        work = self._stream(call) if call.served.endpoint.streaming else self._answer(call)
+        task = self.bus.loop.create_task(work, context=self._variables.copy())
+        call.task = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, call: ServerCall) -> None:
+        """Run a unary handler."""
+        token = self._enter(call)
+        endpoint = call.served.endpoint
+        try:
+            call.end(endpoint.encode(await endpoint.invoke(call.request)))
+        except BaseException as error:
+            if not self._conclude(call, error):
+                raise
+        finally:
+            self._leave(call, token)
+
+    async def _stream(self, call: ServerCall) -> None:
+        """Run a streaming handler and send what it yields, as fast as the reader allows."""
+        token = self._enter(call)
+        bus = self.bus
+        push = call.push
+        encode = call.served.endpoint.encode
+        observation = call.observation
+        left = 1  # the first item goes out before the second is asked for
+        try:
+            items = call.served.endpoint.invoke(call.request)
+            try:
+                async for item in items:
+                    may_go_on = push(encode(item))
+                    if observation is not None:
+                        observation.items(1)
+                    left -= 1
+                    if not may_go_on:
+                        await call.writable()
+                        if call.ended:
+                            break
+                    elif left <= 0:
+                        # A turn of the loop is shared by all streams that never wait.
+                        left = max(LEAST_TURN_ITEMS, TURN_ITEMS // self.load)
+                        if bus.data.backlog > HIGH_BACKLOG:
+                            await bus.data.drained(timeout=bus.config.reader_stall_timeout)
+                        else:
+                            await asyncio.sleep(0)
+            finally:
+                await items.aclose()
+            call.end()
+        except BaseException as error:
+            if not self._conclude(call, error):
+                raise
+        finally:
+            self._leave(call, token)
+
+    def _enter(self, call: ServerCall) -> Any:
+        call.entered = True
+        enter_context(call.context)
+        return call.observation.activate() if call.observation is not None else None
+
+    def _leave(self, call: ServerCall, token: Any) -> None:
+        if call.observation is not None:
+            call.observation.deactivate(token)
+        self._left(call)
+
+    def _conclude(self, call: ServerCall, error: BaseException) -> bool:
+        """End a call as its handler's exception says; False when that must go on upwards."""
+        if isinstance(error, DynbusError):
+            if isinstance(error, InvalidResponse):
+                # The caller is told; it is this actor's author who can mend it.
+                logger.error("%s, request %s: %s", call.served.address, call.context.id, error)
+            call.fail(self._outgoing(error))
+        elif isinstance(error, GeneratorExit):
+            call.fail(Migrate("the handler asks for another instance"))
+        elif isinstance(error, asyncio.CancelledError):
+            call.fail(Cancelled("the handler was cancelled"))
+            return call.context.is_killed()
+        elif isinstance(error, SystemExit | KeyboardInterrupt):
+            call.fail(Draining("the instance was stopped"))
+            return False
+        else:
+            call.fail(self._handler_error(call, error))
+        return True
+
+    def _handler_error(self, call: ServerCall, error: BaseException) -> DynbusError:
+        logger.exception(
+            "%s raised in request %s", call.served.address, call.context.id, exc_info=error
+        )
+        failure = HandlerError(f"{type(error).__name__}: {safe_text(error)}")
+        if self.bus.config.debug:
+            import traceback
+
+            failure.remote_traceback = "".join(traceback.format_exception(error))
+        return failure
+
+    @staticmethod
+    def _outgoing(error: DynbusError) -> DynbusError:
+        """A handler's own or a sub-call's error, as this hop's caller may see it."""
+        # The handler did run, whatever a sub-call said of itself.
+        error.started = True
+        return error
+
+    def _left(self, call: ServerCall) -> None:
+        """A handler has been left, or will never be entered."""
+        if not call.ended:
+            call.fail(Cancelled("the handler was cancelled"))
+        self._settle(call)
+        following = call.served.admission.leave()
+        if following is not None:
+            self._run(following)
+
+    def _settle(self, call: ServerCall) -> None:
+        """Account for a call that neither runs nor waits any longer."""
+        if call.deadline_number is not None:
+            self._deadlines.disarm(call.deadline_number, call.expire)
+        if call.kill_timer is not None:
+            call.kill_timer.cancel()
+        seconds = monotonic() - call.started_at if call.entered else 0.0
+        call.served.finished(seconds, call.error)
+        if call.observation is not None:
+            call.observation.end(call.error)
+        call.retire()
+        if self.bus.telemetry is not None:
+            self.bus.telemetry.in_flight(call.served.address, -1)
+        self.load -= 1
+        if self.load == 0:
+            self._idle.set()
+
+    def expire(self, call: ServerCall) -> None:
+        """The deadline of a call passed."""
+        if call.ended:
+            return
+        waited = call.task is None
+        message = (
+            "the deadline passed while the call waited"
+            if waited
+            else "the deadline passed while the handler ran"
+        )
+        self.abort(call, DeadlineExceeded(message, started=not waited))
+
+    def abort(self, call: ServerCall, error: DynbusError) -> None:
+        """End a call with `error` and drop it."""
+        call.fail(error)
+        self.kill(call)
+
+    def kill(self, call: ServerCall) -> None:
+        """Drop a call now, wherever it is."""
+        call.context.kill()
+        if call.task is not None:
+            call.task.cancel()
+            if not call.entered:
+                # A task that is cancelled before its first step never enters its body.
+                call.entered = True
+                self._left(call)
+        elif call.served.admission.withdraw(call):
+            self._settle(call)
+        else:
+            # Parts of its request are still to come.
+            call.retire()
+
+    def cancel(self, call: ServerCall, kill_after: float) -> None:
+        """Stop a call, and kill it `kill_after` seconds later unless that is negative."""
+        if call.ended:
+            return
+        if self.bus.telemetry is not None:
+            kind = "kill" if kill_after == 0 else "stop"
+            self.bus.telemetry.cancellation(call.served.address, kind)
+        if kill_after == 0:
+            self.abort(call, Cancelled("the caller cancelled the call"))
+            return
+        call.context.stop_generating()
+        if call.observation is not None:
+            call.observation.cancelled()
+        if kill_after > 0 and call.kill_timer is None:
+            call.kill_timer = self.bus.loop.call_later(kill_after, self.cancel, call, 0.0)
+
+    def reader_gone(self, call: ServerCall) -> None:
+        """Whoever reads this call's results does not exist any longer."""
+        self.bus.drop(DropReason.READER_GONE)
+        self.cancel(call, 0.0)
+
+    def end_if_stuck(self, call: ServerCall, now: float) -> None:
+        """End a stream whose handler or reader has done nothing for too long."""
+        if call.ended or call.task is None or not call.served.endpoint.streaming:
+            return
+        idle = call.served.endpoint.idle_timeout
+        if call.blocked_since is not None:
+            if now - call.blocked_since > self.bus.config.reader_stall_timeout:
+                self.abort(call, ReaderStalled("the reader granted no credit"))
+        elif call.has_progressed():
+            call.last_progress = now
+        elif idle is not None and now - call.last_progress > idle:
+            self.abort(call, DeadlineExceeded(f"the handler yielded nothing for {idle} s"))

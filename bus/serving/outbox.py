@@ -1,0 +1,89 @@
+"""Sending results: what is ready for one client leaves in one message per turn of the loop."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from dynbus.bus.streams import MAX_FRAME_BYTES
+from dynbus.bus.wire import BATCH_OVERHEAD, Frame, encode_batch
+
+if TYPE_CHECKING:
+    from dynbus.bus.bus import Bus
+
+    from .execution import Execution
+    from .remote_client import ClientPeer
+
+logger = logging.getLogger(__name__)
+
+FRAME_OVERHEAD: Final = 48
+
+
+class Outbox:
+    """The clients of one instance that have something to get, and how it reaches them.
+
+    Args:
+        execution: whose load each batch tells.
+    """
+
+    def __init__(self, bus: Bus, instance_id: str, execution: Execution) -> None:
+        self._bus = bus
+        self._instance_id = instance_id
+        self._execution = execution
+        self._dirty: list[ClientPeer] = []
+        self._flush_scheduled = False
+
+    def __repr__(self) -> str:
+        return f"<Outbox {self._instance_id} [{len(self._dirty)} clients]>"
+
+    def max_unit_bytes(self) -> int:
+        """Bytes of a unit that still fits into one message."""
+        return min(MAX_FRAME_BYTES, self._bus.data.max_payload - 4 * BATCH_OVERHEAD)
+
+    def schedule(self, peer: ClientPeer) -> None:
+        """Send what `peer` has to get at the end of this turn of the loop."""
+        self._dirty.append(peer)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._bus.loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Send everything that is ready, now."""
+        self._flush_scheduled = False
+        peers, self._dirty = self._dirty, []
+        for peer in peers:
+            try:
+                self.flush_peer(peer)
+            except Exception:
+                # The other clients must get theirs; this one asks for what it misses.
+                logger.exception("results for %s could not be sent", peer.base)
+
+    def flush_peer(self, peer: ClientPeer) -> None:
+        """Send everything that is ready for one client, in as few messages as it fits."""
+        writers, peer.dirty = peer.dirty, []
+        peer.ended = 0
+        limit = room = min(MAX_FRAME_BYTES, self._bus.data.max_payload - 3 * BATCH_OVERHEAD)
+        frames: list[Frame] = []
+        for writer in writers:
+            writer.dirty = False
+        for writer in writers:
+            frame = writer.take_items(room)
+            if frame is not None:
+                frames.append(frame)
+                room -= writer.taken_bytes + FRAME_OVERHEAD
+                continue
+            while writer.has_fresh:
+                if frames and writer.next_bytes > room:
+                    self._send(peer, frames)
+                    frames, room = [], limit
+                frames += writer.take(room)
+                room -= writer.taken_bytes + FRAME_OVERHEAD
+        if frames:
+            self._send(peer, frames)
+
+    def encode(self, frames: list[Frame]) -> bytes:
+        """Frames as a batch of this instance."""
+        return encode_batch(self._instance_id, self._bus.incarnation, self._execution.load, frames)
+
+    def _send(self, peer: ClientPeer, frames: list[Frame]) -> None:
+        self._bus.data.publish(peer.frames_subject, self.encode(frames), reply=peer.bounce)

@@ -1,0 +1,111 @@
+"""A client as the serving side sees it: its calls, and what is still to be sent to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from dynbus.bus.clock import monotonic
+
+if TYPE_CHECKING:
+    from dynbus.bus.liveness import PeerLiveness
+    from dynbus.bus.streams import StreamWriter
+    from dynbus.bus.wire import Frame
+
+    from .calls import FramedCall
+    from .control import ServerControl
+    from .outbox import Outbox
+    from .requests import PartialRequest
+
+EARLY_ENDS: Final = 16
+
+
+class ClientPeer:
+    """A dynbus client with calls at this instance.
+
+    Attributes:
+        base: its reply base; results go to one subject under it, control frames to another.
+        bounce: where the server says that nobody reads them.
+        calls: calls that wait or run, by request number.
+        kept: writers of ended calls that are not acknowledged yet.
+        dirty: writers with something to send.
+        ended: how many of those have ended.
+        parts: split requests that are not complete.
+        missing: heartbeats in a row that did not list a call, by request number.
+        busy_at: when it last had calls here, on the monotonic clock.
+    """
+
+    def __init__(self, control: ServerControl, outbox: Outbox, base: str, bounce: str) -> None:
+        self._control = control
+        self._outbox = outbox
+        self.base = base
+        self.client_id = base.rpartition(".")[2]
+        self.frames_subject = f"{base}.f"
+        self._control_subject = f"{base}.ctl.f"
+        self.bounce = bounce
+        self.liveness: PeerLiveness | None = None
+        self.calls: dict[int, FramedCall] = {}
+        self.kept: dict[int, StreamWriter] = {}
+        self.kept_mark = 0
+        self.dirty: list[StreamWriter] = []
+        self.ended = 0
+        self.parts: dict[int, PartialRequest] = {}
+        self.incarnation = ""
+        self.busy_at = monotonic()
+        self.missing: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<ClientPeer {self.base} [{len(self.calls)} calls, {len(self.kept)} kept]>"
+
+    @property
+    def control_subject(self) -> str:
+        return self._control_subject
+
+    def has_work(self) -> bool:
+        return bool(self.calls or self.kept)
+
+    def beat(self) -> list[Frame]:
+        calls = [(number, call.writer.next_sequence) for number, call in list(self.calls.items())]
+        # What ended since the last beat is most likely acknowledged before the next.
+        kept = list(self.kept.items())
+        calls += [
+            (number, writer.next_sequence) for number, writer in kept if number <= self.kept_mark
+        ]
+        self.kept_mark = kept[-1][0] if kept else 0
+        return [self._control.heartbeat(calls)]
+
+    def touch(self, writer: StreamWriter) -> None:
+        """Have a writer's fresh units sent at the end of this turn of the loop."""
+        if not writer.dirty:
+            writer.dirty = True
+            self.note_dirty(writer)
+
+    def note_dirty(self, writer: StreamWriter) -> None:
+        """A writer has something to send."""
+        if not self.dirty:
+            self._outbox.schedule(self)
+        self.dirty.append(writer)
+
+    def touch_ended(self, writer: StreamWriter) -> None:
+        """The same for a writer that has ended.
+
+        Its caller has nothing to do until it hears so: a busy turn of the loop does not make
+        many of them wait for the last.
+        """
+        self.touch(writer)
+        self.ended += 1
+        if self.ended >= EARLY_ENDS:
+            self._outbox.flush_peer(self)
+
+    def touch_fresh(self) -> None:
+        """The same for every writer that has units which were not sent."""
+        for writer in (*(call.writer for call in self.calls.values()), *self.kept.values()):
+            if writer.has_fresh:
+                self.touch(writer)
+
+    def writer(self, number: int) -> StreamWriter | None:
+        """The writer of a call that runs, or has ended and is not acknowledged yet."""
+        call = self.calls.get(number)
+        return call.writer if call is not None else self.kept.get(number)
+
+    def gone(self) -> None:
+        self._control.client_gone(self)

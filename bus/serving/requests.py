@@ -1,0 +1,158 @@
+"""Reading a request: what its headers say, and the parts of one that was split.
+
+Nothing here knows of a connection, a clock or a call: headers and bytes go in, values or
+`InvalidRequest` come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Final
+
+from dynbus.bus import headers
+from dynbus.bus.context import MAX_ID_LENGTH, Context
+from dynbus.bus.errors import InvalidRequest
+from dynbus.bus.names import split_number
+from dynbus.bus.tokens import random_id
+from dynbus.bus.wire import MAX_PARTS, SECRET_BYTES, VERSION
+
+MAX_HEADER_LENGTH: Final = 4096
+
+_VERSION_WORD = str(VERSION)
+
+
+def read_framing(framing: str) -> tuple[bytes, int, str]:
+    """The (secret, window in bytes, incarnation of the client) of a `Dynbus-Frames` header.
+
+    Raises:
+        InvalidRequest: it is not one of version 1.
+    """
+    words = framing.split(" ")
+    if len(words) >= 4 and words[0] == _VERSION_WORD and len(words[1]) == 2 * SECRET_BYTES:
+        try:
+            return bytes.fromhex(words[1]), int(words[2]), words[3]
+        except ValueError:
+            pass
+    raise InvalidRequest(f"{headers.FRAMES}: {framing[:80]!r} is not of version {VERSION}")
+
+
+def read_reply(reply: str) -> tuple[str, int]:
+    """The (reply base of the client, request number) of a framed request's reply subject.
+
+    Raises:
+        InvalidRequest: it does not end in a number.
+    """
+    numbered = split_number(reply)
+    if numbered is None:
+        raise InvalidRequest(f"{headers.FRAMES} needs a numbered reply, not {reply[:80]!r}")
+    return numbered
+
+
+def read_context(
+    fields: dict[str, str],
+    *,
+    timeout: float | None,
+    hop: str,
+    draining: Callable[[], bool],
+    now: float,
+) -> Context:
+    """The context in which a request with these headers runs.
+
+    Args:
+        timeout: seconds that the endpoint allows a call; the caller's deadline can only shorten
+            them.
+        now: when the request arrived, on the monotonic clock.
+
+    Raises:
+        InvalidRequest: the deadline is no number, or the metadata cannot be read.
+    """
+    deadline = None if timeout is None else now + timeout
+    if (text := fields.get(headers.DEADLINE)) is not None:
+        if not (text.isascii() and text.isdigit() and len(text) < 16):
+            raise InvalidRequest(f"{headers.DEADLINE}: {text[:40]!r} is no number")
+        given = now + int(text) / 1000
+        deadline = given if deadline is None else min(given, deadline)
+    context = Context(
+        _request_id(fields.get(headers.REQUEST_ID)),
+        deadline=deadline,
+        trace_headers=_trace_headers(fields) if headers.TRACEPARENT in fields else None,
+        hop=hop,
+        draining=draining,
+    )
+    if headers.METADATA in fields:
+        context.metadata = MappingProxyType(headers.decode_metadata(fields[headers.METADATA]))
+    if headers.ATTEMPT in fields:
+        context.attempt = _small_number(fields[headers.ATTEMPT], 1)
+    if headers.PRIORITY in fields:
+        context.priority = _small_number(fields[headers.PRIORITY], 0)
+    if headers.IDEMPOTENCY_KEY in fields:
+        context.idempotency_key = fields[headers.IDEMPOTENCY_KEY][:128]
+    return context
+
+
+def read_part(part: str) -> tuple[int, int]:
+    """The (index from 1, count) of a `Dynbus-Part` header.
+
+    Raises:
+        InvalidRequest: it is not `index/count`, or names a part that cannot be.
+    """
+    first, _, second = part.partition("/")
+    index, count = _small_number(first, 0), _small_number(second, 0)
+    if not 1 <= index <= count <= MAX_PARTS:
+        raise InvalidRequest(f"{headers.PART}: {part[:40]!r}")
+    return index, count
+
+
+class PartialRequest:
+    """The parts of a split request that have arrived, in whatever order.
+
+    Attributes:
+        size: bytes that have arrived.
+    """
+
+    __slots__ = ("_count", "_parts", "size")
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._parts: dict[int, bytes] = {}
+        self.size = 0
+
+    def __repr__(self) -> str:
+        return f"<PartialRequest [{len(self._parts)} of {self._count} parts]>"
+
+    def add(self, index: int, count: int, data: bytes) -> None:
+        """Take in part `index`, counted from 1; a repeat, or one of another split, is ignored."""
+        if self._count == count and index not in self._parts:
+            self._parts[index] = data
+            self.size += len(data)
+
+    def whole(self) -> bytes | None:
+        """The request, or None while parts are still to come."""
+        if len(self._parts) < self._count:
+            return None
+        return b"".join(self._parts[index] for index in range(1, self._count + 1))
+
+
+def _request_id(text: str | None) -> str:
+    """A request id as given, unless it could not be sent on as a header."""
+    if text and len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable():
+        return text
+    return random_id()
+
+
+def _trace_headers(fields: dict[str, str]) -> dict[str, str]:
+    found = {headers.TRACEPARENT: fields[headers.TRACEPARENT]}
+    for key in (headers.TRACESTATE, headers.BAGGAGE):
+        if key in fields:
+            found[key] = fields[key]
+    return {
+        key: text
+        for key, text in found.items()
+        if len(text) <= MAX_HEADER_LENGTH and text.isascii() and text.isprintable()
+    }
+
+
+def _small_number(text: str, default: int) -> int:
+    digits = text.removeprefix("-")
+    return int(text) if digits.isascii() and digits.isdigit() and len(digits) < 6 else default

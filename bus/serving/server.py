@@ -1,0 +1,316 @@
+"""The serving side: takes requests for the endpoints of one instance, from `start` to `stop`.
+
+`InstanceServer` puts the parts together: `requests` reads what arrives, `Execution` runs it,
+`Outbox` sends the results, `ServerControl` hears what clients say of their calls. Everything
+here runs on the main loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from dynbus.bus import headers
+from dynbus.bus.clock import monotonic
+from dynbus.bus.drops import DropReason
+from dynbus.bus.endpoint import Endpoint
+from dynbus.bus.errors import (
+    Cancelled,
+    Draining,
+    DynbusError,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    Unavailable,
+)
+from dynbus.bus.names import EndpointName, is_safe_reply
+from dynbus.bus.streams import StreamWriter
+from dynbus.bus.transport import ConnectionState, Message, Subscription
+
+from .calls import FramedCall, PlainCall, error_block
+from .control import ServerControl
+from .execution import Execution
+from .outbox import Outbox
+from .requests import PartialRequest, read_context, read_framing, read_part, read_reply
+from .served_endpoint import ServedEndpoint
+
+if TYPE_CHECKING:
+    from dynbus.bus.bus import Bus
+    from dynbus.bus.context import Context
+    from dynbus.bus.heartbeats import Registry
+
+    from .remote_client import ClientPeer
+
+logger = logging.getLogger(__name__)
+
+SWEEP_INTERVAL: Final = 0.5
+PARTIAL_REQUESTS: Final = 4
+"""Requests of the largest size that one client may have half sent."""
+
+
+class InstanceServer:
+    """Serves the endpoints of one instance, between `start` and `stop`.
+
+    Attributes:
+        execution: the calls that run or wait.
+        control: the clients that made them.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        namespace: str,
+        component: str,
+        instance_id: str,
+        endpoints: Iterable[Endpoint],
+    ) -> None:
+        self.bus = bus
+        self.namespace = namespace
+        self.component = component
+        self.instance_id = instance_id
+        self.served = {
+            endpoint.name: ServedEndpoint(
+                EndpointName.of(namespace, component, endpoint.name), endpoint, instance_id
+            )
+            for endpoint in endpoints
+        }
+        self.execution = Execution(bus, instance_id)
+        self._outbox = Outbox(bus, instance_id, self.execution)
+        self.control = ServerControl(
+            bus, namespace, component, instance_id, self.execution, self._outbox
+        )
+        self._queue_subscriptions: list[Subscription] = []
+        self._subscriptions: list[Subscription] = []
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._stop_listening: Callable[[], None] = _nothing
+
+    def __repr__(self) -> str:
+        state = "draining" if self.draining else "serving"
+        running = sum(served.admission.running for served in self.served.values())
+        waiting = sum(served.admission.waiting for served in self.served.values())
+        return (
+            f"<InstanceServer {self.namespace}.{self.component}@{self.instance_id} "
+            f"[{state} | calls: {running} running, {waiting} waiting]>"
+        )
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self.execution.draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self.execution.draining = draining
+
+    @property
+    def load(self) -> int:
+        """Calls that run or wait here."""
+        return self.execution.load
+
+    @property
+    def registry(self) -> Registry[ClientPeer]:
+        """The dynbus clients with calls here."""
+        return self.control.registry
+
+    async def start(self) -> None:
+        """Subscribe; when this returns the server knows all of it.
+
+        Raises:
+            PermissionDenied: the server refuses one of the subjects.
+        """
+        data = self.bus.data
+        await self.control.start()
+        for served in self.served.values():
+            receive = partial(self._receive, served)
+            self._subscriptions.append(data.subscribe(served.address.at(self.instance_id), receive))
+            self._queue_subscriptions.append(
+                data.subscribe(str(served.address), receive, queue=self.component)
+            )
+        await data.barrier()
+        self._stop_listening = data.on_state(self._on_state)
+        self._sweeper = self.bus.loop.call_later(SWEEP_INTERVAL, self._sweep)
+
+    async def drain(self, grace: float) -> None:
+        """Take no more calls, let those that are here finish within `grace` seconds, then end
+        the rest with `Draining`."""
+        # Plain clients do not try again, so what is on its way to us is still served.
+        await _drain_all(self._queue_subscriptions)
+        self.draining = True
+        try:
+            async with asyncio.timeout(grace):
+                await self.execution.idle()
+        except TimeoutError:
+            logger.warning("%r: ending what is left after %.1f s", self, grace)
+        self.end_all(Draining("the instance is going away"))
+
+    def end_all(self, error: DynbusError) -> None:
+        """End every call now."""
+        for call in self.control.calls():
+            if not call.ended:
+                self.execution.abort(call, type(error)(error.message))
+
+    async def stop(self) -> None:
+        """End what is left, say so, and unsubscribe."""
+        self.draining = True
+        self.end_all(Draining("the instance was stopped"))
+        await self.execution.stop()
+        # What is on its way to us is refused, not lost: its callers try elsewhere at once.
+        await _drain_all((*self._queue_subscriptions, *self._subscriptions))
+        self._outbox.flush()
+        self._stop_listening()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        try:
+            await self.bus.data.barrier(timeout=1.0)
+        except Unavailable:
+            logger.warning("%r: stopped while the bus was out of reach", self)
+        self.control.stop()
+
+    # Requests ----------------------------------------------------------------------------
+
+    def _receive(self, served: ServedEndpoint, message: Message) -> None:
+        now = monotonic()
+        fields = headers.decode(message.headers) if message.headers else {}
+        framing = fields.get(headers.FRAMES)
+        try:
+            if framing is None:
+                plain = self._plain_call(served, fields, message.reply, now)
+                if plain is not None:
+                    self.execution.admit(plain, message.data, fields, now)
+                return
+            call = self._framed_call(served, fields, framing, message.reply, now)
+            if call is None:
+                return
+            data: bytes | None = message.data
+            if headers.PART in fields:
+                data = self._collect(call, fields[headers.PART], message.data)
+        except DynbusError as error:
+            self.bus.drop(DropReason.MALFORMED)
+            logger.debug("%s: %s", served.address, error)
+            if is_safe_reply(message.reply, self.bus.config.reply_prefixes):
+                error.hop = served.hop
+                self.bus.data.publish(message.reply, b"", headers=error_block(error, framing))
+            return
+        if data is not None:
+            self.execution.admit(call, data, fields, now)
+
+    def _context(self, served: ServedEndpoint, fields: dict[str, str], now: float) -> Context:
+        return read_context(
+            fields,
+            timeout=served.endpoint.timeout,
+            hop=served.hop,
+            draining=self.execution.is_draining,
+            now=now,
+        )
+
+    def _plain_call(
+        self, served: ServedEndpoint, fields: dict[str, str], reply: str, now: float
+    ) -> PlainCall | None:
+        """The call of a plain NATS client; None for one that cannot be answered."""
+        if not is_safe_reply(reply, self.bus.config.reply_prefixes):
+            self.bus.drop(DropReason.UNSAFE_REPLY if reply else DropReason.NO_REPLY)
+            return None
+        context = self._context(served, fields, now)
+        return PlainCall(self.execution, served, context, now, reply, self.control.plain)
+
+    def _framed_call(
+        self,
+        served: ServedEndpoint,
+        fields: dict[str, str],
+        framing: str,
+        reply: str,
+        now: float,
+    ) -> FramedCall | None:
+        """The call that a framed request begins; None for one that is already known."""
+        base, number = read_reply(reply)
+        secret, window, incarnation = read_framing(framing)
+        context = self._context(served, fields, now)
+        control = self.control
+        peer = control.peer(base, incarnation)
+        if peer is None:
+            return None
+        known = peer.calls.get(number)
+        if known is not None:
+            return known if number in peer.parts and known.writer.secret == secret else None
+        if number in peer.kept:
+            return None
+        config = self.bus.config
+        writer = StreamWriter(
+            number,
+            secret,
+            context.attempt,
+            granted=max(0, min(window, config.stream_window)),
+            max_unit_bytes=self._outbox.max_unit_bytes(),
+            max_item_bytes=config.max_item_bytes,
+            on_dirty=peer.note_dirty,
+        )
+        call = FramedCall(self.execution, served, context, now, peer, writer)
+        peer.calls[number] = call
+        if control.stopped.has(peer.client_id, number, secret):
+            context.stop_generating()
+        error: DynbusError | None = None
+        if control.refused.has(peer.client_id, number, secret):
+            error = Cancelled("the call was given up before it arrived", started=False)
+        elif control.lost.has(peer.client_id, number, secret):
+            # Its sender was told so, and may have sent another; this error has it do that.
+            error = Unavailable("the request came too late", started=False)
+        if error is not None:
+            self.bus.drop(DropReason.REFUSED)
+            call.fail(error)
+            call.retire()
+            return None
+        return call
+
+    def _collect(self, call: FramedCall, part: str, data: bytes) -> bytes | None:
+        """The whole request, or None while parts of it are still to come."""
+        number = call.writer.number
+        peer = call.peer
+        try:
+            index, count = read_part(part)
+        except InvalidRequest:
+            peer.calls.pop(number, None)
+            peer.parts.pop(number, None)
+            raise
+        partial_request = peer.parts.get(number)
+        if partial_request is None:
+            partial_request = peer.parts[number] = PartialRequest(count)
+        partial_request.add(index, count, data)
+        most = self.bus.config.max_request_bytes
+        error: DynbusError | None = None
+        if partial_request.size > most:
+            text = f"the request exceeds max_request_bytes = {most}"
+            error = PayloadTooLarge(text, started=False)
+        elif sum(other.size for other in peer.parts.values()) > PARTIAL_REQUESTS * most:
+            error = Overloaded("too many requests of this client are incomplete", started=False)
+        if error is not None:
+            call.fail(error)
+            call.retire()
+            peer.parts.pop(number, None)
+            return None
+        whole = partial_request.whole()
+        if whole is not None:
+            del peer.parts[number]
+        return whole
+
+    def _on_state(self, state: ConnectionState) -> None:
+        if state is ConnectionState.CONNECTED:
+            self.control.touch_fresh()
+
+    def _sweep(self) -> None:
+        """End streams that are stuck, forget clients that are idle."""
+        now = monotonic()
+        self.control.forget_idle(now)
+        for call in self.control.calls():
+            self.execution.end_if_stuck(call, now)
+        self._sweeper = self.bus.loop.call_later(SWEEP_INTERVAL, self._sweep)
+
+
+def _nothing() -> None:
+    """There is nothing to end yet."""
+
+
+async def _drain_all(subscriptions: Iterable[Subscription]) -> None:
+    await asyncio.gather(*(subscription.drain(timeout=1.0) for subscription in subscriptions))

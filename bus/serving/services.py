@@ -1,0 +1,150 @@
+"""The NATS services protocol (ADR-32): `$SRV.PING`, `$SRV.INFO` and `$SRV.STATS`.
+
+Every instance answers for itself, so the stock `nats micro` commands work. A request to all
+services is answered after a short random pause when many instances would answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from dynbus.bus.clock import unix_time
+from dynbus.bus.drops import DropReason
+from dynbus.bus.names import is_safe_reply
+from dynbus.bus.tokens import jitter
+from dynbus.bus.transport import Message, Subscription
+
+if TYPE_CHECKING:
+    from .served_endpoint import ServedEndpoint
+    from .server import InstanceServer
+
+VERSION: Final = "1.0.0"
+JITTER_ABOVE: Final = 100
+MAX_JITTER: Final = 0.25
+_TYPE = "io.nats.micro.v1.{}_response"
+
+
+class ServiceResponder:
+    """Answers the services protocol for one instance.
+
+    Args:
+        metadata: strings of the service as a whole.
+    """
+
+    def __init__(self, server: InstanceServer, metadata: Mapping[str, str]) -> None:
+        self._server = server
+        self._metadata = dict(metadata)
+        self._started = unix_time()
+        self._subscriptions: list[Subscription] = []
+
+    @property
+    def name(self) -> str:
+        """The service's name: `{namespace}_{component}`."""
+        return f"{self._server.namespace}_{self._server.component}"
+
+    async def start(self) -> None:
+        """Subscribe to the twelve subjects of the protocol that concern this instance.
+
+        Raises:
+            PermissionDenied: the server refuses one of them.
+        """
+        data = self._server.bus.data
+        for verb, answer in (("PING", self.ping), ("INFO", self.info), ("STATS", self.stats)):
+            for suffix in ("", f".{self.name}", f".{self.name}.{self._server.instance_id}"):
+
+                def respond(message: Message, answer: Any = answer, suffix: str = suffix) -> None:
+                    self._respond(message, answer, direct=suffix.count(".") == 2)
+
+                self._subscriptions.append(data.subscribe(f"$SRV.{verb}{suffix}", respond))
+        await data.barrier()
+
+    def stop(self) -> None:
+        """Answer no more."""
+        for subscription in self._subscriptions:
+            subscription.unsubscribe()
+        self._subscriptions.clear()
+
+    def ping(self) -> dict[str, Any]:
+        """The answer to `$SRV.PING`."""
+        return self._identity("ping")
+
+    def info(self) -> dict[str, Any]:
+        """The answer to `$SRV.INFO`."""
+        server = self._server
+        return self._identity("info") | {
+            "description": f"dynbus component {server.namespace}.{server.component}",
+            "endpoints": [
+                {
+                    "name": served.endpoint.name,
+                    "subject": str(served.address),
+                    "queue_group": server.component,
+                    "metadata": self._endpoint_metadata(served),
+                }
+                for served in server.served.values()
+            ],
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """The answer to `$SRV.STATS`; times are in nanoseconds."""
+        server = self._server
+        return self._identity("stats") | {
+            "started": _timestamp(self._started),
+            "endpoints": [
+                {
+                    "name": served.endpoint.name,
+                    "subject": str(served.address),
+                    "queue_group": server.component,
+                    "num_requests": served.requests,
+                    "num_errors": served.errors,
+                    "last_error": served.last_error,
+                    "processing_time": round(served.processing_time * 1e9),
+                    "average_processing_time": round(
+                        served.processing_time * 1e9 / max(1, served.requests)
+                    ),
+                    "data": {
+                        "running": served.admission.running,
+                        "waiting": served.admission.waiting,
+                        "draining": server.draining,
+                    },
+                }
+                for served in server.served.values()
+            ],
+        }
+
+    def _identity(self, kind: str) -> dict[str, Any]:
+        return {
+            "type": _TYPE.format(kind),
+            "name": self.name,
+            "id": self._server.instance_id,
+            "version": VERSION,
+            "metadata": self._metadata,
+        }
+
+    def _endpoint_metadata(self, served: ServedEndpoint) -> dict[str, str]:
+        return {
+            "dynbus.namespace": self._server.namespace,
+            "dynbus.kind": served.endpoint.kind,
+            "dynbus.schema": msgspec.json.encode(served.endpoint.schemas).decode(),
+        }
+
+    def _respond(self, message: Message, answer: Any, *, direct: bool) -> None:
+        bus = self._server.bus
+        if not is_safe_reply(message.reply, bus.config.reply_prefixes):
+            bus.drop(DropReason.UNSAFE_REPLY if message.reply else DropReason.NO_REPLY)
+            return
+        pause = 0.0 if direct else bus.answer_jitter(MAX_JITTER, JITTER_ABOVE)
+        if pause == 0.0:
+            self._answer(message.reply, answer)
+        else:
+            bus.loop.call_later(jitter.uniform(0.0, pause), self._answer, message.reply, answer)
+
+    def _answer(self, reply: str, answer: Any) -> None:
+        self._server.bus.data.publish(reply, msgspec.json.encode(answer()))
+
+
+def _timestamp(unix: float) -> str:
+    return datetime.fromtimestamp(unix, UTC).isoformat().replace("+00:00", "Z")

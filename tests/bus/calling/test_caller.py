@@ -1,0 +1,449 @@
+"""The caller sends what the wire wants, believes only what fits a call, and ends each one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.bus.far_side import ENDPOINT, Played, played, settle
+
+from dynbus.bus import headers
+from dynbus.bus.calling.caller import SMALLEST_WINDOW
+from dynbus.bus.drops import DropReason
+from dynbus.bus.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    DynbusError,
+    Overloaded,
+    PayloadTooLarge,
+    StreamLost,
+    Unavailable,
+    UnknownOutcome,
+)
+from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.wire import (
+    Cancel,
+    End,
+    Frame,
+    Item,
+    Items,
+    Open,
+    Ping,
+    Resume,
+    Unknown,
+    encode_batch,
+)
+from dynbus.testing import run
+
+# What is sent ------------------------------------------------------------------------------
+
+
+def test_a_request_carries_its_number_secret_window_and_time_left() -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin(b"question", fields={"X-Color": "blue"})
+
+            request = await side.far.request()
+
+            assert request.data == b"question"
+            assert (request.number, request.secret) == (call.number, call.secret)
+            assert request.window == call.reader.window
+            assert request.fields[headers.REQUEST_ID] == "request-1"
+            assert request.fields[headers.DEADLINE] == "30000"
+            assert request.fields["X-Color"] == "blue"
+            assert headers.ATTEMPT not in request.fields
+
+    run(story())
+
+
+def test_without_a_deadline_none_is_sent_and_a_later_attempt_says_so() -> None:
+    async def story() -> None:
+        async with played() as side:
+            side.begin(deadline=None, attempt=3)
+
+            request = await side.far.request()
+
+            assert headers.DEADLINE not in request.fields
+            assert request.fields[headers.ATTEMPT] == "3"
+
+    run(story())
+
+
+def test_two_calls_have_different_numbers_and_secrets() -> None:
+    async def story() -> None:
+        async with played() as side:
+            first, second = side.begin(), side.begin()
+
+            assert first.number != second.number
+            assert first.secret != second.secret
+
+    run(story())
+
+
+def test_a_request_larger_than_a_message_arrives_in_parts() -> None:
+    async def story() -> None:
+        async with played(MemoryBus(max_payload=4096)) as side:
+            data = bytes(range(256)) * 64
+
+            side.begin(data)
+
+            first = await side.far.request()
+            count = int(first.fields[headers.PART].partition("/")[2])
+            await side.far.request(count)
+            parts = side.far.requests
+            assert b"".join(part.data for part in parts) == data
+            assert [part.fields[headers.PART] for part in parts] == [
+                f"{n + 1}/{count}" for n in range(count)
+            ]
+            assert {part.fields[headers.REQUEST_ID] for part in parts} == {"request-1"}
+
+    run(story())
+
+
+async def refused(side: Played, kind: type[DynbusError], data: bytes = b"", **changes: Any) -> None:
+    """A call is refused so, before anything of it is sent or kept."""
+    with pytest.raises(kind) as raised:
+        side.begin(data, **changes)
+
+    await settle(side.far.connection)
+    assert not raised.value.started or kind is ConfigError
+    assert side.far.requests == []
+    assert side.caller.statistics() == {}
+
+
+def test_a_request_over_the_limit_is_refused_before_it_is_sent() -> None:
+    async def story() -> None:
+        async with played(max_request_bytes=100) as side:
+            await refused(side, PayloadTooLarge, b"x" * 101)
+
+    run(story())
+
+
+def test_a_request_of_too_many_parts_is_refused_before_it_is_sent() -> None:
+    async def story() -> None:
+        async with played(MemoryBus(max_payload=4096)) as side:
+            await refused(side, PayloadTooLarge, b"x" * (20 * 1024 * 1024))
+
+    run(story())
+
+
+def test_a_call_whose_deadline_has_passed_is_not_sent() -> None:
+    async def story() -> None:
+        async with played() as side:
+            await refused(side, DeadlineExceeded, deadline=1.0)
+
+    run(story())
+
+
+def test_a_header_that_cannot_be_written_is_refused() -> None:
+    async def story() -> None:
+        async with played() as side:
+            await refused(side, ConfigError, fields={"X-Name": "line\nbreak"})
+
+    run(story())
+
+
+def test_many_open_streams_share_the_connections_window() -> None:
+    async def story() -> None:
+        async with played(connection_window=1024 * 1024) as side:
+            calls = [side.begin() for _ in range(60)]
+            windows = [call.reader.window for call in calls]
+
+            for call in calls:
+                call.abandon()
+            again = side.begin()
+
+            assert windows[0] == 128 * 1024
+            assert windows == sorted(windows, reverse=True)
+            assert windows[-1] == SMALLEST_WINDOW
+            assert again.reader.window == windows[0]
+
+    run(story())
+
+
+# What comes back ---------------------------------------------------------------------------
+
+
+def test_the_result_of_a_unary_call_is_its_end() -> None:
+    async def story() -> bytes:
+        async with played() as side:
+            call = side.begin()
+
+            await side.far.send(End(call.number, call.secret, 1, 0, b"answer"))
+
+            return await call.result()
+
+    assert run(story()) == b"answer"
+
+
+def test_frames_of_another_secret_or_attempt_are_dropped_and_counted() -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin(attempt=2)
+            number, secret = call.number, call.secret
+
+            await side.far.send(
+                End(number, bytes(16), 2, 0, b"forged"),
+                End(number, secret, 1, 0, b"of an earlier attempt"),
+                End(number + 1, secret, 2, 0, b"of no call"),
+                End(number, secret, 2, 0, b"right"),
+            )
+
+            assert await call.result() == b"right"
+            assert side.bus.drops == {DropReason.STALE: 3}
+
+    run(story())
+
+
+@pytest.mark.parametrize("frame", [Ping(1), Cancel(1, bytes(16), 1, 0.0), Open([], [])])
+def test_a_frame_that_is_no_result_is_dropped_and_counted(frame: Frame) -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin()
+
+            await side.far.send(frame)
+
+            assert call.is_open
+            assert side.bus.drops == {DropReason.UNEXPECTED: 1}
+
+    run(story())
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"no batch", encode_batch("one", "x", 0, [])[:-1]])
+def test_what_is_no_batch_is_dropped_and_counted(data: bytes) -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin()
+
+            side.far.connection.publish(side.bus.replies.frames, data)
+            await settle(side.far.connection)
+
+            assert call.is_open
+            assert side.bus.drops == {DropReason.MALFORMED: 1}
+
+    run(story())
+
+
+@pytest.mark.parametrize("token", ["999", "x", "-1", "١", "9" * 30])
+def test_an_answer_to_no_call_changes_nothing(token: str) -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin()
+
+            side.far.connection.publish(f"{side.bus.replies.base}.{token}", b"")
+            await settle(side.far.connection)
+
+            assert call.is_open
+
+    run(story())
+
+
+def refusal(secret: bytes, error: str, code: int) -> bytes:
+    return headers.encode(
+        {
+            headers.FRAMES: secret.hex(),
+            headers.ERROR: error,
+            headers.SERVICE_ERROR: "no room",
+            headers.SERVICE_ERROR_CODE: str(code),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "kind", "started"),
+    [
+        ("Overloaded", 429, Overloaded, False),
+        ("Unavailable", 503, Unavailable, False),
+        ("PayloadTooLarge", 413, PayloadTooLarge, True),
+        ("FromTheFuture", 500, DynbusError, True),
+    ],
+)
+def test_a_refusal_without_frames_is_a_typed_error(
+    error: str, code: int, kind: type[DynbusError], started: bool
+) -> None:
+    async def story() -> DynbusError | None:
+        async with played() as side:
+            call = side.begin()
+
+            block = refusal(call.secret, error, code)
+            subject = side.bus.replies.request(call.number)
+            side.far.connection.publish(subject, b"", headers=block)
+            await settle(side.far.connection)
+
+            return call.error
+
+    found = run(story())
+    assert found is not None
+    assert type(found) is kind
+    assert found.message == "no room"
+    assert found.started is started
+
+
+def test_a_refusal_without_the_secret_is_dropped_and_counted() -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin()
+
+            subject = side.bus.replies.request(call.number)
+            block = refusal(bytes(16), "Overloaded", 429)
+            side.far.connection.publish(subject, b"", headers=block)
+            await settle(side.far.connection)
+
+            assert call.is_open
+            assert side.bus.drops == {DropReason.UNEXPECTED: 1}
+
+    run(story())
+
+
+# How calls end -----------------------------------------------------------------------------
+
+
+def test_a_call_that_nobody_hears_ends_at_once_and_did_not_start() -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin(instance_id="nobody")
+
+            with pytest.raises(Unavailable) as raised:
+                await call.result()
+
+            assert raised.value.hop == ENDPOINT.hop("nobody")
+            assert not raised.value.started
+            assert call.unreachable
+
+    run(story())
+
+
+@pytest.mark.parametrize(("streaming", "kind"), [(False, UnknownOutcome), (True, StreamLost)])
+def test_the_calls_of_an_instance_that_is_gone_end(
+    streaming: bool, kind: type[DynbusError]
+) -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin(streaming=streaming)
+
+            side.caller.instance_gone(call.remote)
+
+            assert type(call.error) is kind
+            assert call.unreachable
+            assert side.caller.statistics() == {}
+
+    run(story())
+
+
+def test_an_instance_whose_loop_is_blocked_too_long_is_gone() -> None:
+    async def story() -> None:
+        async with played(stall_limit=5.0) as side:
+            call = side.begin(streaming=True)
+            await side.far.request()
+
+            await side.far.beat(blocked=5.0)
+            tolerated = call.is_open
+            await side.far.beat(blocked=5.1)
+
+            assert tolerated
+            assert isinstance(call.error, StreamLost)
+
+    run(story())
+
+
+def test_a_request_that_the_instance_does_not_know_was_lost_on_its_way() -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin()
+            await side.far.request()
+
+            await side.far.send_control(Unknown(call.number, call.secret, 1))
+
+            assert isinstance(call.error, Unavailable)
+            assert not call.error.started
+
+    run(story())
+
+
+def test_a_stream_that_the_instance_knows_no_longer_is_lost() -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin(streaming=True)
+            await side.far.send(Item(call.number, call.secret, 1, 0, b"first"))
+
+            await side.far.send_control(Unknown(call.number, bytes(16), 1))
+            forged = call.is_open
+            await side.far.send_control(Unknown(call.number, call.secret, 1))
+
+            assert forged
+            assert isinstance(call.error, StreamLost)
+            assert await call.items() == [b"first"]
+
+    run(story())
+
+
+def test_after_a_reconnect_every_open_call_asks_for_what_is_missing() -> None:
+    async def story() -> None:
+        async with played() as side:
+            first, second = side.begin(streaming=True), side.begin(streaming=True)
+            await side.far.send(Items(first.number, first.secret, 1, 0, [b"a", b"b"]))
+            data = side.server.connections[0]
+
+            data.disconnect()
+            data.reconnect()
+
+            asked = {(f.number, f.resume_from) for f in await side.far.heard(Resume, 2)}
+            assert asked == {(first.number, 2), (second.number, 0)}
+
+    run(story())
+
+
+def test_closing_ends_every_call_and_says_so_to_the_far_side() -> None:
+    async def story() -> None:
+        async with played() as side:
+            done, left = side.begin(), side.begin()
+            await side.far.request(2)
+            await side.far.send(End(done.number, done.secret, 1, 0, b""))
+
+            await side.caller.close()
+
+            assert isinstance(left.error, Cancelled)
+            assert [frame.number for frame in await side.far.heard(Cancel)] == [left.number]
+            (beat,) = [frame for frame in await side.far.heard(Open) if frame.done]
+            assert beat.done == [(done.number, done.secret)]
+
+    run(story())
+
+
+# What others ask it ------------------------------------------------------------------------
+
+
+def test_it_tells_what_is_open_where_and_what_the_instance_reported() -> None:
+    async def story() -> None:
+        async with played() as side:
+            caller = side.caller
+            before = caller.in_flight("one"), caller.load("one"), caller.is_heard("one")
+
+            call = side.begin()
+            side.begin()
+            await side.far.send(load=7)
+
+            assert before == (0, 0, False)
+            assert caller.in_flight("one") == 2
+            assert caller.statistics() == {"one": 2}
+            assert caller.load("one") == 7
+            assert repr(caller) == "<Caller [2 calls]>"
+            call.abandon()
+            assert caller.in_flight("one") == 1
+
+    run(story())
+
+
+def test_an_instance_is_heard_while_its_heartbeats_come() -> None:
+    async def story() -> None:
+        async with played() as side:
+            side.begin()
+            await side.far.heard(Open)
+
+            await side.far.beat()
+
+            assert side.caller.is_heard("one")
+            assert not side.caller.is_heard("two")
+
+    run(story())

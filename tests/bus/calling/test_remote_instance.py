@@ -1,0 +1,101 @@
+"""A heartbeat to an instance names every open call, and acknowledges as many as it can hold."""
+
+from __future__ import annotations
+
+import pytest
+from tests.bus.far_side import ENDPOINT, Played, played
+
+from dynbus.bus.calling.remote_instance import RemoteInstance
+from dynbus.bus.errors import UnknownOutcome
+from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.names import control_subject
+from dynbus.bus.wire import Item, Open, encode_batch
+from dynbus.testing import run
+
+
+def opened(remote: RemoteInstance) -> Open:
+    (beat,) = remote.beat()
+    assert isinstance(beat, Open)
+    return beat
+
+
+def remote_of(side: Played) -> RemoteInstance:
+    remote = RemoteInstance(side.caller, ENDPOINT.namespace, ENDPOINT.component, "one")
+    side.caller.registry.peers["one"] = remote
+    return remote
+
+
+def test_it_is_told_at_the_subject_of_its_control_lane() -> None:
+    async def story() -> str:
+        async with played() as side:
+            return remote_of(side).control_subject
+
+    assert run(story()) == control_subject(ENDPOINT.namespace, ENDPOINT.component, "one")
+
+
+def test_a_heartbeat_says_how_far_each_open_call_has_come() -> None:
+    async def story() -> None:
+        async with played() as side:
+            first, second = side.begin(streaming=True), side.begin()
+            await side.far.send(Item(first.number, first.secret, 1, 0, b"a"))
+
+            beat = opened(first.remote)
+
+            assert beat.calls == [(first.number, 1), (second.number, 0)]
+            assert beat.done == []
+
+    run(story())
+
+
+def test_a_call_that_has_ended_is_acknowledged_once() -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin()
+            call.abandon()
+            remote = call.remote
+            had_work = remote.has_work()
+
+            first, second = opened(remote), opened(remote)
+
+            assert had_work
+            assert first.done == [(call.number, call.secret)]
+            assert second.done == []
+            assert not remote.has_work()
+
+    run(story())
+
+
+@pytest.mark.parametrize("max_payload", [4096, 65536])
+def test_what_one_heartbeat_cannot_hold_goes_into_the_next(max_payload: int) -> None:
+    async def story() -> None:
+        async with played(MemoryBus(max_payload=max_payload)) as side:
+            remote = remote_of(side)
+            ended = [(10**15 + number, bytes(16)) for number in range(500)]
+            remote.done += ended
+
+            told: list[tuple[int, bytes]] = []
+            while remote.has_work():
+                beat = opened(remote)
+                size = len(encode_batch(side.bus.replies.base, side.bus.incarnation, 0, [beat]))
+                assert size <= max_payload
+                assert beat.done
+                told += beat.done
+
+            assert told == ended
+
+    run(story())
+
+
+def test_an_instance_that_is_gone_takes_its_calls_with_it() -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin()
+            remote = call.remote
+
+            remote.gone()
+
+            assert isinstance(call.error, UnknownOutcome)
+            assert not remote.has_work()
+            assert side.begin().remote is not remote
+
+    run(story())

@@ -1,0 +1,547 @@
+"""The in-memory bus can be made to go wrong as a server and a network do.
+
+What it has in common with a real server is checked in `tests/contracts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynbus.bus.clock import JumpingLoop, monotonic, run
+from dynbus.bus.errors import ConfigError, PayloadTooLarge, Unavailable
+from dynbus.bus.headers import status
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
+from dynbus.bus.memory.subjects import SubjectTree, matches
+from dynbus.bus.transport import ConnectionState, Message
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return ("asyncio", {"loop_factory": JumpingLoop})
+
+
+class Heard(list[tuple[str, float]]):
+    """A callback that keeps data and the time of its arrival."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started = monotonic()
+
+    def __call__(self, message: Message) -> None:
+        self.append((message.data.decode(), round(monotonic() - self._started, 6)))
+
+    @property
+    def data(self) -> list[str]:
+        return [data for data, _ in self]
+
+
+async def pair(bus: MemoryBus) -> tuple[MemoryConnection, MemoryConnection]:
+    return await bus.connect(name="one"), await bus.connect(name="two")
+
+
+async def settled(*connections: MemoryConnection) -> None:
+    for connection in (*connections, *connections):
+        await connection.barrier()
+
+
+async def test_delay_holds_messages_of_a_pattern_in_their_order() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    slow, fast = Heard(), Heard()
+    one.subscribe("slow.*", slow)
+    one.subscribe("fast", fast)
+    bus.delay("slow.>", 0.5)
+
+    for number in range(20):
+        two.publish(f"slow.{number % 3}", b"%d" % number)
+    two.publish("fast", b"now")
+    await asyncio.sleep(1)
+
+    assert slow == [(str(number), 0.5) for number in range(20)]
+    assert fast == [("now", 0.0)]
+
+
+async def test_a_removed_delay_lets_what_it_holds_arrive_in_its_time() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+    one.subscribe("a", heard)
+
+    with bus.delay("a", 0.5):
+        two.publish("a", b"held")
+        await two.barrier()
+    two.publish("a", b"free")
+    await asyncio.sleep(1)
+
+    assert heard == [("free", 0.0), ("held", 0.5)]
+
+
+async def test_drop_loses_a_number_of_messages() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+    one.subscribe("a", heard)
+    fault = bus.drop("a", 2)
+
+    for number in range(4):
+        two.publish("a", b"%d" % number)
+    await settled(two, one)
+
+    assert heard.data == ["2", "3"]
+    assert repr(fault) == "<Drop a [hits: 2]>"
+    assert repr(bus) == "<MemoryBus memory [running | connections: 2, streams: 0, faults: 0]>"
+
+
+async def test_drop_loses_what_a_predicate_names_and_nothing_bounces() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard, bounced = Heard(), Heard()
+    one.subscribe("a", heard)
+    two.subscribe("reply", bounced)
+
+    with bus.drop("a", when=lambda message: message.data == b"1") as fault:
+        for number in range(3):
+            two.publish("a", b"%d" % number, reply="reply")
+        await settled(two, one)
+    two.publish("a", b"1")
+    await settled(two, one)
+
+    assert heard.data == ["0", "2", "1"]
+    assert fault.hits == 1
+    assert bounced == []
+
+
+async def test_duplicate_lets_messages_arrive_twice() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+    one.subscribe("a", heard)
+    bus.duplicate("a", 1)
+
+    two.publish("a", b"1")
+    two.publish("a", b"2")
+    await settled(two, one)
+
+    assert heard.data == ["1", "1", "2"]
+
+
+async def test_faults_add_up() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+    one.subscribe(">", heard)
+    bus.duplicate("a")
+    bus.delay("*", 0.25)
+
+    two.publish("a", b"a")
+    two.publish("b", b"b")
+    await asyncio.sleep(1)
+
+    assert heard == [("a", 0.25), ("a", 0.25), ("b", 0.25)]
+
+
+async def test_a_disconnected_connection_drops_and_counts_what_it_publishes() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+    one.subscribe("a", heard)
+    states: list[ConnectionState] = []
+    two.on_state(states.append)
+
+    two.disconnect()
+    two.publish("a", b"lost")
+    two.publish("a", b"lost too")
+    two.reconnect()
+    two.publish("a", b"arrives")
+    await settled(two, one)
+
+    assert heard.data == ["arrives"]
+    assert states == [ConnectionState.DISCONNECTED, ConnectionState.CONNECTED]
+    assert two.statistics().dropped_while_disconnected == 2
+    assert two.statistics().reconnects == 1
+
+
+async def test_the_payload_limit_holds_while_disconnected() -> None:
+    bus = MemoryBus(max_payload=100)
+    connection = await bus.connect()
+    connection.disconnect()
+
+    with pytest.raises(PayloadTooLarge):
+        connection.publish("a", bytes(101))
+
+
+async def test_what_is_under_way_to_a_connection_that_breaks_is_lost() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+    one.subscribe("a", heard)
+    await settled(one)
+
+    with bus.partition(one):
+        two.publish("a", b"lost")
+        await settled(two)
+        one.disconnect()
+    one.reconnect()
+    two.publish("a", b"arrives")
+    await settled(two, one)
+
+    assert heard.data == ["arrives"]
+
+
+async def test_a_callback_that_breaks_its_connection_loses_what_is_behind_it() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+
+    def cut(message: Message) -> None:
+        heard(message)
+        one.disconnect()
+
+    one.subscribe("a", cut)
+    await settled(one)
+    two.publish("a", b"last")
+    two.publish("a", b"lost")
+    await settled(two)
+    one.reconnect()
+    await settled(one)
+
+    assert heard.data == ["last"]
+
+
+async def test_what_a_breaking_connection_has_not_sent_is_lost() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+    one.subscribe("a", heard)
+    await settled(one)
+
+    two.publish("a", b"in the buffer")
+    backlog = two.backlog
+    two.disconnect()
+    two.reconnect()
+    await settled(two, one)
+
+    assert backlog == len(b"in the buffer")
+    assert two.backlog == 0
+    assert heard == []
+
+
+async def test_a_disconnected_connection_does_not_listen() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    bounced: list[str] = []
+    one.subscribe("a", Heard())
+    two.subscribe("reply", lambda message: bounced.append(status(message.headers)))
+
+    one.disconnect()
+    two.publish("a", b"", reply="reply")
+    await settled(two)
+
+    assert bounced == ["503"]
+
+
+async def test_subscriptions_made_while_disconnected_are_known_after_the_reconnect() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+
+    one.disconnect()
+    one.subscribe("a", heard)
+    one.reconnect()
+    two.publish("a", b"arrives")
+    await settled(two, one)
+
+    assert heard.data == ["arrives"]
+
+
+async def test_a_barrier_waits_for_the_connection_and_is_bounded() -> None:
+    bus = MemoryBus()
+    connection = await bus.connect()
+    loop = asyncio.get_running_loop()
+
+    connection.disconnect()
+    with pytest.raises(Unavailable, match="within 2"):
+        await connection.barrier(timeout=2.0)
+    loop.call_later(3.0, connection.reconnect)
+    started = monotonic()
+    await connection.barrier()
+
+    assert monotonic() - started == pytest.approx(3.0)
+
+
+async def test_a_barrier_survives_a_break_in_its_middle() -> None:
+    bus = MemoryBus()
+    connection = await bus.connect()
+
+    waiting = asyncio.create_task(connection.barrier())
+    await asyncio.sleep(0)
+    connection.disconnect()
+    connection.reconnect()
+
+    await waiting
+
+
+async def test_a_stopped_server_breaks_all_connections_until_it_starts() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+    one.subscribe("a", heard)
+    bus.delay("a", 5)
+    two.publish("a", b"held by the server")
+    await settled(two)
+
+    bus.stop()
+    states = [connection.state for connection in (one, two)]
+    two.publish("a", b"dropped")
+    with pytest.raises(Unavailable, match="stopped"):
+        await bus.connect()
+    await asyncio.sleep(10)
+    bus.start()
+    await settled(one, two)
+    two.publish("a", b"arrives")
+    await asyncio.sleep(10)
+
+    assert states == [ConnectionState.DISCONNECTED] * 2
+    assert heard.data == ["arrives"]
+
+
+async def test_a_connection_kept_away_stays_away_when_the_server_starts() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+
+    one.disconnect()
+    bus.stop()
+    bus.start()
+    await two.barrier()
+    away = one.state
+    one.reconnect()
+
+    assert away is ConnectionState.DISCONNECTED
+    assert one.state is ConnectionState.CONNECTED
+
+
+async def test_a_reconnect_waits_for_the_server() -> None:
+    bus = MemoryBus()
+    connection = await bus.connect()
+
+    bus.stop()
+    connection.reconnect()
+    stopped = connection.state
+    bus.start()
+    await connection.barrier()
+
+    assert stopped is ConnectionState.DISCONNECTED
+
+
+async def test_a_short_partition_delays_and_loses_nothing() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+    one.subscribe("a", heard)
+    await settled(one)
+
+    with bus.partition(one):
+        two.publish("a", b"to the far side")
+        one.publish("a", b"from the far side")
+        await asyncio.sleep(3)
+        state = one.state
+        during = list(heard)
+    await settled(one, two, one)
+
+    assert (state, during) == (ConnectionState.CONNECTED, [])
+    assert sorted(heard.data) == ["from the far side", "to the far side"]
+
+
+async def test_a_long_partition_is_noticed_and_ends_in_a_reconnect() -> None:
+    bus = MemoryBus()
+    one, two = await pair(bus)
+    heard = Heard()
+    one.subscribe("a", heard)
+    await settled(one)
+
+    partition = bus.partition(one, notice_after=6)
+    two.publish("a", b"into a black hole")
+    await asyncio.sleep(7)
+    noticed = one.state
+    one.reconnect()
+    still = one.state
+    partition.heal()
+    two.publish("a", b"arrives")
+    await settled(two, one)
+
+    assert (noticed, still) == (ConnectionState.DISCONNECTED, ConnectionState.DISCONNECTED)
+    assert one.state is ConnectionState.CONNECTED
+    assert heard.data == ["arrives"]
+
+
+async def test_drained_waits_through_a_partition_and_is_bounded() -> None:
+    bus = MemoryBus()
+    connection = await bus.connect()
+
+    with bus.partition(connection):
+        for _ in range(3):
+            connection.publish("a", bytes(1024 * 1024))
+        with pytest.raises(Unavailable):
+            await connection.drained(timeout=1)
+        backlog = connection.backlog
+    await connection.drained()
+
+    assert backlog == 3 * 1024 * 1024
+    assert connection.backlog == 0
+
+
+async def test_what_a_callback_publishes_is_delivered_in_a_later_turn() -> None:
+    bus = MemoryBus()
+    connection = await bus.connect()
+    depth = 0
+    deepest = 0
+
+    def again(message: Message) -> None:
+        nonlocal depth, deepest
+        depth += 1
+        deepest = max(deepest, depth)
+        if int(message.data) < 50:
+            connection.publish("a", b"%d" % (int(message.data) + 1))
+        depth -= 1
+
+    connection.subscribe("a", again)
+    connection.publish("a", b"0")
+    await asyncio.sleep(1)
+
+    assert deepest == 1
+    assert connection.statistics().received_messages == 51
+
+
+async def test_callback_errors_are_counted() -> None:
+    bus = MemoryBus()
+    connection = await bus.connect()
+
+    def fail(message: Message) -> None:
+        raise ValueError("no")
+
+    connection.subscribe("a", fail)
+    connection.publish("a", b"")
+    await settled(connection)
+
+    assert connection.statistics().callback_errors == 1
+
+
+@pytest.mark.parametrize(("subject", "queue"), [("", ""), ("a b", ""), ("a\r\n", ""), ("a", "q x")])
+async def test_a_subject_that_is_none_is_refused(subject: str, queue: str) -> None:
+    connection = await MemoryBus().connect()
+
+    with pytest.raises(ConfigError):
+        connection.subscribe(subject, Heard(), queue=queue)
+
+
+async def test_repr_is_a_status_line() -> None:
+    bus = MemoryBus()
+    connection = await bus.connect(name="worker")
+    connection.subscribe("a", Heard())
+
+    connection.disconnect()
+
+    assert (
+        repr(connection)
+        == "<MemoryConnection worker [disconnected | subscriptions: 1, reconnects: 0]>"
+    )
+
+
+async def test_a_thousand_connections_that_come_and_go_leave_nothing() -> None:
+    bus = MemoryBus()
+    for number in range(1000):
+        connection = await bus.connect()
+        connection.subscribe(f"a.{number}", Heard())
+        connection.subscribe("shared", Heard(), queue="q")
+        await connection.barrier()
+        await connection.close()
+    one = await bus.connect()
+    bounced = Heard()
+    one.subscribe("reply", bounced)
+
+    one.publish("shared", b"", reply="reply")
+    await settled(one)
+
+    assert len(bounced) == 1
+    assert repr(bus) == "<MemoryBus memory [running | connections: 1, streams: 0, faults: 0]>"
+
+
+def test_two_runs_with_one_seed_are_the_same_and_with_another_are_not() -> None:
+    async def shares(seed: int) -> list[list[str]]:
+        bus = MemoryBus(seed=seed)
+        one, two = await pair(bus)
+        members = [Heard() for _ in range(3)]
+        for member in members:
+            one.subscribe("a", member, queue="q")
+        for number in range(50):
+            two.publish("a", b"%d" % number)
+        await settled(two, one)
+        return [member.data for member in members]
+
+    first, second, other = (run(shares(seed)) for seed in (1, 1, 2))
+
+    assert first == second
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    ("pattern", "subject", "heard"),
+    [
+        ("a", "a", True),
+        ("a", "b", False),
+        ("a.b", "a", False),
+        ("*", "a", True),
+        ("*", "a.b", False),
+        ("a.*.c", "a.b.c", True),
+        (">", "a", True),
+        (">", "a.b.c", True),
+        ("a.>", "a", False),
+        ("a.>", "a.b", True),
+        ("a.>", "a.b.c", True),
+        ("*.>", "a", False),
+        ("a.*", "a.*", True),
+        ("a.b", "a.*", False),
+        ("a.>", "a.>", True),
+        ("a.b", "a.>", False),
+        (">", "a..b", False),
+        (">", "", False),
+    ],
+)
+def test_a_pattern_hears_these_subjects(pattern: str, subject: str, heard: bool) -> None:
+    assert matches(pattern, subject) is heard
+
+
+def _patterns(token: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    joined: Callable[[list[str]], str] = ".".join
+    return st.lists(token, min_size=1, max_size=4).map(joined)
+
+
+@given(
+    st.lists(_patterns(st.sampled_from(["a", "b", "*"])), max_size=8),
+    st.lists(_patterns(st.sampled_from(["a", "*"])).map(lambda text: f"{text}.>"), max_size=4),
+    _patterns(st.sampled_from(["a", "b", "*", ">", ""])),
+    st.data(),
+)
+def test_the_tree_finds_what_a_pattern_hears(
+    literal: list[str], open_ended: list[str], subject: str, data: st.DataObject
+) -> None:
+    patterns = [*literal, *open_ended]
+    removed = data.draw(st.sets(st.integers(0, max(0, len(patterns) - 1))))
+    tree: SubjectTree[int] = SubjectTree()
+
+    for number, pattern in enumerate(patterns):
+        tree.add(pattern, number, number)
+    for number in removed & set(range(len(patterns))):
+        tree.remove(patterns[number], number)
+
+    kept = [number for number in range(len(patterns)) if number not in removed]
+    assert tree.values() == kept
+    assert tree.match(subject) == [n for n in kept if matches(patterns[n], subject)]

@@ -1,0 +1,106 @@
+"""A request to the server's APIs ends with its reply, or says what kept it away."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+
+import pytest
+
+from dynbus.bus.errors import Unavailable
+from dynbus.bus.nats.connection import NatsConnection, connect
+from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.transport import Message
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def connection(nats_server: RunningServer) -> AsyncIterator[NatsConnection]:
+    connection = await connect([nats_server.url])
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+def subject() -> str:
+    return f"requests.{secrets.token_hex(8)}"
+
+
+async def test_each_request_gets_its_own_reply(connection: NatsConnection, subject: str) -> None:
+    def echo(message: Message) -> None:
+        connection.publish(message.reply, message.data.upper())
+
+    connection.subscribe(subject, echo)
+
+    replies = await asyncio.gather(
+        *(connection.request(subject, b"number %d" % n) for n in range(20))
+    )
+
+    assert [reply.data for reply in replies] == [b"NUMBER %d" % n for n in range(20)]
+
+
+async def test_nobody_there_is_told_at_once(connection: NatsConnection, subject: str) -> None:
+    with pytest.raises(Unavailable, match="nobody serves the subject"):
+        async with asyncio.timeout(2.0):
+            await connection.request(subject, b"", timeout=30.0)
+
+
+async def test_a_request_without_an_answer_ends_in_time(
+    connection: NatsConnection, subject: str
+) -> None:
+    asked: list[Message] = []
+    connection.subscribe(subject, asked.append)
+
+    with pytest.raises(Unavailable, match=r"did not answer within 0\.1 s"):
+        await connection.request(subject, b"", timeout=0.1)
+
+    assert len(asked) == 1
+
+
+async def test_an_answer_that_comes_too_late_or_twice_disturbs_no_other(
+    connection: NatsConnection, subject: str
+) -> None:
+    late: list[str] = []
+
+    def answer(message: Message) -> None:
+        if message.data == b"late":
+            late.append(message.reply)
+            return
+        for reply in (late[0], message.reply, message.reply):
+            connection.publish(reply, message.data)
+
+    connection.subscribe(subject, answer)
+    with pytest.raises(Unavailable):
+        await connection.request(subject, b"late", timeout=0.05)
+
+    reply = await connection.request(subject, b"in time")
+    await connection.barrier()
+
+    assert reply.data == b"in time"
+    assert connection.statistics().callback_errors == 0
+
+
+async def test_a_connection_that_breaks_ends_what_was_asked_in_it(
+    connection: NatsConnection, subject: str
+) -> None:
+    asked = asyncio.Event()
+    connection.subscribe(subject, lambda _: asked.set())
+    request = asyncio.create_task(connection.request(subject, b"", timeout=30.0))
+    await asked.wait()
+
+    connection.reconnect()
+
+    with pytest.raises(Unavailable, match="the connection to the server broke"):
+        async with asyncio.timeout(5.0):
+            await request
+
+
+async def test_a_closed_connection_refuses_at_once(
+    connection: NatsConnection, subject: str
+) -> None:
+    await connection.close()
+
+    with pytest.raises(Unavailable, match="the connection is closed"):
+        await connection.request(subject, b"", timeout=30.0)

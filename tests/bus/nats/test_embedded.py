@@ -1,0 +1,319 @@
+"""The server that several `dynbus run` share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.bus.servers import listener, make_stream, server_stopped, stream_names
+
+from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.bus.nats.embedded import EmbeddedServer, default_data_dir, embedded_server
+from dynbus.bus.nats.embedded_guard import is_locked
+from dynbus.bus.nats.server_process import (
+    Address,
+    RunningServer,
+    free_port,
+    probe,
+    run_server,
+    until,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def url() -> str:
+    return f"nats://127.0.0.1:{free_port()}"
+
+
+async def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        await until(condition)
+
+
+def test_the_data_folder_belongs_to_the_project_folder() -> None:
+    assert default_data_dir(Path("/project")) == Path("/project/.dynbus")
+
+
+async def test_a_server_is_started_where_there_is_none(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async with embedded_server(url) as server:
+        info = await probe(url)
+
+    assert info is not None
+    assert info == server.info
+    assert info.jetstream
+    assert server.started
+    assert server.description == f"nats-server {info.version} started on {url} (data in .dynbus)"
+
+
+async def test_the_server_ends_with_its_only_user(url: str, tmp_path: Path) -> None:
+    async with embedded_server(url, data_dir=tmp_path) as server:
+        process = psutil.Process(server.pid)
+
+    assert not process.is_running()
+    assert server.pid is None
+    assert await probe(url) is None
+
+
+async def test_the_second_user_joins_and_the_last_one_ends_it(url: str, tmp_path: Path) -> None:
+    async with embedded_server(url, data_dir=tmp_path) as first:
+        async with embedded_server(url, data_dir=tmp_path) as second:
+            pids = first.pid, second.pid
+        left = await probe(url)
+
+    assert first.started
+    assert not second.started
+    assert "joined on" in second.description
+    assert pids[0] == pids[1]
+    assert left is not None
+    assert await probe(url) is None
+
+
+async def test_the_user_that_started_it_may_leave_first(url: str, tmp_path: Path) -> None:
+    first = embedded_server(url, data_dir=tmp_path)
+    await first.__aenter__()
+
+    async with embedded_server(url, data_dir=tmp_path):
+        await first.__aexit__(None, None, None)
+        left = await probe(url)
+
+    assert left is not None
+    assert await probe(url) is None
+
+
+async def test_users_that_come_at_once_share_one_server(url: str, tmp_path: Path) -> None:
+    entered = 0
+
+    async def use() -> tuple[bool, int | None]:
+        nonlocal entered
+        async with embedded_server(url, data_dir=tmp_path) as server:
+            entered += 1
+            await wait_until(lambda: entered == 8)
+            return server.started, server.pid
+
+    users = await asyncio.gather(*(use() for _ in range(8)))
+
+    assert sum(started for started, _ in users) == 1
+    assert len({pid for _, pid in users}) == 1
+
+
+async def test_a_user_that_comes_while_the_last_one_leaves_gets_a_server(
+    url: str, tmp_path: Path
+) -> None:
+    async def use() -> bool:
+        async with embedded_server(url, data_dir=tmp_path):
+            return await probe(url) is not None
+
+    for _ in range(5):
+        assert await use()
+        assert all(await asyncio.gather(use(), use()))
+
+
+async def test_a_failure_inside_the_block_ends_the_server(url: str, tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        async with embedded_server(url, data_dir=tmp_path):
+            raise KeyError
+
+    assert await probe(url) is None
+
+
+async def test_a_cancelled_user_leaves(url: str, tmp_path: Path) -> None:
+    entered = asyncio.Event()
+
+    async def use() -> None:
+        async with embedded_server(url, data_dir=tmp_path):
+            entered.set()
+            await asyncio.Event().wait()
+
+    user = asyncio.create_task(use())
+    await entered.wait()
+    user.cancel()
+    await asyncio.wait({user})
+
+    assert user.cancelled()
+    assert await probe(url) is None
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(url: str, tmp_path: Path) -> None:
+    user = asyncio.create_task(embedded_server(url, data_dir=tmp_path).__aenter__())
+    await wait_until((tmp_path / "server.lock").exists)
+    user.cancel()
+    await asyncio.wait({user})
+
+    await wait_until(lambda: not is_locked(tmp_path / "guard.lock"))
+
+    assert not is_locked(tmp_path / "server.lock")
+    assert await probe(url) is None
+
+
+async def test_the_server_listens_on_loopback_at_its_port_only(url: str, tmp_path: Path) -> None:
+    async with embedded_server(url, data_dir=tmp_path) as server:
+        connections = psutil.Process(server.pid).net_connections()
+
+    listening = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
+    assert listening == [("127.0.0.1", Address.parse(url).port)]
+
+
+async def test_the_store_outlives_the_server_and_fresh_empties_it(url: str, tmp_path: Path) -> None:
+    async with embedded_server(url, data_dir=tmp_path):
+        await make_stream(url, "kept")
+    async with embedded_server(url, data_dir=tmp_path):
+        kept = await stream_names(url)
+    async with embedded_server(url, data_dir=tmp_path, fresh=True):
+        emptied = await stream_names(url)
+
+    assert kept == ["kept"]
+    assert emptied == []
+
+
+async def test_fresh_is_refused_while_others_use_the_server(url: str, tmp_path: Path) -> None:
+    async with embedded_server(url, data_dir=tmp_path):
+        await make_stream(url, "kept")
+
+        with pytest.raises(ConfigError, match="another dynbus run uses its server"):
+            await enter(url, tmp_path, fresh=True)
+
+        assert await stream_names(url) == ["kept"]
+
+
+async def enter(url: str, data_dir: Path, *, fresh: bool = False) -> EmbeddedServer:
+    async with embedded_server(url, data_dir=data_dir, fresh=fresh) as server:
+        return server
+
+
+async def test_a_foreign_server_with_jetstream_is_used_as_it_is(
+    own_server: RunningServer, tmp_path: Path
+) -> None:
+    server = await enter(own_server.url, tmp_path)
+
+    assert not server.started
+    assert server.pid is None
+    assert re.fullmatch(
+        rf"nats-server [\d.]+ 'dynbus-\w+' used on {own_server.url}", server.description
+    )
+    assert await probe(own_server.url) is not None
+
+
+async def test_fresh_is_refused_for_a_foreign_server(
+    nats_server: RunningServer, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="--fresh cannot empty its store"):
+        await enter(nats_server.url, tmp_path, fresh=True)
+
+
+async def test_a_foreign_server_without_jetstream_is_refused_by_name(tmp_path: Path) -> None:
+    server = await run_server(store_dir=tmp_path / "foreign", config="jetstream: false")
+
+    async with server_stopped(server):
+        with pytest.raises(
+            ConfigError, match=r"nats-server [\d.]+ 'dynbus-\w+' .* has no JetStream.*-js"
+        ):
+            await enter(server.url, tmp_path / "ours")
+
+
+async def test_the_server_of_another_folder_is_used_and_reported(url: str, tmp_path: Path) -> None:
+    async with embedded_server(url, data_dir=tmp_path / "one") as first:
+        second = await enter(url, tmp_path / "two")
+
+    assert first.started
+    assert not second.started
+    assert "of another project folder used on" in second.description
+
+
+async def test_two_folders_that_start_at_one_port_at_once_both_get_a_server(
+    url: str, tmp_path: Path
+) -> None:
+    entered = 0
+
+    async def use(name: str) -> bool:
+        nonlocal entered
+        async with embedded_server(url, data_dir=tmp_path / name) as server:
+            entered += 1
+            await wait_until(lambda: entered == 2)
+            return server.started
+
+    started = await asyncio.gather(use("one"), use("two"))
+
+    assert sorted(started) == [False, True]
+
+
+async def test_a_folder_serves_one_port_at_a_time(url: str, tmp_path: Path) -> None:
+    async with embedded_server(url, data_dir=tmp_path):
+        with pytest.raises(ConfigError, match=f"runs on port {Address.parse(url).port}: use"):
+            await enter(f"nats://127.0.0.1:{free_port()}", tmp_path)
+
+
+async def test_a_port_that_something_else_holds_is_refused(tmp_path: Path) -> None:
+    async with listener(b"SSH-2.0-x\r\n") as url:
+        with pytest.raises(ConfigError, match="is not a NATS server"):
+            await enter(url, tmp_path)
+
+
+@pytest.mark.parametrize("url", ["nats://10.0.0.1:4222", "nats://bus.example:4222"])
+async def test_nothing_is_started_for_another_machine(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not on this machine"):
+        await enter(url, tmp_path)
+
+    assert os.listdir(tmp_path) == []
+
+
+async def test_an_address_that_the_server_would_not_listen_at_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="listens on 127.0.0.1 only"):
+        await enter(f"nats://127.0.0.2:{free_port()}", tmp_path)
+
+
+async def test_a_server_that_does_not_start_is_an_error_with_its_log(
+    url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "store").write_text("a file where a folder should be")
+
+    with pytest.raises(ConfigError, match=r"does not start on .*\n(.*\n)*.*not a directory"):
+        await enter(url, tmp_path)
+
+
+async def test_a_folder_that_cannot_be_made_is_named(url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ConfigError, match="the data folder .*file/data is unusable"):
+        await enter(url, tmp_path / "file" / "data")
+
+
+async def test_a_server_that_is_frozen_is_an_error_in_time(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with embedded_server(url, data_dir=tmp_path) as server:
+        process = psutil.Process(server.pid)
+        process.suspend()
+
+        with pytest.raises((ConfigError, Unavailable)):
+            await enter(url, tmp_path)
+
+    assert not process.is_running()
+
+
+async def test_a_server_that_dies_is_restarted_for_its_users(url: str, tmp_path: Path) -> None:
+    async with embedded_server(url, data_dir=tmp_path) as server:
+        first = server.pid
+        psutil.Process(first).kill()
+
+        await wait_until(lambda: server.pid not in (None, first))
+        joined = await enter(url, tmp_path)
+
+    assert not joined.started
+    assert joined.info.name == server.info.name
+
+
+async def test_the_folder_is_kept_out_of_version_control(url: str, tmp_path: Path) -> None:
+    await enter(url, tmp_path)
+
+    assert (tmp_path / ".gitignore").read_text() == "*\n"

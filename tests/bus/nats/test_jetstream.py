@@ -1,0 +1,156 @@
+"""What the server is asked for, and how its refusals are named.
+
+What JetStream does is in the contract suite, which the in-memory bus obeys as well.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.bus.servers import server_stopped
+
+from dynbus.bus.errors import Unavailable
+from dynbus.bus.nats.connection import NatsConnection, connect
+from dynbus.bus.nats.jetstream import JetStreamError, stream_request, unix_seconds
+from dynbus.bus.nats.server_process import RunningServer, run_server
+from dynbus.bus.transport import NoStream, StreamConfig, StreamLimits
+
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+async def connection(nats_server: RunningServer) -> AsyncIterator[NatsConnection]:
+    connection = await connect([nats_server.url])
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+def stream() -> str:
+    return f"S{secrets.token_hex(6)}"
+
+
+def test_a_stream_without_limits_is_asked_for_without_any() -> None:
+    request = stream_request(StreamConfig("name", ("a.>", "b")))
+
+    assert request["subjects"] == ["a.>", "b"]
+    assert (request["max_bytes"], request["max_msgs"], request["max_msgs_per_subject"]) == (
+        -1,
+        -1,
+        -1,
+    )
+    assert request["max_age"] == 0
+    assert request["duplicate_window"] == 120 * SECOND
+    assert "allow_msg_ttl" not in request
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (StreamConfig("s", ("a",), work_queue=True), {"retention": "workqueue"}),
+        (StreamConfig("s", ("a",)), {"retention": "limits", "storage": "file"}),
+        (StreamConfig("s", ("a",), in_memory=True), {"storage": "memory"}),
+        (StreamConfig("s", ("a",), replicas=3), {"num_replicas": 3}),
+        (
+            StreamConfig("s", ("a",), marker_ttl=2.0),
+            {"allow_msg_ttl": True, "subject_delete_marker_ttl": 2 * SECOND},
+        ),
+    ],
+)
+def test_a_streams_kind_is_asked_for(config: StreamConfig, fields: dict[str, Any]) -> None:
+    assert fields.items() <= stream_request(config).items()
+
+
+@given(st.floats(0.1, 1e6), st.floats(0.1, 1e6))
+def test_the_duplicate_window_never_exceeds_the_age(age: float, window: float) -> None:
+    limits = StreamLimits(max_age=age, duplicate_window=window)
+
+    request = stream_request(StreamConfig("s", ("a",), limits))
+
+    # The server refuses a stream of which this does not hold.
+    assert request["duplicate_window"] <= request["max_age"]
+
+
+@pytest.mark.anyio
+async def test_a_missing_stream_is_named_as_such(connection: NatsConnection, stream: str) -> None:
+    with pytest.raises(NoStream, match=f"STREAM.INFO.{stream}"):
+        await connection.jetstream.api(f"STREAM.INFO.{stream}", {}, timeout=5.0)
+
+
+@pytest.mark.anyio
+async def test_a_refusal_without_a_name_of_its_own_keeps_the_servers_number(
+    connection: NatsConnection, stream: str
+) -> None:
+    config = stream_request(StreamConfig(stream, (f"{stream}.>",))) | {"num_replicas": 99}
+
+    with pytest.raises(JetStreamError, match=f"STREAM.CREATE.{stream}") as raised:
+        await connection.jetstream.api(f"STREAM.CREATE.{stream}", config, timeout=5.0)
+
+    assert raised.value.error_code > 0
+
+
+@pytest.mark.anyio
+async def test_a_server_without_jetstream_is_told_from_a_silent_one(
+    tmp_path: Path, stream: str
+) -> None:
+    server = await run_server(store_dir=tmp_path, config="jetstream: false")
+
+    async with server_stopped(server):
+        connection = await connect([server.url])
+        try:
+            with pytest.raises(Unavailable, match="is JetStream enabled"):
+                await connection.jetstream.message_count(stream)
+        finally:
+            await connection.close()
+
+
+@pytest.mark.anyio
+async def test_the_server_takes_every_kind_of_stream(
+    connection: NatsConnection, stream: str
+) -> None:
+    limits = StreamLimits(1024 * 1024, 3600.0, 1000, 10, 5.0)
+    config = StreamConfig(stream, (f"{stream}.>",), limits, marker_ttl=2.0, in_memory=True)
+    await connection.jetstream.ensure_stream(config)
+
+    answer = await connection.jetstream.api(f"STREAM.INFO.{stream}", {}, timeout=5.0)
+    await connection.jetstream.delete_stream(stream)
+
+    asked = stream_request(config)
+    assert {key: answer["config"].get(key) for key in asked if asked[key]} == {
+        key: value for key, value in asked.items() if value
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2026-01-01T00:00:00Z", 1767225600.0),
+        ("2026-01-01T00:00:00.5Z", 1767225600.5),
+        ("2026-01-01T00:00:00.123456789Z", 1767225600.123456),
+    ],
+)
+def test_the_servers_times_are_read_with_any_number_of_digits(text: str, seconds: float) -> None:
+    assert unix_seconds(text) == seconds
+
+
+@given(st.integers(0, 2**32), st.integers(0, 10**9 - 1))
+def test_the_servers_times_are_read_to_the_microsecond(whole: int, nanoseconds: int) -> None:
+    moment = datetime.fromtimestamp(whole, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    # Go leaves out zeros at the end.
+    digits = f"{nanoseconds:09d}".rstrip("0")
+    text = f"{moment}.{digits}Z" if digits else f"{moment}Z"
+
+    assert unix_seconds(text) == pytest.approx(whole + nanoseconds / 1e9, abs=1.5e-6)
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "2026-13-01T00:00:00Z"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="."):
+        unix_seconds(text)

@@ -1,0 +1,141 @@
+"""A session goes to a server that takes it, and says which ones did not and why."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.bus.servers import listener, server_stopped
+
+from dynbus.bus.errors import PermissionDenied, Unavailable
+from dynbus.bus.nats.server_process import RunningServer, free_port, run_server
+from dynbus.bus.nats.session import candidates, open_session
+
+addresses = st.lists(
+    st.builds("10.0.0.{}:4222".format, st.integers(1, 9)), min_size=1, max_size=6, unique=True
+)
+
+
+@given(addresses, addresses)
+def test_every_server_is_tried_once(known: list[str], advertised: list[str]) -> None:
+    servers = [f"nats://{address}" for address in known]
+
+    found = candidates(servers, advertised=advertised)
+
+    assert sorted(found) == sorted(f"nats://{address}" for address in {*known, *advertised})
+
+
+@given(addresses, st.data())
+def test_a_server_that_is_going_away_is_tried_last(known: list[str], data: st.DataObject) -> None:
+    avoid = data.draw(st.sampled_from(known))
+
+    found = candidates([f"nats://{address}" for address in known], avoid=avoid)
+
+    assert found[-1] == f"nats://{avoid}"
+    assert len(found) == len(known)
+
+
+def test_an_advertised_server_is_reached_as_the_first_one_is() -> None:
+    found = candidates(["tls://me:secret@a:4222"], advertised=["a:4222", "b:4222"])
+
+    assert sorted(found) == ["tls://me:secret@a:4222", "tls://me:secret@b:4222"]
+
+
+def test_the_order_is_random() -> None:
+    servers = [f"nats://s{number}:4222" for number in range(6)]
+
+    orders = {tuple(candidates(servers)) for _ in range(50)}
+
+    assert len(orders) > 1
+
+
+@pytest.mark.anyio
+async def test_the_first_server_that_takes_it_has_the_session(nats_server: RunningServer) -> None:
+    servers = [f"nats://127.0.0.1:{free_port()}", nats_server.url]
+
+    session = await open_session(servers, name="session", timeout=2.0, options={})
+    name, info = session.server_name, session.info
+    session.abort()
+
+    assert name == nats_server.url.removeprefix("nats://")
+    assert info["max_payload"] == 1024 * 1024
+
+
+@pytest.mark.anyio
+async def test_after_the_handshake_the_bytes_are_raw(nats_server: RunningServer) -> None:
+    session = await open_session([nats_server.url], name="raw", timeout=2.0, options={})
+
+    session.write_now(b"SUB raw.session 1\r\nPUB raw.session 2\r\nhi\r\nPING\r\n")
+    read = b""
+    async with asyncio.timeout(5.0):
+        while not read.endswith(b"PONG\r\n"):
+            read += await session.read()
+    session.abort()
+
+    # The server may say INFO once more before.
+    assert read.endswith(b"MSG raw.session 1 2\r\nhi\r\nPONG\r\n")
+
+
+@pytest.mark.anyio
+async def test_servers_that_cannot_be_reached_are_all_named_without_passwords() -> None:
+    ports = [free_port(), free_port()]
+    servers = [f"nats://me:secret@127.0.0.1:{port}" for port in ports]
+
+    with pytest.raises(Unavailable) as raised:
+        await open_session(servers, name="nowhere", timeout=2.0, options={})
+
+    assert all(f"127.0.0.1:{port}" in str(raised.value) for port in ports)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.anyio
+async def test_a_server_that_says_nothing_costs_its_time_and_no_more() -> None:
+    async with listener(None) as url:
+        with pytest.raises(Unavailable, match=url.removeprefix("nats://")):
+            async with asyncio.timeout(5.0):
+                await open_session([url], name="mute", timeout=0.2, options={})
+
+
+@pytest.mark.anyio
+async def test_refused_credentials_end_the_search(
+    nats_server: RunningServer, tmp_path: Path
+) -> None:
+    guarded = await run_server(store_dir=tmp_path, config='authorization { token: "right" }')
+
+    async with server_stopped(guarded):
+        with pytest.raises(PermissionDenied, match=f"127.0.0.1:{guarded.port} refuses"):
+            await open_session(
+                [guarded.url, nats_server.url],
+                name="refused",
+                timeout=2.0,
+                options={"token": "wrong"},
+            )
+
+
+@pytest.mark.anyio
+async def test_cancelling_an_opening_closes_its_socket() -> None:
+    greeted, gone = asyncio.Event(), asyncio.Event()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"S","version":"2.15.1","max_payload":1024}\r\n')
+        await reader.readuntil(b"PING\r\n")
+        greeted.set()
+        await reader.read()
+        gone.set()
+        writer.close()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    opening = asyncio.create_task(open_session([url], name="mute", timeout=30.0, options={}))
+    async with asyncio.timeout(5.0):
+        await greeted.wait()
+
+        opening.cancel()
+        await asyncio.wait({opening})
+
+        await gone.wait()
+    server.close()
+    assert opening.cancelled()

@@ -1,0 +1,216 @@
+"""What is ready for one client in one turn of the loop leaves as one message."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple, cast
+
+import pytest
+from tests.bus.far_side import settle
+from tests.bus.near_side import INSTANCE, PlayedClient, bus_in_memory, secret_of, sizes
+
+from dynbus.bus.bus import Bus
+from dynbus.bus.errors import HandlerError
+from dynbus.bus.serving.control import ServerControl
+from dynbus.bus.serving.execution import Execution
+from dynbus.bus.serving.outbox import Outbox
+from dynbus.bus.serving.remote_client import ClientPeer
+from dynbus.bus.streams import MAX_FRAME_BYTES, StreamWriter
+from dynbus.bus.wire import End, Failed, Item, Items, Part
+from dynbus.testing import run
+
+
+class Sending(NamedTuple):
+    """An outbox and two clients that get what it sends."""
+
+    bus: Bus
+    execution: Execution
+    outbox: Outbox
+    first: PlayedClient
+    second: PlayedClient
+    peers: tuple[ClientPeer, ClientPeer]
+
+    def writer(self, number: int, peer: int = 0) -> StreamWriter:
+        return StreamWriter(
+            number,
+            secret_of(number),
+            1,
+            granted=1 << 30,
+            max_unit_bytes=self.outbox.max_unit_bytes(),
+            max_item_bytes=1 << 30,
+            on_dirty=self.peers[peer].note_dirty,
+        )
+
+    async def settle(self) -> None:
+        await asyncio.sleep(0)
+        await settle(cast("Any", self.bus.data))
+
+
+@asynccontextmanager
+async def sending() -> AsyncGenerator[Sending, None]:
+    async with bus_in_memory() as (server, bus):
+        execution = Execution(bus, INSTANCE)
+        outbox = Outbox(bus, INSTANCE, execution)
+        control = ServerControl(bus, "near", "Side", INSTANCE, execution, outbox)
+        clients = [PlayedClient(await server.connect(), name) for name in ("c1", "c2")]
+        for client in clients:
+            await client.start()
+        first, second = (
+            ClientPeer(control, outbox, client.base, bus.replies.bounce(client.base[-2:]))
+            for client in clients
+        )
+        yield Sending(bus, execution, outbox, clients[0], clients[1], (first, second))
+        for client in clients:
+            await client.connection.close()
+
+
+def test_what_many_streams_have_in_one_turn_is_one_message() -> None:
+    async def story() -> None:
+        async with sending() as given:
+            writers = [given.writer(number) for number in range(3)]
+            given.execution.load = 3
+
+            for writer in writers:
+                writer.push(b"a")
+                writer.push(b"b")
+            assert repr(given.outbox) == f"<Outbox {INSTANCE} [1 clients]>"
+            await given.settle()
+
+            (batch,) = given.first.batches
+            assert batch.frames == [
+                Items(number, secret_of(number), 1, 0, [b"a", b"b"]) for number in range(3)
+            ]
+            assert (batch.sender, batch.incarnation) == (INSTANCE, given.bus.incarnation)
+            assert batch.load == 3
+
+    run(story())
+
+
+def test_the_next_turn_is_another_message() -> None:
+    async def story() -> None:
+        async with sending() as given:
+            writer = given.writer(0)
+
+            for item in (b"a", b"b"):
+                writer.push(item)
+                await given.settle()
+
+            assert sizes(given.first.batches) == [1, 1]
+            assert given.first.all(Item) == [
+                Item(0, secret_of(0), 1, 0, b"a"),
+                Item(0, secret_of(0), 1, 1, b"b"),
+            ]
+
+    run(story())
+
+
+def test_each_client_gets_its_own() -> None:
+    async def story() -> None:
+        async with sending() as given:
+            given.writer(0, peer=0).push(b"a")
+            given.writer(0, peer=1).push(b"b")
+
+            await given.settle()
+
+            assert [item.data for item in given.first.all(Item)] == [b"a"]
+            assert [item.data for item in given.second.all(Item)] == [b"b"]
+
+    run(story())
+
+
+def test_items_and_the_end_of_a_stream_leave_together() -> None:
+    async def story() -> None:
+        async with sending() as given:
+            ended, failed = given.writer(0), given.writer(1)
+
+            ended.push(b"a")
+            ended.end()
+            failed.push(b"b")
+            failed.fail(HandlerError("no"))
+            given.peers[0].touch(ended)
+            given.peers[0].touch(failed)
+            await given.settle()
+
+            (batch,) = given.first.batches
+            assert [type(frame) for frame in batch.frames] == [Items, End, Items, Failed]
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    "size", [1, MAX_FRAME_BYTES // 3, MAX_FRAME_BYTES - 100, MAX_FRAME_BYTES, 900_000]
+)
+@pytest.mark.parametrize("streams", [1, 3])
+def test_no_message_is_larger_than_the_server_takes_and_nothing_is_left_out(
+    size: int, streams: int
+) -> None:
+    async def story() -> None:
+        async with sending() as given:
+            sent: list[int] = []
+            publish = given.bus.data.publish
+
+            def measured(subject: str, data: bytes, **options: Any) -> None:
+                sent.append(len(data))
+                publish(subject, data, **options)
+
+            cast("Any", given.bus.data).publish = measured
+            for number in range(streams):
+                writer = given.writer(number)
+                for _ in range(4):
+                    writer.push(b"x" * size)
+                writer.end()
+                given.peers[0].touch(writer)
+            await given.settle()
+
+            assert max(sent) <= min(given.bus.data.max_payload, MAX_FRAME_BYTES + 1024)
+            whole = sum(len(item.data) for item in given.first.all(Item))
+            whole += sum(len(one) for items in given.first.all(Items) for one in items.items)
+            whole += sum(len(part.data) for part in given.first.all(Part))
+            assert whole == streams * 4 * size
+            assert len(given.first.all(End)) == streams
+
+    run(story())
+
+
+def test_a_client_that_cannot_be_sent_to_keeps_none_of_the_others_waiting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story() -> list[bytes]:
+        async with sending() as given:
+            publish = given.bus.data.publish
+
+            def refusing(subject: str, data: bytes, **options: Any) -> None:
+                if subject == given.peers[0].frames_subject:
+                    raise OSError("no buffer space")
+                publish(subject, data, **options)
+
+            cast("Any", given.bus.data).publish = refusing
+            given.writer(0, peer=0).push(b"a")
+            given.writer(0, peer=1).push(b"b")
+
+            await given.settle()
+
+            return [item.data for item in given.second.all(Item)]
+
+    with caplog.at_level(logging.ERROR):
+        items = run(story())
+
+    assert items == [b"b"]
+    assert "results for _R.-.c1 could not be sent" in caplog.text
+
+
+def test_a_flush_does_not_wait_for_the_end_of_the_turn() -> None:
+    async def story() -> None:
+        async with sending() as given:
+            given.writer(0).push(b"a")
+
+            given.outbox.flush()
+
+            assert given.peers[0].dirty == []
+            await given.settle()
+            assert sizes(given.first.batches) == [1]
+
+    run(story())

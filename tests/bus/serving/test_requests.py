@@ -1,0 +1,169 @@
+"""Requests are read as they were meant, and whatever cannot be meant is refused."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynbus.bus.context import Context
+from dynbus.bus.errors import InvalidRequest
+from dynbus.bus.serving.requests import (
+    PartialRequest,
+    read_context,
+    read_framing,
+    read_part,
+    read_reply,
+)
+
+SECRET = "000102030405060708090a0b0c0d0e0f"
+
+
+def read(fields: dict[str, str], *, timeout: float | None = None) -> Context:
+    return read_context(fields, timeout=timeout, hop="a.B.c@i1", draining=bool, now=100.0)
+
+
+def test_a_framing_header_says_secret_window_and_incarnation() -> None:
+    assert read_framing(f"1 {SECRET} 262144 1f2e") == (bytes(range(16)), 262144, "1f2e")
+
+
+def test_words_that_later_versions_add_to_a_framing_header_are_ignored() -> None:
+    assert read_framing(f"1 {SECRET} 0 1f2e more") == (bytes(range(16)), 0, "1f2e")
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        "",
+        "1",
+        f"2 {SECRET} 262144 1f2e",
+        f"1 {SECRET[2:]} 262144 1f2e",
+        f"1 {'x' * 32} 262144 1f2e",
+        f"1 {SECRET} much 1f2e",
+        f"1 {SECRET} 262144",
+    ],
+)
+def test_a_framing_header_of_another_form_is_refused(framing: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not of version 1"):
+        read_framing(framing)
+
+
+def test_a_reply_subject_is_a_base_and_a_number() -> None:
+    assert read_reply("_R.-.c1.42") == ("_R.-.c1", 42)
+
+
+@pytest.mark.parametrize("reply", ["", "_R.-.c1", "_R.-.c1.-4", "_R.-.c1.²", f"_R.-.c1.{10**18}"])
+def test_a_reply_subject_without_a_number_is_refused(reply: str) -> None:
+    with pytest.raises(InvalidRequest, match="needs a numbered reply"):
+        read_reply(reply)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "given", "deadline"),
+    [
+        (None, None, None),
+        (60.0, None, 160.0),
+        (None, "1500", 101.5),
+        (60.0, "1500", 101.5),
+        (1.0, "1500", 101.0),
+        (60.0, "0", 100.0),
+    ],
+)
+def test_a_deadline_is_the_earlier_of_the_callers_and_the_endpoints(
+    timeout: float | None, given: str | None, deadline: float | None
+) -> None:
+    fields = {} if given is None else {"Dynbus-Deadline": given}
+
+    context = read(fields, timeout=timeout)
+
+    assert context.deadline == deadline
+
+
+@pytest.mark.parametrize("deadline", ["", "soon", "-1", "1.5", "²", "1" * 16])
+def test_a_deadline_that_is_no_number_is_refused(deadline: str) -> None:
+    with pytest.raises(InvalidRequest, match="is no number"):
+        read({"Dynbus-Deadline": deadline})
+
+
+def test_a_context_carries_what_the_caller_sent_along() -> None:
+    context = read(
+        {
+            "Dynbus-Request-Id": "r1",
+            "Dynbus-Attempt": "3",
+            "Dynbus-Priority": "-2",
+            "Dynbus-Idempotency-Key": "k" * 200,
+            "traceparent": "00-1-2-01",
+            "tracestate": "a=b",
+        }
+    )
+
+    assert (context.id, context.attempt, context.priority) == ("r1", 3, -2)
+    assert context.idempotency_key == "k" * 128
+    assert context.hop == "a.B.c@i1"
+    assert context.trace_headers() == {"traceparent": "00-1-2-01", "tracestate": "a=b"}
+
+
+@pytest.mark.parametrize("given", ["", "x" * 129, "a\nb", "ä"])
+def test_a_request_id_that_could_not_be_sent_on_is_replaced(given: str) -> None:
+    context = read({"Dynbus-Request-Id": given})
+
+    assert context.id != given
+    assert len(context.id) == 32
+
+
+@pytest.mark.parametrize("number", ["", "x", "100000", "1.5", "²", "--1"])
+def test_an_attempt_or_priority_that_is_no_small_number_is_the_default(number: str) -> None:
+    context = read({"Dynbus-Attempt": number, "Dynbus-Priority": number})
+
+    assert (context.attempt, context.priority) == (1, 0)
+
+
+def test_a_trace_header_that_could_not_be_sent_on_is_left_out() -> None:
+    context = read({"traceparent": "00-1-2-01", "tracestate": "a\nb", "baggage": "x" * 4097})
+
+    assert context.trace_headers() == {"traceparent": "00-1-2-01"}
+
+
+def test_trace_headers_without_a_traceparent_are_none() -> None:
+    assert read({"tracestate": "a=b", "baggage": "c=d"}).trace_headers() == {}
+
+
+@pytest.mark.parametrize(("part", "read"), [("1/1", (1, 1)), ("4096/4096", (4096, 4096))])
+def test_a_part_header_is_index_and_count(part: str, read: tuple[int, int]) -> None:
+    assert read_part(part) == read
+
+
+@pytest.mark.parametrize("part", ["", "1", "0/2", "3/2", "-1/2", "1/4097", "a/b", "1/2/3"])
+def test_a_part_that_cannot_be_is_refused(part: str) -> None:
+    with pytest.raises(InvalidRequest):
+        read_part(part)
+
+
+@given(st.lists(st.binary(), min_size=1, max_size=20), st.randoms(use_true_random=False))
+def test_parts_in_any_order_and_repeated_make_the_whole_once_all_are_there(
+    parts: list[bytes], random: Random
+) -> None:
+    request = PartialRequest(len(parts))
+    order = [*range(len(parts)), *range(len(parts))]
+    random.shuffle(order)
+    arrived: set[int] = set()
+
+    for position in order:
+        request.add(position + 1, len(parts), parts[position])
+        arrived.add(position)
+
+        assert request.size == sum(len(parts[one]) for one in arrived)
+        assert request.whole() == (b"".join(parts) if len(arrived) == len(parts) else None)
+
+
+def test_a_part_of_another_split_is_ignored() -> None:
+    request = PartialRequest(2)
+    request.add(1, 2, b"first")
+
+    request.add(2, 3, b"second of three")
+
+    assert request.whole() is None
+    assert request.size == 5
+    assert repr(request) == "<PartialRequest [1 of 2 parts]>"

@@ -1,0 +1,422 @@
+"""A request runs once, when it is whole and was not given up before it came."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from tests.bus.far_side import settle
+from tests.bus.near_side import ADDRESS, INSTANCE, Served, endpoint, secret_of, serving
+
+from dynbus.bus import headers
+from dynbus.bus.context import context
+from dynbus.bus.drops import DropReason
+from dynbus.bus.endpoint import Endpoint
+from dynbus.bus.wire import Cancel, Credit, End, Failed, Item, Items, Resume, Unknown
+from dynbus.testing import run
+
+
+class Handler:
+    """A unary handler that keeps the requests that reached it."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.requests: list[bytes] = []
+        self.seconds = seconds
+
+    async def __call__(self, data: bytes) -> bytes:
+        self.requests.append(data)
+        if self.seconds:
+            await asyncio.sleep(self.seconds)
+        return data.upper()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return endpoint(self)
+
+
+async def heard_failure(given: Served) -> Failed:
+    (failed,) = await given.client.heard(Failed)
+    return failed
+
+
+# Where requests arrive --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("subject", [str(ADDRESS), ADDRESS.at(INSTANCE)])
+def test_a_request_arrives_by_the_instance_s_own_subject_and_by_the_shared_one(
+    subject: str,
+) -> None:
+    async def story() -> None:
+        async with serving(Handler().endpoint) as given:
+            given.client.send(1, b"a", subject=subject)
+
+            (end,) = await given.client.heard(End)
+
+            assert end == End(1, secret_of(1), 1, 0, b"A")
+
+    run(story())
+
+
+def test_each_endpoint_has_its_handler() -> None:
+    async def other(_: bytes) -> bytes:
+        return b"other"
+
+    async def story() -> bytes | None:
+        async with serving(Handler().endpoint, endpoint(other, name="other")) as given:
+            given.client.send(1, b"a", subject=f"near.Side.other.{INSTANCE}")
+            return (await given.client.heard(End))[0].data
+
+    assert run(story()) == b"other"
+
+
+def test_a_stopped_instance_hears_nothing() -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+            await given.instance.stop()
+            given.client.send(1, b"a")
+
+            reply = await given.client.reply()
+
+            assert headers.status(reply.headers) == headers.NO_RESPONDERS
+            assert handler.requests == []
+            assert given.instance.registry.peers == {}
+
+    run(story())
+
+
+def test_it_says_how_many_calls_run_and_wait() -> None:
+    async def story() -> None:
+        handler = Handler(5.0)
+        async with serving(endpoint(handler, concurrency=1)) as given:
+            for number in range(3):
+                given.client.send(number)
+            await settle(given.client.connection)
+
+            assert repr(given.instance) == (
+                f"<InstanceServer near.Side@{INSTANCE} [serving | calls: 1 running, 2 waiting]>"
+            )
+            assert given.instance.load == 3
+
+    run(story())
+
+
+def test_a_request_that_cannot_be_answered_does_not_run() -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+            given.client.connection.publish(str(ADDRESS), b"a")
+            await settle(given.client.connection)
+
+            assert handler.requests == []
+            assert given.bus.drops == {DropReason.NO_REPLY: 1}
+
+    run(story())
+
+
+# Once -------------------------------------------------------------------------------------
+
+
+def test_a_request_that_arrives_again_while_it_runs_does_not_run_again() -> None:
+    async def story() -> None:
+        handler = Handler(1.0)
+        async with serving(handler.endpoint) as given:
+            for _ in range(3):
+                given.client.send(1, b"a")
+
+            await given.client.heard(End)
+            await settle(given.client.connection)
+
+            assert handler.requests == [b"a"]
+            assert len(given.client.all(End)) == 1
+
+    run(story())
+
+
+def test_a_request_that_arrives_again_after_its_end_does_not_run_again() -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+            given.client.send(1, b"a")
+            await given.client.heard(End)
+
+            given.client.send(1, b"a")
+            await settle(given.client.connection)
+
+            assert handler.requests == [b"a"]
+
+    run(story())
+
+
+# Given up before it came ------------------------------------------------------------------
+
+
+def test_a_request_whose_cancel_came_first_never_begins() -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+            await given.client.say(Cancel(1, secret_of(1), 1, 1.0))
+
+            given.client.send(1, b"a")
+            failed = await heard_failure(given)
+
+            assert (failed.code, failed.started) == ("Cancelled", False)
+            assert handler.requests == []
+            assert given.bus.drops == {DropReason.REFUSED: 1}
+
+    run(story())
+
+
+def test_the_cancel_of_another_s_request_changes_nothing() -> None:
+    async def story() -> None:
+        async with serving(Handler().endpoint) as given:
+            await given.client.say(Cancel(1, secret_of(2), 1, 1.0))
+
+            given.client.send(1, b"a")
+
+            assert (await given.client.heard(End))[0].data == b"A"
+
+    run(story())
+
+
+def test_a_request_that_was_said_not_to_be_here_is_never_begun_later() -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+            await given.client.say(Resume(1, secret_of(1), 1, 0))
+            assert given.client.control == [Unknown(1, secret_of(1), 1)]
+
+            given.client.send(1, b"a")
+            failed = await heard_failure(given)
+
+            assert (failed.code, failed.started, failed.retryable) == ("Unavailable", False, True)
+            assert handler.requests == []
+
+    run(story())
+
+
+def test_a_request_that_was_asked_to_stop_before_it_came_begins_stopped() -> None:
+    async def handler(_: bytes) -> bytes:
+        return b"stopped" if context().is_stopped() else b"not"
+
+    async def story() -> bytes | None:
+        async with serving(endpoint(handler)) as given:
+            await given.client.say(Cancel(1, secret_of(1), 1, -1.0))
+
+            given.client.send(1, b"a")
+
+            return (await given.client.heard(End))[0].data
+
+    assert run(story()) == b"stopped"
+
+
+# What cannot be meant ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"framing": "7 what"},
+        {"PART": "0/2"},
+        {"PART": "3/2"},
+        {"DEADLINE": "soon"},
+    ],
+)
+def test_a_request_of_another_form_is_answered_at_once_and_counted(options: dict[str, Any]) -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+            given.client.send(1, b"a", **options)
+
+            fields = headers.decode((await given.client.reply()).headers)
+
+            assert fields[headers.ERROR] == "InvalidRequest"
+            assert fields[headers.FRAMES]
+            assert f"(at {ADDRESS}@{INSTANCE})" in fields[headers.SERVICE_ERROR]
+            assert handler.requests == []
+            assert given.bus.drops == {DropReason.MALFORMED: 1}
+            assert given.instance.control.calls() == []
+
+    run(story())
+
+
+# Parts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [[1, 2, 3], [3, 1, 2], [2, 2, 1, 1, 3]])
+def test_a_request_in_parts_runs_once_when_all_are_there(order: list[int]) -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+            for index in order[:-1]:
+                given.client.send(1, b"abc"[index - 1 : index], PART=f"{index}/3")
+            await settle(given.client.connection)
+            assert handler.requests == []
+
+            given.client.send(1, b"abc"[order[-1] - 1 : order[-1]], PART=f"{order[-1]}/3")
+            await given.client.heard(End)
+
+            assert handler.requests == [b"abc"]
+            assert given.instance.registry.peers["c1"].parts == {}
+
+    run(story())
+
+
+def test_a_part_with_another_secret_is_none_of_the_request() -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+            given.client.send(1, b"a", PART="1/2")
+            given.client.send(1, b"X", PART="2/2", framing=f"1 {secret_of(9).hex()} 1000 other")
+            given.client.send(1, b"b", PART="2/2")
+
+            await given.client.heard(End)
+
+            assert handler.requests == [b"ab"]
+
+    run(story())
+
+
+def test_a_request_whose_parts_are_too_large_together_is_refused() -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint, max_request_bytes=100) as given:
+            for index in (1, 2):
+                given.client.send(1, b"x" * 60, PART=f"{index}/3")
+
+            failed = await heard_failure(given)
+
+            assert (failed.code, failed.started) == ("PayloadTooLarge", False)
+            assert "max_request_bytes = 100" in failed.message
+            assert handler.requests == []
+            assert given.instance.registry.peers["c1"].parts == {}
+
+    run(story())
+
+
+def test_a_request_that_misses_a_part_is_to_be_sent_anew() -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+            given.client.send(1, b"a", PART="1/2")
+            await settle(given.client.connection)
+
+            await given.client.say(Resume(1, secret_of(1), 1, 0))
+
+            assert given.client.control == [Unknown(1, secret_of(1), 1)]
+            assert given.instance.control.calls() == []
+            assert handler.requests == []
+
+    run(story())
+
+
+# Results ----------------------------------------------------------------------------------
+
+
+async def count(_: bytes) -> AsyncGenerator[bytes, None]:
+    for number in range(8):
+        yield b"%d" % number
+
+
+def items_of(given: Served) -> list[bytes]:
+    items = [item.data for item in given.client.all(Item)]
+    return items + [one for frame in given.client.all(Items) for one in frame.items]
+
+
+@pytest.mark.parametrize(("asked", "most"), [(2, 2), (1 << 40, 4), (-5, 1)])
+def test_a_stream_sends_what_its_reader_asked_for_and_no_more_than_the_instance_allows(
+    asked: int, most: int
+) -> None:
+    async def story() -> None:
+        async with serving(endpoint(count, streaming=True), stream_window=4) as given:
+            given.client.send(1, window=asked)
+
+            await asyncio.sleep(1.0)
+
+            assert len(items_of(given)) == most
+            assert given.client.all(End) == []
+
+    run(story())
+
+
+def test_credit_lets_a_stream_go_on() -> None:
+    async def story() -> None:
+        async with serving(endpoint(count, streaming=True), stream_window=4) as given:
+            given.client.send(1)
+            await asyncio.sleep(0.5)
+
+            await given.client.say(Credit(1, secret_of(1), 1, 6, 4))
+            assert sorted(items_of(given)) == [b"%d" % number for number in range(6)]
+            await given.client.say(Credit(1, secret_of(1), 1, 10, 6))
+            await given.client.heard(End)
+
+            assert sorted(items_of(given)) == [b"%d" % number for number in range(8)]
+
+    run(story())
+
+
+def test_what_was_lost_is_sent_again_after_the_end_until_it_is_acknowledged() -> None:
+    async def story() -> None:
+        async with serving(endpoint(count, streaming=True)) as given:
+            given.client.send(1)
+            await given.client.heard(End)
+            given.client.batches.clear()
+
+            await given.client.say(Resume(1, secret_of(1), 1, 6))
+
+            assert items_of(given) == [b"6", b"7"]
+            assert len(given.client.all(End)) == 1
+
+    run(story())
+
+
+# Its end ----------------------------------------------------------------------------------
+
+
+def test_what_still_runs_after_the_grace_ends_in_draining() -> None:
+    async def story() -> None:
+        async with serving(Handler(5.0).endpoint) as given:
+            given.client.send(1, b"a")
+            await settle(given.client.connection)
+
+            await given.instance.drain(0.2)
+            failed = await heard_failure(given)
+
+            assert (failed.code, failed.retryable) == ("Draining", True)
+            assert given.instance.draining
+
+    run(story())
+
+
+def test_a_stop_tells_every_caller_before_it_returns() -> None:
+    async def story() -> None:
+        async with serving(Handler(5.0).endpoint) as given:
+            for number in range(3):
+                given.client.send(number)
+            await settle(given.client.connection)
+
+            await given.instance.stop()
+            await settle(given.client.connection)
+
+            assert [failed.code for failed in given.client.all(Failed)] == ["Draining"] * 3
+            assert given.instance.load == 0
+
+    run(story())
+
+
+def test_a_client_that_has_had_no_call_for_a_while_is_forgotten() -> None:
+    async def story() -> None:
+        async with serving(Handler().endpoint) as given:
+            given.client.send(1, b"a")
+            await given.client.heard(End)
+            known = given.instance.registry.peers
+            assert list(known) == ["c1"]
+
+            await given.client.say(Credit(1, secret_of(1), 1, 0, 1))
+            await asyncio.sleep(20.0)
+
+            assert known == {}
+
+    run(story())

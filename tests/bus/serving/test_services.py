@@ -1,0 +1,239 @@
+"""`$SRV` answers as ADR-32 of NATS writes it: types, names of fields and kinds of values."""
+
+# nats-py's own annotations have holes.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.errors import NoRespondersError
+from pydantic import BaseModel
+
+from dynbus import Actor, ActorInstance, HandlerError, Runtime, handler
+from dynbus.bus.drops import DropReason
+from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.serving.services import JITTER_ABOVE, MAX_JITTER
+
+pytestmark = pytest.mark.anyio
+
+
+class Prompt(BaseModel):
+    text: str
+
+
+class Splitting(Actor, abstract=True):
+    @handler
+    async def count(self, prompt: Prompt) -> int:
+        if not prompt.text:
+            raise RuntimeError("nothing to count")
+        return len(prompt.text)
+
+    @handler
+    async def split(self, prompt: Prompt) -> AsyncGenerator[str, None]:
+        for word in prompt.text.split():
+            yield word
+
+
+@pytest.fixture
+def namespace() -> str:
+    return f"t{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+async def runtime(nats_server: RunningServer) -> AsyncIterator[Runtime]:
+    async with Runtime.connect(nats_server.url) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+async def client(nats_server: RunningServer) -> AsyncIterator[Client]:
+    client = await nats.connect(nats_server.url)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def instance(runtime: Runtime, namespace: str) -> ActorInstance:
+    class Splitter(Splitting, namespace=namespace):
+        pass
+
+    return await runtime.start(Splitter, instance_id="one")
+
+
+async def ask(client: Client, subject: str) -> dict[str, Any]:
+    reply = await client.request(subject, b"", timeout=2)
+    answer: dict[str, Any] = json.loads(reply.data)
+    return answer
+
+
+@pytest.mark.parametrize("verb", ["PING", "INFO", "STATS"])
+@pytest.mark.parametrize("suffix", ["", ".{name}", ".{name}.one"])
+async def test_every_subject_of_the_protocol_is_answered(
+    client: Client, instance: ActorInstance, namespace: str, verb: str, suffix: str
+) -> None:
+    subject = f"$SRV.{verb}" + suffix.format(name=f"{namespace}_Splitter")
+    inbox = client.new_inbox()
+    answers = await client.subscribe(inbox)
+
+    await client.publish(subject, b"", reply=inbox)
+
+    # Other tests of the same server may answer `$SRV.PING` too.
+    async with asyncio.timeout(2):
+        while json.loads((await answers.next_msg(timeout=2)).data)["name"] != (
+            f"{namespace}_Splitter"
+        ):
+            pass
+
+
+async def test_ping_is_the_identity_and_nothing_else(
+    client: Client, instance: ActorInstance, namespace: str, runtime: Runtime
+) -> None:
+    assert await ask(client, f"$SRV.PING.{namespace}_Splitter") == {
+        "type": "io.nats.micro.v1.ping_response",
+        "name": f"{namespace}_Splitter",
+        "id": "one",
+        "version": "1.0.0",
+        "metadata": {
+            "dynbus.namespace": namespace,
+            "dynbus.incarnation": runtime.bus.incarnation,
+        },
+    }
+
+
+async def test_the_name_and_the_version_are_as_the_protocol_wants_them(
+    client: Client, instance: ActorInstance, namespace: str
+) -> None:
+    answer = await ask(client, f"$SRV.PING.{namespace}_Splitter")
+
+    assert re.fullmatch(r"[A-Za-z0-9_-]+", answer["name"])
+    assert re.fullmatch(r"\d+\.\d+\.\d+", answer["version"])
+
+
+async def test_info_lists_the_endpoints_with_their_schemas(
+    client: Client, instance: ActorInstance, namespace: str
+) -> None:
+    info = await ask(client, f"$SRV.INFO.{namespace}_Splitter")
+
+    schemas = [json.loads(one["metadata"].pop("dynbus.schema")) for one in info["endpoints"]]
+    assert info["type"] == "io.nats.micro.v1.info_response"
+    assert info["description"] == f"dynbus component {namespace}.Splitter"
+    assert info["endpoints"] == [
+        {
+            "name": "count",
+            "subject": f"{namespace}.Splitter.count",
+            "queue_group": "Splitter",
+            "metadata": {"dynbus.namespace": namespace, "dynbus.kind": "unary"},
+        },
+        {
+            "name": "split",
+            "subject": f"{namespace}.Splitter.split",
+            "queue_group": "Splitter",
+            "metadata": {"dynbus.namespace": namespace, "dynbus.kind": "stream"},
+        },
+    ]
+    assert schemas[0] == {
+        "request": Prompt.model_json_schema(),
+        "response": {"type": "integer"},
+    }
+
+
+async def test_the_endpoint_that_info_names_can_be_called(
+    client: Client, instance: ActorInstance, namespace: str
+) -> None:
+    info = await ask(client, f"$SRV.INFO.{namespace}_Splitter")
+
+    reply = await client.request(info["endpoints"][0]["subject"], b'{"text":"abc"}', timeout=2)
+
+    assert reply.data == b"3"
+
+
+async def test_stats_begin_at_zero(client: Client, instance: ActorInstance, namespace: str) -> None:
+    stats = await ask(client, f"$SRV.STATS.{namespace}_Splitter")
+
+    assert stats["type"] == "io.nats.micro.v1.stats_response"
+    assert stats["endpoints"][0] == {
+        "name": "count",
+        "subject": f"{namespace}.Splitter.count",
+        "queue_group": "Splitter",
+        "num_requests": 0,
+        "num_errors": 0,
+        "last_error": "",
+        "processing_time": 0,
+        "average_processing_time": 0,
+        "data": {"running": 0, "waiting": 0, "draining": False},
+    }
+
+
+async def test_the_start_is_a_time_in_utc(
+    client: Client, instance: ActorInstance, namespace: str
+) -> None:
+    stats = await ask(client, f"$SRV.STATS.{namespace}_Splitter")
+
+    assert stats["started"].endswith("Z")
+    age = datetime.now(UTC) - datetime.fromisoformat(stats["started"])
+    assert timedelta(0) <= age < timedelta(seconds=30)
+
+
+async def test_stats_count_what_really_happened(
+    client: Client, instance: ActorInstance, namespace: str
+) -> None:
+    endpoint = instance.server.served["count"].address
+    caller = await instance.actor.runtime.endpoint(endpoint).client()
+    await caller.wait_for_instances(timeout=5)
+    await caller.generate({"text": "abc"})
+    with pytest.raises(HandlerError):
+        await caller.generate({"text": ""})
+
+    count = (await ask(client, f"$SRV.STATS.{namespace}_Splitter"))["endpoints"][0]
+
+    assert (count["num_requests"], count["num_errors"]) == (2, 1)
+    assert count["last_error"] == "HandlerError: RuntimeError: nothing to count"
+    assert isinstance(count["processing_time"], int)
+    assert isinstance(count["average_processing_time"], int)
+    assert (
+        0 < count["average_processing_time"] == pytest.approx(count["processing_time"] / 2, abs=1)
+    )
+
+
+async def test_a_stopped_instance_answers_no_more(
+    client: Client, instance: ActorInstance, namespace: str
+) -> None:
+    await instance.stop()
+
+    with pytest.raises(NoRespondersError):
+        await ask(client, f"$SRV.PING.{namespace}_Splitter")
+
+
+async def test_an_unsafe_reply_subject_is_not_answered(
+    client: Client, instance: ActorInstance, namespace: str, runtime: Runtime
+) -> None:
+    trap = await client.subscribe(f"{namespace}.trap")
+    before = runtime.bus.drops[DropReason.UNSAFE_REPLY]
+
+    await client.publish(f"$SRV.PING.{namespace}_Splitter", b"", reply=f"{namespace}.trap")
+    # The answer to the second request shows that the first one has been looked at.
+    await ask(client, f"$SRV.PING.{namespace}_Splitter")
+
+    assert runtime.bus.drops[DropReason.UNSAFE_REPLY] == before + 1
+    assert trap.pending_msgs == 0
+
+
+async def test_answers_are_spread_when_there_are_many_instances(
+    client: Client, instance: ActorInstance, namespace: str, runtime: Runtime
+) -> None:
+    assert runtime.bus.answer_jitter(MAX_JITTER, JITTER_ABOVE) == 0.0
+
+    runtime.bus.known_instances = lambda: JITTER_ABOVE + 1
+
+    assert runtime.bus.answer_jitter(MAX_JITTER, JITTER_ABOVE) == MAX_JITTER
+    assert (await ask(client, f"$SRV.PING.{namespace}_Splitter"))["id"] == "one"
