@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dynbus.bus.telemetry import CallObservation
 
     from .execution import Execution
-    from .remote_client import ClientPeer
+    from .remote_client import RemoteClient
     from .served_endpoint import ServedEndpoint
 
 
@@ -149,7 +149,7 @@ class FramedCall(ServerCall):
         released: whether the client has all that it wants of it.
     """
 
-    __slots__ = ("peer", "released", "writer")
+    __slots__ = ("client", "released", "writer")
 
     def __init__(
         self,
@@ -157,11 +157,11 @@ class FramedCall(ServerCall):
         served: ServedEndpoint,
         context: Context,
         now: float,
-        peer: ClientPeer,
+        client: RemoteClient,
         writer: StreamWriter,
     ) -> None:
         super().__init__(execution, served, context, now)
-        self.peer = peer
+        self.client = client
         self.released = False
         self.writer = writer
         # The hot path of every stream: a call less per item.
@@ -173,7 +173,7 @@ class FramedCall(ServerCall):
 
     @property
     def reader(self) -> str:
-        return self.peer.base
+        return self.client.base
 
     @property
     def sent_items(self) -> int:
@@ -193,14 +193,14 @@ class FramedCall(ServerCall):
 
     def retire(self) -> None:
         number = self.writer.number
-        peer = self.peer
-        peer.parts.pop(number, None)
-        if peer.calls.pop(number, None) is not None and not self.released:
-            peer.kept[number] = self.writer
+        client = self.client
+        client.parts.pop(number, None)
+        if client.calls.pop(number, None) is not None and not self.released:
+            client.kept[number] = self.writer
 
     def _finish(self) -> None:
         self.ended = True
-        self.peer.touch_ended(self.writer)
+        self.client.touch_ended(self.writer)
         if self.waiter is not None:
             self.wake()
 

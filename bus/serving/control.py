@@ -28,7 +28,7 @@ from dynbus.bus.wire import (
     failed_frame,
 )
 
-from .remote_client import ClientPeer
+from .remote_client import RemoteClient
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
@@ -90,7 +90,7 @@ class ServerControl:
         execution: Execution,
         outbox: Outbox,
     ) -> None:
-        self.registry: Registry[ClientPeer] = Registry(instance_id, self.receive)
+        self.registry: Registry[RemoteClient] = Registry(instance_id, self.receive)
         self.plain: set[ServerCall] = set()
         self.refused = RememberedRequests()
         self.lost = RememberedRequests()
@@ -130,17 +130,17 @@ class ServerControl:
 
     # Clients and their calls -------------------------------------------------------------
 
-    def peer(self, base: str, incarnation: str) -> ClientPeer | None:
+    def client(self, base: str, incarnation: str) -> RemoteClient | None:
         """The client that reads at `base`; None for one that may not be answered."""
-        peer = self.registry.peers.get(base.rpartition(".")[2])
-        if peer is not None and peer.base == base:
-            return peer
-        peer = self._new_peer(base)
-        if peer is not None:
-            peer.incarnation = incarnation
-        return peer
+        client = self.registry.peers.get(base.rpartition(".")[2])
+        if client is not None and client.base == base:
+            return client
+        client = self._new_peer(base)
+        if client is not None:
+            client.incarnation = incarnation
+        return client
 
-    def _new_peer(self, base: str) -> ClientPeer | None:
+    def _new_peer(self, base: str) -> RemoteClient | None:
         if base.count(".") != 2 or not is_safe_reply(base, self._bus.config.reply_prefixes):
             self._bus.drop(DropReason.UNSAFE_REPLY)
             return None
@@ -149,14 +149,14 @@ class ServerControl:
             self._bus.drop(DropReason.CLIENT_ID_TAKEN)
             return None
         bounce = self._bus.replies.bounce(self.registry.bounce_token(client_id))
-        peer = self.registry.peers[client_id] = ClientPeer(self, self._outbox, base, bounce)
-        return peer
+        client = self.registry.peers[client_id] = RemoteClient(self, self._outbox, base, bounce)
+        return client
 
     def calls(self) -> list[ServerCall]:
         """Every call that waits or runs here, or whose request is not complete."""
         calls = list(self.plain)
-        for peer in self.registry.peers.values():
-            calls.extend(peer.calls.values())
+        for client in self.registry.peers.values():
+            calls.extend(client.calls.values())
         return calls
 
     def heartbeat(self, calls: list[tuple[int, int]]) -> Heartbeat:
@@ -166,30 +166,30 @@ class ServerControl:
     def touch_fresh(self) -> None:
         """Have everything sent that was not, now that the connection is back."""
         # Bytes of the last moments may be lost; whoever misses some asks, see `Resume`.
-        for peer in list(self.registry.peers.values()):
-            peer.touch_fresh()
+        for client in list(self.registry.peers.values()):
+            client.touch_fresh()
 
     def forget_idle(self, now: float) -> None:
         """Forget clients that have had no call here for a while."""
-        for client_id, peer in list(self.registry.peers.items()):
-            if peer.calls or peer.kept or peer.dirty:
-                peer.busy_at = now
-            elif now - peer.busy_at > IDLE_PEER_SECONDS:
+        for client_id, client in list(self.registry.peers.items()):
+            if client.calls or client.kept or client.dirty:
+                client.busy_at = now
+            elif now - client.busy_at > IDLE_PEER_SECONDS:
                 del self.registry.peers[client_id]
 
-    def client_gone(self, peer: ClientPeer) -> None:
+    def client_gone(self, client: RemoteClient) -> None:
         """A client died: stop its calls and forget it, but know them should it come back."""
-        if self.registry.peers.get(peer.client_id) is peer:
-            del self.registry.peers[peer.client_id]
-        for number in (*peer.calls, *peer.kept):
-            writer = peer.writer(number)
+        if self.registry.peers.get(client.client_id) is client:
+            del self.registry.peers[client.client_id]
+        for number in (*client.calls, *client.kept):
+            writer = client.writer(number)
             if writer is not None:
-                self._forgotten.add(peer.client_id, number, writer.secret)
-        for call in list(peer.calls.values()):
+                self._forgotten.add(client.client_id, number, writer.secret)
+        for call in list(client.calls.values()):
             if not call.ended:
                 kind = StreamLost if call.served.endpoint.streaming else UnknownOutcome
                 self._execution.abort(call, kind("the instance took its caller for dead"))
-        peer.kept.clear()
+        client.kept.clear()
 
     # Frames ------------------------------------------------------------------------------
 
@@ -215,42 +215,42 @@ class ServerControl:
 
     def receive(self, batch: Batch) -> None:
         """Carry out what a client says."""
-        peer = self.registry.peers.get(batch.sender.rpartition(".")[2])
+        client = self.registry.peers.get(batch.sender.rpartition(".")[2])
         for frame in batch.frames:
             if isinstance(frame, Open):
-                if peer is not None:
-                    self._on_open(peer, batch.incarnation, frame)
-                if frame.calls and (peer is None or not peer.has_work()):
+                if client is not None:
+                    self._on_open(client, batch.incarnation, frame)
+                if frame.calls and (client is None or not client.has_work()):
                     # None of them is here; told so twice the client asks for each.
                     self._answer_control(batch.sender, Heartbeat(0.0, self._execution.draining, []))
             elif isinstance(frame, Credit | Cancel | Resume):
-                self._on_call_control(peer, batch.sender, frame)
+                self._on_call_control(client, batch.sender, frame)
 
-    def _on_open(self, peer: ClientPeer, incarnation: str, frame: Open) -> None:
-        if incarnation != peer.incarnation:
+    def _on_open(self, client: RemoteClient, incarnation: str, frame: Open) -> None:
+        if incarnation != client.incarnation:
             self._bus.drop(DropReason.STALE)
             return
         for number, secret in frame.done:
-            writer = peer.writer(number)
+            writer = client.writer(number)
             if writer is None:
                 # A request that is still on its way, or waits in front of a blocked loop.
-                self.refused.add(peer.client_id, number, secret)
+                self.refused.add(client.client_id, number, secret)
             elif writer.secret == secret:
-                self._release(peer, number)
-        peer.missing = self._missing(peer, dict(frame.calls))
-        for number, beats in peer.missing.items():
+                self._release(client, number)
+        client.missing = self._missing(client, dict(frame.calls))
+        for number, beats in client.missing.items():
             if beats < LOST_CANCEL_BEATS:
                 continue
-            call = peer.calls.get(number)
+            call = client.calls.get(number)
             if call is not None and not call.ended:
                 # Not a tidy end: should the reader be there after all, it must not take it for
                 # the end of the stream.
                 gone = Cancelled("the caller does not list the call any longer")
                 self._execution.abort(call, gone)
-            self._release(peer, number)
+            self._release(client, number)
 
     @staticmethod
-    def _missing(peer: ClientPeer, known: dict[int, int]) -> dict[int, int]:
+    def _missing(client: RemoteClient, known: dict[int, int]) -> dict[int, int]:
         """The calls here that a heartbeat does not list, and how many in a row did not.
 
         Args:
@@ -259,26 +259,26 @@ class ServerControl:
         newest = max(known, default=-1)
         now = monotonic()
         missing: dict[int, int] = {}
-        for number in (*peer.calls, *peer.kept):
+        for number in (*client.calls, *client.kept):
             if number in known:
                 # Soon and often: what is kept for long is memory that is never warm.
-                writer = peer.writer(number)
+                writer = client.writer(number)
                 if writer is not None:
                     writer.acknowledge(known[number])
                 continue
-            call = peer.calls.get(number)
+            call = client.calls.get(number)
             # A request may overtake a heartbeat that was written before it.
             young = call is not None and now - call.started_at < ARRIVAL_GRACE
             if call is not None and (call.released or (number > newest and young)):
                 continue
             # The reader does not list it: a cancel or an acknowledgement was lost on the way.
-            missing[number] = peer.missing.get(number, 0) + 1
+            missing[number] = client.missing.get(number, 0) + 1
         return missing
 
-    def _release(self, peer: ClientPeer, number: int) -> None:
+    def _release(self, client: RemoteClient, number: int) -> None:
         """The reader has all that it wants of a call."""
-        peer.kept.pop(number, None)
-        call = peer.calls.get(number)
+        client.kept.pop(number, None)
+        call = client.calls.get(number)
         if call is not None:
             call.released = True
             if call.kill_timer is None:
@@ -286,10 +286,10 @@ class ServerControl:
                 self._execution.cancel(call, KILL_AFTER)
 
     def _on_call_control(
-        self, peer: ClientPeer | None, sender: str, frame: Credit | Cancel | Resume
+        self, client: RemoteClient | None, sender: str, frame: Credit | Cancel | Resume
     ) -> None:
-        writer = peer.writer(frame.number) if peer is not None else None
-        if peer is None or writer is None:
+        writer = client.writer(frame.number) if client is not None else None
+        if client is None or writer is None:
             if isinstance(frame, Resume):
                 self._say_unknown(sender, frame)
             elif isinstance(frame, Cancel):
@@ -299,7 +299,7 @@ class ServerControl:
         if writer.secret != frame.secret or writer.attempt != frame.attempt:
             self._bus.drop(DropReason.STALE)
             return
-        call = peer.calls.get(frame.number)
+        call = client.calls.get(frame.number)
         if isinstance(frame, Credit):
             writer.credit(frame.granted, frame.received)
             if call is not None and not writer.blocked:
@@ -307,14 +307,14 @@ class ServerControl:
         elif isinstance(frame, Cancel):
             if call is not None:
                 self._execution.cancel(call, min(frame.kill_after, MAX_KILL_AFTER))
-        elif call is not None and frame.number in peer.parts:
+        elif call is not None and frame.number in client.parts:
             # Parts of the request were lost: it has not begun, and is to be sent anew.
             call.released = True
             self._execution.kill(call)
             self._say_unknown(sender, frame)
         elif writer.resume(frame.resume_from):
             if writer.has_fresh:
-                peer.touch(writer)
+                client.touch(writer)
         else:
             self._say_unknown(sender, frame)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
 
     from .execution import Execution
-    from .remote_client import ClientPeer
+    from .remote_client import RemoteClient
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Outbox:
         self._bus = bus
         self._instance_id = instance_id
         self._execution = execution
-        self._dirty: list[ClientPeer] = []
+        self._dirty: list[RemoteClient] = []
         self._flush_scheduled = False
 
     def __repr__(self) -> str:
@@ -40,9 +40,9 @@ class Outbox:
         """Bytes of a unit that still fits into one message."""
         return min(MAX_FRAME_BYTES, self._bus.data.max_payload - 4 * BATCH_OVERHEAD)
 
-    def schedule(self, peer: ClientPeer) -> None:
-        """Send what `peer` has to get at the end of this turn of the loop."""
-        self._dirty.append(peer)
+    def schedule(self, client: RemoteClient) -> None:
+        """Send what `client` has to get at the end of this turn of the loop."""
+        self._dirty.append(client)
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._bus.loop.call_soon(self.flush)
@@ -50,18 +50,18 @@ class Outbox:
     def flush(self) -> None:
         """Send everything that is ready, now."""
         self._flush_scheduled = False
-        peers, self._dirty = self._dirty, []
-        for peer in peers:
+        clients, self._dirty = self._dirty, []
+        for client in clients:
             try:
-                self.flush_peer(peer)
+                self.flush_client(client)
             except Exception:
                 # The other clients must get theirs; this one asks for what it misses.
-                logger.exception("results for %s could not be sent", peer.base)
+                logger.exception("results for %s could not be sent", client.base)
 
-    def flush_peer(self, peer: ClientPeer) -> None:
+    def flush_client(self, client: RemoteClient) -> None:
         """Send everything that is ready for one client, in as few messages as it fits."""
-        writers, peer.dirty = peer.dirty, []
-        peer.ended = 0
+        writers, client.dirty = client.dirty, []
+        client.ended = 0
         limit = room = min(MAX_FRAME_BYTES, self._bus.data.max_payload - 3 * BATCH_OVERHEAD)
         frames: list[Frame] = []
         for writer in writers:
@@ -74,16 +74,16 @@ class Outbox:
                 continue
             while writer.has_fresh:
                 if frames and writer.next_bytes > room:
-                    self._send(peer, frames)
+                    self._send(client, frames)
                     frames, room = [], limit
                 frames += writer.take(room)
                 room -= writer.taken_bytes + FRAME_OVERHEAD
         if frames:
-            self._send(peer, frames)
+            self._send(client, frames)
 
     def encode(self, frames: list[Frame]) -> bytes:
         """Frames as a batch of this instance."""
         return encode_batch(self._instance_id, self._bus.incarnation, self._execution.load, frames)
 
-    def _send(self, peer: ClientPeer, frames: list[Frame]) -> None:
-        self._bus.data.publish(peer.frames_subject, self.encode(frames), reply=peer.bounce)
+    def _send(self, client: RemoteClient, frames: list[Frame]) -> None:
+        self._bus.data.publish(client.frames_subject, self.encode(frames), reply=client.bounce)

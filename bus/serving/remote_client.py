@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EARLY_ENDS: Final = 16
 
 
-class ClientPeer:
+class RemoteClient:
     """A dynbus client with calls at this instance.
 
     Attributes:
@@ -54,7 +54,7 @@ class ClientPeer:
         self.missing: dict[int, int] = {}
 
     def __repr__(self) -> str:
-        return f"<ClientPeer {self.base} [{len(self.calls)} calls, {len(self.kept)} kept]>"
+        return f"<RemoteClient {self.base} [{len(self.calls)} calls, {len(self.kept)} kept]>"
 
     @property
     def control_subject(self) -> str:
@@ -94,7 +94,7 @@ class ClientPeer:
         self.touch(writer)
         self.ended += 1
         if self.ended >= EARLY_ENDS:
-            self._outbox.flush_peer(self)
+            self._outbox.flush_client(self)
 
     def touch_fresh(self) -> None:
         """The same for every writer that has units which were not sent."""

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dynbus.bus.context import Context
     from dynbus.bus.heartbeats import Registry
 
-    from .remote_client import ClientPeer
+    from .remote_client import RemoteClient
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class InstanceServer:
         return self.execution.load
 
     @property
-    def registry(self) -> Registry[ClientPeer]:
+    def registry(self) -> Registry[RemoteClient]:
         """The dynbus clients with calls here."""
         return self.control.registry
 
@@ -229,13 +229,13 @@ class InstanceServer:
         secret, window, incarnation = read_framing(framing)
         context = self._context(served, fields, now)
         control = self.control
-        peer = control.peer(base, incarnation)
-        if peer is None:
+        client = control.client(base, incarnation)
+        if client is None:
             return None
-        known = peer.calls.get(number)
+        known = client.calls.get(number)
         if known is not None:
-            return known if number in peer.parts and known.writer.secret == secret else None
-        if number in peer.kept:
+            return known if number in client.parts and known.writer.secret == secret else None
+        if number in client.kept:
             return None
         config = self.bus.config
         writer = StreamWriter(
@@ -245,16 +245,16 @@ class InstanceServer:
             granted=max(0, min(window, config.stream_window)),
             max_unit_bytes=self._outbox.max_unit_bytes(),
             max_item_bytes=config.max_item_bytes,
-            on_dirty=peer.note_dirty,
+            on_dirty=client.note_dirty,
         )
-        call = FramedCall(self.execution, served, context, now, peer, writer)
-        peer.calls[number] = call
-        if control.stopped.has(peer.client_id, number, secret):
+        call = FramedCall(self.execution, served, context, now, client, writer)
+        client.calls[number] = call
+        if control.stopped.has(client.client_id, number, secret):
             context.stop_generating()
         error: DynbusError | None = None
-        if control.refused.has(peer.client_id, number, secret):
+        if control.refused.has(client.client_id, number, secret):
             error = Cancelled("the call was given up before it arrived", started=False)
-        elif control.lost.has(peer.client_id, number, secret):
+        elif control.lost.has(client.client_id, number, secret):
             # Its sender was told so, and may have sent another; this error has it do that.
             error = Unavailable("the request came too late", started=False)
         if error is not None:
@@ -267,32 +267,32 @@ class InstanceServer:
     def _collect(self, call: FramedCall, part: str, data: bytes) -> bytes | None:
         """The whole request, or None while parts of it are still to come."""
         number = call.writer.number
-        peer = call.peer
+        client = call.client
         try:
             index, count = read_part(part)
         except InvalidRequest:
-            peer.calls.pop(number, None)
-            peer.parts.pop(number, None)
+            client.calls.pop(number, None)
+            client.parts.pop(number, None)
             raise
-        partial_request = peer.parts.get(number)
+        partial_request = client.parts.get(number)
         if partial_request is None:
-            partial_request = peer.parts[number] = PartialRequest(count)
+            partial_request = client.parts[number] = PartialRequest(count)
         partial_request.add(index, count, data)
         most = self.bus.config.max_request_bytes
         error: DynbusError | None = None
         if partial_request.size > most:
             text = f"the request exceeds max_request_bytes = {most}"
             error = PayloadTooLarge(text, started=False)
-        elif sum(other.size for other in peer.parts.values()) > PARTIAL_REQUESTS * most:
+        elif sum(other.size for other in client.parts.values()) > PARTIAL_REQUESTS * most:
             error = Overloaded("too many requests of this client are incomplete", started=False)
         if error is not None:
             call.fail(error)
             call.retire()
-            peer.parts.pop(number, None)
+            client.parts.pop(number, None)
             return None
         whole = partial_request.whole()
         if whole is not None:
-            del peer.parts[number]
+            del client.parts[number]
         return whole
 
     def _on_state(self, state: ConnectionState) -> None:

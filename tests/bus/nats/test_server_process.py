@@ -112,7 +112,7 @@ def test_the_binary_of_the_wheel_is_found() -> None:
 
 
 def test_without_a_binary_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynbus.bus.nats_server._DISTRIBUTION", "no-such-distribution")
+    monkeypatch.setattr("dynbus.bus.nats.server_process._DISTRIBUTION", "no-such-distribution")
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "/nowhere")
 

@@ -55,8 +55,8 @@ class Bench(NamedTuple):
     answers: list[Message]
 
     def framed_call(self, number: int = 1, *, granted: int = 1000) -> FramedCall:
-        peer = self.control.peer(self.client.base, "incarnation")
-        assert peer is not None
+        client = self.control.client(self.client.base, "incarnation")
+        assert client is not None
         writer = StreamWriter(
             number,
             secret_of(number),
@@ -64,11 +64,11 @@ class Bench(NamedTuple):
             granted=granted,
             max_unit_bytes=1000,
             max_item_bytes=1000,
-            on_dirty=peer.note_dirty,
+            on_dirty=client.note_dirty,
         )
         now = monotonic()
-        call = FramedCall(self.execution, self.served, Context("r1"), now, peer, writer)
-        peer.calls[number] = call
+        call = FramedCall(self.execution, self.served, Context("r1"), now, client, writer)
+        client.calls[number] = call
         return call
 
     def plain_call(self) -> PlainCall:
@@ -212,9 +212,9 @@ def test_what_its_reader_has_not_acknowledged_is_kept_after_a_call() -> None:
 
                 call.retire()
 
-            peer = kept.peer
-            assert peer.calls == {}
-            assert peer.kept == {1: kept.writer}
+            client = kept.client
+            assert client.calls == {}
+            assert client.kept == {1: kept.writer}
 
     run(story())
 

@@ -17,7 +17,7 @@ from dynbus.bus.errors import HandlerError
 from dynbus.bus.serving.control import ServerControl
 from dynbus.bus.serving.execution import Execution
 from dynbus.bus.serving.outbox import Outbox
-from dynbus.bus.serving.remote_client import ClientPeer
+from dynbus.bus.serving.remote_client import RemoteClient
 from dynbus.bus.streams import MAX_FRAME_BYTES, StreamWriter
 from dynbus.bus.wire import End, Failed, Item, Items, Part
 from dynbus.testing import run
@@ -31,9 +31,9 @@ class Sending(NamedTuple):
     outbox: Outbox
     first: PlayedClient
     second: PlayedClient
-    peers: tuple[ClientPeer, ClientPeer]
+    clients: tuple[RemoteClient, RemoteClient]
 
-    def writer(self, number: int, peer: int = 0) -> StreamWriter:
+    def writer(self, number: int, client: int = 0) -> StreamWriter:
         return StreamWriter(
             number,
             secret_of(number),
@@ -41,7 +41,7 @@ class Sending(NamedTuple):
             granted=1 << 30,
             max_unit_bytes=self.outbox.max_unit_bytes(),
             max_item_bytes=1 << 30,
-            on_dirty=self.peers[peer].note_dirty,
+            on_dirty=self.clients[client].note_dirty,
         )
 
     async def settle(self) -> None:
@@ -59,7 +59,7 @@ async def sending() -> AsyncGenerator[Sending, None]:
         for client in clients:
             await client.start()
         first, second = (
-            ClientPeer(control, outbox, client.base, bus.replies.bounce(client.base[-2:]))
+            RemoteClient(control, outbox, client.base, bus.replies.bounce(client.base[-2:]))
             for client in clients
         )
         yield Sending(bus, execution, outbox, clients[0], clients[1], (first, second))
@@ -110,8 +110,8 @@ def test_the_next_turn_is_another_message() -> None:
 def test_each_client_gets_its_own() -> None:
     async def story() -> None:
         async with sending() as given:
-            given.writer(0, peer=0).push(b"a")
-            given.writer(0, peer=1).push(b"b")
+            given.writer(0, client=0).push(b"a")
+            given.writer(0, client=1).push(b"b")
 
             await given.settle()
 
@@ -130,8 +130,8 @@ def test_items_and_the_end_of_a_stream_leave_together() -> None:
             ended.end()
             failed.push(b"b")
             failed.fail(HandlerError("no"))
-            given.peers[0].touch(ended)
-            given.peers[0].touch(failed)
+            given.clients[0].touch(ended)
+            given.clients[0].touch(failed)
             await given.settle()
 
             (batch,) = given.first.batches
@@ -162,7 +162,7 @@ def test_no_message_is_larger_than_the_server_takes_and_nothing_is_left_out(
                 for _ in range(4):
                     writer.push(b"x" * size)
                 writer.end()
-                given.peers[0].touch(writer)
+                given.clients[0].touch(writer)
             await given.settle()
 
             assert max(sent) <= min(given.bus.data.max_payload, MAX_FRAME_BYTES + 1024)
@@ -183,13 +183,13 @@ def test_a_client_that_cannot_be_sent_to_keeps_none_of_the_others_waiting(
             publish = given.bus.data.publish
 
             def refusing(subject: str, data: bytes, **options: Any) -> None:
-                if subject == given.peers[0].frames_subject:
+                if subject == given.clients[0].frames_subject:
                     raise OSError("no buffer space")
                 publish(subject, data, **options)
 
             cast("Any", given.bus.data).publish = refusing
-            given.writer(0, peer=0).push(b"a")
-            given.writer(0, peer=1).push(b"b")
+            given.writer(0, client=0).push(b"a")
+            given.writer(0, client=1).push(b"b")
 
             await given.settle()
 
@@ -209,7 +209,7 @@ def test_a_flush_does_not_wait_for_the_end_of_the_turn() -> None:
 
             given.outbox.flush()
 
-            assert given.peers[0].dirty == []
+            assert given.clients[0].dirty == []
             await given.settle()
             assert sizes(given.first.batches) == [1]
 
