@@ -1,9 +1,13 @@
 """Actors: classes whose handlers are served on the bus, and the clients that call them."""
 
+from dynbus.bus.discovery import Instance
+from dynbus.bus.names import EndpointName
+
 from .actor import Actor, depends
-from .clients import Call, EndpointClient, JsonObject
+from .clients import Call, EndpointClient
 from .handlers import handler
 from .instance import ActorInstance
+from .json_object import JsonObject
 from .options import call_options
 from .routing import (
     LeastLoaded,
@@ -11,24 +15,30 @@ from .routing import (
     PowerOfTwo,
     Random,
     RoundRobin,
+    Route,
+    RouteObserver,
     Router,
     RouteRequest,
     Routing,
 )
 from .runtime import Runtime
-from .streams import Stream
+from .stream import Stream
 
 __all__ = [
     "Actor",
     "ActorInstance",
     "Call",
     "EndpointClient",
+    "EndpointName",
+    "Instance",
     "JsonObject",
     "LeastLoaded",
     "Load",
     "PowerOfTwo",
     "Random",
     "RoundRobin",
+    "Route",
+    "RouteObserver",
     "RouteRequest",
     "Router",
     "Routing",

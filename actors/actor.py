@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar, cast, overload
 
 from dynbus.bus.errors import ConfigError
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 A = TypeVar("A", bound="Actor")
 
-PUBLIC_ATTRIBUTES: Final = ("instance_id", "on_start", "on_stop", "runtime")
+PUBLIC_ATTRIBUTES: Final = ("instance_id", "instance_metadata", "on_start", "on_stop", "runtime")
 """The names that `Actor` and its clients have for themselves."""
 
 
@@ -87,6 +88,14 @@ class Actor:
 
     async def on_start(self) -> None:
         """Runs before the instance is announced; an exception here stops it."""
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        """What the instance says of itself to whoever finds it, routers above all.
+
+        Asked once, after `on_start` and before the instance is announced. At most 32 keys and
+        4096 bytes; an exception here stops the instance.
+        """
+        return {}
 
     async def on_stop(self) -> None:
         """Runs after the drain, when no call is left."""

@@ -2,109 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import AsyncIterator, Callable, Generator
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
-
-import msgspec
 
 from dynbus.bus.context import Context
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
-from dynbus.bus.errors import InvalidRequest, InvalidResponse
+from dynbus.bus.errors import InvalidRequest
 from dynbus.bus.names import EndpointName, check_token
 
 from .actor import Actor
-from .codec import Misfit, codec_for
-from .finite import refuse_non_finite
+from .codec import Misfit
 from .handlers import HandlerSpec
 from .invocation import Invocation
+from .json_object import decode_json, decode_json_items, encode_json
 from .options import current_options
 from .routing import Router, make_router
-from .streams import Stream
+from .stream import Stream
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
 
-class JsonObject(Mapping[str, Any]):
-    """A JSON object that is read by key or by attribute and cannot be changed."""
-
-    __slots__ = ("_fields",)
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._fields = fields
-
-    def __getitem__(self, key: str) -> Any:
-        return _wrap(self._fields[key])
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return _wrap(self._fields[name])
-        except KeyError:
-            raise AttributeError(
-                f"the object has no {name!r}; it has {', '.join(map(repr, self._fields))}"
-            ) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
-
-    def __repr__(self) -> str:
-        return repr(self._fields)
-
-
-def _wrap(value: Any) -> Any:
-    if isinstance(value, dict):
-        return JsonObject(cast("dict[str, Any]", value))
-    if isinstance(value, list):
-        return tuple(_wrap(element) for element in cast("Sequence[Any]", value))
-    return value
-
-
-def _decode_json(data: bytes) -> Any:
-    try:
-        return _wrap(msgspec.json.decode(data)) if data else None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise Misfit(str(error)) from None
-
-
-def _decode_json_items(items: Sequence[bytes]) -> list[Any]:
-    return [_decode_json(item) for item in items]
-
-
-def _encode_json(request: Any) -> bytes:
-    """JSON of a request of any kind: a model, a struct, a mapping or a plain value.
-
-    Raises:
-        InvalidRequest: it has none, or holds a number that JSON cannot hold.
-    """
-    try:
-        if hasattr(cast("Any", type(request)), "__pydantic_serializer__"):
-            return codec_for(type(request)).encode(request)
-        if isinstance(request, JsonObject):
-            request = dict(request)
-        data = msgspec.json.encode(request, enc_hook=_unwrap)
-        if b"null" in data:
-            refuse_non_finite(msgspec.to_builtins(request, enc_hook=_unwrap, str_keys=True))
-        return data
-    except (TypeError, ValueError, RecursionError) as error:
-        kind: str = type(cast("Any", request)).__name__
-        raise InvalidRequest(
-            f"a request of type {kind} cannot be sent as JSON: {error}",
-            started=False,
-        ) from None
-
-
-def _unwrap(value: Any) -> Any:
-    if isinstance(value, JsonObject):
-        return dict(value)
-    dump: Any = getattr(value, "model_dump", None)
-    if dump is not None:
-        return dump(mode="json")
-    kind: str = value.__class__.__name__
-    raise TypeError(f"{kind} is no JSON type")
+WAIT_TIMEOUT: Final = 60.0
+"""Seconds that `wait_for_instances` waits unless told."""
 
 
 class Call:
@@ -148,7 +69,7 @@ class Call:
 
     def _as_stream(self) -> Stream[Any]:
         if self._stream is None:
-            self._stream = Stream(self._invocation, _decode_json_items)
+            self._stream = Stream(self._invocation, decode_json_items)
         return self._stream
 
     async def _result(self) -> Any:
@@ -159,7 +80,7 @@ class Call:
             return self._as_stream()
         self._check_not_awaited()
         self._awaited = True
-        return _decode_result(_decode_json, await invocation.unary(), invocation)
+        return await invocation.unary(decode_json)
 
     def _check_not_awaited(self) -> None:
         if self._awaited:
@@ -210,12 +131,15 @@ class EndpointClient:
         return self._runtime.instance_ids(self.endpoint.namespace, self.endpoint.component)
 
     async def wait_for_instances(
-        self, timeout: float | None = None, *, count: int = 1
+        self, timeout: float | None = WAIT_TIMEOUT, *, count: int = 1
     ) -> list[str]:
-        """Wait until `count` instances are known.
+        """Wait until `count` instances are known; their ids.
+
+        Args:
+            timeout: seconds to wait; None waits for ever.
 
         Raises:
-            NoInstances: there are not as many after `timeout` seconds.
+            NoInstances: there are not as many in time.
         """
         found = await self._runtime.discovery.wait(self.endpoint, count, timeout)
         return [instance.id for instance in found]
@@ -235,7 +159,7 @@ class EndpointClient:
             self.endpoint,
             router,
             request,
-            _encode_json(request),
+            encode_json(request),
             streaming=None,
             timeout=DEFAULT_TIMEOUT,
             options=options,
@@ -323,8 +247,7 @@ def _unary_method(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., An
     invoke = _invoker(spec, endpoint)
 
     async def call(self: ActorClient, *request: Any, **named: Any) -> Any:
-        invocation = invoke(self, request, named)
-        return _decode_result(decode, await invocation.unary(), invocation)
+        return await invoke(self, request, named).unary(decode)
 
     return call
 
@@ -342,7 +265,7 @@ def _stream_method(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., A
 def _invoker(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Invocation]:
     """What both kinds of method do first: bind, validate, and make the invocation."""
     codec = spec.request_codec
-    parameter = spec.request_parameter
+    parameter = spec.parameter.name if spec.parameter is not None else ""
     streaming, timeout, idempotent = spec.streaming, spec.timeout, spec.idempotent
 
     def invoke(client: ActorClient, request: tuple[Any, ...], named: dict[str, Any]) -> Invocation:
@@ -377,12 +300,3 @@ def _invoker(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Invocat
         )
 
     return invoke
-
-
-def _decode_result(decode: Callable[[bytes], Any], data: bytes, invocation: Invocation) -> Any:
-    try:
-        return decode(data)
-    except Misfit as error:
-        raise InvalidResponse(
-            f"the result of {invocation.endpoint}: {error}", request_id=invocation.request_id
-        ) from None

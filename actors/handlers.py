@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar, overload
 
@@ -34,17 +34,15 @@ class HandlerSpec:
 
     Attributes:
         name: the endpoint.
-        attribute: the method's name.
-        takes_request: whether it has a request parameter.
+        parameter: of the request; None for a handler without one.
         takes_context: whether it has a `context` parameter.
-        concurrency, queue, timeout, idle_timeout: see `handler`.
+        concurrency, queue, timeout, idle_timeout, idempotent, migration_limit: see `handler`.
     """
 
     function: Callable[..., Any]
-    attribute: str
     name: str
     streaming: bool
-    takes_request: bool
+    parameter: inspect.Parameter | None
     takes_context: bool
     concurrency: int | None
     queue: int | None
@@ -58,12 +56,14 @@ class HandlerSpec:
         """The resolved annotations.
 
         Raises:
-            ConfigError: one of them names something that does not exist.
+            ConfigError: one of them is a text that is no type here.
         """
         try:
             return typing.get_type_hints(self.function)
-        except NameError as error:
-            raise ConfigError(f"{self.label}: an annotation cannot be resolved: {error}") from None
+        except Exception as error:  # noqa: BLE001 - annotations written as text are code of users
+            raise ConfigError(
+                f"{self.label}: an annotation cannot be resolved: {type(error).__name__}: {error}"
+            ) from None
 
     @property
     def label(self) -> str:
@@ -71,17 +71,11 @@ class HandlerSpec:
         return self.function.__qualname__
 
     @cached_property
-    def request_parameter(self) -> str:
-        """The name of the request parameter; empty for a handler without one."""
-        names = list(inspect.signature(self.function).parameters)[1:]
-        return next((name for name in names if name != "context"), "")
-
-    @cached_property
     def request_codec(self) -> AnyCodec | None:
         """Encodes requests; None for a handler without one."""
-        if not self.takes_request:
+        if self.parameter is None:
             return None
-        return self._codec(self.hints[self.request_parameter], "the request")
+        return self._codec(self.hints[self.parameter.name], "the request")
 
     @cached_property
     def result_codec(self) -> AnyCodec:
@@ -200,15 +194,21 @@ def handler(
 
     def decorate(method: F) -> F:
         streaming = _check_kind(method)
+        label = method.__qualname__
+        signature = inspect.signature(method)
+        parameter = _request_parameter(label, signature)
+        _check_return(label, signature, streaming)
         default = None if streaming else DEFAULT_TIMEOUT
-        spec = _inspect(method, streaming)
-        spec = replace(
-            spec,
+        spec = HandlerSpec(
+            function=method,
             name=check_token("endpoint", name if name is not None else method.__name__),
-            concurrency=_check_limit(spec, "concurrency", concurrency, 1),
-            queue=_check_limit(spec, "queue", queue, 0),
-            timeout=_check_seconds(spec, "timeout", default if timeout is _UNSET else timeout),
-            idle_timeout=_check_seconds(spec, "idle_timeout", idle_timeout),
+            streaming=streaming,
+            parameter=parameter,
+            takes_context="context" in list(signature.parameters)[1:],
+            concurrency=_check_limit(label, "concurrency", concurrency, 1),
+            queue=_check_limit(label, "queue", queue, 0),
+            timeout=_check_seconds(label, "timeout", default if timeout is _UNSET else timeout),
+            idle_timeout=_check_seconds(label, "idle_timeout", idle_timeout),
             idempotent=idempotent,
             migration_limit=migration_limit,
         )
@@ -232,13 +232,12 @@ def _check_kind(method: Any) -> bool:
     )
 
 
-def _inspect(method: Callable[..., Any], streaming: bool) -> HandlerSpec:
-    label = method.__qualname__
-    signature = inspect.signature(method)
+def _request_parameter(label: str, signature: inspect.Signature) -> inspect.Parameter | None:
+    """The parameter behind `self` that is not the context; None without one."""
     parameters = list(signature.parameters.values())
     if not parameters:
         raise ConfigError(f"{label} takes no self: a handler is a method of an Actor")
-    requests = [p for p in parameters[1:] if p.name != "context"]
+    requests = [parameter for parameter in parameters[1:] if parameter.name != "context"]
     for parameter in requests:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             shown = parameter.replace(annotation=parameter.empty)
@@ -255,6 +254,10 @@ def _inspect(method: Callable[..., Any], streaming: bool) -> HandlerSpec:
                 f"{label}: annotate {parameter.name!r}, for example "
                 f"{parameter.name}: Prompt (a pydantic model)"
             )
+    return requests[0] if requests else None
+
+
+def _check_return(label: str, signature: inspect.Signature, streaming: bool) -> None:
     returns = signature.return_annotation
     if returns is signature.empty:
         example = "AsyncGenerator[Word, None]" if streaming else "Word"
@@ -264,34 +267,20 @@ def _inspect(method: Callable[..., Any], streaming: bool) -> HandlerSpec:
         kind.__name__ for kind in STREAM_TYPES
     }:
         raise ConfigError(f"{label} returns {text} but never yields: use `yield` for its items")
-    return HandlerSpec(
-        function=method,
-        attribute=method.__name__,
-        name=method.__name__,
-        streaming=streaming,
-        takes_request=bool(requests),
-        takes_context=any(p.name == "context" for p in parameters[1:]),
-        concurrency=None,
-        queue=None,
-        timeout=None,
-        idle_timeout=None,
-        idempotent=False,
-        migration_limit=0,
-    )
 
 
-def _check_limit(spec: HandlerSpec, option: str, value: Any, least: int) -> int | None:
+def _check_limit(label: str, option: str, value: Any, least: int) -> int | None:
     if value is not None and (type(value) is not int or value < least):
         raise ConfigError(
-            f"{spec.label}: {option}={value!r} must be {least} or more, or None for no limit"
+            f"{label}: {option}={value!r} must be {least} or more, or None for no limit"
         )
     return value
 
 
-def _check_seconds(spec: HandlerSpec, option: str, value: Any) -> float | None:
+def _check_seconds(label: str, option: str, value: Any) -> float | None:
     if value is not None and not (isinstance(value, int | float) and 0 < value <= MAX_SECONDS):
         raise ConfigError(
-            f"{spec.label}: {option}={value!r} must be more than 0 and at most {MAX_SECONDS:g} "
+            f"{label}: {option}={value!r} must be more than 0 and at most {MAX_SECONDS:g} "
             "seconds, or None for no limit"
         )
     return value

@@ -8,15 +8,13 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from dynbus.bus.clock import unix_time
-from dynbus.bus.context import context
-from dynbus.bus.endpoint import Endpoint
-from dynbus.bus.errors import DynbusError, InvalidResponse, Unavailable
+from dynbus.bus.errors import ConfigError, Draining, DynbusError, Unavailable
 from dynbus.bus.leases import LeaseKeeper, LeaseState
 from dynbus.bus.serving.server import InstanceServer
 from dynbus.bus.serving.services import ServiceResponder
@@ -24,9 +22,8 @@ from dynbus.bus.transport import ConnectionState
 from dynbus.bus.wire import InstanceRecord
 
 from .actor import Actor, check_startable
-from .codec import AnyCodec
 from .configuration import build_arguments
-from .handlers import HandlerSpec
+from .endpoints import endpoints_of
 from .lifecycle import InstanceState, Lifecycle
 
 if TYPE_CHECKING:
@@ -41,6 +38,10 @@ HURRIED_TIMEOUT: Final = 0.5
 """The same once the instance was told to stop at once."""
 CANCEL_TIMEOUT: Final = 1.0
 """Seconds that a cancelled `on_stop` may take to end."""
+
+MAX_METADATA: Final = 32
+MAX_METADATA_BYTES: Final = 4096
+"""Of what an instance announces: it is in every renewal of its record."""
 
 inside_on_stop: ContextVar[bool] = ContextVar("dynbus_inside_on_stop", default=False)
 """Whether this code runs within an `on_stop`, which must not wait for its own end."""
@@ -63,22 +64,19 @@ class ActorInstance:
         self.actor.__dynbus_bind__(runtime, self.id)
         self.lifecycle = Lifecycle()
         self._runtime = runtime
-        cls = actor
         self.server = InstanceServer(
             runtime.bus,
-            cls.__dynbus_namespace__,
-            cls.__dynbus_component__,
+            actor.__dynbus_namespace__,
+            actor.__dynbus_component__,
             self.id,
-            [
-                make_endpoint(self.actor, attribute, spec)
-                for attribute, spec in cls.__dynbus_handlers__.items()
-            ],
+            endpoints_of(self.actor),
         )
         self._id_was_given = bool(instance_id)
         self._keeper: LeaseKeeper | None = None
         self._services: ServiceResponder | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._resuming: asyncio.Task[None] | None = None
+        self._take_over: asyncio.Task[None] | None = None
         self._end_listening: list[Callable[[], None]] = []
         self._starting: asyncio.Timeout | None = None
         self._start_ended = asyncio.Event()
@@ -141,22 +139,20 @@ class ActorInstance:
 
     def stop_now(self) -> None:
         """End what is still running in a drain, `on_stop` after `HURRIED_TIMEOUT` seconds."""
-        from dynbus.bus.errors import Draining
-
         self._hurried.set()
         self.server.draining = True
-        self.server.end_all(Draining("the instance was stopped"))
+        self.server.end_all(lambda: Draining("the instance was stopped"))
 
     async def _open(self) -> None:
         """Make ready and announce."""
         keeper = self._keeper = await self._runtime.bus.lane.run(self._make_keeper())
-        self._runtime.bus.known_instances = lambda: keeper.records
         await self.actor.on_start()
         # It may have swallowed the cancellation.
         self._check_not_refused()
+        keeper.lease.describe(announced_metadata(self.actor))
         await self.server.start()
         self._end_listening.append(self._runtime.bus.data.on_state(self._on_state))
-        self._services = ServiceResponder(self.server, self._metadata())
+        self._services = ServiceResponder(self.server, self._service_metadata())
         await self._services.start()
         await self._runtime.bus.lane.run(keeper.announce())
 
@@ -190,7 +186,11 @@ class ActorInstance:
         )
         connection = bus.lane.connection
         keeper = LeaseKeeper(
-            connection.jetstream, record, bus.config.lease_ttl, self._lease_changed
+            connection.jetstream,
+            record,
+            bus.config.lease_ttl,
+            self._lease_changed,
+            bus.count_instances,
         )
         end = connection.on_state(keeper.connection_changed)
         self._end_listening.append(lambda: bus.lane.call(end))
@@ -214,7 +214,7 @@ class ActorInstance:
     async def _stop(self, grace: float) -> None:
         keeper = self._keeper
         if keeper is not None:
-            self._runtime.bus.lane.call(self._say_draining, keeper)
+            self._runtime.bus.lane.call(lambda: keeper.change(draining=True))
         try:
             await self.server.drain(grace)
         finally:
@@ -266,10 +266,6 @@ class ActorInstance:
                 await self._hurried.wait()
                 await asyncio.sleep(HURRIED_TIMEOUT)
 
-    @staticmethod
-    def _say_draining(keeper: LeaseKeeper) -> None:
-        keeper.change(draining=True)
-
     def _on_state(self, state: ConnectionState) -> None:
         keeper = self._keeper
         if keeper is None:
@@ -307,52 +303,40 @@ class ActorInstance:
         finally:
             await self.server.stop()
 
-    def _metadata(self) -> dict[str, str]:
+    def _service_metadata(self) -> dict[str, str]:
         return {
             "dynbus.namespace": self.server.namespace,
             "dynbus.incarnation": self._runtime.bus.incarnation,
         }
 
 
-def make_endpoint(actor: Actor, attribute: str, spec: HandlerSpec) -> Endpoint:
-    """What the bus needs of one handler of an actor's object."""
-    method = getattr(actor, attribute)
-    request_codec, result_codec = spec.request_codec, spec.result_codec
-    schemas: dict[str, Any] = {"response": schema_of(result_codec)}
-    if request_codec is not None:
-        schemas["request"] = schema_of(request_codec)
-    return Endpoint(
-        name=spec.name,
-        streaming=spec.streaming,
-        invoke=_make_invoke(method, spec),
-        decode=spec.request_decoder(),
-        encode=result_codec.encoder(InvalidResponse),
-        concurrency=spec.concurrency,
-        queue=spec.queue,
-        timeout=spec.timeout,
-        idle_timeout=spec.idle_timeout,
-        schemas=schemas,
-    )
+def announced_metadata(actor: Actor) -> dict[str, str]:
+    """What an actor's object says of itself in discovery.
 
-
-def schema_of(codec: AnyCodec) -> dict[str, Any]:
-    """The JSON schema of a codec's annotation; empty for one that has none."""
-    try:
-        return codec.schema()
-    except (TypeError, ValueError) as error:
-        logger.debug("no JSON schema for %r: %s", codec.annotation, error)
-        return {}
-
-
-def _make_invoke(method: Callable[..., Any], spec: HandlerSpec) -> Callable[[Any], Any]:
-    if not spec.takes_request:
-        if spec.takes_context:
-            return lambda _: method(context=context())
-        return lambda _: method()
-    if not spec.takes_context:
-        return method
-    keyword_only = inspect.signature(spec.function).parameters[spec.request_parameter].kind
-    if keyword_only is inspect.Parameter.KEYWORD_ONLY:
-        name = spec.request_parameter
-        return lambda request: method(**{name: request, "context": context()})
-    return lambda request: method(request, context=context())
+    Raises:
+        ConfigError: it is no mapping of strings to strings, or too large.
+    """
+    found: Any = actor.instance_metadata()
+    label = f"{type(actor).__name__}.instance_metadata()"
+    if not isinstance(found, Mapping):
+        if inspect.iscoroutine(found):
+            found.close()
+        raise ConfigError(
+            f"{label} returned {type(found).__name__}: write `def` and return a dict of strings"
+        )
+    pairs: dict[str, str] = {}
+    size = 0
+    for key, value in cast("Mapping[object, object]", found).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ConfigError(f"{label} has {key!r}={value!r}: keys and values must be strings")
+        try:
+            size += len(key.encode()) + len(value.encode())
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{label} has {key!r}={value!r}, which is no text: {error}") from None
+        pairs[key] = value
+    if len(pairs) > MAX_METADATA or size > MAX_METADATA_BYTES:
+        raise ConfigError(
+            f"{label} has {len(pairs)} keys and {size} bytes; at most {MAX_METADATA} and "
+            f"{MAX_METADATA_BYTES} are announced"
+        )
+    return pairs

@@ -127,7 +127,8 @@ class Invocation:
         try:
             await self._selection.learn_kind(options.instance, options.wait, self._time_left())
         except BaseException as error:
-            self._head_fields()
+            # Whether the call would have been a stream was not to be learned.
+            self._observe()
             self._end(error)
             raise
 
@@ -333,21 +334,23 @@ class Invocation:
             )
         return left
 
+    def _observe(self) -> Mapping[str, str]:
+        """Let telemetry begin to observe the call; the trace headers to send along."""
+        telemetry, parent = self.runtime.bus.telemetry, self._parent
+        if telemetry is None:
+            return parent.trace_headers() if parent is not None else {}
+        self._observation = telemetry.client_call(
+            self.endpoint,
+            streaming=bool(self.streaming),
+            request_id=self.request_id,
+            parent=parent,
+        )
+        return self._observation.trace_headers
+
     def _head_fields(self) -> dict[str, str]:
-        """Headers that are the same for every attempt; telemetry begins to observe the call."""
+        """Headers that are the same for every attempt."""
         options, parent = self.options, self._parent
-        fields: dict[str, str] = {}
-        telemetry = self.runtime.bus.telemetry
-        if telemetry is not None:
-            self._observation = telemetry.client_call(
-                self.endpoint,
-                streaming=bool(self.streaming),
-                request_id=self.request_id,
-                parent=parent,
-            )
-            fields |= self._observation.trace_headers
-        elif parent is not None:
-            fields |= parent.trace_headers()
+        fields = dict(self._observe())
         metadata = dict(parent.metadata) if parent is not None else {}
         if options.metadata:
             metadata |= options.metadata

@@ -22,7 +22,7 @@ from dynbus.bus.errors import (
 
 MAX_ATTEMPTS: Final = 8
 DEFAULT_RETRIES: Final = 2
-FIRST_BACKOFF: Final = 0.05
+FIRST_BACKOFF: Final = 0.1
 MAX_BACKOFF: Final = 2.0
 
 _FINAL: Final = (ConfigError, DeadlineExceeded, NoInstances)
@@ -113,9 +113,10 @@ class RetryPolicy:
             return RetryNow()
         if not self._may_repeat(failed):
             return GiveUp()
+        backoff = self._backoff()
         self._repeated += 1
         least = error.retry_after if isinstance(error, Overloaded) else 0.0
-        return PauseThenRetry(self._backoff(), least)
+        return PauseThenRetry(backoff, least)
 
     def _may_migrate(self, failed: FailedAttempt) -> bool:
         return failed.others and self._migrations < self._migration_limit

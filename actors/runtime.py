@@ -6,11 +6,13 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Generator
+from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast, overload
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.calling.caller import Caller
+from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.discovery import Discovery
@@ -31,6 +33,8 @@ A = TypeVar("A", bound=Actor)
 class Runtime:
     """One process on the bus. Use it as `async with Runtime.connect() as runtime`.
 
+    A runtime that was awaited instead is closed by `close`, or by an `async with` of its own.
+
     Attributes:
         bus: the connections and their identity.
     """
@@ -38,8 +42,7 @@ class Runtime:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.caller = Caller(bus)
-        self.discovery = Discovery(bus)
-        self.discovery.is_heard = self.caller.is_heard
+        self.discovery = Discovery(bus, self.caller.is_heard)
         self.instances: dict[str, ActorInstance] = {}
         self._connected = asyncio.Event()
         self._connected.set()
@@ -50,6 +53,17 @@ class Runtime:
         running = sum(i.server.load for i in self.instances.values())
         state = "closed" if self._closed else self.bus.data.state.value
         return f"<Runtime [{state} | {len(self.instances)} instances | calls: {running} served]>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await finish(self.close())
 
     @classmethod
     def connect(
@@ -92,8 +106,7 @@ class Runtime:
         Raises:
             ConfigError: the class has no namespace, or `routing` is unknown.
         """
-        if not actor.__dynbus_namespace__:
-            raise ConfigError(f"{actor.__name__} has no namespace and so no address on the bus")
+        _address(actor)
         self.discovery.begin()
         return cast(A, client_class(actor)(self, actor, make_router(routing)))
 
@@ -109,8 +122,23 @@ class Runtime:
         """
         return EndpointAddress(self, EndpointName.parse(str(name)))
 
-    def instance_ids(self, namespace: str, component: str) -> list[str]:
-        """The ids of a component's instances that are known now."""
+    @overload
+    def instance_ids(self, component: str | type[Actor], /) -> list[str]: ...
+    @overload
+    def instance_ids(self, namespace: str, component: str) -> list[str]: ...
+
+    def instance_ids(self, namespace: str | type[Actor], component: str = "") -> list[str]:
+        """The ids of a component's instances that are known now.
+
+        Takes an actor class, `"demo.Shouter"`, or namespace and component apart.
+
+        Raises:
+            ConfigError: that is no component.
+        """
+        if not isinstance(namespace, str):
+            namespace, component = _address(namespace)
+        elif not component:
+            namespace, component = _parse_component(namespace)
         self.discovery.begin()
         found = self.discovery.view.instances(namespace, component, monotonic())
         return [instance.id for instance in found]
@@ -197,11 +225,12 @@ class Runtime:
             await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        await self.stop()
-        self._closed = True
-        await self.caller.close()
-        await self.discovery.close()
-        await self.bus.close()
+        async with AsyncExitStack() as then:
+            then.push_async_callback(self.bus.close)
+            then.push_async_callback(self.discovery.close)
+            then.push_async_callback(self.caller.close)
+            await self.stop()
+            self._closed = True
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
@@ -224,7 +253,7 @@ class Connecting:
 
     async def __aenter__(self) -> Runtime:
         self._runtime = await self._open()
-        return self._runtime
+        return await self._runtime.__aenter__()
 
     async def __aexit__(
         self,
@@ -233,7 +262,7 @@ class Connecting:
         traceback: TracebackType | None,
     ) -> None:
         if self._runtime is not None:
-            await _finish(self._runtime.close())
+            await self._runtime.__aexit__(kind, error, traceback)
 
     async def _open(self) -> Runtime:
         config: BusConfig = load_config(self._settings, unknown_variables="warn")
@@ -241,7 +270,7 @@ class Connecting:
         try:
             return await self._kind.over(bus)
         except BaseException:
-            await _finish(bus.close())
+            await finish(bus.close())
             raise
 
 
@@ -282,11 +311,17 @@ class EndpointAddress:
         return EndpointClient(self._runtime, self.name, make_router(routing))
 
 
-async def _finish(work: Any) -> None:
-    """Run a clean-up to its end even when the task is cancelled meanwhile."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise
+def _address(actor: type[Actor]) -> tuple[str, str]:
+    """The namespace and the component of an actor class."""
+    if not actor.__dynbus_namespace__:
+        raise ConfigError(f"{actor.__name__} has no namespace and so no address on the bus")
+    return actor.__dynbus_namespace__, actor.__dynbus_component__
+
+
+def _parse_component(text: str) -> tuple[str, str]:
+    parts = text.split(".")
+    if len(parts) != 2:
+        raise ConfigError(
+            f"{text!r} is not a component: write namespace.component, for example demo.Shouter"
+        )
+    return check_token("namespace", parts[0]), check_token("component", parts[1])

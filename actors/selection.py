@@ -129,8 +129,10 @@ class Selection:
             metadata,
         )
         router = self._router
+        answer: Any
         if type(router) in OWN_POLICIES:
-            return await router.route(request, instances)  # type: ignore[return-value]
+            answer = await router.route(request, instances)
+            return answer  # type: ignore[no-any-return]
         answer = await self._route(request, instances, left)
         if isinstance(answer, Route):
             self._observe(answer)

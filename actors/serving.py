@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from dynbus.bus import exit_codes
+from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied, Unavailable
 
@@ -116,7 +117,7 @@ async def serve(
         if stopping is not None:
             await stopping(runtime)
     finally:
-        await _close(runtime)
+        await finish(runtime.close())
 
 
 async def _unless(ending: Ending, work: Awaitable[T]) -> T | None:
@@ -177,16 +178,6 @@ async def _stop_at_once(runtime: Runtime, ending: Ending) -> None:
     await ending.at_once.wait()
     for instance in list(runtime.instances.values()):
         instance.stop_now()
-
-
-async def _close(runtime: Runtime) -> None:
-    """Close the runtime even when the task is cancelled meanwhile."""
-    closing = asyncio.ensure_future(runtime.close())
-    try:
-        await asyncio.shield(closing)
-    except asyncio.CancelledError:
-        await closing
-        raise
 
 
 def problems_of(runtime: Runtime) -> dict[str, str]:

@@ -7,9 +7,10 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from . import headers
+from .cleanup import finish
 from .config import BusConfig
 from .drops import DropReason
 from .errors import ConfigError
@@ -37,6 +38,8 @@ class Bus:
         replies: the subjects under which this process hears from others.
         incarnation: random per process start.
         drops: messages that were dropped, by reason.
+        known_instances: how many instances there were on the bus when they were last counted;
+            0 in a process that serves none.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Bus:
         self.incarnation = secrets.token_hex(8)
         self.drops: Counter[DropReason] = Counter()
         self.bounce_handlers: dict[str, Callable[[], None]] = {}
-        self.known_instances: Callable[[], int] = lambda: 0
+        self.known_instances = 0
         self.heartbeats = Heartbeats(self)
 
     def __repr__(self) -> str:
@@ -70,35 +73,20 @@ class Bus:
             PermissionDenied: the server refuses the credentials or a reply subject.
             Unavailable: no server can be reached.
         """
-        from .nats.connection import NatsConnection
-        from .nats.connection import connect as connect_nats
+        from .nats.connecting import connect_as
         from .telemetry import Telemetry
 
         replies = ReplySubjects(config.principal, random_id())
-        options: dict[str, Any] = {}
-        if config.credentials:
-            options["user_credentials"] = config.credentials
-
-        async def open_connection(suffix: str) -> NatsConnection:
-            return await connect_nats(
-                config.servers,
-                name=f"{name}{suffix}",
-                inbox=f"{replies.base}.js{suffix.replace(' ', '')}",
-                timeout=config.connect_timeout,
-                options=options,
-            )
-
-        data = await open_connection("")
+        data = await connect_as(config, name=name, inbox=replies.server_api)
         lane = ThreadLane(f"{name}-control")
         try:
-            await lane.start(lambda: open_connection(" control"))
+            await lane.start(
+                lambda: connect_as(config, name=f"{name} control", inbox=replies.control_server_api)
+            )
             bus = cls(config, data, lane, replies, Telemetry.from_environment())
             await bus.start()
         except BaseException:
-            try:
-                await lane.stop()
-            finally:
-                await data.close()
+            await finish(_close_both(lane, data))
             raise
         return bus
 
@@ -129,6 +117,8 @@ class Bus:
                 f"{MIN_PAYLOAD} at least, and 1 MB is the default of nats-server"
             )
         self.data.subscribe(self.replies.bounce_wildcard, self._bounced)
+        self.data.on_drop(self.drop)
+        self.lane.connection.on_drop(self._dropped_on_lane)
         self._count_reconnects()
         await self.data.barrier()
         await self.lane.run(self.heartbeats.start())
@@ -152,12 +142,23 @@ class Bus:
         if self.telemetry is not None:
             self.telemetry.drop(reason)
 
+    def _dropped_on_lane(self, reason: DropReason) -> None:
+        try:
+            self.loop.call_soon_threadsafe(self.drop, reason)
+        except RuntimeError:
+            # The main loop is closed: the process is going away and nobody reads the figure.
+            logger.debug("the main loop is closed, a message was dropped: %s", reason)
+
     def answer_jitter(self, most: float, above: int) -> float:
         """Seconds over which to spread an answer that every instance gives at once.
 
-        `known_instances` says how many those are; up to `above` none is needed.
+        Up to `above` instances none is needed.
         """
-        return most if self.known_instances() > above else 0.0
+        return most if self.known_instances > above else 0.0
+
+    def count_instances(self, count: int) -> None:
+        """Note how many instances there are; callable from any thread."""
+        self.known_instances = count
 
     def _bounced(self, message: Message) -> None:
         # A reader sees the bounce subject and might answer there; only the server's word counts.
@@ -176,7 +177,11 @@ class Bus:
         try:
             await self.lane.run(self.heartbeats.stop())
         finally:
-            try:
-                await self.lane.stop()
-            finally:
-                await self.data.close()
+            await _close_both(self.lane, self.data)
+
+
+async def _close_both(lane: ControlLane, data: Connection) -> None:
+    try:
+        await lane.stop()
+    finally:
+        await data.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .clock import monotonic
@@ -49,6 +49,11 @@ class Instance(NamedTuple):
     @property
     def id(self) -> str:
         return self.record.instance_id
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """What the instance says of itself; not to be changed."""
+        return self.record.metadata
 
 
 class InstanceView:
@@ -168,19 +173,20 @@ class InstanceView:
 class Discovery:
     """The view of one process, kept current from `begin` to `close`.
 
+    Args:
+        is_heard: whether heartbeats of the instance of an id arrive just now.
+
     Attributes:
         view: belongs to the main loop.
-        is_heard: whether heartbeats of an instance arrive just now.
     """
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, is_heard: Callable[[str], bool]) -> None:
         self._bus = bus
+        self._is_heard = is_heard
         # Records are renewed three times in a lease.
         self.view = InstanceView(max(EXPIRY_GRACE, bus.config.lease_ttl / 2))
         self.synchronized = asyncio.Event()
-        self.is_heard: Callable[[str], bool] = lambda _: False
         self._changed: set[asyncio.Future[None]] = set()
-        self._listeners: list[Callable[[], None]] = []
         self._consumer: OrderedConsumer | None = None
         self._task: asyncio.Task[None] | None = None
         self._begun = False
@@ -374,7 +380,7 @@ class Discovery:
         key = (record.namespace, record.component, record.instance_id)
         if self.view.find(*key) is not instance:
             return
-        if self.is_heard(instance.id):
+        if self._is_heard(instance.id):
             # JetStream could not take its renewal in time; it is no less alive for that.
             self._bus.loop.call_later(HEARD_AGAIN, self._expire_unless_heard, instance)
             return

@@ -6,7 +6,20 @@ from enum import StrEnum
 
 
 class DropReason(StrEnum):
-    """Why a message was not acted upon."""
+    """Why a message was not acted upon.
+
+    Attributes:
+        CLIENT_ID_TAKEN: its sender has the client id of another.
+        DISCONNECTED: it was published while its connection could not reach the server.
+        MALFORMED: it cannot be read.
+        NO_REPLY: a request that says nothing of where to answer.
+        READER_GONE: a call whose reader does not exist any longer.
+        REFUSED: a request that was given up before it arrived.
+        STALE: it speaks of a call that has ended, or of another than its own.
+        UNEXPECTED: nobody sends such a thing there.
+        UNSAFE_REPLY: a request that asks to be answered where we do not answer.
+        UNSUBSCRIBED: it was on its way when its subscription ended.
+    """
 
     CLIENT_ID_TAKEN = "client_id_taken"
     DISCONNECTED = "disconnected"
@@ -17,3 +30,4 @@ class DropReason(StrEnum):
     STALE = "stale"
     UNEXPECTED = "unexpected"
     UNSAFE_REPLY = "unsafe_reply"
+    UNSUBSCRIBED = "unsubscribed"

@@ -191,7 +191,10 @@ class ReaderStalled(DynbusError):
 
 
 class ResumeMismatch(DynbusError):
-    """Raised when a continued stream contradicts what the reader already has."""
+    """Raised when a continued stream contradicts what the reader already has.
+
+    Nothing continues streams yet, so nothing raises it.
+    """
 
     code = "ResumeMismatch"
 

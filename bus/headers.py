@@ -14,7 +14,6 @@ from urllib.parse import quote, unquote
 from .errors import ConfigError
 
 PREAMBLE: Final = b"NATS/1.0"
-MAX_BLOCK_BYTES: Final = 16 * 1024
 
 REQUEST_ID: Final = "Dynbus-Request-Id"
 FRAMES: Final = "Dynbus-Frames"
@@ -25,7 +24,6 @@ CANCEL: Final = "Dynbus-Cancel"
 METADATA: Final = "Dynbus-Metadata"
 PRIORITY: Final = "Dynbus-Priority"
 IDEMPOTENCY_KEY: Final = "Dynbus-Idempotency-Key"
-CONTENT_TYPE: Final = "Content-Type"
 TRACEPARENT: Final = "traceparent"
 TRACESTATE: Final = "tracestate"
 BAGGAGE: Final = "baggage"

@@ -8,8 +8,8 @@ thread, it answers while a handler blocks the main loop.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Final, Self
 
 from .errors import ConfigError
-from .logs import get_logger
+from .hosts import is_loopback
 
 MAX_REQUEST_BYTES: Final = 8192
 MAX_CONNECTIONS: Final = 64
@@ -28,7 +28,7 @@ METRICS_REMEDY: Final = "needs an extra: pip install 'dynbus[metrics]', then sta
 
 _JSON: Final = "application/json"
 _TEXT: Final = "text/plain; charset=utf-8"
-_log = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +84,6 @@ def parse_address(text: str) -> tuple[str, int]:
             f"{text!r} is not an address: write HOST:PORT, for example 127.0.0.1:9090 or [::1]:9090"
         )
     return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine can reach `host`; a name other than localhost is
-    not looked up and counts as no."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class HealthServer:
@@ -212,8 +201,9 @@ class HealthServer:
                 await writer.wait_closed()
         except (TimeoutError, ConnectionError):
             pass  # a client that stalls or leaves is owed nothing
-        except Exception as error:  # noqa: BLE001 - one request must not end in a lost task
-            _log.exception("health request failed", error)
+        except Exception:
+            # One request must not end in a lost task.
+            logger.exception("a health request failed")
 
     async def _read_and_answer(self, reader: asyncio.StreamReader) -> tuple[str, _Response]:
         try:
@@ -248,8 +238,9 @@ class HealthServer:
 def _answer_check(path: str, check: Callable[[], Status]) -> _Response:
     try:
         found = check()
-    except Exception as error:  # noqa: BLE001 - a check that cannot be made has failed
-        _log.exception("health check raised", error, path=path)
+    except Exception as error:
+        # A check that cannot be made has failed.
+        logger.exception("the health check of %s raised", path)
         found = Status({"check": type(error).__name__})
     status = HTTPStatus.OK if found.ok else HTTPStatus.SERVICE_UNAVAILABLE
     body = {"status": "ok" if found.ok else "unavailable", "problems": dict(found.problems)}

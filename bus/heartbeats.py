@@ -252,6 +252,7 @@ class Heartbeats:
 
     def _ping_bounced(self, message: Message) -> None:
         if headers.status(message.headers) != headers.NO_RESPONDERS:
+            self._to_main(self._bus.drop, DropReason.UNEXPECTED)
             return
         _, peer, _ = self._find(message.subject.rpartition(".")[2])
         if peer is None:

@@ -132,8 +132,10 @@ class ThreadLane:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(self._live(connect, ready))
         except BaseException as error:
-            if ready.done():
+            if ready.done() and not ready.cancelled():
                 logger.exception("the control lane broke")
+            elif ready.cancelled() or not ready.set_running_or_notify_cancel():
+                logger.debug("nobody waited for the control lane any longer: %r", error)
             else:
                 ready.set_exception(error)
         finally:
@@ -144,10 +146,15 @@ class ThreadLane:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self._connection = await connect()
-        ready.set_result(None)
+        connecting = asyncio.ensure_future(connect())
+        ready.add_done_callback(
+            lambda _: self.call(connecting.cancel) if ready.cancelled() else None
+        )
+        self._connection = await connecting
         try:
-            await self._stop.wait()
+            if ready.set_running_or_notify_cancel():
+                ready.set_result(None)
+                await self._stop.wait()
         finally:
             await self._connection.close()
 

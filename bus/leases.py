@@ -90,6 +90,10 @@ class Lease:
     def record(self) -> InstanceRecord:
         return self._record
 
+    def describe(self, metadata: dict[str, str]) -> None:
+        """Set what the instance says of itself, before its first write."""
+        self._record = msgspec.structs.replace(self._record, metadata=metadata)
+
     def change(self, *, draining: bool) -> None:
         """Change what the next write says."""
         self._record = msgspec.structs.replace(self._record, draining=draining)
@@ -129,9 +133,8 @@ class LeaseKeeper:
 
     Args:
         on_state: called on the lane at each change of the lease's state.
-
-    Attributes:
-        records: how many records there were when last counted, about as many as instances.
+        on_count: called on the lane now and then with the number of records, which are about
+            as many as instances.
     """
 
     def __init__(
@@ -140,13 +143,14 @@ class LeaseKeeper:
         record: InstanceRecord,
         ttl: float,
         on_state: Callable[[LeaseState], None] | None = None,
+        on_count: Callable[[int], None] | None = None,
     ) -> None:
         self.lease = Lease(record)
         self._jetstream = jetstream
         self._ttl = ttl
         self._on_state = on_state
+        self._on_count = on_count
         self._subject = record_subject(record.namespace, record.component, record.instance_id)
-        self.records = 0
         self._until_count = 0
         self._now = asyncio.Event()
         self._paused = False
@@ -274,7 +278,9 @@ class LeaseKeeper:
     async def _count(self) -> None:
         """Count the records now and then: not often, since every instance does."""
         if self._until_count == 0:
-            self.records = await self._jetstream.message_count(INSTANCES_STREAM.name)
+            info = await self._jetstream.stream_info(INSTANCES_STREAM.name)
+            if self._on_count is not None:
+                self._on_count(info.messages)
             self._until_count = RENEWALS_PER_COUNT
         self._until_count -= 1
 

@@ -1,4 +1,4 @@
-"""Logging: events with fields, one pipeline for everything that logs.
+"""Logging: one pipeline for everything that logs.
 
 Code of dynbus logs through the standard library, so a program that uses it as a library sees
 its records wherever its own logging goes. `configure_logging`, which `dynbus run` calls, sends
@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
 from .context import current_context
@@ -49,60 +49,6 @@ def _hide(found: re.Match[str]) -> str:
     return f"://{user}:{HIDDEN}@" if colon else f"://{HIDDEN}@"
 
 
-class Event:
-    """A log message with fields; as text the fields follow the message."""
-
-    __slots__ = ("event", "fields")
-
-    def __init__(self, event: str, fields: Mapping[str, object]) -> None:
-        self.event = event
-        self.fields = fields
-
-    def __str__(self) -> str:
-        pairs = (f"{key}={redact_url(str(value))}" for key, value in self.fields.items())
-        return " ".join((self.event, *pairs))
-
-
-class Logger:
-    """Logs events with fields to the standard library's logger of the same name."""
-
-    __slots__ = ("_logger",)
-
-    def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(name)
-
-    def debug(self, event: str, **fields: object) -> None:
-        self._log(logging.DEBUG, event, fields)
-
-    def info(self, event: str, **fields: object) -> None:
-        self._log(logging.INFO, event, fields)
-
-    def warning(self, event: str, **fields: object) -> None:
-        self._log(logging.WARNING, event, fields)
-
-    def error(self, event: str, **fields: object) -> None:
-        self._log(logging.ERROR, event, fields)
-
-    def exception(self, event: str, error: BaseException, **fields: object) -> None:
-        """Log an error with the traceback of `error`."""
-        self._log(logging.ERROR, event, fields, error)
-
-    def _log(
-        self,
-        level: int,
-        event: str,
-        fields: Mapping[str, object],
-        error: BaseException | None = None,
-    ) -> None:
-        if self._logger.isEnabledFor(level):
-            self._logger.log(level, Event(event, fields), exc_info=error, stacklevel=3)
-
-
-def get_logger(name: str) -> Logger:
-    """The logger of one module; `name` is its `__name__`."""
-    return Logger(name)
-
-
 def configure_logging(
     format: LogFormat | None = None, level: str = "info", *, stream: IO[str] | None = None
 ) -> None:
@@ -133,7 +79,7 @@ def configure_logging(
     handler = _Handler(out)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[_unpack_event, *shared],
+            foreign_pre_chain=shared,
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 *_rendering(as_json, colors=on_terminal and not os.environ.get("NO_COLOR")),
@@ -198,16 +144,6 @@ def _rendering(as_json: bool, *, colors: bool) -> list[Processor]:
             colors=colors, exception_formatter=structlog.dev.plain_traceback
         ),
     ]
-
-
-def _unpack_event(
-    logger: object, method: str, event_dict: MutableMapping[str, Any]
-) -> MutableMapping[str, Any]:
-    message = event_dict["_record"].msg
-    if isinstance(message, Event):
-        event_dict.update(message.fields)
-        event_dict["event"] = message.event
-    return event_dict
 
 
 def _add_call(

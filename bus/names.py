@@ -100,7 +100,8 @@ class ReplySubjects:
 
     `{base}.{number}` answers one request, `{base}.f` carries frames, `{base}.b.{peer}` is
     where the server's own 503 comes back to when a message found nobody;
-    `{base}.ctl.f` and `{base}.ctl.b.{peer}` are the same on the control connection.
+    `{base}.ctl.f` and `{base}.ctl.b.{peer}` are the same on the control connection. Below
+    `server_api` and `control_server_api` a connection hears answers of the server's own APIs.
     """
 
     def __init__(self, principal: str, client_id: str) -> None:
@@ -111,7 +112,8 @@ class ReplySubjects:
         self.control_frames = f"{self.base}.ctl.f"
         self.data_wildcard = f"{self.base}.*"
         self.bounce_wildcard = f"{self.base}.b.*"
-        self.control_wildcard = f"{self.base}.ctl.>"
+        self.server_api = f"{self.base}.js"
+        self.control_server_api = f"{self.base}.jscontrol"
 
     def request(self, number: int) -> str:
         return f"{self.base}.{number}"
@@ -121,12 +123,6 @@ class ReplySubjects:
 
     def control_bounce(self, peer: str) -> str:
         return f"{self.base}.ctl.b.{peer}"
-
-
-def split_request_reply(reply: str) -> tuple[str, int] | None:
-    """The (base, request number) of a reply subject made by `ReplySubjects.request`."""
-    numbered = split_number(reply)
-    return numbered if numbered is not None and numbered[0].count(".") == 2 else None
 
 
 def split_number(subject: str) -> tuple[str, int] | None:

@@ -12,12 +12,13 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
+from .cleanup import finish
 from .clock import monotonic, unix_time
 from .errors import ConfigError, DynbusError, Unavailable
 from .object_records import (
@@ -310,7 +311,7 @@ class ObjectStore:
         except TimeoutError:
             raise Unavailable(f"bucket {self._bucket} could not be read in time") from None
         finally:
-            await _finish(consumer.stop())
+            await finish(consumer.stop())
         return reading
 
     async def _drop_chunks(self, nuid: str, timeout: float) -> None:
@@ -320,7 +321,7 @@ class ObjectStore:
 
     async def _drop_chunks_shielded(self, nuid: str) -> None:
         try:
-            await _finish(self._drop_chunks(nuid, CLEANUP_TIMEOUT))
+            await finish(self._drop_chunks(nuid, CLEANUP_TIMEOUT))
         except DynbusError as error:
             logger.warning(
                 "chunks of %s in bucket %s stay until drop_abandoned(): %s",
@@ -355,16 +356,6 @@ class ObjectStore:
                 if end - monotonic() <= RETRY_DELAY:
                     raise
                 await asyncio.sleep(RETRY_DELAY)
-
-
-async def _finish(cleanup: Coroutine[Any, Any, None]) -> None:
-    """Await a cleanup, which is bounded, to its end also when cancelled meanwhile."""
-    task = asyncio.ensure_future(cleanup)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 def _left(end: float) -> float:

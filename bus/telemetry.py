@@ -12,6 +12,7 @@ nothing of OpenTelemetry is imported and calls pay nothing.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING, Final
 from . import headers as h
 from .context import Context
 from .errors import ConfigError
-from .logs import get_logger
 from .metrics import (
     CANCELLATIONS,
     CONNECTIONS,
@@ -36,7 +36,7 @@ from .names import EndpointName
 from .telemetry_sdk import Shutdown as Shutdown
 from .telemetry_sdk import configure as configure
 from .telemetry_sdk import installed, is_requested, leaves_unsampled, providers
-from .trace_context import TraceApi, is_unsampled, trace_fields
+from .trace_context import TraceApi, is_unsampled
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context as OtelContext
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 MAX_ENDPOINTS: Final = 1000
 """Endpoints with labels of their own per process; calls to further ones share one label."""
 
-_log = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class _Profile:
@@ -226,7 +226,7 @@ class Telemetry:
             except ConfigError as error:
                 # A container's OTEL_* variables are meant for all its programs, so they must
                 # not stop one that came without the SDK.
-                _log.warning("telemetry is off", reason=str(error))
+                logger.warning("telemetry is off: %s", error)
                 return None
             atexit.register(shutdown.shutdown)
         return _shared.get(*providers())
@@ -260,7 +260,7 @@ class Telemetry:
         self,
         endpoint: EndpointName,
         instance_id: str,
-        headers: Mapping[str, str],
+        incoming: Mapping[str, str],
         *,
         streaming: bool,
         request_id: str,
@@ -268,10 +268,10 @@ class Telemetry:
         """Begin to observe a call at the instance that carries it out.
 
         Args:
-            headers: of the request; malformed trace headers begin a new trace.
+            incoming: the trace headers of the request, as `trace_fields` reads them; a
+                malformed `traceparent` begins a new trace.
         """
         profile = self._profile(endpoint, "server", instance_id)
-        incoming = trace_fields(headers)
         if self._tracer is None:
             return CallObservation(self, profile, None, None, incoming)
         remote = self.api.read(incoming)

@@ -6,6 +6,7 @@ the extras `otlp` and `metrics`.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from .errors import ConfigError
-from .logs import get_logger
+from .logs import redact_url
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -29,7 +30,7 @@ PROTOCOLS: Final = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http
 HTTP_PORT: Final = 4318
 """Where collectors listen for OTLP over HTTP; every other port is taken for gRPC."""
 
-_log = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Shutdown:
@@ -63,7 +64,7 @@ class Shutdown:
             try:
                 step()
             except Exception as error:  # noqa: BLE001 - the next provider is still to be shut down
-                _log.warning("telemetry did not shut down", error=repr(error))
+                logger.warning("telemetry did not shut down: %s", redact_url(repr(error)))
 
 
 def is_requested(environment: Mapping[str, str]) -> bool:
@@ -204,10 +205,10 @@ def configure(
     prometheus = prometheus and not disabled
     has_tracing, has_metrics = installed()
     if has_tracing and for_traces:
-        _log.warning("a tracer provider is set up already and stays as it is")
+        logger.warning("a tracer provider is set up already and stays as it is")
         for_traces = ()
     if has_metrics and (for_metrics or prometheus):
-        _log.warning("a meter provider is set up already and stays as it is")
+        logger.warning("a meter provider is set up already and stays as it is")
         for_metrics, prometheus = (), False
     if not (for_traces or for_metrics or prometheus):
         return Shutdown([])

@@ -15,7 +15,10 @@ MAX_TRACE_HEADER: Final = 8192
 """Bytes of a trace header that are passed on: the limit of W3C baggage."""
 
 _TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_TRACE_KEYS: Final = (h.TRACEPARENT, h.TRACESTATE, h.BAGGAGE)
+_SPELLINGS: Final = tuple(
+    (key, key.capitalize()) for key in (h.TRACEPARENT, h.TRACESTATE, h.BAGGAGE)
+)
+_NAMES: Final = frozenset(name for spellings in _SPELLINGS for name in spellings)
 
 
 def trace_fields(headers: Mapping[str, str]) -> dict[str, str]:
@@ -25,8 +28,10 @@ def trace_fields(headers: Mapping[str, str]) -> dict[str, str]:
     no header of ours may hold is left out: it would make every sub-call fail.
     """
     fields: dict[str, str] = {}
-    for key in _TRACE_KEYS:
-        value = headers.get(key) or headers.get(key.capitalize())
+    if _NAMES.isdisjoint(headers):
+        return fields
+    for key, capitalized in _SPELLINGS:
+        value = headers.get(key) or headers.get(capitalized)
         if value and len(value) <= MAX_TRACE_HEADER and value.isascii() and value.isprintable():
             fields[key] = value
     return fields

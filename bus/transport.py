@@ -12,6 +12,7 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
+from .drops import DropReason
 from .errors import DynbusError
 
 
@@ -255,14 +256,6 @@ class JetStream(Protocol):
         """
         ...
 
-    async def message_count(self, stream: str, *, timeout: float = 5.0) -> int:
-        """How many messages a stream holds, markers included.
-
-        Raises:
-            NoStream: the stream does not exist.
-        """
-        ...
-
     async def consume(
         self,
         stream: str,
@@ -354,6 +347,11 @@ class Connection(Protocol):
 
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
         """Call `listener(error, subject)` when the server refuses a subject."""
+        ...
+
+    def on_drop(self, listener: Callable[[DropReason], None]) -> None:
+        """Call `listener(reason)` for every message that this connection drops: what is
+        published while disconnected, and what comes for nobody any longer."""
         ...
 
     async def close(self) -> None:

@@ -22,6 +22,9 @@ SECRET_BYTES: Final = 16
 MAX_PARTS: Final = 4096
 """Messages that one request may be split over."""
 
+MAX_FRAME_BYTES: Final = 256 * 1024
+"""Bytes of whole items that one frame may carry, and of one unit."""
+
 MAX_MESSAGE: Final = 4096
 MAX_TRACEBACK: Final = 32768
 MAX_NAME: Final = 512

@@ -14,7 +14,7 @@ import msgspec
 
 from dynbus.actors.options import call_options
 from dynbus.actors.runtime import Runtime
-from dynbus.actors.streams import Stream
+from dynbus.actors.stream import Stream
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import error_line
 from dynbus.bus.config import check_variables

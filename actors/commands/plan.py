@@ -29,7 +29,8 @@ from dynbus.actors.serving import Assignment
 from dynbus.bus.commands.terminal import plain, print_json, print_table
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.health import is_loopback, parse_address
+from dynbus.bus.health import parse_address
+from dynbus.bus.hosts import is_loopback
 from dynbus.bus.logs import LogFormat, redact_url
 
 

@@ -38,6 +38,8 @@ from dynbus.bus.wire import (
     Item,
     Items,
     Part,
+    Ping,
+    Pong,
     Unknown,
     decode_batch,
     encode_batch,
@@ -273,9 +275,12 @@ class Caller:
         if token == "f":
             self._on_frames(message)
             return
-        is_number = token.isascii() and token.isdigit() and len(token) <= 18
-        call = self._calls.get(int(token)) if is_number else None
+        if not (token.isascii() and token.isdigit() and len(token) <= 18):
+            self.bus.drop(DropReason.UNEXPECTED)
+            return
+        call = self._calls.get(int(token))
         if call is None:
+            self.bus.drop(DropReason.STALE)
             return
         if headers.status(message.headers) == headers.NO_RESPONDERS:
             call.unreachable = True
@@ -326,6 +331,7 @@ class Caller:
     def _on_control(self, batch: Batch) -> None:
         remote = self.registry.peers.get(batch.sender)
         if remote is None:
+            self.bus.drop(DropReason.STALE)
             return
         for frame in batch.frames:
             if isinstance(frame, Heartbeat):
@@ -334,6 +340,10 @@ class Caller:
                 call = self._calls.get(frame.number)
                 if call is not None and frame.secret == call.secret:
                     self._lost(call)
+                else:
+                    self.bus.drop(DropReason.STALE)
+            elif not isinstance(frame, Ping | Pong):
+                self.bus.drop(DropReason.UNEXPECTED)
 
     def _on_heartbeat(self, remote: RemoteInstance, frame: Heartbeat) -> None:
         if frame.blocked > self.bus.config.stall_limit:

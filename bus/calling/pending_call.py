@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from dynbus.bus.context import Context
 from dynbus.bus.errors import Cancelled, DeadlineExceeded, DynbusError, PayloadTooLarge
 from dynbus.bus.names import EndpointName
-from dynbus.bus.streams import StreamReader
+from dynbus.bus.stream_reader import StreamReader
 from dynbus.bus.tokens import random_bytes
 from dynbus.bus.wire import (
     SECRET_BYTES,

@@ -17,9 +17,11 @@ from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
 from dynbus.bus.leases import INSTANCES_STREAM, MARKER_TTL
 from dynbus.bus.logs import redact_url
 from dynbus.bus.names import ReplySubjects
-from dynbus.bus.nats.connection import NatsConnection, connect
+from dynbus.bus.nats.connecting import connect_as
+from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.jetstream import stream_request, unix_seconds
 from dynbus.bus.nats.server_process import Address, find_nats_server
+from dynbus.bus.tokens import random_id
 from dynbus.bus.transport import NoStream, StreamConfig
 
 OLDEST_VERSION: Final = (2, 11, 0)
@@ -196,15 +198,9 @@ def _is_there(module: str) -> bool:
 
 async def _check_server(config: BusConfig) -> list[Check]:
     url = redact_url(", ".join(config.servers))
-    replies = ReplySubjects(config.principal, secrets.token_hex(16))
+    replies = ReplySubjects(config.principal, random_id())
     try:
-        connection = await connect(
-            config.servers,
-            name="dynbus-doctor",
-            inbox=f"{replies.base}.js",
-            timeout=config.connect_timeout,
-            options={"user_credentials": config.credentials} if config.credentials else {},
-        )
+        connection = await connect_as(config, name="dynbus-doctor", inbox=replies.server_api)
     except PermissionDenied as error:
         remedy = "give credentials in the URL, or DYNBUS_CREDENTIALS"
         return [Check("server", "fail", redact_url(str(error)), remedy)]

@@ -7,8 +7,7 @@ JetStream has no records at all.
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +17,8 @@ from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.leases import INSTANCES_STREAM
 from dynbus.bus.names import TOKEN, ReplySubjects
-from dynbus.bus.nats.connection import connect
+from dynbus.bus.nats.connecting import connect_as
+from dynbus.bus.tokens import random_id
 from dynbus.bus.transport import Connection, Message, NoStream, StoredMessage
 from dynbus.bus.wire import InstanceRecord, decode_record
 
@@ -54,6 +54,7 @@ class Row(NamedTuple):
         state: serving, draining, silent or unlisted.
         started: Unix time; 0 when unknown.
         answers: whether `running` and `waiting` are known.
+        metadata: what its record says; empty without one.
     """
 
     namespace: str
@@ -66,6 +67,7 @@ class Row(NamedTuple):
     waiting: int
     endpoints: tuple[str, ...]
     address: str
+    metadata: Mapping[str, str]
 
     def to_json(self, now: float) -> dict[str, Any]:
         """The row for programs; `age` is in seconds."""
@@ -90,14 +92,8 @@ async def survey(config: BusConfig) -> Survey:
     Raises:
         PermissionDenied, Unavailable: the server cannot be used.
     """
-    replies = ReplySubjects(config.principal, secrets.token_hex(16))
-    connection = await connect(
-        config.servers,
-        name="dynbus-ps",
-        inbox=f"{replies.base}.js",
-        timeout=config.connect_timeout,
-        options={"user_credentials": config.credentials} if config.credentials else {},
-    )
+    replies = ReplySubjects(config.principal, random_id())
+    connection = await connect_as(config, name="dynbus-ps", inbox=replies.server_api)
     try:
         return await _gather(connection, f"{replies.base}.ps")
     finally:
@@ -138,12 +134,13 @@ def join(records: Iterable[InstanceRecord], answers: Iterable[Answer]) -> list[R
                 answer.waiting if answer is not None else 0,
                 tuple(record.endpoints),
                 record.address,
+                record.metadata,
             )
         )
     for key, answer in by_key.items():
         state = "draining" if answer.draining else "unlisted"
         load = (answer.running, answer.waiting)
-        rows.append(Row(*key, state, answer.started, True, *load, answer.endpoints, ""))
+        rows.append(Row(*key, state, answer.started, True, *load, answer.endpoints, "", {}))
     return sorted(rows, key=lambda row: (row.namespace, row.component, row.started))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import ConfigError, DynbusError, PayloadTooLarge, Unavailable
 from dynbus.bus.transport import Callback, ConnectionState, Message, Statistics
 
@@ -50,7 +51,8 @@ class MemoryConnection:
         self._numbers = itertools.count(1)
         self._sent = 0
         self._received = 0
-        self._dropped = 0
+        self._drops: Counter[DropReason] = Counter()
+        self._drop_listeners: list[Callable[[DropReason], None]] = []
         self._callback_errors = 0
         self._jetstream = MemoryJetStream(self, bus.jetstream, bus.store)
 
@@ -83,7 +85,12 @@ class MemoryConnection:
     def statistics(self) -> Statistics:
         """What was counted since the connection was opened."""
         return Statistics(
-            self._session, self._sent, self._received, self._dropped, 0, self._callback_errors
+            self._session,
+            self._sent,
+            self._received,
+            self._drops[DropReason.DISCONNECTED],
+            0,
+            self._callback_errors,
         )
 
     def on_state(self, listener: Callable[[ConnectionState], None]) -> Callable[[], None]:
@@ -98,11 +105,20 @@ class MemoryConnection:
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
         """In memory no subject is refused, so `listener` is never called."""
 
+    def on_drop(self, listener: Callable[[DropReason], None]) -> None:
+        self._drop_listeners.append(listener)
+
+    def drop(self, reason: DropReason) -> None:
+        """Count a message that is dropped, and why."""
+        self._drops[reason] += 1
+        for listener in self._drop_listeners:
+            listener(reason)
+
     def publish(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"") -> None:
         message = Message(subject, reply, bytes(headers), bytes(data))
         size = self.check_size(message)
         if self._state is not ConnectionState.CONNECTED:
-            self._dropped += 1
+            self.drop(DropReason.DISCONNECTED)
             return
         self._sent += 1
         self.send(partial(self._bus.accept, self, message), size)
@@ -269,6 +285,9 @@ class MemoryConnection:
 
     def _receive(self, subscription: MemorySubscription, message: Message) -> None:
         self._received += 1
+        if not subscription.active:
+            self.drop(DropReason.UNSUBSCRIBED)
+            return
         self.call(partial(subscription.receive, message), subscription.subject)
 
     def _schedule_flush(self) -> None:

@@ -253,9 +253,6 @@ class MemoryJetStream:
     async def stream_info(self, stream: str, *, timeout: float = 5.0) -> StreamInfo:
         return await self._look(stream, "INFO", MemoryStream.info, timeout)
 
-    async def message_count(self, stream: str, *, timeout: float = 5.0) -> int:
-        return (await self.stream_info(stream, timeout=timeout)).messages
-
     async def consume(
         self,
         stream: str,

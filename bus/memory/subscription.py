@@ -45,5 +45,4 @@ class MemorySubscription:
             self.active = False
 
     def receive(self, message: Message) -> None:
-        if self.active:
-            self._callback(message)
+        self._callback(message)

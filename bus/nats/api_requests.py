@@ -7,11 +7,16 @@ import itertools
 from typing import TYPE_CHECKING
 
 from dynbus.bus import headers as header_block
+from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.transport import Message
 
 if TYPE_CHECKING:
     from .connection import NatsConnection
+
+
+class NoResponders(Unavailable):
+    """Raised when nobody serves the subject of a request."""
 
 
 class ServerRequests:
@@ -30,7 +35,8 @@ class ServerRequests:
         """One request and its reply.
 
         Raises:
-            Unavailable: no reply came in time, or nobody serves the subject.
+            NoResponders: nobody serves the subject.
+            Unavailable: no reply came in time.
         """
         connection = self._connection
         if not self._subscribed:
@@ -60,8 +66,9 @@ class ServerRequests:
     def _receive(self, message: Message) -> None:
         reply = self._waiting.get(message.subject.rpartition(".")[2])
         if reply is None or reply.done():
+            self._connection.drop(DropReason.STALE)
             return
         if header_block.status(message.headers) == header_block.NO_RESPONDERS:
-            reply.set_exception(Unavailable("nobody serves the subject: is JetStream enabled?"))
+            reply.set_exception(NoResponders("nobody serves the subject: is JetStream enabled?"))
         else:
             reply.set_result(message)

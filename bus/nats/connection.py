@@ -11,12 +11,14 @@ import asyncio
 import itertools
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 
+from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
     ConfigError,
     DynbusError,
@@ -65,6 +67,7 @@ class NatsConnection:
         self._numbers = itertools.count(1)
         self._listeners: list[Callable[[ConnectionState], None]] = []
         self._error_listeners: list[Callable[[DynbusError, str], None]] = []
+        self._drop_listeners: list[Callable[[DropReason], None]] = []
         self._output = NatsOutput(self._loop)
         self._denied: dict[str, str] = {}
         self._lame_duck = False
@@ -73,7 +76,7 @@ class NatsConnection:
         self._reconnects = 0
         self._sent = 0
         self._received = 0
-        self._dropped = 0
+        self._drops: Counter[DropReason] = Counter()
         self._malformed = 0
         self._callback_errors = 0
         self._pings = Pings(self._loop, self._output.write)
@@ -119,7 +122,7 @@ class NatsConnection:
             self._reconnects,
             self._sent,
             self._received,
-            self._dropped,
+            self._drops[DropReason.DISCONNECTED],
             self._malformed,
             self._callback_errors,
         )
@@ -134,8 +137,16 @@ class NatsConnection:
         return end
 
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
-        """Call `listener(error, subject)` when the server refuses a subject."""
         self._error_listeners.append(listener)
+
+    def on_drop(self, listener: Callable[[DropReason], None]) -> None:
+        self._drop_listeners.append(listener)
+
+    def drop(self, reason: DropReason) -> None:
+        """Count a message that is dropped, and why."""
+        self._drops[reason] += 1
+        for listener in self._drop_listeners:
+            listener(reason)
 
     def publish(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"") -> None:
         size = len(data) + len(headers)
@@ -145,7 +156,7 @@ class NatsConnection:
                 f"{self._max_payload}"
             )
         if self._state is not ConnectionState.CONNECTED:
-            self._dropped += 1
+            self.drop(DropReason.DISCONNECTED)
             return
         self._sent += 1
         if headers:
@@ -237,7 +248,8 @@ class NatsConnection:
         """One request and its reply, for APIs of the server.
 
         Raises:
-            Unavailable: no reply came in time, or nobody serves the subject.
+            NoResponders: nobody serves the subject.
+            Unavailable: no reply came in time.
         """
         return await self._requests.send(subject, data, headers, timeout)
 
@@ -379,6 +391,7 @@ class NatsConnection:
         self._received += 1
         subscription = self._subscriptions.get(number)
         if subscription is None:
+            self.drop(DropReason.UNSUBSCRIBED)
             return
         try:
             subscription.callback(message)

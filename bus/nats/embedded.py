@@ -41,7 +41,7 @@ from .server_process import (
     until,
 )
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _NAME_PREFIX: Final = "dynbus-embedded-"
 _WATCH: Final = 1.0
@@ -179,11 +179,11 @@ class _User:
                 continue
             try:
                 await self._share_in_time(fresh=False)
-                _logger.warning("the guard of nats-server was killed: both were started again")
+                logger.warning("the guard of nats-server was killed: both were started again")
             except DynbusError as error:
                 delay = _WATCH_AFTER_FAILURE
-                _logger.error("nats-server lost its guard and does not start: %s", error)
-        _logger.error("%s was deleted: nats-server is not restarted", self._folder.path)
+                logger.error("nats-server lost its guard and does not start: %s", error)
+        logger.error("%s was deleted: nats-server is not restarted", self._folder.path)
 
     async def _foreign(self, fresh: bool) -> EmbeddedServer | None:
         """The server at the port when it is there and not this folder's."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from dynbus.bus import headers as header_block
-from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
+from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.transport import (
     NoStream,
     StoredMessage,
@@ -24,6 +24,7 @@ from dynbus.bus.transport import (
     WrongLastSequence,
 )
 
+from .api_requests import NoResponders
 from .consumer import NatsOrderedConsumer
 
 if TYPE_CHECKING:
@@ -160,10 +161,8 @@ class NatsJetStream:
         block = header_block.encode(fields) if fields else b""
         try:
             reply = await self._connection.request(subject, data, headers=block, timeout=timeout)
-        except Unavailable as error:
-            if "nobody serves" in error.message:
-                raise NoStream(f"no stream takes {subject}") from None
-            raise
+        except NoResponders:
+            raise NoStream(f"no stream takes {subject}") from None
         answer = msgspec.json.decode(reply.data, type=dict[str, Any])
         if "error" in answer:
             _raise_for(answer["error"], f"publish to {subject}")
@@ -212,10 +211,6 @@ class NatsJetStream:
             int(state["last_seq"]),
             unix_seconds(answer["created"]),
         )
-
-    async def message_count(self, stream: str, *, timeout: float = 5.0) -> int:
-        answer = await self.api(f"STREAM.INFO.{stream}", {}, timeout=timeout)
-        return int(answer["state"]["messages"])
 
     async def consume(
         self,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import ipaddress
 import json
 import os
 import secrets
@@ -27,6 +26,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.bus.hosts import is_loopback
 
 DEFAULT_PORT: Final = 4222
 START_TIMEOUT: Final = 10.0
@@ -68,12 +68,7 @@ class Address(NamedTuple):
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine is meant."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

@@ -13,7 +13,7 @@ from dynbus.bus.tokens import random_id
 
 if TYPE_CHECKING:
     from dynbus.bus.context import Context
-    from dynbus.bus.streams import StreamWriter
+    from dynbus.bus.stream_writer import StreamWriter
     from dynbus.bus.telemetry import CallObservation
 
     from .execution import Execution

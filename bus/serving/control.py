@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Final
 from dynbus.bus import headers
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
-from dynbus.bus.errors import Cancelled, StreamLost, UnknownOutcome
+from dynbus.bus.errors import (
+    Cancelled,
+    DynbusError,
+    StreamLost,
+    Unavailable,
+    UnknownOutcome,
+)
 from dynbus.bus.heartbeats import Registry
 from dynbus.bus.names import control_subject, is_safe_reply
 from dynbus.bus.wire import (
@@ -23,6 +29,8 @@ from dynbus.bus.wire import (
     Frame,
     Heartbeat,
     Open,
+    Ping,
+    Pong,
     Resume,
     Unknown,
     failed_frame,
@@ -34,7 +42,7 @@ if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
     from dynbus.bus.transport import Message, Subscription
 
-    from .calls import ServerCall
+    from .calls import FramedCall, ServerCall
     from .execution import Execution
     from .outbox import Outbox
 
@@ -152,6 +160,21 @@ class ServerControl:
         client = self.registry.peers[client_id] = RemoteClient(self, self._outbox, base, bounce)
         return client
 
+    def verdict(self, call: FramedCall) -> DynbusError | None:
+        """What was said of a request before it arrived: an error when it may not begin.
+
+        A call that was asked to stop may begin, and is asked again here.
+        """
+        request = call.client.client_id, call.writer.number, call.writer.secret
+        if self.stopped.has(*request):
+            call.context.stop_generating()
+        if self.refused.has(*request):
+            return Cancelled("the call was given up before it arrived", started=False)
+        if self.lost.has(*request):
+            # Its sender was told so, and may have sent another; this error has it do that.
+            return Unavailable("the request came too late", started=False)
+        return None
+
     def calls(self) -> list[ServerCall]:
         """Every call that waits or runs here, or whose request is not complete."""
         calls = list(self.plain)
@@ -225,6 +248,8 @@ class ServerControl:
                     self._answer_control(batch.sender, Heartbeat(0.0, self._execution.draining, []))
             elif isinstance(frame, Credit | Cancel | Resume):
                 self._on_call_control(client, batch.sender, frame)
+            elif not isinstance(frame, Ping | Pong):
+                self._bus.drop(DropReason.UNEXPECTED)
 
     def _on_open(self, client: RemoteClient, incarnation: str, frame: Open) -> None:
         if incarnation != client.incarnation:

@@ -89,18 +89,17 @@ class Execution:
                 logger.error("a handler ignores its cancellation: %r", task)
         self._deadlines.clear()
 
-    def admit(self, call: ServerCall, data: bytes, fields: dict[str, str], now: float) -> None:
+    def admit(self, call: ServerCall, data: bytes, now: float) -> None:
         """Let a call run or wait, or end it with the reason why it may not.
 
         Args:
             data: the whole request.
-            fields: its headers.
             now: when it arrived, on the monotonic clock.
         """
         served = call.served
         telemetry = self.bus.telemetry
         if telemetry is not None:
-            self._observe(telemetry, call, fields)
+            self._observe(telemetry, call)
         if self.draining:
             self._refuse(call, Draining("the instance is going away", started=False))
             return
@@ -137,11 +136,11 @@ class Execution:
         if verdict is Verdict.RUN:
             self._run(call)
 
-    def _observe(self, telemetry: Telemetry, call: ServerCall, fields: dict[str, str]) -> None:
+    def _observe(self, telemetry: Telemetry, call: ServerCall) -> None:
         call.observation = telemetry.server_call(
             call.served.address,
             self._instance_id,
-            fields,
+            call.context.trace_headers(),
             streaming=call.served.endpoint.streaming,
             request_id=call.context.id,
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from dynbus.bus.streams import MAX_FRAME_BYTES
-from dynbus.bus.wire import BATCH_OVERHEAD, Frame, encode_batch
+from dynbus.bus.wire import BATCH_OVERHEAD, MAX_FRAME_BYTES, Frame, encode_batch
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus

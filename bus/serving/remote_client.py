@@ -8,7 +8,7 @@ from dynbus.bus.clock import monotonic
 
 if TYPE_CHECKING:
     from dynbus.bus.liveness import PeerLiveness
-    from dynbus.bus.streams import StreamWriter
+    from dynbus.bus.stream_writer import StreamWriter
     from dynbus.bus.wire import Frame
 
     from .calls import FramedCall

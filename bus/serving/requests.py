@@ -15,9 +15,11 @@ from dynbus.bus.context import MAX_ID_LENGTH, Context
 from dynbus.bus.errors import InvalidRequest
 from dynbus.bus.names import split_number
 from dynbus.bus.tokens import random_id
+from dynbus.bus.trace_context import trace_fields
 from dynbus.bus.wire import MAX_PARTS, SECRET_BYTES, VERSION
 
-MAX_HEADER_LENGTH: Final = 4096
+MAX_KEY_LENGTH: Final = 128
+"""Characters of an idempotency key."""
 
 _VERSION_WORD = str(VERSION)
 
@@ -65,7 +67,7 @@ def read_context(
         now: when the request arrived, on the monotonic clock.
 
     Raises:
-        InvalidRequest: the deadline is no number, or the metadata cannot be read.
+        InvalidRequest: the deadline is no number, or the idempotency key cannot be kept whole.
     """
     deadline = None if timeout is None else now + timeout
     if (text := fields.get(headers.DEADLINE)) is not None:
@@ -76,7 +78,7 @@ def read_context(
     context = Context(
         _request_id(fields.get(headers.REQUEST_ID)),
         deadline=deadline,
-        trace_headers=_trace_headers(fields) if headers.TRACEPARENT in fields else None,
+        trace_headers=trace_fields(fields),
         hop=hop,
         draining=draining,
     )
@@ -87,7 +89,7 @@ def read_context(
     if headers.PRIORITY in fields:
         context.priority = _small_number(fields[headers.PRIORITY], 0)
     if headers.IDEMPOTENCY_KEY in fields:
-        context.idempotency_key = fields[headers.IDEMPOTENCY_KEY][:128]
+        context.idempotency_key = _idempotency_key(fields[headers.IDEMPOTENCY_KEY])
     return context
 
 
@@ -141,16 +143,14 @@ def _request_id(text: str | None) -> str:
     return random_id()
 
 
-def _trace_headers(fields: dict[str, str]) -> dict[str, str]:
-    found = {headers.TRACEPARENT: fields[headers.TRACEPARENT]}
-    for key in (headers.TRACESTATE, headers.BAGGAGE):
-        if key in fields:
-            found[key] = fields[key]
-    return {
-        key: text
-        for key, text in found.items()
-        if len(text) <= MAX_HEADER_LENGTH and text.isascii() and text.isprintable()
-    }
+def _idempotency_key(text: str) -> str:
+    """A key as given: cut or replaced it could be that of another effect."""
+    if text and len(text) <= MAX_KEY_LENGTH and text.isascii() and text.isprintable():
+        return text
+    raise InvalidRequest(
+        f"{headers.IDEMPOTENCY_KEY}: {text[:40]!r} of {len(text)} characters is no key: use "
+        f"1 to {MAX_KEY_LENGTH} printable ASCII characters"
+    )
 
 
 def _small_number(text: str, default: int) -> int:

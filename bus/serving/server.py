@@ -18,7 +18,6 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.endpoint import Endpoint
 from dynbus.bus.errors import (
-    Cancelled,
     Draining,
     DynbusError,
     InvalidRequest,
@@ -27,7 +26,7 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 from dynbus.bus.names import EndpointName, is_safe_reply
-from dynbus.bus.streams import StreamWriter
+from dynbus.bus.stream_writer import StreamWriter
 from dynbus.bus.transport import ConnectionState, Message, Subscription
 
 from .calls import FramedCall, PlainCall, error_block
@@ -144,18 +143,18 @@ class InstanceServer:
                 await self.execution.idle()
         except TimeoutError:
             logger.warning("%r: ending what is left after %.1f s", self, grace)
-        self.end_all(Draining("the instance is going away"))
+        self.end_all(lambda: Draining("the instance is going away"))
 
-    def end_all(self, error: DynbusError) -> None:
-        """End every call now."""
+    def end_all(self, make_error: Callable[[], DynbusError]) -> None:
+        """End every call now, each with an error of its own."""
         for call in self.control.calls():
             if not call.ended:
-                self.execution.abort(call, type(error)(error.message))
+                self.execution.abort(call, make_error())
 
     async def stop(self) -> None:
         """End what is left, say so, and unsubscribe."""
         self.draining = True
-        self.end_all(Draining("the instance was stopped"))
+        self.end_all(lambda: Draining("the instance was stopped"))
         await self.execution.stop()
         # What is on its way to us is refused, not lost: its callers try elsewhere at once.
         await _drain_all((*self._queue_subscriptions, *self._subscriptions))
@@ -179,7 +178,7 @@ class InstanceServer:
             if framing is None:
                 plain = self._plain_call(served, fields, message.reply, now)
                 if plain is not None:
-                    self.execution.admit(plain, message.data, fields, now)
+                    self.execution.admit(plain, message.data, now)
                 return
             call = self._framed_call(served, fields, framing, message.reply, now)
             if call is None:
@@ -195,7 +194,7 @@ class InstanceServer:
                 self.bus.data.publish(message.reply, b"", headers=error_block(error, framing))
             return
         if data is not None:
-            self.execution.admit(call, data, fields, now)
+            self.execution.admit(call, data, now)
 
     def _context(self, served: ServedEndpoint, fields: dict[str, str], now: float) -> Context:
         return read_context(
@@ -228,8 +227,7 @@ class InstanceServer:
         base, number = read_reply(reply)
         secret, window, incarnation = read_framing(framing)
         context = self._context(served, fields, now)
-        control = self.control
-        client = control.client(base, incarnation)
+        client = self.control.client(base, incarnation)
         if client is None:
             return None
         known = client.calls.get(number)
@@ -249,14 +247,7 @@ class InstanceServer:
         )
         call = FramedCall(self.execution, served, context, now, client, writer)
         client.calls[number] = call
-        if control.stopped.has(client.client_id, number, secret):
-            context.stop_generating()
-        error: DynbusError | None = None
-        if control.refused.has(client.client_id, number, secret):
-            error = Cancelled("the call was given up before it arrived", started=False)
-        elif control.lost.has(client.client_id, number, secret):
-            # Its sender was told so, and may have sent another; this error has it do that.
-            error = Unavailable("the request came too late", started=False)
+        error = self.control.verdict(call)
         if error is not None:
             self.bus.drop(DropReason.REFUSED)
             call.fail(error)

@@ -1,7 +1,9 @@
-"""The test kit: actors without a server, on a clock that jumps."""
+"""The test kit: actors without a server, on a clock that jumps; and a nats-server of one's own."""
 
 from dynbus.actors.testing import TestKit
 from dynbus.bus.clock import Deadlock, JumpingLoop, run
 from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.nats.server_process import run_server
+from dynbus.bus.telemetry import Telemetry
 
-__all__ = ["Deadlock", "JumpingLoop", "MemoryBus", "TestKit", "run"]
+__all__ = ["Deadlock", "JumpingLoop", "MemoryBus", "Telemetry", "TestKit", "run", "run_server"]

@@ -126,12 +126,9 @@ def test_the_endpoint_can_have_a_name_of_its_own() -> None:
 def test_the_context_is_no_request() -> None:
     spec, alone = spec_of(Right.with_context), spec_of(Right.with_context_only)
 
-    assert (spec.takes_request, spec.takes_context, spec.request_parameter) == (
-        True,
-        True,
-        "prompt",
-    )
-    assert (alone.takes_request, alone.takes_context, alone.request_codec) == (False, True, None)
+    assert spec.parameter is not None
+    assert (spec.parameter.name, spec.takes_context) == ("prompt", True)
+    assert (alone.parameter, alone.takes_context, alone.request_codec) == (None, True, None)
 
 
 def test_an_annotation_may_name_a_class_that_is_defined_later() -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from dynbus import Actor, ConfigError, InvalidRequest, InvalidResponse, NoInstances, handler
-from dynbus.actors.instance import make_endpoint
+from dynbus import Actor, ConfigError, Instance, NoInstances, handler
 from dynbus.actors.lifecycle import InstanceState
 from dynbus.bus.clock import monotonic
-from dynbus.bus.context import Context, enter_context
-from dynbus.bus.endpoint import Endpoint
 from dynbus.testing import TestKit, run
 
 
@@ -45,11 +41,6 @@ class Logging(Actor, namespace="instance"):
         await asyncio.sleep(seconds)
         self.log.append("slept")
         return "rested"
-
-    @handler
-    async def count(self, *, limit: int, context: Context) -> AsyncGenerator[str, None]:
-        for number in range(limit):
-            yield f"{context.id}:{number}"
 
     @handler
     async def ping(self) -> None:
@@ -189,69 +180,105 @@ def test_an_outage_of_its_connection_leaves_it_ready_and_found_again() -> None:
     assert run(story()) == 11
 
 
-# What the bus needs of its handlers --------------------------------------------------------
+# What it says of itself --------------------------------------------------------------------
 
 
-def endpoint(attribute: str) -> Endpoint:
-    return make_endpoint(Logging(), attribute, Logging.__dynbus_handlers__[attribute])
+class Described(Actor, namespace="instance"):
+    def __init__(self, metadata: Any = None) -> None:
+        self.metadata = metadata if metadata is not None else {"model": "none"}
+
+    async def on_start(self) -> None:
+        if self.metadata == {"model": "none"}:
+            self.metadata = {"model": "tiny", "block_size": "64"}
+
+    def instance_metadata(self) -> dict[str, str]:
+        return self.metadata
+
+    @handler
+    async def ping(self) -> None:
+        return
 
 
-def test_a_request_is_decoded_and_a_result_encoded() -> None:
-    async def story() -> bytes:
-        made = endpoint("ask")
-        result = await made.invoke(made.decode(b'{"text": "four"}'))
-        return made.encode(result)
-
-    assert run(story()) == b"4"
+def found(kit: TestKit, instance_id: str) -> Instance:
+    instance = kit.caller.discovery.view.find("instance", "Described", instance_id)
+    assert instance is not None
+    return instance
 
 
-@pytest.mark.parametrize("data", [b"", b"no json", b"{}", b'{"text": 1}'])
-def test_a_request_that_does_not_fit_is_the_callers_fault(data: bytes) -> None:
+def test_what_it_says_after_on_start_is_announced_and_stays() -> None:
+    async def story() -> list[dict[str, str]]:
+        async with TestKit() as kit:
+            await kit.start(Described, instance_id="d")
+            first = found(kit, "d")
+            await asyncio.sleep(60.0)
+            renewed = found(kit, "d")
+            assert renewed.renewed > first.renewed
+            return [dict(first.metadata), dict(renewed.metadata)]
+
+    assert run(story()) == [{"model": "tiny", "block_size": "64"}] * 2
+
+
+def test_one_that_says_nothing_has_no_metadata() -> None:
+    async def story() -> dict[str, str]:
+        async with TestKit() as kit:
+            await kit.start(Logging, instance_id="l")
+            instance = kit.caller.discovery.view.find("instance", "Logging", "l")
+            assert instance is not None
+            return dict(instance.metadata)
+
+    assert run(story()) == {}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "text"),
+    [
+        ({"a": 1}, "has 'a'=1: keys and values must be strings"),
+        ({1: "a"}, "has 1='a': keys and values must be strings"),
+        (["a"], "returned list: write `def` and return a dict of strings"),
+        ({"a": "x" * 4096}, "has 1 keys and 4097 bytes; at most 32 and 4096 are announced"),
+        ({"\u00e9": "\u00e9" * 2048}, "has 1 keys and 4098 bytes"),
+        ({str(n): "" for n in range(33)}, "has 33 keys and 56 bytes"),
+        ({"a": "\ud800"}, "which is no text"),
+    ],
+)
+def test_metadata_that_cannot_be_announced_is_refused_and_leaves_nothing_behind(
+    metadata: Any, text: str
+) -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            with pytest.raises(ConfigError) as caught:
+                await runtime.start(Described, metadata=metadata)
+            await asyncio.sleep(30.0)
+            assert kit.caller.instance_ids(Described) == []
+            return str(caught.value)
+
+    refusal = run(story())
+
+    assert refusal.startswith("Described.instance_metadata() ")
+    assert text in refusal
+
+
+def test_as_much_metadata_as_is_allowed_is_announced() -> None:
+    largest = {"a": "x" * 4095}
+
+    async def story() -> dict[str, str]:
+        async with TestKit() as kit:
+            await kit.start(Described, instance_id="d", metadata=largest)
+            return dict(found(kit, "d").metadata)
+
+    assert run(story()) == largest
+
+
+class Hasty(Described):
+    async def instance_metadata(self) -> dict[str, str]:  # type: ignore[override]
+        return {}
+
+
+def test_metadata_that_would_have_to_be_awaited_is_refused_with_the_remedy() -> None:
     async def story() -> None:
-        made = endpoint("ask")
-
-        with pytest.raises(InvalidRequest):
-            made.decode(data)
+        async with TestKit() as kit:
+            with pytest.raises(ConfigError, match="returned coroutine: write `def`"):
+                await kit.start(Hasty)
 
     run(story())
-
-
-def test_a_result_that_does_not_fit_is_the_handlers_fault() -> None:
-    async def story() -> None:
-        made = endpoint("ask")
-
-        with pytest.raises(InvalidResponse):
-            made.encode("many")
-
-    run(story())
-
-
-def test_a_handler_is_called_by_name_and_with_its_context_where_it_asks_so() -> None:
-    async def story() -> list[str]:
-        made = endpoint("count")
-        enter_context(Context(id="r"))
-        return [item async for item in made.invoke(made.decode(b"2"))]
-
-    assert run(story()) == ["r:0", "r:1"]
-
-
-def test_a_handler_without_a_request_takes_none() -> None:
-    async def story() -> bytes:
-        made = endpoint("ping")
-        assert "request" not in made.schemas
-        with pytest.raises(InvalidRequest, match="takes no request"):
-            made.decode(b"anything")
-        return made.encode(await made.invoke(made.decode(b"")))
-
-    assert json.loads(run(story())) is None
-
-
-def test_an_endpoint_has_the_schemas_of_both_sides() -> None:
-    async def story() -> object:
-        made = endpoint("ask")
-        return made.schemas
-
-    assert run(story()) == {
-        "request": Question.model_json_schema(),
-        "response": {"type": "integer"},
-    }

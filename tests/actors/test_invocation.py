@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
@@ -295,7 +295,7 @@ def test_a_misspelt_endpoint_is_told_apart_from_a_dead_instance() -> None:
                 await client.generate()
             return caught.value
 
-    assert "has no endpoint 'wher'; it has alone, fail, key" in str(run(story()))
+    assert "has no endpoint 'wher'; it has alone, endless, fail, key" in str(run(story()))
 
 
 def test_an_untyped_call_asks_the_router_once() -> None:
@@ -352,7 +352,7 @@ class Watched:
         found = self._reader.get_metrics_data()
         assert found is not None
         return sum(
-            point.value
+            int(point.value)
             for resource in found.resource_metrics
             for scope in resource.scope_metrics
             for metric in scope.metrics
@@ -371,15 +371,15 @@ def test_a_call_without_an_instance_has_a_span_and_is_counted(kind: str) -> None
         async with watched.kit as kit:
             client = kit.client(Worker)
             endpoint = await kit.caller.endpoint("attempts.Worker.where").client()
+            calls: dict[str, Callable[[], Awaitable[object]]] = {
+                "typed": client.where,
+                "stream": lambda: anext(client.migrate_stream()),
+                "untyped": endpoint.generate,
+                "untyped stream": lambda: anext(aiter(endpoint.generate())),
+            }
+
             with pytest.raises(NoInstances):
-                if kind == "typed":
-                    await client.where()
-                elif kind == "stream":
-                    await anext(client.migrate_stream())
-                elif kind == "untyped":
-                    await endpoint.generate()
-                else:
-                    await anext(aiter(endpoint.generate()))
+                await calls[kind]()
 
     run(story())
 

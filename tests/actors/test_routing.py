@@ -48,7 +48,10 @@ def request(loads: Mapping[str, int] | None = None) -> RouteRequest:
     return RouteRequest(ENDPOINT, None, None, load)
 
 
-async def picks(router: Router, times: int, loads: Mapping[str, int] | None = None) -> Counter[str]:
+Policy = RoundRobin | Random | LeastLoaded | PowerOfTwo
+
+
+async def picks(router: Policy, times: int, loads: Mapping[str, int] | None = None) -> Counter[str]:
     return Counter([await router.route(request(loads), THREE) for _ in range(times)])
 
 

@@ -7,7 +7,8 @@ import logging
 
 import pytest
 
-from dynbus import Actor, ConfigError, Runtime, Unavailable, handler
+from dynbus import Actor, ConfigError, NoInstances, Runtime, Unavailable, handler
+from dynbus.actors.clients import WAIT_TIMEOUT
 from dynbus.actors.instance import STOP_TIMEOUT
 from dynbus.actors.lifecycle import InstanceState
 from dynbus.bus.clock import monotonic
@@ -88,6 +89,57 @@ def test_the_instances_that_are_known_have_their_ids() -> None:
             return before, sorted(kit.caller.instance_ids("runtime", "Greeter"))
 
     assert run(story()) == ([], ["g0", "g1", "g2"])
+
+
+def test_a_component_is_named_by_its_class_by_one_word_or_by_two() -> None:
+    async def story() -> list[list[str]]:
+        async with TestKit() as kit:
+            await kit.start(Greeter, instance_id="g")
+            caller = kit.caller
+            return [
+                caller.instance_ids(Greeter),
+                caller.instance_ids("runtime.Greeter"),
+                caller.instance_ids("runtime", "Greeter"),
+                caller.instance_ids(namespace="runtime", component="Greeter"),
+            ]
+
+    assert run(story()) == [["g"]] * 4
+
+
+@pytest.mark.parametrize(
+    ("component", "text"),
+    [
+        ("Greeter", "'Greeter' is not a component: write namespace.component"),
+        ("a.b.c", "'a.b.c' is not a component: write namespace.component"),
+        ("", "'' is not a component"),
+        ("a.*", "component '*' is not a valid name"),
+        (Homeless, "Homeless has no namespace"),
+    ],
+)
+def test_what_is_no_component_is_refused_with_the_remedy(
+    component: str | type[Actor], text: str
+) -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            with pytest.raises(ConfigError) as caught:
+                kit.caller.instance_ids(component)
+            return str(caught.value)
+
+    assert text in run(story())
+
+
+def test_waiting_for_instances_ends_by_itself() -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            client = await kit.caller.endpoint("runtime.Greeter.greet").client()
+            begun = monotonic()
+
+            with pytest.raises(NoInstances):
+                await client.wait_for_instances()
+
+            return monotonic() - begun
+
+    assert run(story()) == pytest.approx(WAIT_TIMEOUT, abs=1.0)
 
 
 # Instances ---------------------------------------------------------------------------------
@@ -221,6 +273,27 @@ async def test_a_runtime_is_awaited_or_entered(nats_server: RunningServer) -> No
 
     assert connected
     assert awaited.bus.data.state is entered.bus.data.state is ConnectionState.CLOSED
+
+
+@pytest.mark.anyio
+async def test_a_runtime_that_was_awaited_can_be_entered_too(nats_server: RunningServer) -> None:
+    async with await Runtime.connect(nats_server.url) as runtime:
+        connected = runtime.is_connected
+
+    assert connected
+    assert runtime.bus.data.state is ConnectionState.CLOSED
+
+
+def test_a_runtime_over_a_bus_is_closed_at_the_end_of_its_block() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            async with await kit.runtime() as runtime:
+                instance = await runtime.start(Greeter)
+
+            assert instance.state is InstanceState.STOPPED
+            assert runtime.bus.data.state is ConnectionState.CLOSED
+
+    run(story())
 
 
 @pytest.mark.anyio

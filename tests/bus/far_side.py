@@ -14,7 +14,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.config import load_config
 from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.memory.subscription import MemorySubscription
-from dynbus.bus.names import EndpointName, control_subject, split_request_reply
+from dynbus.bus.names import EndpointName, control_subject, split_number
 from dynbus.bus.transport import Message
 from dynbus.bus.wire import Frame, Heartbeat, decode_batch, encode_batch
 
@@ -110,7 +110,7 @@ class FarSide:
     def _on_request(self, message: Message) -> None:
         fields = headers.decode(message.headers)
         _, secret, window, _ = fields[headers.FRAMES].split()
-        reply = split_request_reply(message.reply)
+        reply = split_number(message.reply)
         assert reply is not None, message.reply
         base, number = reply
         secret_bytes = bytes.fromhex(secret)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
@@ -75,11 +76,34 @@ def test_an_answer_at_a_bounce_subject_is_no_bounce_and_is_counted() -> None:
     assert run(story()) == ([], {DropReason.UNEXPECTED: 2})
 
 
+def test_what_its_connections_drop_is_counted() -> None:
+    async def story() -> dict[DropReason, int]:
+        server = MemoryBus()
+        bus = await bus_on(server)
+        subscription = bus.data.subscribe("left", lambda _: subscription.unsubscribe())
+        stranger = await server.connect()
+
+        for _ in range(3):
+            stranger.publish("left", b"")
+        await settle(stranger)
+        server.stop()
+        for connection in (bus.data, bus.lane.connection):
+            connection.publish("nobody.hears", b"")
+        await asyncio.sleep(0)
+
+        counted = dict(bus.drops)
+        server.start()
+        await bus.close()
+        return counted
+
+    assert run(story()) == {DropReason.UNSUBSCRIBED: 2, DropReason.DISCONNECTED: 2}
+
+
 @pytest.mark.parametrize(("known", "spread"), [(0, 0.0), (100, 0.0), (101, 0.5)])
 def test_answers_are_spread_only_above_a_number_of_instances(known: int, spread: float) -> None:
     async def story() -> float:
         bus = await bus_on(MemoryBus())
-        bus.known_instances = lambda: known
+        bus.count_instances(known)
 
         seconds = bus.answer_jitter(0.5, above=100)
 

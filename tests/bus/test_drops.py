@@ -26,4 +26,5 @@ def test_no_reason_is_added_or_renamed_without_a_word_to_dashboards() -> None:
         "stale",
         "unexpected",
         "unsafe_reply",
+        "unsubscribed",
     }

@@ -102,7 +102,7 @@ def test_a_check_that_raises_has_failed_and_is_logged(caplog: pytest.LogCaptureF
         assert (status, body["problems"]) == (503, {"check": "ZeroDivisionError"})
 
     run(scenario)
-    assert caplog.messages == ["health check raised path=/ready"]
+    assert caplog.messages == ["the health check of /ready raised"]
 
 
 @pytest.mark.parametrize(

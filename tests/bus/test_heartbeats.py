@@ -172,6 +172,22 @@ def test_a_control_message_that_is_no_batch_is_counted_and_stops_nobody() -> Non
     run(story())
 
 
+def test_an_answer_at_a_bounce_subject_of_the_lane_is_no_bounce_and_is_counted() -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin(streaming=True)
+            await side.far.heard(Open)
+
+            token = side.caller.registry.bounce_token("one")
+            side.far.connection.publish(side.bus.replies.control_bounce(token), b"I am here")
+            await settle(side.far.connection)
+
+            assert side.bus.drops == {DropReason.UNEXPECTED: 1}
+            assert call.is_open
+
+    run(story())
+
+
 def test_one_side_whose_calls_cannot_be_told_does_not_stop_the_others(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

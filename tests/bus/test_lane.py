@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -127,6 +128,62 @@ async def test_a_lane_that_cannot_connect_says_why_and_leaves_no_thread() -> Non
     await lane.stop()
 
     assert lane_threads() == []
+
+
+async def test_giving_up_a_connect_ends_it_on_the_lane_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def hang() -> Connection:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        raise AssertionError("nothing sets the event")
+
+    lane = ThreadLane(NAME)
+    starting = asyncio.create_task(lane.start(hang))
+    await asyncio.to_thread(begun.wait, 10.0)
+
+    starting.cancel()
+    await asyncio.wait({starting})
+    async with asyncio.timeout(5.0):
+        await lane.stop()
+
+    assert starting.cancelled()
+    assert cancelled.is_set()
+    assert lane_threads() == []
+    assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
+
+
+async def test_a_connection_that_comes_when_nobody_waits_any_longer_is_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun = threading.Event()
+    opened: list[Connection] = []
+
+    async def deaf() -> Connection:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            # As nats-py does in the middle of a handshake.
+            opened.append(await connect())
+        return opened[0]
+
+    lane = ThreadLane(NAME)
+    starting = asyncio.create_task(lane.start(deaf))
+    await asyncio.to_thread(begun.wait, 10.0)
+
+    starting.cancel()
+    await asyncio.wait({starting})
+    await lane.stop()
+
+    assert [connection.state for connection in opened] == [ConnectionState.CLOSED]
+    assert lane_threads() == []
+    assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
 
 
 async def test_stopping_closes_the_connection_and_ends_the_thread() -> None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
-from dynbus.bus.leases import INSTANCES_STREAM, Lease, LeaseState, record_subject
+from dynbus.bus.leases import (
+    INSTANCES_STREAM,
+    RENEWALS_PER_COUNT,
+    Lease,
+    LeaseKeeper,
+    LeaseState,
+    record_subject,
+)
+from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.transport import StoredMessage
 from dynbus.bus.wire import InstanceRecord, encode_record
+from dynbus.testing import run
 
 RECORD = InstanceRecord(
     namespace="demo",
@@ -125,3 +136,27 @@ def test_bytes_that_are_no_record_are_overwritten() -> None:
     lease.found(stored(9, b"garbage"))
 
     assert (lease.state, lease.write().expected) == (LeaseState.LOST, 9)
+
+
+def test_keepers_tell_how_many_records_there_are_at_first_and_then_now_and_then() -> None:
+    async def story() -> tuple[list[int], list[int]]:
+        jetstream = (await MemoryBus().connect()).jetstream
+        counts: list[int] = []
+        keepers = [
+            LeaseKeeper(
+                jetstream,
+                msgspec.structs.replace(RECORD, instance_id=f"a{number}"),
+                9.0,
+                on_count=counts.append,
+            )
+            for number in range(3)
+        ]
+        for keeper in keepers:
+            await keeper.announce()
+        at_first = list(counts)
+        await asyncio.sleep(3.0 * RENEWALS_PER_COUNT + 1.0)
+        for keeper in keepers:
+            await keeper.end()
+        return at_first, counts[len(at_first) :]
+
+    assert run(story()) == ([1, 2, 3], [3, 3, 3])

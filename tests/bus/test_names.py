@@ -14,7 +14,7 @@ from dynbus.bus.names import (
     check_token,
     control_subject,
     is_safe_reply,
-    split_request_reply,
+    split_number,
 )
 
 tokens = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", fullmatch=True)
@@ -68,7 +68,8 @@ def test_a_clients_reply_subjects_lie_below_its_principal_and_id() -> None:
     assert replies.control_bounce("i1") == "_R.-.c1.ctl.b.i1"
     assert replies.data_wildcard == "_R.-.c1.*"
     assert replies.bounce_wildcard == "_R.-.c1.b.*"
-    assert replies.control_wildcard == "_R.-.c1.ctl.>"
+    assert replies.server_api == "_R.-.c1.js"
+    assert replies.control_server_api == "_R.-.c1.jscontrol"
 
 
 @given(tokens, tokens, st.integers(0, 10**18 - 1))
@@ -77,21 +78,20 @@ def test_a_request_reply_gives_back_its_base_and_number(
 ) -> None:
     replies = ReplySubjects(principal, client_id)
 
-    assert split_request_reply(replies.request(number)) == (replies.base, number)
+    assert split_number(replies.request(number)) == (replies.base, number)
 
 
 @pytest.mark.parametrize(
     "reply",
-    ["", "7", "_R.-.c1.f", "_R.-.c1", "_R.-.c1.b.7", "_R.-.c1.", "_R.-.c1.-1", "_R.-.c1.١"]
-    + ["_R.-.c1." + "9" * 19],
+    ["", "_R.-.c1.f", "_R.-.c1", "_R.-.c1.", "_R.-.c1.-1", "_R.-.c1.١", "_R.-.c1." + "9" * 19],
 )
 def test_other_replies_have_no_request_number(reply: str) -> None:
-    assert split_request_reply(reply) is None
+    assert split_number(reply) is None
 
 
 @given(st.text(max_size=40))
 def test_splitting_any_text_never_raises(reply: str) -> None:
-    found = split_request_reply(reply)
+    found = split_number(reply)
 
     assert found is None or found[1] >= 0
 

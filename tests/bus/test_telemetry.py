@@ -30,6 +30,7 @@ from dynbus.bus.headers import encode
 from dynbus.bus.names import EndpointName
 from dynbus.bus.telemetry import MAX_ENDPOINTS, CallObservation, Telemetry
 from dynbus.bus.telemetry_sdk import exporters, is_requested
+from dynbus.bus.trace_context import trace_fields
 
 GENERATE = EndpointName("demo", "Shouter", "generate")
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -55,7 +56,7 @@ class Recorder:
 
     def server(self, headers: Mapping[str, str]) -> CallObservation:
         return self.telemetry.server_call(
-            GENERATE, "instance-1", headers, streaming=True, request_id="request-1"
+            GENERATE, "instance-1", trace_fields(headers), streaming=True, request_id="request-1"
         )
 
     def spans(self) -> list[ReadableSpan]:
@@ -414,7 +415,9 @@ def test_without_spans_the_trace_headers_pass_through_unchanged() -> None:
     incoming = {"traceparent": SAMPLED, "tracestate": "a=b", "baggage": "c=d", "Other": "x"}
     expected = {"traceparent": SAMPLED, "tracestate": "a=b", "baggage": "c=d"}
 
-    server = telemetry.server_call(GENERATE, "i", incoming, streaming=False, request_id="")
+    server = telemetry.server_call(
+        GENERATE, "i", trace_fields(incoming), streaming=False, request_id=""
+    )
     parent = Context(trace_headers=server.trace_headers)
     client = telemetry.client_call(GENERATE, streaming=False, request_id="", parent=parent)
     server.deactivate(server.activate())

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import PayloadTooLarge, Unavailable
 from dynbus.bus.headers import encode, status
 from dynbus.bus.transport import ConnectionState, Message
@@ -348,6 +349,33 @@ async def test_a_reconnect_is_told_as_disconnected_then_connected(bus: Bus) -> N
 
     assert states == [ConnectionState.DISCONNECTED, ConnectionState.CONNECTED]
     assert connection.state is ConnectionState.CONNECTED
+
+
+async def test_each_message_that_a_connection_drops_is_told_with_its_reason(
+    bus: Bus, subject: str
+) -> None:
+    one, two = await bus.connect(), await bus.connect()
+    dropped: list[DropReason] = []
+    one.on_drop(dropped.append)
+    received = Received()
+
+    def hear_one(message: Message) -> None:
+        received(message)
+        subscription.unsubscribe()
+
+    subscription = one.subscribe(subject, hear_one)
+    await one.barrier()
+
+    for _ in range(3):
+        two.publish(subject, b"")
+    await settled(two, one)
+    late = list(dropped)
+    await one.close()
+    one.publish(subject, b"")
+
+    assert len(received) == 1
+    assert late == [DropReason.UNSUBSCRIBED] * 2
+    assert dropped[2:] == [DropReason.DISCONNECTED]
 
 
 async def test_what_is_published_before_close_still_arrives(bus: Bus, subject: str) -> None:

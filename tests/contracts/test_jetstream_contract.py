@@ -63,17 +63,6 @@ async def test_publish_returns_the_sequence_and_last_the_message(bus: Bus) -> No
     assert not last.is_marker
 
 
-async def test_message_count_counts_what_is_held(bus: Bus) -> None:
-    stream = await bus.stream()
-    js = (await bus.connect()).jetstream
-
-    before = await js.message_count(stream)
-    await js.publish(f"{stream}.a", b"1")
-    await js.publish(f"{stream}.b", b"2")
-
-    assert (before, await js.message_count(stream)) == (0, 2)
-
-
 async def test_last_is_none_for_a_subject_without_messages(bus: Bus) -> None:
     stream = await bus.stream()
     js = (await bus.connect()).jetstream
@@ -95,7 +84,7 @@ async def test_last_and_consume_of_a_missing_stream_say_so(bus: Bus) -> None:
     js = (await bus.connect()).jetstream
 
     with pytest.raises(NoStream):
-        await js.message_count("missing")
+        await js.stream_info("missing")
     with pytest.raises(NoStream):
         await js.last("missing", "missing.a")
     with pytest.raises(NoStream):

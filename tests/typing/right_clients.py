@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypedDict, assert_type
@@ -14,7 +14,14 @@ from dynbus import (
     Actor,
     ActorInstance,
     Context,
+    DynbusError,
     EndpointClient,
+    EndpointName,
+    Instance,
+    Load,
+    Route,
+    RouteObserver,
+    Router,
     RouteRequest,
     Runtime,
     call_options,
@@ -22,7 +29,7 @@ from dynbus import (
     depends,
     handler,
 )
-from dynbus.bus.discovery import Instance
+from dynbus.actors import LeastLoaded, PowerOfTwo, Random, RoundRobin
 
 
 class Prompt(BaseModel):
@@ -55,6 +62,9 @@ class Splitter(Actor, namespace="demo"):
 
     async def on_stop(self) -> None:
         self.seen = 0
+
+    def instance_metadata(self) -> dict[str, str]:
+        return {"separator": self.separator}
 
     @handler
     async def split(self, prompt: Prompt) -> AsyncGenerator[Word, None]:
@@ -111,8 +121,53 @@ class First:
         return min(loads, key=loads.__getitem__)
 
 
+class Watching:
+    def started(self) -> None: ...
+
+    def first_item(self) -> None: ...
+
+    def ended(self, error: DynbusError | None) -> None:
+        if error is not None:
+            assert_type(error.retryable, bool)
+
+
+class Observing:
+    """A router that gives an observer where it has one, and a policy for the rest."""
+
+    def __init__(self) -> None:
+        self.otherwise = LeastLoaded()
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str | Route:
+        assert_type(request.endpoint, EndpointName)
+        assert_type(request.request_id, str)
+        assert_type(request.attempt, int)
+        assert_type(request.priority, int)
+        assert_type(request.metadata, Mapping[str, str])
+        assert_type(request.load(instances[0].id), Load)
+        for instance in instances:
+            if instance.metadata.get("tenant") == request.metadata.get("tenant"):
+                return Route(instance.id, observer=Watching())
+        return await self.otherwise.route(request, instances)
+
+
+class Always:
+    """A router that observes every call."""
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> Route:
+        observer: RouteObserver = Watching()
+        return Route(instances[0].id, observer)
+
+
+routers: list[Router] = [First(), Observing(), Always(), PowerOfTwo(), Random(), RoundRobin()]
+
+
 async def use_typed(runtime: Runtime) -> None:
     splitter = runtime.client(Splitter, routing=First())
+    runtime.client(Splitter, routing=Observing())
+    runtime.client(Splitter, routing=Always())
+    assert_type(runtime.instance_ids(Splitter), list[str])
+    assert_type(runtime.instance_ids("demo.Splitter"), list[str])
+    assert_type(runtime.instance_ids("demo", "Splitter"), list[str])
     assert_type(splitter, Splitter)
     assert_type(await splitter.size(Prompt(text="a")), Size)
     assert_type(await splitter.size(prompt=Prompt(text="a")), Size)
@@ -158,3 +213,5 @@ async def serve() -> None:
     other = await Runtime.connect()
     assert_type(other, Runtime)
     await other.close()
+    async with await Runtime.connect() as entered:
+        assert_type(entered, Runtime)

@@ -6,8 +6,17 @@ from collections.abc import AsyncGenerator, Sequence
 
 from pydantic import BaseModel
 
-from dynbus import Actor, RouteRequest, Runtime, call_options, depends, handler
-from dynbus.bus.discovery import Instance
+from dynbus import (
+    Actor,
+    DynbusError,
+    Instance,
+    Route,
+    RouteRequest,
+    Runtime,
+    call_options,
+    depends,
+    handler,
+)
 
 
 class Prompt(BaseModel):
@@ -92,13 +101,58 @@ class Picky:
         return instances[0]
 
 
+class Half:
+    def started(self) -> None: ...
+
+
+class Slow:
+    async def started(self) -> None: ...
+
+    async def first_item(self) -> None: ...
+
+    async def ended(self, error: DynbusError | None) -> None: ...
+
+
+class Deaf:
+    def started(self) -> None: ...
+
+    def first_item(self) -> None: ...
+
+    def ended(self) -> None: ...
+
+
+class Pair:
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> tuple[str, Half]:
+        return instances[0].id, Half()
+
+
+class Described(Actor, namespace="demo"):
+    def instance_metadata(self) -> dict[str, int]:  # error
+        return {"size": 1}
+
+
+def wrong_routes(instance: Instance, request: RouteRequest) -> list[Route]:
+    request.metadata["tenant"] = "b"  # error
+    instance.metadata["tenant"] = "b"  # error
+    return [
+        Route(instance),  # error
+        Route(instance.id, Half()),  # error
+        Route(instance.id, Slow()),  # error
+        Route(instance.id, Deaf()),  # error
+    ]
+
+
 def wrong_routers(runtime: Runtime) -> None:
+    runtime.client(Splitter, routing=Pair())  # error
     runtime.client(Splitter, routing=Forgetful())  # error
     runtime.client(Splitter, routing=Synchronous())  # error
     runtime.client(Splitter, routing=Picky())  # error
     runtime.client(Splitter, routing="fastest")  # error
     runtime.client(Plain)  # error
     runtime.client(Splitter())  # error
+    runtime.instance_ids(Splitter())  # error
+    runtime.instance_ids(Plain)  # error
+    runtime.instance_ids(Splitter, "count")  # error
 
 
 async def wrong_starts(runtime: Runtime) -> None:

@@ -24,6 +24,7 @@ from dynbus.bus.errors import (
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.wire import (
     Cancel,
+    Credit,
     End,
     Frame,
     Item,
@@ -225,8 +226,19 @@ def test_what_is_no_batch_is_dropped_and_counted(data: bytes) -> None:
     run(story())
 
 
-@pytest.mark.parametrize("token", ["999", "x", "-1", "١", "9" * 30])
-def test_an_answer_to_no_call_changes_nothing(token: str) -> None:
+@pytest.mark.parametrize(
+    ("token", "reason"),
+    [
+        ("999", DropReason.STALE),
+        ("x", DropReason.UNEXPECTED),
+        ("-1", DropReason.UNEXPECTED),
+        ("١", DropReason.UNEXPECTED),
+        ("9" * 30, DropReason.UNEXPECTED),
+    ],
+)
+def test_an_answer_to_no_call_changes_nothing_and_is_counted(
+    token: str, reason: DropReason
+) -> None:
     async def story() -> None:
         async with played() as side:
             call = side.begin()
@@ -235,6 +247,42 @@ def test_an_answer_to_no_call_changes_nothing(token: str) -> None:
             await settle(side.far.connection)
 
             assert call.is_open
+            assert side.bus.drops == {reason: 1}
+
+    run(story())
+
+
+def test_an_answer_that_comes_when_its_call_has_ended_is_counted() -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin()
+            request = await side.far.request()
+            await side.far.send(End(call.number, call.secret, 1, 0, b""))
+
+            block = refusal(request.secret, "Overloaded", 429)
+            subject = side.bus.replies.request(call.number)
+            side.far.connection.publish(subject, b"", headers=block)
+            await settle(side.far.connection)
+
+            assert call.error is None
+            assert side.bus.drops == {DropReason.STALE: 1}
+
+    run(story())
+
+
+def test_what_an_instance_says_of_no_call_of_ours_is_counted() -> None:
+    async def story() -> None:
+        async with played() as side:
+            call = side.begin()
+            await side.far.request()
+
+            await side.far.send_control(Unknown(call.number, bytes(16), 1))
+            await side.far.send_control(Credit(call.number, call.secret, 1, 0, 0))
+            side.caller.registry.peers.clear()
+            await side.far.beat()
+
+            assert call.is_open
+            assert side.bus.drops == {DropReason.STALE: 2, DropReason.UNEXPECTED: 1}
 
     run(story())
 

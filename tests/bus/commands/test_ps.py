@@ -30,7 +30,7 @@ ANSWER = Answer("demo", "Hello", "i1", ("greet",), 100.0, 2, 3, False)
 
 def test_an_instance_that_is_listed_and_answers_is_serving() -> None:
     assert join([RECORD], [ANSWER]) == [
-        Row("demo", "Hello", "i1", "serving", 100.0, True, 2, 3, ("greet",), "host:1")
+        Row("demo", "Hello", "i1", "serving", 100.0, True, 2, 3, ("greet",), "host:1", {})
     ]
 
 
@@ -48,8 +48,17 @@ def test_a_record_without_an_answering_instance_is_silent_and_its_load_unknown()
         "waiting": None,
         "endpoints": ("greet",),
         "address": "host:1",
+        "metadata": {},
         "age": 60.0,
     }
+
+
+def test_what_an_instance_says_of_itself_is_in_the_json() -> None:
+    described = msgspec.structs.replace(RECORD, metadata={"model": "tiny"})
+
+    (row,) = join([described], [ANSWER])
+
+    assert row.to_json(160.0)["metadata"] == {"model": "tiny"}
 
 
 def test_an_instance_that_answers_without_a_record_is_unlisted() -> None:

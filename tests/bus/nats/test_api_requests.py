@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import Unavailable
+from dynbus.bus.nats.api_requests import NoResponders
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.transport import Message
@@ -42,7 +44,7 @@ async def test_each_request_gets_its_own_reply(connection: NatsConnection, subje
 
 
 async def test_nobody_there_is_told_at_once(connection: NatsConnection, subject: str) -> None:
-    with pytest.raises(Unavailable, match="nobody serves the subject"):
+    with pytest.raises(NoResponders, match="nobody serves the subject"):
         async with asyncio.timeout(2.0):
             await connection.request(subject, b"", timeout=30.0)
 
@@ -59,10 +61,12 @@ async def test_a_request_without_an_answer_ends_in_time(
     assert len(asked) == 1
 
 
-async def test_an_answer_that_comes_too_late_or_twice_disturbs_no_other(
+async def test_an_answer_that_comes_too_late_or_twice_disturbs_no_other_and_is_counted(
     connection: NatsConnection, subject: str
 ) -> None:
     late: list[str] = []
+    dropped: list[DropReason] = []
+    connection.on_drop(dropped.append)
 
     def answer(message: Message) -> None:
         if message.data == b"late":
@@ -79,6 +83,7 @@ async def test_an_answer_that_comes_too_late_or_twice_disturbs_no_other(
     await connection.barrier()
 
     assert reply.data == b"in time"
+    assert dropped == [DropReason.STALE] * 2
     assert connection.statistics().callback_errors == 0
 
 

@@ -106,7 +106,7 @@ async def test_a_server_without_jetstream_is_told_from_a_silent_one(
         connection = await connect([server.url])
         try:
             with pytest.raises(Unavailable, match="is JetStream enabled"):
-                await connection.jetstream.message_count(stream)
+                await connection.jetstream.stream_info(stream)
         finally:
             await connection.close()
 

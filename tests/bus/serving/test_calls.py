@@ -30,7 +30,7 @@ from dynbus.bus.serving.control import ServerControl
 from dynbus.bus.serving.execution import Execution
 from dynbus.bus.serving.outbox import Outbox
 from dynbus.bus.serving.served_endpoint import ServedEndpoint
-from dynbus.bus.streams import StreamWriter
+from dynbus.bus.stream_writer import StreamWriter
 from dynbus.bus.transport import Message
 from dynbus.bus.wire import End, Failed, Item
 from dynbus.testing import run

@@ -18,8 +18,8 @@ from dynbus.bus.serving.control import ServerControl
 from dynbus.bus.serving.execution import Execution
 from dynbus.bus.serving.outbox import Outbox
 from dynbus.bus.serving.remote_client import RemoteClient
-from dynbus.bus.streams import MAX_FRAME_BYTES, StreamWriter
-from dynbus.bus.wire import End, Failed, Item, Items, Part
+from dynbus.bus.stream_writer import StreamWriter
+from dynbus.bus.wire import MAX_FRAME_BYTES, End, Failed, Item, Items, Part
 from dynbus.testing import run
 
 

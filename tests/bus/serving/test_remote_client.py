@@ -7,7 +7,7 @@ from typing import Any, cast
 from tests.bus.near_side import secret_of
 
 from dynbus.bus.serving.remote_client import EARLY_ENDS, RemoteClient
-from dynbus.bus.streams import StreamWriter
+from dynbus.bus.stream_writer import StreamWriter
 from dynbus.bus.wire import Heartbeat
 
 

@@ -93,7 +93,7 @@ def test_a_context_carries_what_the_caller_sent_along() -> None:
             "Dynbus-Request-Id": "r1",
             "Dynbus-Attempt": "3",
             "Dynbus-Priority": "-2",
-            "Dynbus-Idempotency-Key": "k" * 200,
+            "Dynbus-Idempotency-Key": "k" * 128,
             "traceparent": "00-1-2-01",
             "tracestate": "a=b",
         }
@@ -120,14 +120,34 @@ def test_an_attempt_or_priority_that_is_no_small_number_is_the_default(number: s
     assert (context.attempt, context.priority) == (1, 0)
 
 
+@pytest.mark.parametrize("key", ["", "k" * 129, "a\nb", "ä"])
+def test_an_idempotency_key_that_cannot_be_kept_whole_is_refused(key: str) -> None:
+    # Cut or replaced, the keys of two effects could become one.
+    with pytest.raises(InvalidRequest, match="1 to 128 printable ASCII"):
+        read({"Dynbus-Idempotency-Key": key})
+
+
 def test_a_trace_header_that_could_not_be_sent_on_is_left_out() -> None:
-    context = read({"traceparent": "00-1-2-01", "tracestate": "a\nb", "baggage": "x" * 4097})
+    context = read({"traceparent": "00-1-2-01", "tracestate": "a\nb", "baggage": "x" * 8193})
 
     assert context.trace_headers() == {"traceparent": "00-1-2-01"}
 
 
-def test_trace_headers_without_a_traceparent_are_none() -> None:
-    assert read({"tracestate": "a=b", "baggage": "c=d"}).trace_headers() == {}
+@pytest.mark.parametrize(
+    ("fields", "passed_on"),
+    [
+        ({"Traceparent": "00-1-2-01"}, {"traceparent": "00-1-2-01"}),
+        ({"baggage": "c=d"}, {"baggage": "c=d"}),
+        (
+            {"traceparent": "00-1-2-01", "baggage": "x" * 8192},
+            {"traceparent": "00-1-2-01", "baggage": "x" * 8192},
+        ),
+    ],
+)
+def test_trace_headers_reach_the_handler_whether_telemetry_is_on_or_not(
+    fields: dict[str, str], passed_on: dict[str, str]
+) -> None:
+    assert read(fields).trace_headers() == passed_on
 
 
 @pytest.mark.parametrize(("part", "read"), [("1/1", (1, 1)), ("4096/4096", (4096, 4096))])

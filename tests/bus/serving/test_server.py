@@ -14,7 +14,7 @@ from dynbus.bus import headers
 from dynbus.bus.context import context
 from dynbus.bus.drops import DropReason
 from dynbus.bus.endpoint import Endpoint
-from dynbus.bus.wire import Cancel, Credit, End, Failed, Item, Items, Resume, Unknown
+from dynbus.bus.wire import Cancel, Credit, End, Failed, Heartbeat, Item, Items, Resume, Unknown
 from dynbus.testing import run
 
 
@@ -418,5 +418,15 @@ def test_a_client_that_has_had_no_call_for_a_while_is_forgotten() -> None:
             await asyncio.sleep(20.0)
 
             assert known == {}
+
+    run(story())
+
+
+def test_a_frame_that_no_client_sends_is_counted() -> None:
+    async def story() -> None:
+        async with serving(Handler().endpoint) as given:
+            await given.client.say(Heartbeat(0.0, False, []))
+
+            assert given.bus.drops == {DropReason.UNEXPECTED: 1}
 
     run(story())

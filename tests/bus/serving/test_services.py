@@ -233,7 +233,7 @@ async def test_answers_are_spread_when_there_are_many_instances(
 ) -> None:
     assert runtime.bus.answer_jitter(MAX_JITTER, JITTER_ABOVE) == 0.0
 
-    runtime.bus.known_instances = lambda: JITTER_ABOVE + 1
+    runtime.bus.count_instances(JITTER_ABOVE + 1)
 
     assert runtime.bus.answer_jitter(MAX_JITTER, JITTER_ABOVE) == MAX_JITTER
     assert (await ask(client, f"$SRV.PING.{namespace}_Splitter"))["id"] == "one"

@@ -23,7 +23,16 @@ class Stream(AsyncGenerator[T, None]):
     far side; so does dropping the stream.
     """
 
-    __slots__ = ("_call", "_closed", "_decode_many", "_index", "_invocation", "_items", "_size")
+    __slots__ = (
+        "_call",
+        "_closed",
+        "_decode_many",
+        "_failure",
+        "_index",
+        "_invocation",
+        "_items",
+        "_size",
+    )
 
     def __init__(
         self, invocation: Invocation, decode_many: Callable[[Sequence[bytes]], list[Any]]
@@ -35,6 +44,7 @@ class Stream(AsyncGenerator[T, None]):
         self._index = 0
         self._size = 0
         self._closed = False
+        self._failure: InvalidResponse | None = None
 
     @property
     def id(self) -> str:
@@ -81,9 +91,13 @@ class Stream(AsyncGenerator[T, None]):
         if len(raw) == 1:
             data = raw.pop()
             self._size = len(data)
-            return self._decode([data])[0]  # type: ignore[no-any-return]
+            try:
+                return self._decode_many([data])[0]  # type: ignore[no-any-return]
+            except Misfit as error:
+                self._fail(error)
+                return await self._refill()
         reader.ready = []
-        return self._take(raw)
+        return await self._take(raw)
 
     async def asend(self, value: None, /) -> T:
         return await self.__anext__()
@@ -114,6 +128,9 @@ class Stream(AsyncGenerator[T, None]):
 
     async def _refill(self) -> T:
         if self._closed:
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
             raise StopAsyncIteration
         invocation = self._invocation
         if self._size and invocation.call is not None:
@@ -130,26 +147,41 @@ class Stream(AsyncGenerator[T, None]):
             raise StopAsyncIteration
         if invocation.is_direct:
             self._call = invocation.call
-        return self._take(raw)
+        return await self._take(raw)
 
-    def _take(self, raw: list[bytes]) -> T:
+    async def _take(self, raw: list[bytes]) -> T:
         self._size = sum(map(len, raw))
-        self._items = self._decode(raw)
+        try:
+            self._items = self._decode_many(raw)
+        except Misfit:
+            self._items = self._decode_to_misfit(raw)
+            if not self._items:
+                return await self._refill()
         self._index = 1
         return self._items[0]  # type: ignore[no-any-return]
 
-    def _decode(self, raw: list[bytes]) -> list[Any]:
+    def _decode_to_misfit(self, raw: list[bytes]) -> list[Any]:
+        """The items before the first that does not fit, which fails the stream after them."""
+        good: list[Any] = []
         try:
-            return self._decode_many(raw)
+            for data in raw:
+                good += self._decode_many([data])
         except Misfit as error:
-            self._close()
-            raise InvalidResponse(
-                f"an item of {self._invocation.endpoint}: {error}", request_id=self.id
-            ) from None
+            self._fail(error)
+        return good
 
-    def _close(self) -> None:
+    def _fail(self, error: Misfit) -> None:
+        """An item does not fit: the far side stops, and the error follows what fits."""
+        failure = InvalidResponse(
+            f"an item of {self._invocation.endpoint}: {error}", request_id=self.id
+        )
+        self._close(failure)
+        self._failure = failure
+
+    def _close(self, error: InvalidResponse | None = None) -> None:
         self._closed = True
         self._call = None
         self._items = []
         self._index = 0
-        self._invocation.abandon()
+        self._failure = None
+        self._invocation.abandon(error)

@@ -1,0 +1,173 @@
+"""What follows a failed attempt, decided without a clock or a network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynbus import (
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    DynbusError,
+    HandlerError,
+    InvalidRequest,
+    Migrate,
+    NoInstances,
+    Overloaded,
+    Unavailable,
+    UnknownOutcome,
+)
+from dynbus.actors.retry_policy import (
+    DEFAULT_RETRIES,
+    FIRST_BACKOFF,
+    MAX_ATTEMPTS,
+    MAX_BACKOFF,
+    Decision,
+    FailedAttempt,
+    GiveUp,
+    PauseThenRetry,
+    RetryNow,
+    RetryPolicy,
+)
+from dynbus.bus.errors import ERRORS
+
+
+def policy(
+    *, idempotent: bool = False, retries: int | None = None, migration_limit: int = 0
+) -> RetryPolicy:
+    return RetryPolicy(idempotent=idempotent, retries=retries, migration_limit=migration_limit)
+
+
+def failed(error: DynbusError, **changes: Any) -> FailedAttempt:
+    """A first attempt at the only instance, which answered with `error`."""
+    return FailedAttempt(
+        error, 1, routed=True, unreachable=False, lost=False, settling=False, others=False
+    )._replace(**changes)
+
+
+REFUSED = Overloaded("full", started=False)
+UNKNOWN = UnknownOutcome("gone")
+LOST = Unavailable("lost on its way", started=False)
+
+
+def test_what_never_started_goes_on_at_the_next_instance_at_once() -> None:
+    assert policy().decide(failed(REFUSED, others=True)) == RetryNow()
+
+
+@pytest.mark.parametrize("changes", [{"others": False}, {"others": True, "routed": False}])
+def test_without_another_instance_it_is_repeated_only_when_asked_for(
+    changes: dict[str, bool],
+) -> None:
+    attempt = failed(REFUSED, **changes)
+
+    assert policy().decide(attempt) == GiveUp()
+    assert policy(retries=1).decide(attempt) == PauseThenRetry(FIRST_BACKOFF)
+
+
+def test_a_pause_is_as_long_as_the_instance_asks_at_least() -> None:
+    attempt = failed(Overloaded("full", retry_after=9.0, started=False))
+
+    assert policy(retries=1).decide(attempt) == PauseThenRetry(FIRST_BACKOFF, least=9.0)
+
+
+def test_what_may_have_started_is_repeated_only_where_that_is_harmless() -> None:
+    attempt = failed(UNKNOWN, others=True)
+
+    assert policy(retries=5).decide(attempt) == GiveUp()
+    assert policy(idempotent=True).decide(attempt) == PauseThenRetry(FIRST_BACKOFF)
+
+
+def test_an_error_of_the_handler_is_never_repeated() -> None:
+    attempt = failed(HandlerError("no"), others=True)
+
+    assert policy(idempotent=True, retries=5).decide(attempt) == GiveUp()
+
+
+def test_a_request_that_was_lost_is_sent_again_where_it_was() -> None:
+    lost = failed(LOST, lost=True, others=True)
+    rule = policy()
+
+    decisions = [rule.decide(lost) for _ in range(DEFAULT_RETRIES + 1)]
+
+    assert decisions == [
+        PauseThenRetry(FIRST_BACKOFF),
+        PauseThenRetry(FIRST_BACKOFF * 2),
+        GiveUp(),
+    ]
+
+
+def test_right_after_an_outage_an_absent_instance_is_asked_again_without_counting() -> None:
+    gone = Unavailable("gone", started=False)
+    attempt = failed(gone, unreachable=True, settling=True, others=True)
+
+    decision = policy(retries=0).decide(attempt)
+
+    assert decision == PauseThenRetry(FIRST_BACKOFF, counted=False)
+
+
+@pytest.mark.parametrize("error", [Migrate("not here"), Draining("going")])
+def test_a_call_moves_as_often_as_it_may(error: DynbusError) -> None:
+    rule = policy(migration_limit=2)
+
+    decisions = [rule.decide(failed(error, others=True)) for _ in range(3)]
+
+    assert decisions == [RetryNow(), RetryNow(), GiveUp()]
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("wrong"), DeadlineExceeded("late"), NoInstances("none", started=False)]
+)
+def test_what_another_attempt_cannot_change_is_final(error: DynbusError) -> None:
+    generous = policy(idempotent=True, retries=9, migration_limit=9)
+
+    assert generous.decide(failed(error, others=True)) == GiveUp()
+
+
+def test_a_wrong_request_is_offered_to_others_and_never_repeated() -> None:
+    wrong = InvalidRequest("wrong kind", started=False)
+
+    assert policy().decide(failed(wrong, others=True)) == RetryNow()
+    assert policy(retries=9).decide(failed(wrong)) == GiveUp()
+
+
+@st.composite
+def attempts(draw: st.DrawFn) -> FailedAttempt:
+    error = ERRORS[draw(st.sampled_from(sorted(ERRORS)))]("", started=draw(st.booleans()))
+    flags = {name: draw(st.booleans()) for name in ("routed", "unreachable", "lost", "others")}
+    return failed(error, **flags)
+
+
+@given(
+    st.lists(attempts(), min_size=MAX_ATTEMPTS + 1, max_size=MAX_ATTEMPTS + 1),
+    st.booleans(),
+    st.integers(0, 100),
+    st.integers(0, 100),
+)
+def test_every_call_comes_to_an_end_and_every_pause_is_bounded(
+    failures: list[FailedAttempt], idempotent: bool, retries: int, migration_limit: int
+) -> None:
+    rule = policy(idempotent=idempotent, retries=retries, migration_limit=migration_limit)
+
+    decisions: list[Decision] = [
+        rule.decide(one._replace(number=number)) for number, one in enumerate(failures, 1)
+    ]
+
+    assert isinstance(decisions[-1], GiveUp)
+    pauses = [one for one in decisions if isinstance(one, PauseThenRetry)]
+    assert all(0 < one.backoff <= MAX_BACKOFF for one in pauses)
+
+
+@given(attempts(), st.integers(0, 100), st.integers(0, 100))
+def test_what_may_have_had_an_effect_is_never_repeated_unasked(
+    failure: FailedAttempt, retries: int, migration_limit: int
+) -> None:
+    rule = policy(retries=retries, migration_limit=migration_limit)
+
+    decision = rule.decide(failure)
+
+    asked = isinstance(failure.error, Migrate | Draining)
+    assert not failure.error.started or asked or decision == GiveUp()
