@@ -23,7 +23,7 @@ import msgspec
 
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 
-from . import embedded_guard
+from . import embedded_guard, neighbours
 from .embedded_guard import DataFolder, FileLock, is_locked
 from .server_process import (
     GREETING_TIMEOUT,
@@ -55,7 +55,7 @@ class EmbeddedServer(NamedTuple):
         url: as it was given.
         started: whether it was started for this user.
         info: what the server said of itself.
-        data_dir: the project folder's data folder; None when the server is not ours.
+        data_dir: the data folder of an embedded server; None for any other.
         description: the one line that tells a user about it.
     """
 
@@ -82,9 +82,9 @@ async def embedded_server(
 ) -> AsyncGenerator[EmbeddedServer, None]:
     """Use the server at a loopback URL, started now when there is none, until the block ends.
 
-    Our own server of this folder is joined and ends with its last user; any other server at
-    the port is used as it is when it has JetStream. While the block runs the server is
-    restarted when it dies, and its guard too.
+    An embedded server is joined, also one that a run in another folder started, and ends with
+    its last user; any other server at the port is used as it is when it has JetStream. While
+    the block runs an embedded server is restarted when it dies, and its guard too.
 
     Args:
         data_dir: defaults to `.dynbus` in the working directory.
@@ -147,9 +147,12 @@ class _User:
             started, info = await self._share_in_time(fresh)
         except ConfigError:
             # Two folders may start at one port at once: the second uses the first's server.
+            ours = self._folder
             if (server := await self._foreign(fresh)) is not None:
                 return server
-            raise
+            if self._folder is ours:
+                raise
+            started, info = await self._share_in_time(fresh)
         return EmbeddedServer(
             self._url,
             started,
@@ -186,26 +189,40 @@ class _User:
         logger.error("%s was deleted: nats-server is not restarted", self._folder.path)
 
     async def _foreign(self, fresh: bool) -> EmbeddedServer | None:
-        """The server at the port when it is there and not this folder's."""
+        """The server at the port when it is there and not an embedded one.
+
+        When it is that of another folder, that folder is ours from now on.
+        """
         info = await probe(self._url)
-        record = self._record()
-        if info is None or (record is not None and record.name == info.name):
+        if info is None or _runs(self._folder, info):
             return None
-        embedded = info.name.startswith(_NAME_PREFIX)
-        kind = "of another project folder" if embedded else f"{info.name!r}"
+        neighbour = neighbours.data_folder(self._address.port)
+        if neighbour is not None and _runs(neighbour, info):
+            if fresh:
+                raise ConfigError(
+                    f"the nats-server at {self._address} belongs to a run in "
+                    f"{neighbour.path.parent}: --fresh cannot empty its store; stop that run, or "
+                    f"use another port, {self._another_port()}"
+                )
+            self._users.release()
+            self._folder = neighbour
+            self._users = FileLock(neighbour.users_lock)
+            return None
         if not info.jetstream:
             raise ConfigError(
-                f"nats-server {info.version} {kind} at {self._address} has no JetStream: start "
-                "it with -js, or use another port, "
-                f"for example --nats nats://127.0.0.1:{self._address.port + 1}"
+                f"nats-server {info.version} {info.name!r} at {self._address} has no JetStream: "
+                f"start it with -js, or use another port, {self._another_port()}"
             )
         if fresh:
             raise ConfigError(
-                f"nats-server {info.version} {kind} at {self._address} is not this folder's: "
+                f"nats-server {info.version} {info.name!r} at {self._address} is not ours: "
                 "--fresh cannot empty its store"
             )
-        line = f"nats-server {info.version} {kind} used on {self._address}"
+        line = f"nats-server {info.version} {info.name!r} used on {self._address}"
         return EmbeddedServer(self._url, False, info, None, line)
+
+    def _another_port(self) -> str:
+        return f"for example --nats nats://127.0.0.1:{self._address.port + 1}"
 
     async def _share_in_time(self, fresh: bool) -> tuple[bool, ServerInfo]:
         try:
@@ -256,12 +273,6 @@ class _User:
         if not ignore.exists():
             ignore.write_text("*\n")
 
-    def _record(self) -> _Record | None:
-        try:
-            return msgspec.json.decode(self._folder.record.read_bytes(), type=_Record)
-        except (OSError, msgspec.DecodeError):
-            return None
-
     def _start_guard(self) -> None:
         """Start guard and server; returns when the guard is detached, after milliseconds."""
         if self._address.host not in ("127.0.0.1", "localhost"):
@@ -280,6 +291,7 @@ class _User:
             )
         )
         self._folder.record.write_bytes(msgspec.json.encode(record))
+        neighbours.announce(record.port, self._folder)
         self._folder.guard_log.write_bytes(b"")
         self._logs = Logs(self._folder.guard_log, self._folder.log)
         # By its path, and isolated: importing the package would cost more than all the rest.
@@ -298,7 +310,7 @@ class _User:
     async def _ready(self) -> ServerInfo | None:
         """Wait until this folder's server answers; None when its guard ends before."""
         while is_locked(self._folder.guard_lock):
-            record = self._record()
+            record = _read_record(self._folder)
             if record is not None and record.port != self._address.port:
                 raise ConfigError(
                     f"the embedded server of {_shown(self._folder.path)} runs on port "
@@ -349,6 +361,19 @@ class _User:
                     await until(lambda: not is_locked(self._folder.server_lock))
                     return
         raise Unavailable(f"the nats-server that holds {self._folder.server_lock} does not end")
+
+
+def _read_record(folder: DataFolder) -> _Record | None:
+    try:
+        return msgspec.json.decode(folder.record.read_bytes(), type=_Record)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _runs(folder: DataFolder, info: ServerInfo) -> bool:
+    """Whether this server is the embedded one of a folder."""
+    record = _read_record(folder)
+    return record is not None and record.name == info.name
 
 
 def _shown(path: Path) -> str:

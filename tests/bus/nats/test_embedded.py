@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import psutil
@@ -221,13 +222,28 @@ async def test_a_foreign_server_without_jetstream_is_refused_by_name(tmp_path: P
             await enter(server.url, tmp_path / "ours")
 
 
-async def test_the_server_of_another_folder_is_used_and_reported(url: str, tmp_path: Path) -> None:
-    async with embedded_server(url, data_dir=tmp_path / "one") as first:
-        second = await enter(url, tmp_path / "two")
+async def test_the_server_of_another_folder_is_shared_until_its_last_user_is_gone(
+    url: str, tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as second_run:
+        async with embedded_server(url, data_dir=tmp_path / "one") as first:
+            second = await second_run.enter_async_context(
+                embedded_server(url, data_dir=tmp_path / "two")
+            )
+        left = await probe(url)
 
     assert first.started
     assert not second.started
-    assert "of another project folder used on" in second.description
+    assert f"joined on {first.url} (data in {tmp_path / 'one'})" in (second.description)
+    assert left is not None
+    assert left.name == first.info.name
+    assert await probe(url) is None
+
+
+async def test_fresh_is_refused_for_the_server_of_another_folder(url: str, tmp_path: Path) -> None:
+    async with embedded_server(url, data_dir=tmp_path / "one" / ".dynbus"):
+        with pytest.raises(ConfigError, match=f"belongs to a run in {tmp_path / 'one'}"):
+            await enter(url, tmp_path / "two", fresh=True)
 
 
 async def test_two_folders_that_start_at_one_port_at_once_both_get_a_server(
