@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from . import headers
@@ -118,7 +119,7 @@ class Bus:
             )
         self.data.subscribe(self.replies.bounce_wildcard, self._bounced)
         self.data.on_drop(self.drop)
-        self.lane.connection.on_drop(self._dropped_on_lane)
+        self.lane.connection.on_drop(partial(self.to_main, self.drop))
         self._count_reconnects()
         await self.data.barrier()
         await self.lane.run(self.heartbeats.start())
@@ -142,12 +143,16 @@ class Bus:
         if self.telemetry is not None:
             self.telemetry.drop(reason)
 
-    def _dropped_on_lane(self, reason: DropReason) -> None:
+    def to_main(self, function: Callable[..., object], *args: object) -> None:
+        """Run `function(*args)` on the main loop soon; callable from any thread.
+
+        Once that loop is closed nothing is run.
+        """
         try:
-            self.loop.call_soon_threadsafe(self.drop, reason)
+            self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
-            # The main loop is closed: the process is going away and nobody reads the figure.
-            logger.debug("the main loop is closed, a message was dropped: %s", reason)
+            # The process is going away and nobody waits for this.
+            logger.debug("the main loop is closed, %s was not run", function)
 
     def answer_jitter(self, most: float, above: int) -> float:
         """Seconds over which to spread an answer that every instance gives at once.

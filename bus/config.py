@@ -23,18 +23,13 @@ from .logs import redact_url
 from .names import ANONYMOUS, DEFAULT_REPLY_PREFIXES, check_token
 
 DEFAULT_URL: Final = "nats://127.0.0.1:4222"
+MAX_BYTES: Final = 2**40
+"""A terabyte: more than the memory of any machine that would hold it."""
 _PREFIX: Final = "DYNBUS_"
 _SCHEMES: Final = ("nats", "tls", "ws", "wss")
 _LISTS: Final = ("servers", "reply_prefixes")
-_POSITIVE: Final = (
-    "connect_timeout",
-    "max_request_bytes",
-    "max_item_bytes",
-    "stream_window",
-    "connection_window",
-    "reader_stall_timeout",
-    "stall_limit",
-)
+_BYTES: Final = ("max_request_bytes", "max_item_bytes", "stream_window", "connection_window")
+_SECONDS: Final = ("connect_timeout", "reader_stall_timeout", "stall_limit")
 _NO_SOURCES: Final[Mapping[str, str]] = MappingProxyType({})
 
 # Kubernetes gives every container the addresses of its namespace's services, and one of them
@@ -233,7 +228,9 @@ def _problem(name: str, value: Any) -> str:
         return _servers_problem(value)
     if name == "principal":
         return _principal_problem(value)
-    if name in _POSITIVE and not 0 < value <= MAX_SECONDS:
+    if name in _BYTES and not 0 < value <= MAX_BYTES:
+        return f"it must be greater than 0 and at most {MAX_BYTES} bytes"
+    if name in _SECONDS and not 0 < value <= MAX_SECONDS:
         return f"it must be greater than 0 and at most {MAX_SECONDS:g}"
     if name == "lease_ttl" and not 2 <= value <= MAX_SECONDS:
         return f"the server's granularity needs 2 or more, and at most {MAX_SECONDS:g}"

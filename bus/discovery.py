@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from .clock import monotonic
 from .drops import DropReason
 from .errors import DynbusError, NoInstances, Unavailable
+from .headers import MARKER_REASON
 from .leases import INSTANCES_STREAM
 from .names import TOKEN, EndpointName
 from .transport import ConnectionState, OrderedConsumer, StoredMessage
@@ -303,13 +304,13 @@ class Discovery:
         self._bus.data.on_state(self._on_state)
         while True:
             try:
-                self._main(self.view.pass_began)
+                self._bus.to_main(self.view.pass_began)
                 self._consumer = await connection.jetstream.consume(
                     INSTANCES_STREAM.name,
                     self._receive,
                     last_per_subject=True,
-                    on_restart=lambda: self._main(self.view.pass_began),
-                    on_caught_up=lambda: self._main(self._caught_up),
+                    on_restart=lambda: self._bus.to_main(self.view.pass_began),
+                    on_caught_up=lambda: self._bus.to_main(self._caught_up),
                 )
                 return
             except DynbusError as error:
@@ -328,19 +329,19 @@ class Discovery:
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
-            self._main(lambda: self.view.outage_ended(monotonic()))
+            self._bus.to_main(lambda: self.view.outage_ended(monotonic()))
 
     def _receive(self, message: StoredMessage) -> None:
         tokens = message.subject.split(".")
         if len(tokens) != 5 or not all(map(TOKEN.fullmatch, tokens[2:])):
-            self._main(self._bus.drop, DropReason.MALFORMED)
+            self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
             return
         _, _, namespace, component, instance_id = tokens
         if message.is_marker:
-            if "Nats-Marker-Reason" in message.headers:
-                self._main(self._expire, namespace, component, instance_id)
+            if MARKER_REASON in message.headers:
+                self._bus.to_main(self._expire, namespace, component, instance_id)
             else:
-                self._main(self._delete, namespace, component, instance_id)
+                self._bus.to_main(self._delete, namespace, component, instance_id)
             return
         record = decode_record(message.data)
         if record is None or (record.namespace, record.component, record.instance_id) != (
@@ -348,15 +349,9 @@ class Discovery:
             component,
             instance_id,
         ):
-            self._main(self._bus.drop, DropReason.MALFORMED)
+            self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
             return
-        self._main(self._put, record, message.time)
-
-    def _main(self, function: Callable[..., object], *args: object) -> None:
-        try:
-            self._bus.loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            logger.debug("the main loop is closed, %s was not run", function)
+        self._bus.to_main(self._put, record, message.time)
 
     # On the main loop ----------------------------------------------------------------------
 

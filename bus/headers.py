@@ -31,6 +31,12 @@ SERVICE_ERROR: Final = "Nats-Service-Error"
 SERVICE_ERROR_CODE: Final = "Nats-Service-Error-Code"
 ERROR: Final = "Dynbus-Error"
 
+MESSAGE_ID: Final = "Nats-Msg-Id"
+EXPECTED_LAST_SUBJECT_SEQUENCE: Final = "Nats-Expected-Last-Subject-Sequence"
+TTL: Final = "Nats-TTL"
+ROLLUP: Final = "Nats-Rollup"
+MARKER_REASON: Final = "Nats-Marker-Reason"
+
 NO_RESPONDERS: Final = "503"
 
 _KEY = re.compile(r"[!-9;-~]+")
@@ -44,6 +50,31 @@ def encode(fields: Mapping[str, str]) -> bytes:
         ConfigError: a key or a value has a character that a header cannot carry.
     """
     return f"NATS/1.0\r\n{encode_lines(fields)}\r\n".encode("ascii")
+
+
+def encode_publish(
+    fields: Mapping[str, str] | None,
+    *,
+    message_id: str,
+    expected_last_subject_sequence: int | None,
+    ttl: float | None,
+    rollup: bool,
+) -> bytes:
+    """The header block of a message for a stream, see `JetStream.publish`; empty without fields.
+
+    Raises:
+        ConfigError: a key or a value has a character that a header cannot carry.
+    """
+    every = dict(fields or {})
+    if message_id:
+        every[MESSAGE_ID] = message_id
+    if expected_last_subject_sequence is not None:
+        every[EXPECTED_LAST_SUBJECT_SEQUENCE] = str(expected_last_subject_sequence)
+    if ttl is not None:
+        every[TTL] = f"{max(1, round(ttl))}s"
+    if rollup:
+        every[ROLLUP] = "sub"
+    return encode(every) if every else b""
 
 
 def encode_lines(fields: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
 """Heartbeats, bounces and the blocked main loop: what the control lane does by itself.
 
-Runs on the lane's loop. At each tick it reads the main loop's registries of peers (plain
+Runs on the lane's loop. At each tick it reads the main loop's registries of remotes (plain
 dictionaries, copied in one step) instead of being told of every call, so that a call costs
 nothing here.
 """
@@ -20,7 +20,7 @@ from . import headers
 from .clock import monotonic
 from .drops import DropReason
 from .errors import PermissionDenied, Unavailable
-from .liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, PeerLiveness
+from .liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, RemoteLiveness
 from .transport import ConnectionState, Message
 from .wire import Batch, Frame, Ping, Pong, decode_batch, encode_batch
 
@@ -35,13 +35,13 @@ BLOCKED_REPORT: Final = 0.1
 FROZEN_TICK: Final = 0.7
 
 
-class Peer(Protocol):
+class Remote(Protocol):
     """The other side of open calls, as the control lane sees it.
 
     `liveness` belongs to the lane; everything else is read by it and written by the main loop.
     """
 
-    liveness: PeerLiveness | None
+    liveness: RemoteLiveness | None
 
     @property
     def control_subject(self) -> str:
@@ -61,11 +61,11 @@ class Peer(Protocol):
         ...
 
 
-P = TypeVar("P", bound=Peer)
+R = TypeVar("R", bound=Remote)
 
 
-class Registry(Generic[P]):
-    """The peers of one caller or one instance.
+class Registry(Generic[R]):
+    """The remotes of one caller or one instance.
 
     Args:
         identity: what this side calls itself in its batches: a reply base or an instance id.
@@ -76,10 +76,10 @@ class Registry(Generic[P]):
         self.identity = identity
         self.on_batch = on_batch
         self.token = ""
-        self.peers: dict[str, P] = {}
+        self.remotes: dict[str, R] = {}
 
     def bounce_token(self, remote_id: str) -> str:
-        """The token of bounce subjects that names one of the peers."""
+        """The token of bounce subjects that names one of the remotes."""
         return f"{self.token}-{remote_id}"
 
 
@@ -106,7 +106,7 @@ class Heartbeats:
         self.longest_block = 0.0
 
     def add(self, registry: Registry[Any]) -> None:
-        """Beat for the peers of `registry` from now on."""
+        """Beat for the remotes of `registry` from now on."""
         registry.token = str(next(self._tokens))
         self._registries[registry.token] = registry
 
@@ -136,34 +136,34 @@ class Heartbeats:
                 await asyncio.wait([task])
 
     def bounced(self, key: str) -> None:
-        """A message of the main loop to the peer of this bounce token found nobody."""
-        registry, peer, remote_id = self._find(key)
-        if registry is None or peer is None:
+        """A message of the main loop to the remote of this bounce token found nobody."""
+        registry, remote, remote_id = self._find(key)
+        if registry is None or remote is None:
             return
-        if peer.liveness is None:
-            peer.liveness = PeerLiveness(monotonic())
-        if peer.liveness.bounced():
-            self._send(registry, remote_id, peer, [Ping(0)])
+        if remote.liveness is None:
+            remote.liveness = RemoteLiveness(monotonic())
+        if remote.liveness.bounced():
+            self._send(registry, remote_id, remote, [Ping(0)])
 
     def receive(self, registry: Registry[Any], message: Message) -> None:
         """Take in a control message for one of our callers or instances."""
         batch = decode_batch(message.data)
         if batch is None:
-            self._to_main(self._bus.drop, DropReason.MALFORMED)
+            self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
             return
         remote_id = batch.sender.rpartition(".")[2]
-        peer = registry.peers.get(remote_id)
-        if peer is not None and peer.liveness is not None:
-            peer.liveness.heard(monotonic())
+        remote = registry.remotes.get(remote_id)
+        if remote is not None and remote.liveness is not None:
+            remote.liveness.heard(monotonic())
         concerns_calls = False
         for frame in batch.frames:
             if type(frame) is Ping:
-                if peer is not None:
-                    self._send(registry, remote_id, peer, [Pong(frame.token)])
+                if remote is not None:
+                    self._send(registry, remote_id, remote, [Pong(frame.token)])
             elif type(frame) is not Pong:
                 concerns_calls = True
         if concerns_calls:
-            self._to_main(registry.on_batch, batch)
+            self._bus.to_main(registry.on_batch, batch)
 
     async def _run(self) -> None:
         last = monotonic()
@@ -178,7 +178,7 @@ class Heartbeats:
                 pass
             now = monotonic()
             if now - last > FROZEN_TICK:
-                # The whole process did not run: the silence was ours, not the peers'.
+                # The whole process did not run: the silence was ours, not the remotes'.
                 self._extend(now + 2 * HEARTBEAT_INTERVAL)
             last = now
             self._check_main_loop(now)
@@ -187,7 +187,7 @@ class Heartbeats:
                 self._beat_all(now)
 
     def _beat_all(self, now: float) -> None:
-        doubted: list[tuple[Peer, PeerLiveness]] = []
+        doubted: list[tuple[Remote, RemoteLiveness]] = []
         for registry in list(self._registries.values()):
             try:
                 doubted += self._beat(registry, now)
@@ -197,25 +197,25 @@ class Heartbeats:
         if doubted and self._confirming is None:
             self._confirming = asyncio.create_task(self._confirm(doubted), name="confirm-gone")
 
-    def _beat(self, registry: Registry[Any], now: float) -> list[tuple[Peer, PeerLiveness]]:
-        """Send to the peers that calls are open with; returns those that seem to be gone."""
-        doubted: list[tuple[Peer, PeerLiveness]] = []
+    def _beat(self, registry: Registry[Any], now: float) -> list[tuple[Remote, RemoteLiveness]]:
+        """Send to the remotes that calls are open with; returns those that seem to be gone."""
+        doubted: list[tuple[Remote, RemoteLiveness]] = []
         cut_off = self._bus.lane.connection.state is not ConnectionState.CONNECTED
-        for remote_id, peer in list(registry.peers.items()):
-            if not peer.has_work():
-                peer.liveness = None
+        for remote_id, remote in list(registry.remotes.items()):
+            if not remote.has_work():
+                remote.liveness = None
                 continue
-            if peer.liveness is None:
-                peer.liveness = PeerLiveness(now)
+            if remote.liveness is None:
+                remote.liveness = RemoteLiveness(now)
             if cut_off:
                 continue
-            if frames := peer.beat():
-                self._send(registry, remote_id, peer, frames)
-            if peer.liveness.is_gone(now):
-                doubted.append((peer, peer.liveness))
+            if frames := remote.beat():
+                self._send(registry, remote_id, remote, frames)
+            if remote.liveness.is_gone(now):
+                doubted.append((remote, remote.liveness))
         return doubted
 
-    async def _confirm(self, doubted: list[tuple[Peer, PeerLiveness]]) -> None:
+    async def _confirm(self, doubted: list[tuple[Remote, RemoteLiveness]]) -> None:
         """Tell the main loop who is gone, unless the silence is that of our own connection.
 
         The server's answer comes after everything else that it had for us.
@@ -230,42 +230,42 @@ class Heartbeats:
             pass
         finally:
             self._confirming = None
-        for peer, liveness in doubted:
-            if peer.liveness is liveness and liveness.is_gone(monotonic()):
-                logger.warning("whoever listens at %s is gone", peer.control_subject)
-                peer.liveness = None
-                self._to_main(peer.gone)
+        for remote, liveness in doubted:
+            if remote.liveness is liveness and liveness.is_gone(monotonic()):
+                logger.warning("whoever listens at %s is gone", remote.control_subject)
+                remote.liveness = None
+                self._bus.to_main(remote.gone)
 
     def _send(
-        self, registry: Registry[Any], remote_id: str, peer: Peer, frames: list[Frame]
+        self, registry: Registry[Any], remote_id: str, remote: Remote, frames: list[Frame]
     ) -> None:
         self._bus.lane.connection.publish(
-            peer.control_subject,
+            remote.control_subject,
             encode_batch(registry.identity, self._bus.incarnation, 0, frames),
             reply=self._bus.replies.control_bounce(registry.bounce_token(remote_id)),
         )
 
-    def _find(self, key: str) -> tuple[Registry[Any] | None, Peer | None, str]:
+    def _find(self, key: str) -> tuple[Registry[Any] | None, Remote | None, str]:
         token, _, remote_id = key.partition("-")
         registry = self._registries.get(token)
-        return registry, registry.peers.get(remote_id) if registry else None, remote_id
+        return registry, registry.remotes.get(remote_id) if registry else None, remote_id
 
     def _ping_bounced(self, message: Message) -> None:
         if headers.status(message.headers) != headers.NO_RESPONDERS:
-            self._to_main(self._bus.drop, DropReason.UNEXPECTED)
+            self._bus.to_main(self._bus.drop, DropReason.UNEXPECTED)
             return
-        _, peer, _ = self._find(message.subject.rpartition(".")[2])
-        if peer is None:
+        _, remote, _ = self._find(message.subject.rpartition(".")[2])
+        if remote is None:
             return
-        if peer.liveness is None:
-            peer.liveness = PeerLiveness(monotonic())
-        peer.liveness.ping_bounced(monotonic())
+        if remote.liveness is None:
+            remote.liveness = RemoteLiveness(monotonic())
+        remote.liveness.ping_bounced(monotonic())
 
     def _extend(self, until: float) -> None:
         for registry in list(self._registries.values()):
-            for peer in list(registry.peers.values()):
-                if peer.liveness is not None:
-                    peer.liveness.extend(until)
+            for remote in list(registry.remotes.values()):
+                if remote.liveness is not None:
+                    remote.liveness.extend(until)
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
@@ -278,7 +278,7 @@ class Heartbeats:
             self._block_reported = False
             self._main_answered = False
             self._main_asked_at = now
-            self._to_main(self._main_answer)
+            self._bus.to_main(self._main_answer)
             return
         self.blocked = now - self._main_asked_at
         self.longest_block = max(self.longest_block, self.blocked)
@@ -293,10 +293,3 @@ class Heartbeats:
 
     def _main_answer(self) -> None:
         self._main_answered = True
-
-    def _to_main(self, function: Callable[..., object], *args: object) -> None:
-        try:
-            self._bus.loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            # The main loop is closed: the process is going away and nobody waits for this.
-            logger.debug("the main loop is closed, %s was not run", function)

@@ -40,7 +40,11 @@ class ControlLane(Protocol):
         ...
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the lane and await its result from the main loop."""
+        """Run a coroutine on the lane and await its result from the main loop.
+
+        Raises:
+            Unavailable: the lane is closed, or was before the work had ended.
+        """
         ...
 
     async def stop(self) -> None: ...
@@ -73,6 +77,9 @@ class ThreadLane:
         self._stop: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._ending = False
+        # What is waited for, and the work where it has not begun.
+        self._open: dict[concurrent.futures.Future[Any], Coroutine[Any, Any, Any] | None] = {}
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -106,17 +113,55 @@ class ThreadLane:
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        # Known before it is queued: a loop that closes in between does not run it.
+        self._open[outcome] = work
         try:
             self.loop.call_soon_threadsafe(self._begin, work, outcome)
         except RuntimeError:
+            self._open.pop(outcome, None)
             work.close()
-            raise Unavailable("the control lane is closed") from None
+            raise _closed() from None
         return await asyncio.wrap_future(outcome)
 
     def _begin(self, work: Coroutine[Any, Any, T], outcome: concurrent.futures.Future[T]) -> None:
+        if self._ending:
+            # The tasks of the loop are cancelled already; `_fail_open` answers.
+            return
+        self._open[outcome] = None
         task = self.loop.create_task(work)
-        task.add_done_callback(partial(_pass_on, outcome))
+        task.add_done_callback(partial(self._pass_on, outcome))
         outcome.add_done_callback(lambda _: self.call(task.cancel) if outcome.cancelled() else None)
+
+    def _pass_on(self, outcome: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
+        """Tell whoever waits how work ended.
+
+        Not left to `asyncio.run_coroutine_threadsafe`: where nobody waits any longer it does not
+        look at a failure, and the loop reports that as an exception that was never retrieved.
+        """
+        self._open.pop(outcome, None)
+        if not task.cancelled():
+            error = task.exception()
+        elif self._ending:
+            error = _closed()
+        else:
+            outcome.cancel()
+            error = None
+        if not outcome.set_running_or_notify_cancel():
+            if error is not None:
+                logger.debug("%r failed when nobody waited for it any longer: %s", task, error)
+        elif error is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(task.result())
+
+    def _fail_open(self) -> None:
+        """Answer for the work that the closed loop never came to."""
+        while self._open:
+            outcome, work = self._open.popitem()
+            if work is not None:
+                work.close()
+            if outcome.set_running_or_notify_cancel():
+                outcome.set_exception(_closed())
 
     async def stop(self) -> None:
         if self._thread is None:
@@ -139,6 +184,7 @@ class ThreadLane:
             else:
                 ready.set_exception(error)
         finally:
+            self._fail_open()
             self._ended.set_result(None)
 
     async def _live(
@@ -156,26 +202,12 @@ class ThreadLane:
                 ready.set_result(None)
                 await self._stop.wait()
         finally:
+            self._ending = True
             await self._connection.close()
 
 
-def _pass_on(outcome: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
-    """Tell whoever waits how work ended.
-
-    Not left to `asyncio.run_coroutine_threadsafe`: where nobody waits any longer it does not look
-    at a failure, and the loop reports that as an exception that was never retrieved.
-    """
-    if task.cancelled():
-        outcome.cancel()
-    error = None if task.cancelled() else task.exception()
-    if not outcome.set_running_or_notify_cancel():
-        if error is not None:
-            logger.debug("%r failed when nobody waited for it any longer: %s", task, error)
-        return
-    if error is not None:
-        outcome.set_exception(error)
-    else:
-        outcome.set_result(task.result())
+def _closed() -> Unavailable:
+    return Unavailable("the control lane is closed")
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

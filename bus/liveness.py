@@ -4,7 +4,7 @@ Two signals speak against it: silence (heartbeats come every `HEARTBEAT_INTERVAL
 are open) and the server's own 503 for a message that found nobody. Neither is believed
 blindly: silence does not count while we are cut off ourselves or have been frozen, and a 503
 only after a ping on the control lane found nobody either and the other side had time to
-connect again. One object per peer, without I/O or clock.
+connect again. One object per remote side, without I/O or clock.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ GONE_AFTER: Final = 0.8
 RECONNECT_GRACE: Final = 3.0
 
 
-class PeerLiveness:
-    """The evidence about one peer. Times are seconds of one monotonic clock.
+class RemoteLiveness:
+    """The evidence about one remote side of calls. Times are seconds of one monotonic clock.
 
     Args:
-        now: when the first call with this peer began.
+        now: when the first call with this remote began.
     """
 
     __slots__ = ("_absent_since", "_heard", "_pinged")
@@ -33,21 +33,21 @@ class PeerLiveness:
 
     def __repr__(self) -> str:
         state = "absent" if self._absent_since is not None else "heard"
-        return f"<PeerLiveness [{state} | heard: {self._heard:.3f}]>"
+        return f"<RemoteLiveness [{state} | heard: {self._heard:.3f}]>"
 
     @property
     def heard_at(self) -> float:
-        """When the peer was last heard, or was given time until."""
+        """When the remote was last heard, or was given time until."""
         return self._heard
 
     def heard(self, now: float) -> None:
-        """A message of the peer arrived."""
+        """A message of the remote arrived."""
         self._heard = max(self._heard, now)
         self._absent_since = None
         self._pinged = False
 
     def bounced(self) -> bool:
-        """A message to the peer found nobody; True when it should be pinged to confirm that."""
+        """A message to the remote found nobody; True when it should be pinged to confirm that."""
         if self._pinged or self._absent_since is not None:
             return False
         self._pinged = True
@@ -59,13 +59,13 @@ class PeerLiveness:
             self._absent_since = now
 
     def extend(self, until: float) -> None:
-        """Give the peer time until then: we were cut off, or did not run."""
+        """Give the remote time until then: we were cut off, or did not run."""
         self._heard = max(self._heard, until)
         self._absent_since = None
         self._pinged = False
 
     def is_gone(self, now: float) -> bool:
-        """Whether the peer is to be treated as dead."""
+        """Whether the remote is to be treated as dead."""
         if self._absent_since is not None and now - self._absent_since >= GONE_AFTER:
             return True
         return now - self._heard >= SILENCE_LIMIT

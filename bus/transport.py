@@ -1,9 +1,9 @@
 """What dynbus needs of a message bus.
 
 `Connection` is one connection; `nats/connection.py` implements it over nats-server and
-`memory/bus.py` over nothing. Both pass the same contract suite (`tests/contracts`). Publishing
-and delivery are plain functions: a callback runs inside the reader, once per message, and
-hands on what takes longer.
+`memory/connection.py` over nothing. Both pass the same contract suite (`tests/contracts`).
+Publishing and delivery are plain functions: a callback runs inside the reader, once per message,
+and hands on what takes longer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from .drops import DropReason
 from .errors import DynbusError
+from .headers import MARKER_REASON
 
 
 class Message(NamedTuple):
@@ -117,7 +118,7 @@ class StoredMessage(NamedTuple):
     @property
     def is_marker(self) -> bool:
         """Whether it only says that its subject expired or was deleted."""
-        return "Nats-Marker-Reason" in self.headers or self.headers.get("KV-Operation") in (
+        return MARKER_REASON in self.headers or self.headers.get("KV-Operation") in (
             "DEL",
             "PURGE",
         )
@@ -217,16 +218,6 @@ class JetStream(Protocol):
             WrongLastSequence: `expected_last_subject_sequence` does not hold.
             NoStream: no stream takes the subject.
             StreamFull: the stream is full, and `discard_new`.
-        """
-        ...
-
-    async def get(
-        self, stream: str, sequence: int, *, timeout: float = 5.0
-    ) -> StoredMessage | None:
-        """The message at a sequence; None when it is gone or was never there.
-
-        Raises:
-            NoStream: the stream does not exist.
         """
         ...
 

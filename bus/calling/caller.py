@@ -103,23 +103,23 @@ class Caller:
     def statistics(self) -> dict[str, int]:
         """Open calls by instance id."""
         return {
-            key: len(remote.calls) for key, remote in self.registry.peers.items() if remote.calls
+            key: len(remote.calls) for key, remote in self.registry.remotes.items() if remote.calls
         }
 
     def in_flight(self, instance_id: str) -> int:
         """Calls of this process that are open at an instance."""
-        remote = self.registry.peers.get(instance_id)
+        remote = self.registry.remotes.get(instance_id)
         return len(remote.calls) if remote is not None else 0
 
     def is_heard(self, instance_id: str) -> bool:
         """Whether calls are open at an instance and its heartbeats arrive."""
-        remote = self.registry.peers.get(instance_id)
+        remote = self.registry.remotes.get(instance_id)
         liveness = remote.liveness if remote is not None else None
         return liveness is not None and monotonic() - liveness.heard_at < SILENCE_LIMIT
 
     def load(self, instance_id: str) -> int:
         """Calls that an instance last reported to run or wait there."""
-        remote = self.registry.peers.get(instance_id)
+        remote = self.registry.remotes.get(instance_id)
         return remote.load if remote is not None else 0
 
     def begin(self, head: CallHead, instance_id: str, data: bytes) -> PendingCall:
@@ -139,7 +139,7 @@ class Caller:
                 started=False,
             )
         now = monotonic()
-        remote = self.registry.peers.get(instance_id) or self._new_remote(
+        remote = self.registry.remotes.get(instance_id) or self._new_remote(
             head.endpoint, instance_id
         )
         self._number = number = self._number + 1
@@ -190,13 +190,13 @@ class Caller:
                     )
                 )
         remote.done.clear()
-        if self.registry.peers.get(remote.instance_id) is remote:
-            del self.registry.peers[remote.instance_id]
+        if self.registry.remotes.get(remote.instance_id) is remote:
+            del self.registry.remotes[remote.instance_id]
 
     async def close(self) -> None:
         """End every open call and say so to the far sides."""
         self.bus.heartbeats.remove(self.registry)
-        for remote in self.registry.peers.values():
+        for remote in self.registry.remotes.values():
             if remote.done:
                 # Otherwise the instance would keep these results until it finds us dead.
                 for frame in remote.beat():
@@ -208,12 +208,12 @@ class Caller:
     # Internals ---------------------------------------------------------------------------
 
     def _new_remote(self, endpoint: EndpointName, instance_id: str) -> RemoteInstance:
-        peers = self.registry.peers
-        if len(peers) >= MAX_IDLE_REMOTES:
-            for idle in [key for key, remote in peers.items() if not remote.has_work()]:
-                del peers[idle]
+        remotes = self.registry.remotes
+        if len(remotes) >= MAX_IDLE_REMOTES:
+            for idle in [key for key, remote in remotes.items() if not remote.has_work()]:
+                del remotes[idle]
         remote = RemoteInstance(self, endpoint.namespace, endpoint.component, instance_id)
-        self.registry.peers[instance_id] = remote
+        remotes[instance_id] = remote
         return remote
 
     def _window(self) -> int:
@@ -311,7 +311,7 @@ class Caller:
         if batch is None:
             self.bus.drop(DropReason.MALFORMED)
             return
-        remote = self.registry.peers.get(batch.sender)
+        remote = self.registry.remotes.get(batch.sender)
         if remote is not None:
             remote.load = batch.load
         calls = self._calls
@@ -329,7 +329,7 @@ class Caller:
                 call.receive(frame)
 
     def _on_control(self, batch: Batch) -> None:
-        remote = self.registry.peers.get(batch.sender)
+        remote = self.registry.remotes.get(batch.sender)
         if remote is None:
             self.bus.drop(DropReason.STALE)
             return
@@ -364,7 +364,7 @@ class Caller:
             call.fail(StreamLost("the instance does not know the stream any longer", hop=hop))
 
     def _refused_on_lane(self, error: DynbusError, subject: str) -> None:
-        self.bus.loop.call_soon_threadsafe(self._refused, error, subject)
+        self.bus.to_main(self._refused, error, subject)
 
     def _refused(self, error: DynbusError, subject: str) -> None:
         """The server does not let us publish to a subject: end the calls that need it."""

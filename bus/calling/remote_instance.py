@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from dynbus.bus.liveness import PeerLiveness
+from dynbus.bus.liveness import RemoteLiveness
 from dynbus.bus.names import control_subject
 from dynbus.bus.wire import Frame, Open
 
@@ -22,7 +22,7 @@ class RemoteInstance:
         self._caller = caller
         self.instance_id = instance_id
         self._control_subject = control_subject(namespace, component, instance_id)
-        self.liveness: PeerLiveness | None = None
+        self.liveness: RemoteLiveness | None = None
         self.calls: dict[int, PendingCall] = {}
         self.done: list[tuple[int, bytes]] = []
         self.load = 0

@@ -17,7 +17,7 @@ from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.transport import Message, NoStream, StoredMessage, StreamConfig, StreamInfo
 
 from .consumer import MemoryOrderedConsumer
-from .stream import EXPECTED, MESSAGE_ID, ROLLUP, TTL, MemoryStream
+from .stream import MemoryStream
 from .subjects import overlap
 
 if TYPE_CHECKING:
@@ -221,26 +221,18 @@ class MemoryJetStream:
         headers: Mapping[str, str] | None = None,
         timeout: float = 5.0,
     ) -> int:
-        fields = dict(headers or {})
-        if message_id:
-            fields[MESSAGE_ID] = message_id
-        if expected_last_subject_sequence is not None:
-            fields[EXPECTED] = str(expected_last_subject_sequence)
-        if ttl is not None:
-            fields[TTL] = f"{max(1, round(ttl))}s"
-        if rollup:
-            fields[ROLLUP] = "sub"
-        block = header_block.encode(fields) if fields else b""
+        block = header_block.encode_publish(
+            headers,
+            message_id=message_id,
+            expected_last_subject_sequence=expected_last_subject_sequence,
+            ttl=ttl,
+            rollup=rollup,
+        )
         message = Message(subject, "", block, bytes(data))
         self._connection.check_size(message)
         return await self._connection.request(
             message, partial(self._store, message), timeout=timeout
         )
-
-    async def get(
-        self, stream: str, sequence: int, *, timeout: float = 5.0
-    ) -> StoredMessage | None:
-        return await self._look(stream, "MSG.GET", lambda held: held.find(sequence), timeout)
 
     async def last(
         self, stream: str, subject: str, *, timeout: float = 5.0

@@ -8,6 +8,13 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.headers import (
+    EXPECTED_LAST_SUBJECT_SEQUENCE,
+    MARKER_REASON,
+    MESSAGE_ID,
+    ROLLUP,
+    TTL,
+)
 from dynbus.bus.transport import (
     StoredMessage,
     StreamConfig,
@@ -17,12 +24,6 @@ from dynbus.bus.transport import (
 )
 
 from .subjects import matches
-
-MESSAGE_ID: Final = "Nats-Msg-Id"
-EXPECTED: Final = "Nats-Expected-Last-Subject-Sequence"
-TTL: Final = "Nats-TTL"
-ROLLUP: Final = "Nats-Rollup"
-MARKER_REASON: Final = "Nats-Marker-Reason"
 
 MEMORY_OVERHEAD: Final = 16
 FILE_OVERHEAD: Final = 30
@@ -77,7 +78,7 @@ class MemoryStream:
             StreamFull: there is no room, and the stream keeps its old messages.
         """
         self.expire(now, unix)
-        expected = headers.get(EXPECTED, "")
+        expected = headers.get(EXPECTED_LAST_SUBJECT_SEQUENCE, "")
         last = self._last_sequence_of(subject)
         if expected and expected != str(last):
             raise WrongLastSequence(f"publish to {subject}: wrong last sequence: {last}", last)
@@ -109,7 +110,11 @@ class MemoryStream:
                 and message.subject not in self._by_subject
                 and MARKER_REASON not in message.headers
             ):
-                fields = {MARKER_REASON: "MaxAge", TTL: f"{int(marker_ttl)}s", ROLLUP: "sub"}
+                fields = {
+                    MARKER_REASON: "MaxAge",
+                    TTL: f"{int(marker_ttl)}s",
+                    ROLLUP: "sub",
+                }
                 self._append(due, unix - (now - due), message.subject, fields, b"", marker_ttl)
 
     def next_expiry(self) -> float | None:
@@ -151,11 +156,6 @@ class MemoryStream:
     def get(self, sequence: int) -> StoredMessage:
         """The message at a sequence that is held."""
         return self._records[sequence].message
-
-    def find(self, sequence: int) -> StoredMessage | None:
-        """The message at a sequence; None when it is not held."""
-        record = self._records.get(sequence)
-        return None if record is None else record.message
 
     def _size_of(self, subject: str, headers: Mapping[str, str], data: bytes) -> int:
         block = 12 + sum(len(key) + len(value) + 4 for key, value in headers.items())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus import headers as header_block
+from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.transport import ConnectionState, Message, StoredMessage
 
@@ -135,7 +136,7 @@ class NatsOrderedConsumer:
         if self._last_per_subject and not first:
             self._call(self._on_restart)
         self._subscription = self._connection.subscribe(inbox, self._receive)
-        if int(answer.get("num_pending", 0)) == 0:
+        if not answer.get("num_pending"):
             self._note_caught_up()
 
     async def _stream_created(self) -> float | None:
@@ -200,6 +201,7 @@ class NatsOrderedConsumer:
             return
         position = ack_position(message.reply)
         if position is None:
+            self._connection.drop(DropReason.MALFORMED)
             return
         stream_sequence, consumer_sequence, nanoseconds, pending = position
         if consumer_sequence != self._delivered + 1:

@@ -7,8 +7,9 @@ Reading a stream in order is in `nats/consumer.py`.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -40,10 +41,11 @@ _NOT_STORED = 10077
 
 
 class JetStreamError(DynbusError):
-    """Raised when the server refuses a JetStream request for a reason not named otherwise.
+    """Raised when the server refuses a JetStream request for a reason not named otherwise, or
+    gives an answer that cannot be read.
 
     Attributes:
-        error_code: the server's own number.
+        error_code: the server's own number; 0 for an answer that cannot be read.
     """
 
     code = "JetStreamError"
@@ -64,6 +66,31 @@ def _raise_for(error: Mapping[str, Any], what: str) -> None:
     if code == _NOT_STORED and "maximum " in text:
         raise StreamFull(text)
     raise JetStreamError(text, code)
+
+
+@contextmanager
+def _reading(what: str) -> Generator[None, None, None]:
+    """Have an answer that cannot be read end `what` was asked with a `JetStreamError`."""
+    try:
+        yield
+    except (
+        msgspec.MsgspecError,
+        AttributeError,
+        LookupError,
+        OverflowError,
+        TypeError,
+        ValueError,
+    ) as error:
+        text = f"{what}: the server's answer cannot be read: {type(error).__name__}: {error}"
+        raise JetStreamError(text) from error
+
+
+def _answer(data: bytes, what: str) -> dict[str, Any]:
+    with _reading(what):
+        answer = msgspec.json.decode(data, type=dict[str, Any])
+        if "error" in answer:
+            _raise_for(answer["error"], what)
+    return answer
 
 
 def stream_request(config: StreamConfig) -> dict[str, Any]:
@@ -106,15 +133,13 @@ class NatsJetStream:
         """One call of `$JS.API`.
 
         Raises:
-            NoStream, WrongLastSequence, JetStreamError: the server refuses.
+            NoStream, WrongLastSequence: the server refuses.
+            JetStreamError: it refuses for another reason, or its answer cannot be read.
             Unavailable: it does not answer, or has no JetStream.
         """
         data = msgspec.json.encode(request) if request else b""
         reply = await self._connection.request(f"$JS.API.{call}", data, timeout=timeout)
-        answer = msgspec.json.decode(reply.data, type=dict[str, Any])
-        if "error" in answer:
-            _raise_for(answer["error"], call)
-        return answer
+        return _answer(reply.data, call)
 
     async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
         try:
@@ -124,7 +149,8 @@ class NatsJetStream:
             if error.error_code != _STREAM_NAME_IN_USE:
                 raise
         info = await self.api(f"STREAM.INFO.{config.name}", {}, timeout=timeout)
-        subjects = tuple(info["config"].get("subjects") or ())
+        with _reading(f"STREAM.INFO.{config.name}"):
+            subjects = tuple(map(str, info["config"].get("subjects") or ()))
         if subjects != config.subjects:
             raise ConfigError(
                 f"stream {config.name} exists with subjects {', '.join(subjects)}; dynbus needs "
@@ -149,68 +175,61 @@ class NatsJetStream:
         headers: Mapping[str, str] | None = None,
         timeout: float = 5.0,
     ) -> int:
-        fields = dict(headers or {})
-        if message_id:
-            fields["Nats-Msg-Id"] = message_id
-        if expected_last_subject_sequence is not None:
-            fields["Nats-Expected-Last-Subject-Sequence"] = str(expected_last_subject_sequence)
-        if ttl is not None:
-            fields["Nats-TTL"] = f"{max(1, round(ttl))}s"
-        if rollup:
-            fields["Nats-Rollup"] = "sub"
-        block = header_block.encode(fields) if fields else b""
+        block = header_block.encode_publish(
+            headers,
+            message_id=message_id,
+            expected_last_subject_sequence=expected_last_subject_sequence,
+            ttl=ttl,
+            rollup=rollup,
+        )
         try:
             reply = await self._connection.request(subject, data, headers=block, timeout=timeout)
         except NoResponders:
             raise NoStream(f"no stream takes {subject}") from None
-        answer = msgspec.json.decode(reply.data, type=dict[str, Any])
-        if "error" in answer:
-            _raise_for(answer["error"], f"publish to {subject}")
-        return int(answer["seq"])
-
-    async def get(
-        self, stream: str, sequence: int, *, timeout: float = 5.0
-    ) -> StoredMessage | None:
-        return await self._message(stream, {"seq": sequence}, timeout)
+        what = f"publish to {subject}"
+        answer = _answer(reply.data, what)
+        with _reading(what):
+            return int(answer["seq"])
 
     async def last(
         self, stream: str, subject: str, *, timeout: float = 5.0
     ) -> StoredMessage | None:
-        return await self._message(stream, {"last_by_subj": subject}, timeout)
-
-    async def _message(
-        self, stream: str, which: Mapping[str, Any], timeout: float
-    ) -> StoredMessage | None:
+        call = f"STREAM.MSG.GET.{stream}"
         try:
-            answer = await self.api(f"STREAM.MSG.GET.{stream}", which, timeout=timeout)
+            answer = await self.api(call, {"last_by_subj": subject}, timeout=timeout)
         except JetStreamError as error:
             if error.error_code == _MESSAGE_NOT_FOUND:
                 return None
             raise
-        message = answer["message"]
-        return StoredMessage(
-            message["subject"],
-            int(message["seq"]),
-            unix_seconds(message["time"]),
-            header_block.decode(base64.b64decode(message.get("hdrs", ""))),
-            base64.b64decode(message.get("data", "")),
-        )
+        with _reading(call):
+            message = answer["message"]
+            return StoredMessage(
+                message["subject"],
+                int(message["seq"]),
+                unix_seconds(message["time"]),
+                header_block.decode(base64.b64decode(message.get("hdrs", ""))),
+                base64.b64decode(message.get("data", "")),
+            )
 
     async def purge(self, stream: str, subject: str = "", *, timeout: float = 5.0) -> int:
         which = {"filter": subject} if subject else {}
-        answer = await self.api(f"STREAM.PURGE.{stream}", which, timeout=timeout)
-        return int(answer["purged"])
+        call = f"STREAM.PURGE.{stream}"
+        answer = await self.api(call, which, timeout=timeout)
+        with _reading(call):
+            return int(answer["purged"])
 
     async def stream_info(self, stream: str, *, timeout: float = 5.0) -> StreamInfo:
-        answer = await self.api(f"STREAM.INFO.{stream}", {}, timeout=timeout)
-        state = answer["state"]
-        return StreamInfo(
-            int(state["messages"]),
-            int(state["bytes"]),
-            int(state["first_seq"]),
-            int(state["last_seq"]),
-            unix_seconds(answer["created"]),
-        )
+        call = f"STREAM.INFO.{stream}"
+        answer = await self.api(call, {}, timeout=timeout)
+        with _reading(call):
+            state = answer["state"]
+            return StreamInfo(
+                int(state["messages"]),
+                int(state["bytes"]),
+                int(state["first_seq"]),
+                int(state["last_seq"]),
+                unix_seconds(answer["created"]),
+            )
 
     async def consume(
         self,
@@ -242,10 +261,9 @@ class NatsJetStream:
 
 
 def unix_seconds(time: str) -> float:
-    """Unix seconds of a time as the server writes it: RFC 3339 in UTC, to the nanosecond.
+    """Unix seconds of a time as the server writes it: RFC 3339, to the nanosecond.
 
     Raises:
         ValueError: it is none.
     """
-    moment = datetime.fromisoformat(time[:26].rstrip("Z"))
-    return moment.replace(tzinfo=UTC).timestamp()
+    return datetime.fromisoformat(time).timestamp()

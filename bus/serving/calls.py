@@ -31,7 +31,8 @@ class ServerCall:
     The subclass says how results leave. After `end` or `fail` nothing more does.
 
     Attributes:
-        push: sends one item of a stream; False when `writable` must be awaited before the next.
+        push: sends one item of a stream; False when none may follow at once: `writable` must be
+            awaited first, or the call has ended.
     """
 
     __slots__ = (

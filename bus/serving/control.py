@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 REMEMBERED_REQUESTS: Final = 8192
 LOST_CANCEL_BEATS: Final = 3
 ARRIVAL_GRACE: Final = 2.0
-IDLE_PEER_SECONDS: Final = 5.0
+IDLE_CLIENT_SECONDS: Final = 5.0
 KILL_AFTER: Final = 1.0
 MAX_KILL_AFTER: Final = 60.0
 
@@ -113,7 +113,7 @@ class ServerControl:
         self._subscription: Subscription | None = None
 
     def __repr__(self) -> str:
-        clients = len(self.registry.peers)
+        clients = len(self.registry.remotes)
         return f"<ServerControl {self._hop} [{clients} clients, {len(self.plain)} plain calls]>"
 
     async def start(self) -> None:
@@ -140,24 +140,24 @@ class ServerControl:
 
     def client(self, base: str, incarnation: str) -> RemoteClient | None:
         """The client that reads at `base`; None for one that may not be answered."""
-        client = self.registry.peers.get(base.rpartition(".")[2])
+        client = self.registry.remotes.get(base.rpartition(".")[2])
         if client is not None and client.base == base:
             return client
-        client = self._new_peer(base)
+        client = self._new_client(base)
         if client is not None:
             client.incarnation = incarnation
         return client
 
-    def _new_peer(self, base: str) -> RemoteClient | None:
+    def _new_client(self, base: str) -> RemoteClient | None:
         if base.count(".") != 2 or not is_safe_reply(base, self._bus.config.reply_prefixes):
             self._bus.drop(DropReason.UNSAFE_REPLY)
             return None
         client_id = base.rpartition(".")[2]
-        if client_id in self.registry.peers:
+        if client_id in self.registry.remotes:
             self._bus.drop(DropReason.CLIENT_ID_TAKEN)
             return None
         bounce = self._bus.replies.bounce(self.registry.bounce_token(client_id))
-        client = self.registry.peers[client_id] = RemoteClient(self, self._outbox, base, bounce)
+        client = self.registry.remotes[client_id] = RemoteClient(self, self._outbox, base, bounce)
         return client
 
     def verdict(self, call: FramedCall) -> DynbusError | None:
@@ -178,7 +178,7 @@ class ServerControl:
     def calls(self) -> list[ServerCall]:
         """Every call that waits or runs here, or whose request is not complete."""
         calls = list(self.plain)
-        for client in self.registry.peers.values():
+        for client in self.registry.remotes.values():
             calls.extend(client.calls.values())
         return calls
 
@@ -189,21 +189,21 @@ class ServerControl:
     def touch_fresh(self) -> None:
         """Have everything sent that was not, now that the connection is back."""
         # Bytes of the last moments may be lost; whoever misses some asks, see `Resume`.
-        for client in list(self.registry.peers.values()):
+        for client in list(self.registry.remotes.values()):
             client.touch_fresh()
 
     def forget_idle(self, now: float) -> None:
         """Forget clients that have had no call here for a while."""
-        for client_id, client in list(self.registry.peers.items()):
+        for client_id, client in list(self.registry.remotes.items()):
             if client.calls or client.kept or client.dirty:
                 client.busy_at = now
-            elif now - client.busy_at > IDLE_PEER_SECONDS:
-                del self.registry.peers[client_id]
+            elif now - client.busy_at > IDLE_CLIENT_SECONDS:
+                del self.registry.remotes[client_id]
 
     def client_gone(self, client: RemoteClient) -> None:
         """A client died: stop its calls and forget it, but know them should it come back."""
-        if self.registry.peers.get(client.client_id) is client:
-            del self.registry.peers[client.client_id]
+        if self.registry.remotes.get(client.client_id) is client:
+            del self.registry.remotes[client.client_id]
         for number in (*client.calls, *client.kept):
             writer = client.writer(number)
             if writer is not None:
@@ -223,9 +223,9 @@ class ServerControl:
             return
         fields = headers.decode(message.headers)
         if fields.get(headers.CANCEL) in ("stop", "kill") and fields.get(headers.REQUEST_ID):
-            self._bus.loop.call_soon_threadsafe(self._cancel_plain, fields)
+            self._bus.to_main(self._cancel_plain, fields)
         else:
-            self._bus.loop.call_soon_threadsafe(self._bus.drop, DropReason.MALFORMED)
+            self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
 
     def _cancel_plain(self, fields: dict[str, str]) -> None:
         """Cancel the calls of plain clients that carry a request id.
@@ -238,7 +238,7 @@ class ServerControl:
 
     def receive(self, batch: Batch) -> None:
         """Carry out what a client says."""
-        client = self.registry.peers.get(batch.sender.rpartition(".")[2])
+        client = self.registry.remotes.get(batch.sender.rpartition(".")[2])
         for frame in batch.frames:
             if isinstance(frame, Open):
                 if client is not None:
@@ -315,9 +315,13 @@ class ServerControl:
     ) -> None:
         writer = client.writer(frame.number) if client is not None else None
         if client is None or writer is None:
-            if isinstance(frame, Resume):
+            if isinstance(frame, Credit):
+                self._bus.drop(DropReason.STALE)
+            elif len(frame.secret) != SECRET_BYTES:
+                self._bus.drop(DropReason.MALFORMED)
+            elif isinstance(frame, Resume):
                 self._say_unknown(sender, frame)
-            elif isinstance(frame, Cancel):
+            else:
                 # A request that is still on its way, or waits in front of a blocked loop.
                 self._refuse_request(sender, frame)
             return
@@ -368,8 +372,6 @@ class ServerControl:
         self._bus.data.publish(subject, self._outbox.encode([failed]))
 
     def _refuse_request(self, sender: str, frame: Cancel | Resume) -> None:
-        if len(frame.secret) != SECRET_BYTES:
-            return
         memory = self.lost
         if isinstance(frame, Cancel):
             memory = self.stopped if frame.kill_after < 0 else self.refused

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from dynbus.bus.clock import monotonic
 
 if TYPE_CHECKING:
-    from dynbus.bus.liveness import PeerLiveness
+    from dynbus.bus.liveness import RemoteLiveness
     from dynbus.bus.stream_writer import StreamWriter
     from dynbus.bus.wire import Frame
 
@@ -42,7 +42,7 @@ class RemoteClient:
         self.frames_subject = f"{base}.f"
         self._control_subject = f"{base}.ctl.f"
         self.bounce = bounce
-        self.liveness: PeerLiveness | None = None
+        self.liveness: RemoteLiveness | None = None
         self.calls: dict[int, FramedCall] = {}
         self.kept: dict[int, StreamWriter] = {}
         self.kept_mark = 0

@@ -23,7 +23,6 @@ from dynbus.bus.errors import (
     InvalidRequest,
     Overloaded,
     PayloadTooLarge,
-    Unavailable,
 )
 from dynbus.bus.names import EndpointName, is_safe_reply
 from dynbus.bus.stream_writer import StreamWriter
@@ -155,18 +154,19 @@ class InstanceServer:
         """End what is left, say so, and unsubscribe."""
         self.draining = True
         self.end_all(lambda: Draining("the instance was stopped"))
-        await self.execution.stop()
-        # What is on its way to us is refused, not lost: its callers try elsewhere at once.
-        await _drain_all((*self._queue_subscriptions, *self._subscriptions))
-        self._outbox.flush()
-        self._stop_listening()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
         try:
+            await self.execution.stop()
+            # What is on its way to us is refused, not lost: its callers try elsewhere at once.
+            await _drain_all((*self._queue_subscriptions, *self._subscriptions))
+            self._outbox.flush()
             await self.bus.data.barrier(timeout=1.0)
-        except Unavailable:
-            logger.warning("%r: stopped while the bus was out of reach", self)
-        self.control.stop()
+        except DynbusError as error:
+            logger.warning("%r: the server did not confirm its stop: %s", self, error)
+        finally:
+            self._stop_listening()
+            if self._sweeper is not None:
+                self._sweeper.cancel()
+            self.control.stop()
 
     # Requests ----------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class InstanceServer:
         reply: str,
         now: float,
     ) -> FramedCall | None:
-        """The call that a framed request begins; None for one that is already known."""
+        """The call that a framed request begins or goes on with; None for one that is dropped."""
         base, number = read_reply(reply)
         secret, window, incarnation = read_framing(framing)
         context = self._context(served, fields, now)
@@ -231,9 +231,10 @@ class InstanceServer:
         if client is None:
             return None
         known = client.calls.get(number)
-        if known is not None:
-            return known if number in client.parts and known.writer.secret == secret else None
-        if number in client.kept:
+        if known is not None and number in client.parts and known.writer.secret == secret:
+            return known
+        if known is not None or number in client.kept:
+            self.bus.drop(DropReason.STALE)
             return None
         config = self.bus.config
         writer = StreamWriter(

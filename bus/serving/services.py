@@ -47,7 +47,7 @@ class ServiceResponder:
         return f"{self._server.namespace}_{self._server.component}"
 
     async def start(self) -> None:
-        """Subscribe to the twelve subjects of the protocol that concern this instance.
+        """Subscribe to the nine subjects of the protocol that concern this instance.
 
         Raises:
             PermissionDenied: the server refuses one of them.

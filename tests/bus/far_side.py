@@ -9,10 +9,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from dynbus.bus import headers
 from dynbus.bus.bus import Bus
-from dynbus.bus.calling.caller import Caller, CallHead, PendingCall
+from dynbus.bus.calling.caller import Caller
+from dynbus.bus.calling.pending_call import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import load_config
-from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.bus.memory.subscription import MemorySubscription
 from dynbus.bus.names import EndpointName, control_subject, split_number
 from dynbus.bus.transport import Message

@@ -13,7 +13,8 @@ from dynbus.bus.config import load_config
 from dynbus.bus.context import Context
 from dynbus.bus.endpoint import Endpoint
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.bus.names import EndpointName, control_subject
 from dynbus.bus.serving.calls import ServerCall
 from dynbus.bus.serving.execution import Execution

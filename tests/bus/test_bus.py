@@ -148,3 +148,19 @@ async def test_a_server_that_is_not_there_leaves_no_thread_behind() -> None:
         await Bus.connect(BusConfig(servers=(url,)), name="absent")
 
     assert "absent-control" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_what_comes_for_the_main_loop_when_it_is_closed_is_left_out() -> None:
+    ran: list[str] = []
+
+    async def story() -> Bus:
+        bus = await bus_on(MemoryBus())
+        bus.to_main(ran.append, "before")
+        await asyncio.sleep(0)
+        await bus.close()
+        return bus
+
+    bus = run(story())
+    bus.to_main(ran.append, "after")
+
+    assert ran == ["before"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynbus.bus.config import DEFAULT_URL, BusConfig, load_config
+from dynbus.bus.config import DEFAULT_URL, MAX_BYTES, BusConfig, load_config
 from dynbus.bus.errors import ConfigError
 
 
@@ -147,9 +147,12 @@ URL_REMEDY = "write NATS URLs, nats://HOST:PORT, for example nats://127.0.0.1:42
         ),
         (
             {"max_request_bytes": -1},
-            "max_request_bytes = -1: it must be greater than 0 and at most 1e+09",
+            "max_request_bytes = -1: it must be greater than 0 and at most 1099511627776 bytes",
         ),
-        ({"stream_window": 0}, "stream_window = 0: it must be greater than 0 and at most 1e+09"),
+        (
+            {"stream_window": 0},
+            "stream_window = 0: it must be greater than 0 and at most 1099511627776 bytes",
+        ),
         (
             {"lease_ttl": 1},
             "lease_ttl = 1: the server's granularity needs 2 or more, and at most 1e+09",
@@ -225,3 +228,14 @@ def test_every_form_of_a_nats_url_is_accepted(url: str) -> None:
 def test_a_config_that_is_made_in_code_is_checked_too() -> None:
     with pytest.raises(ConfigError, match=r"^lease_ttl = 1\.0: the server's granularity"):
         BusConfig(lease_ttl=1.0)
+
+
+@pytest.mark.parametrize(
+    "name", ["max_request_bytes", "max_item_bytes", "stream_window", "connection_window"]
+)
+def test_a_limit_in_bytes_is_at_most_what_one_machine_can_hold(name: str) -> None:
+    assert getattr(load_config({name: 8 * 1024**3}, {}), name) == 8 * 1024**3
+    assert getattr(load_config({name: MAX_BYTES}, {}), name) == MAX_BYTES
+    for value in (0, MAX_BYTES + 1):
+        with pytest.raises(ConfigError, match=rf"{name} = {value}: .* at most {MAX_BYTES} bytes$"):
+            load_config({name: value}, {})

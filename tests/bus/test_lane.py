@@ -117,6 +117,65 @@ async def test_work_that_fails_when_nobody_waits_for_it_any_longer_is_no_news() 
     assert waiter.cancelled()
 
 
+async def test_work_that_is_pending_when_the_lane_ends_fails_as_unavailable() -> None:
+    begun = threading.Event()
+
+    async def hang() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with started() as lane:
+        waiter = asyncio.create_task(lane.run(hang()))
+        await asyncio.to_thread(begun.wait, 10.0)
+
+    with pytest.raises(Unavailable, match="the control lane is closed"):
+        async with asyncio.timeout(5.0):
+            await waiter
+
+
+async def test_work_that_cancels_itself_while_the_lane_lives_is_seen_as_cancelled() -> None:
+    async def give_up() -> None:
+        raise asyncio.CancelledError
+
+    async with started() as lane:
+        waiter = asyncio.create_task(lane.run(give_up()))
+        await asyncio.wait({waiter}, timeout=5.0)
+
+    assert waiter.cancelled()
+
+
+async def test_work_that_comes_after_the_last_turn_of_the_lane_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closing, queued = threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    class LastTurn(asyncio.SelectorEventLoop):
+        def close(self) -> None:
+            closing.set()
+            queued.wait(10.0)
+            super().close()
+
+    async def work() -> None:
+        ran.append("work")
+
+    monkeypatch.setattr("dynbus.bus.lane.new_event_loop", LastTurn)
+    async with started() as lane:
+        stopping = asyncio.create_task(lane.stop())
+        await asyncio.to_thread(closing.wait, 10.0)
+
+        waiter = asyncio.create_task(lane.run(work()))
+        # It has been given to the lane's loop, which runs no more.
+        await asyncio.sleep(0)
+        queued.set()
+        with pytest.raises(Unavailable, match="the control lane is closed"):
+            async with asyncio.timeout(5.0):
+                await waiter
+        await stopping
+
+    assert ran == []
+
+
 async def test_a_lane_that_cannot_connect_says_why_and_leaves_no_thread() -> None:
     async def refuse() -> Connection:
         raise Unavailable("no server")

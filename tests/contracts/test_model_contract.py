@@ -39,10 +39,8 @@ def publish(
     return act
 
 
-def read(how: str, what: int | str) -> Step:
+def read(how: str, what: str) -> Step:
     async def act(js: JetStream, stream: str) -> object:
-        if how == "get":
-            return described(await js.get(stream, int(what)))
         if how == "last":
             return described(await js.last(stream, f"{stream}.{what}"))
         if how == "purge":
@@ -67,7 +65,6 @@ publishes = st.builds(
     st.sampled_from(["", "value"]),
 )
 readings = st.one_of(
-    st.builds(read, st.just("get"), st.integers(1, 15)),
     st.builds(read, st.just("last"), st.sampled_from(PATTERNS)),
     st.builds(read, st.just("purge"), st.sampled_from(PATTERNS)),
     st.builds(read, st.just("info"), st.just("")),

@@ -145,7 +145,7 @@ async def test_an_object_whose_chunk_was_changed_is_never_returned(bus: Bus, buc
     store = await opened(connection, bucket)
     await store.put("o", bytes(2 * CHUNK))
     js = connection.jetstream
-    chunk = await js.get(f"OBJ_{bucket}", 1)
+    chunk = await js.last(f"OBJ_{bucket}", f"$O.{bucket}.C.*")
     assert chunk is not None
 
     await js.purge(f"OBJ_{bucket}", chunk.subject)
@@ -160,10 +160,10 @@ async def test_an_object_whose_chunks_are_gone_is_said_to_be_damaged(bus: Bus, b
     connection = await bus.connect()
     store = await opened(connection, bucket)
     await store.put("o", bytes(3 * CHUNK))
-    first = await connection.jetstream.get(f"OBJ_{bucket}", 1)
-    assert first is not None
+    chunk = await connection.jetstream.last(f"OBJ_{bucket}", f"$O.{bucket}.C.*")
+    assert chunk is not None
 
-    await connection.jetstream.purge(f"OBJ_{bucket}", first.subject)
+    await connection.jetstream.purge(f"OBJ_{bucket}", chunk.subject)
 
     with pytest.raises(ObjectDamaged, match="0 of 3000 bytes"):
         await store.get("o")

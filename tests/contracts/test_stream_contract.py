@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from dynbus.bus.clock import unix_time
@@ -21,9 +23,13 @@ pytestmark = pytest.mark.anyio
 
 async def all_data(js: JetStream, stream: str) -> list[bytes]:
     """The data of all messages of a stream."""
-    info = await js.stream_info(stream)
-    found = [await js.get(stream, number) for number in range(1, info.last_sequence + 1)]
-    return [message.data for message in found if message is not None]
+    found: list[StoredMessage] = []
+    read = asyncio.Event()
+    consumer = await js.consume(stream, found.append, on_caught_up=read.set)
+    async with asyncio.timeout(10.0):
+        await read.wait()
+    await consumer.stop()
+    return [message.data for message in found]
 
 
 async def test_a_new_stream_holds_nothing_and_knows_when_it_was_made(bus: Bus) -> None:
@@ -52,14 +58,14 @@ async def test_a_streams_size_is_what_the_server_counts(
     assert info.size - 2 * (len(subject) - len("S1.a")) == size
 
 
-async def test_a_message_is_found_by_its_sequence(bus: Bus) -> None:
+async def test_the_last_message_of_a_subject_is_found(bus: Bus) -> None:
     stream = await bus.stream()
     js = (await bus.connect()).jetstream
     await js.publish(f"{stream}.a", b"1", headers={"Key": "value"})
     await js.publish(f"{stream}.b", b"2")
 
-    found = await js.get(stream, 1)
-    missing = await js.get(stream, 3)
+    found = await js.last(stream, f"{stream}.a")
+    missing = await js.last(stream, f"{stream}.c")
 
     assert isinstance(found, StoredMessage)
     assert (found.subject, found.sequence, found.data) == (f"{stream}.a", 1, b"1")
@@ -117,7 +123,7 @@ async def test_what_is_asked_of_a_missing_stream_says_so(bus: Bus) -> None:
     with pytest.raises(NoStream):
         await js.stream_info("missing")
     with pytest.raises(NoStream):
-        await js.get("missing", 1)
+        await js.last("missing", "a")
     with pytest.raises(NoStream):
         await js.purge("missing")
 

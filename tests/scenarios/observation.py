@@ -70,7 +70,7 @@ def leftovers(runtime: Runtime) -> dict[str, object]:
         found[f"load of {instance.id}"] = server.load
         found[f"calls of {instance.id}"] = [
             call
-            for peer in server.registry.peers.values()
+            for peer in server.registry.remotes.values()
             for call in peer.calls.values()
             if not call.ended
         ]

@@ -43,7 +43,7 @@ def test_a_client_that_completes_no_request_is_refused_more() -> None:
                 )
             await attacker.barrier()
             await asyncio.sleep(0.1)
-            peers = instance.server.registry.peers.values()
+            peers = instance.server.registry.remotes.values()
             held = sum(part.size for peer in peers for part in peer.parts.values())
             return set(codes), held
 

@@ -278,7 +278,7 @@ def test_what_an_instance_says_of_no_call_of_ours_is_counted() -> None:
 
             await side.far.send_control(Unknown(call.number, bytes(16), 1))
             await side.far.send_control(Credit(call.number, call.secret, 1, 0, 0))
-            side.caller.registry.peers.clear()
+            side.caller.registry.remotes.clear()
             await side.far.beat()
 
             assert call.is_open

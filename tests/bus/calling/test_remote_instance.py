@@ -21,7 +21,7 @@ def opened(remote: RemoteInstance) -> Open:
 
 def remote_of(side: Played) -> RemoteInstance:
     remote = RemoteInstance(side.caller, ENDPOINT.namespace, ENDPOINT.component, "one")
-    side.caller.registry.peers["one"] = remote
+    side.caller.registry.remotes["one"] = remote
     return remote
 
 

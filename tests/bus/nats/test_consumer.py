@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conditions import eventually
 
+from dynbus.bus.drops import DropReason
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.consumer import ack_position
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.transport import NoStream, StoredMessage, StreamConfig
+from dynbus.bus.transport import Message, NoStream, StoredMessage, StreamConfig
 
 pytestmark = pytest.mark.anyio
 
@@ -101,10 +102,12 @@ async def test_a_consumer_that_cannot_start_leaves_no_subscription(
     assert asyncio.all_tasks() == tasks
 
 
-async def test_a_message_that_is_no_delivery_is_passed_over(
+async def test_a_message_that_is_no_delivery_is_passed_over_and_counted(
     connection: NatsConnection, stream: str
 ) -> None:
     received: list[StoredMessage] = []
+    dropped: list[DropReason] = []
+    connection.on_drop(dropped.append)
     consumer = await connection.jetstream.consume(stream, received.append)
     (info,) = await consumers(connection, stream)
 
@@ -114,6 +117,7 @@ async def test_a_message_that_is_no_delivery_is_passed_over(
     await eventually(lambda: received)
 
     assert [message.data for message in received] == [b"real"]
+    assert dropped == [DropReason.MALFORMED]
     await consumer.stop()
 
 
@@ -134,6 +138,33 @@ async def test_a_consumer_that_somebody_deleted_starts_over_and_misses_nothing(
     await eventually(lambda: len(received) == 4, 15.0)
 
     assert received == [1, 2, 3, 4]
+    await consumer.stop()
+
+
+@pytest.mark.parametrize("bad", [b"{", b"{}", b'{"created": 1, "state": {}}'])
+async def test_an_answer_that_cannot_be_read_does_not_end_a_consumer(
+    connection: NatsConnection, stream: str, monkeypatch: pytest.MonkeyPatch, bad: bytes
+) -> None:
+    received: list[int] = []
+    consumer = await connection.jetstream.consume(
+        stream, lambda message: received.append(message.sequence)
+    )
+    (info,) = await consumers(connection, stream)
+    await connection.jetstream.api(f"CONSUMER.DELETE.{stream}.{info['name']}", {}, timeout=5.0)
+    misread: list[str] = []
+    ask = connection.request
+
+    async def request(subject: str, *arguments: Any, **options: Any) -> Message:
+        if "STREAM.INFO" in subject and len(misread) < 2:
+            misread.append(subject)
+            return Message(subject, "", b"", bad)
+        return await ask(subject, *arguments, **options)
+
+    monkeypatch.setattr(connection, "request", request)
+    await eventually(lambda: len(misread) == 2, 15.0)
+    await connection.jetstream.publish(f"{stream}.a", b"")
+    await eventually(lambda: received == [1], 15.0)
+
     await consumer.stop()
 
 

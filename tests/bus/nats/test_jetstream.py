@@ -20,7 +20,7 @@ from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.jetstream import JetStreamError, stream_request, unix_seconds
 from dynbus.bus.nats.server_process import RunningServer, run_server
-from dynbus.bus.transport import NoStream, StreamConfig, StreamLimits
+from dynbus.bus.transport import Message, NoStream, StreamConfig, StreamLimits
 
 SECOND = 1_000_000_000
 
@@ -97,6 +97,50 @@ async def test_a_refusal_without_a_name_of_its_own_keeps_the_servers_number(
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"error": "no"}',
+        b'{"error": {"err_code": "x"}}',
+        b'{"state": {"messages": "many"}}',
+        b'{"created": "yesterday", "state": {"messages": 1, "bytes": 1, "first_seq": 1,'
+        b' "last_seq": 1}}',
+    ],
+)
+async def test_an_answer_that_cannot_be_read_is_an_error_with_the_name_of_what_was_asked(
+    connection: NatsConnection, stream: str, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    async def request(*_: object, **__: object) -> Message:
+        return Message("", "", b"", answer)
+
+    monkeypatch.setattr(connection, "request", request)
+
+    with pytest.raises(JetStreamError, match=f"STREAM.INFO.{stream}"):
+        await connection.jetstream.stream_info(stream)
+
+
+@pytest.mark.anyio
+async def test_a_message_that_cannot_be_read_is_an_error_too(
+    connection: NatsConnection, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def request(*_: object, **__: object) -> Message:
+        return Message("", "", b"", b'{"message": {"subject": "s", "seq": 1, "data": "?"}}')
+
+    monkeypatch.setattr(connection, "request", request)
+
+    with pytest.raises(JetStreamError, match=f"STREAM.MSG.GET.{stream}"):
+        await connection.jetstream.last(stream, "s")
+    with pytest.raises(JetStreamError, match=f"STREAM.PURGE.{stream}"):
+        await connection.jetstream.purge(stream)
+    with pytest.raises(JetStreamError, match="publish to s"):
+        await connection.jetstream.publish("s", b"")
+
+
+@pytest.mark.anyio
 async def test_a_server_without_jetstream_is_told_from_a_silent_one(
     tmp_path: Path, stream: str
 ) -> None:
@@ -133,6 +177,7 @@ async def test_the_server_takes_every_kind_of_stream(
     [
         ("2026-01-01T00:00:00Z", 1767225600.0),
         ("2026-01-01T00:00:00.5Z", 1767225600.5),
+        ("2026-01-01T01:00:00.5+01:00", 1767225600.5),
         ("2026-01-01T00:00:00.123456789Z", 1767225600.123456),
     ],
 )

@@ -24,7 +24,7 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
 from dynbus.bus.errors import DynbusError, HandlerError, Overloaded
-from dynbus.bus.memory.bus import MemoryConnection
+from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.bus.serving.calls import FramedCall, PlainCall, ServerCall, error_block
 from dynbus.bus.serving.control import ServerControl
 from dynbus.bus.serving.execution import Execution

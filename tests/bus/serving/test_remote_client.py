@@ -56,7 +56,7 @@ class Call:
         self.writer = writer
 
 
-def make_peer() -> tuple[RemoteClient, RecordedOutbox, RecordedControl]:
+def make_client() -> tuple[RemoteClient, RecordedOutbox, RecordedControl]:
     outbox, control = RecordedOutbox(), RecordedControl()
     client = RemoteClient(cast("Any", control), cast("Any", outbox), "_R.ann.c1", "_R.-.s1.b.c1")
     return client, outbox, control
@@ -88,7 +88,7 @@ def calls_of(client: RemoteClient) -> list[tuple[int, int]]:
 
 
 def test_its_subjects_follow_from_its_base() -> None:
-    client, _, _ = make_peer()
+    client, _, _ = make_client()
 
     assert (client.client_id, client.frames_subject) == ("c1", "_R.ann.c1.f")
     assert client.control_subject == "_R.ann.c1.ctl.f"
@@ -96,7 +96,7 @@ def test_its_subjects_follow_from_its_base() -> None:
 
 
 def test_one_flush_is_asked_for_however_much_there_is_to_send() -> None:
-    client, outbox, _ = make_peer()
+    client, outbox, _ = make_client()
     first, second = add_call(client, 0), add_call(client, 1)
 
     for writer in (first, second, first):
@@ -108,7 +108,7 @@ def test_one_flush_is_asked_for_however_much_there_is_to_send() -> None:
 
 
 def test_many_ends_in_one_turn_do_not_wait_for_the_last_of_them() -> None:
-    client, outbox, _ = make_peer()
+    client, outbox, _ = make_client()
 
     for number in range(2 * EARLY_ENDS - 1):
         writer = add_call(client, number)
@@ -120,7 +120,7 @@ def test_many_ends_in_one_turn_do_not_wait_for_the_last_of_them() -> None:
 
 
 def test_after_a_reconnect_only_what_was_not_sent_is_sent() -> None:
-    client, _, _ = make_peer()
+    client, _, _ = make_client()
     sent, fresh, kept = (add_call(client, number) for number in range(3))
     for writer in (sent, fresh, kept):
         writer.push(b"x")
@@ -136,7 +136,7 @@ def test_after_a_reconnect_only_what_was_not_sent_is_sent() -> None:
 
 
 def test_a_writer_is_found_while_its_call_runs_and_until_it_is_acknowledged() -> None:
-    client, _, _ = make_peer()
+    client, _, _ = make_client()
     running, ended = add_call(client, 1), add_call(client, 2)
     keep(client, 2)
 
@@ -144,7 +144,7 @@ def test_a_writer_is_found_while_its_call_runs_and_until_it_is_acknowledged() ->
 
 
 def test_it_has_work_while_a_call_runs_or_is_not_acknowledged() -> None:
-    client, _, _ = make_peer()
+    client, _, _ = make_client()
     assert not client.has_work()
 
     add_call(client, 1)
@@ -157,7 +157,7 @@ def test_it_has_work_while_a_call_runs_or_is_not_acknowledged() -> None:
 
 
 def test_a_heartbeat_tells_how_far_each_open_call_is() -> None:
-    client, _, _ = make_peer()
+    client, _, _ = make_client()
     add_call(client, 3).push(b"x")
     add_call(client, 4)
 
@@ -165,7 +165,7 @@ def test_a_heartbeat_tells_how_far_each_open_call_is() -> None:
 
 
 def test_a_call_that_ended_is_told_of_from_the_second_heartbeat_on() -> None:
-    client, _, _ = make_peer()
+    client, _, _ = make_client()
     add_call(client, 3).end()
     keep(client, 3)
 
@@ -175,7 +175,7 @@ def test_a_call_that_ended_is_told_of_from_the_second_heartbeat_on() -> None:
 
 
 def test_its_death_is_told_to_the_control_side() -> None:
-    client, _, control = make_peer()
+    client, _, control = make_client()
 
     client.gone()
 

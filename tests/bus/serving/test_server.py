@@ -14,7 +14,20 @@ from dynbus.bus import headers
 from dynbus.bus.context import context
 from dynbus.bus.drops import DropReason
 from dynbus.bus.endpoint import Endpoint
-from dynbus.bus.wire import Cancel, Credit, End, Failed, Heartbeat, Item, Items, Resume, Unknown
+from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
+from dynbus.bus.names import control_subject
+from dynbus.bus.wire import (
+    Cancel,
+    Credit,
+    End,
+    Failed,
+    Frame,
+    Heartbeat,
+    Item,
+    Items,
+    Resume,
+    Unknown,
+)
 from dynbus.testing import run
 
 
@@ -82,7 +95,7 @@ def test_a_stopped_instance_hears_nothing() -> None:
 
             assert headers.status(reply.headers) == headers.NO_RESPONDERS
             assert handler.requests == []
-            assert given.instance.registry.peers == {}
+            assert given.instance.registry.remotes == {}
 
     run(story())
 
@@ -259,7 +272,7 @@ def test_a_request_in_parts_runs_once_when_all_are_there(order: list[int]) -> No
             await given.client.heard(End)
 
             assert handler.requests == [b"abc"]
-            assert given.instance.registry.peers["c1"].parts == {}
+            assert given.instance.registry.remotes["c1"].parts == {}
 
     run(story())
 
@@ -275,6 +288,7 @@ def test_a_part_with_another_secret_is_none_of_the_request() -> None:
             await given.client.heard(End)
 
             assert handler.requests == [b"ab"]
+            assert given.bus.drops == {DropReason.STALE: 1}
 
     run(story())
 
@@ -291,7 +305,7 @@ def test_a_request_whose_parts_are_too_large_together_is_refused() -> None:
             assert (failed.code, failed.started) == ("PayloadTooLarge", False)
             assert "max_request_bytes = 100" in failed.message
             assert handler.requests == []
-            assert given.instance.registry.peers["c1"].parts == {}
+            assert given.instance.registry.remotes["c1"].parts == {}
 
     run(story())
 
@@ -406,12 +420,36 @@ def test_a_stop_tells_every_caller_before_it_returns() -> None:
     run(story())
 
 
+@pytest.mark.parametrize("error", [PermissionDenied("no"), Unavailable("away")])
+def test_a_stop_that_the_server_does_not_confirm_ends_the_control_subject_too(
+    error: DynbusError,
+) -> None:
+    async def story() -> None:
+        async with serving(Handler().endpoint) as given:
+
+            async def refuse(*, timeout: float = 5.0) -> None:
+                raise error
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(given.bus.data, "barrier", refuse)
+                await given.instance.stop()
+            await settle(given.client.connection)
+            given.client.connection.publish(
+                control_subject("near", "Side", INSTANCE), b"", reply=f"{given.client.base}.1"
+            )
+
+            reply = await given.client.reply()
+            assert headers.status(reply.headers) == headers.NO_RESPONDERS
+
+    run(story())
+
+
 def test_a_client_that_has_had_no_call_for_a_while_is_forgotten() -> None:
     async def story() -> None:
         async with serving(Handler().endpoint) as given:
             given.client.send(1, b"a")
             await given.client.heard(End)
-            known = given.instance.registry.peers
+            known = given.instance.registry.remotes
             assert list(known) == ["c1"]
 
             await given.client.say(Credit(1, secret_of(1), 1, 0, 1))
@@ -428,5 +466,43 @@ def test_a_frame_that_no_client_sends_is_counted() -> None:
             await given.client.say(Heartbeat(0.0, False, []))
 
             assert given.bus.drops == {DropReason.UNEXPECTED: 1}
+
+    run(story())
+
+
+def test_a_request_that_is_known_is_not_begun_again_and_is_counted() -> None:
+    async def story() -> None:
+        handler = Handler(1.0)
+        async with serving(handler.endpoint) as given:
+            given.client.send(1, b"a")
+            given.client.send(1, b"while it runs")
+            await given.client.heard(End)
+            given.client.send(1, b"when it is over")
+            await settle(given.client.connection)
+
+            assert handler.requests == [b"a"]
+            assert given.bus.drops == {DropReason.STALE: 2}
+
+    run(story())
+
+
+def test_credit_for_a_call_that_is_not_here_is_counted() -> None:
+    async def story() -> None:
+        async with serving(Handler().endpoint) as given:
+            await given.client.say(Credit(1, secret_of(1), 1, 6, 4))
+
+            assert given.bus.drops == {DropReason.STALE: 1}
+
+    run(story())
+
+
+@pytest.mark.parametrize("frame", [Cancel(1, b"short", 1, 0.0), Resume(1, b"short", 1, 0)])
+def test_a_secret_of_the_wrong_length_is_counted_and_not_answered(frame: Frame) -> None:
+    async def story() -> None:
+        async with serving(Handler().endpoint) as given:
+            await given.client.say(frame)
+
+            assert given.bus.drops == {DropReason.MALFORMED: 1}
+            assert given.client.control == []
 
     run(story())
