@@ -7,6 +7,8 @@ when all of it is over: what was said is remembered for as long as that can matt
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from typing import TYPE_CHECKING, Final
 
 from dynbus.bus import headers
@@ -36,6 +38,7 @@ from dynbus.bus.wire import (
     failed_frame,
 )
 
+from .remembered_requests import RememberedRequests
 from .remote_client import RemoteClient
 
 if TYPE_CHECKING:
@@ -46,36 +49,14 @@ if TYPE_CHECKING:
     from .execution import Execution
     from .outbox import Outbox
 
-REMEMBERED_REQUESTS: Final = 8192
+logger = logging.getLogger(__name__)
+
+BARRIER_TIMEOUT: Final = 5.0
 LOST_CANCEL_BEATS: Final = 3
 ARRIVAL_GRACE: Final = 2.0
 IDLE_CLIENT_SECONDS: Final = 5.0
 KILL_AFTER: Final = 1.0
 MAX_KILL_AFTER: Final = 60.0
-
-
-class RememberedRequests:
-    """Requests by client id and number, each with its secret; the oldest are forgotten."""
-
-    __slots__ = ("_secrets",)
-
-    def __init__(self) -> None:
-        self._secrets: dict[tuple[str, int], bytes] = {}
-
-    def __repr__(self) -> str:
-        return f"<RememberedRequests [{len(self._secrets)}]>"
-
-    def add(self, client_id: str, number: int, secret: bytes) -> None:
-        """Remember a request."""
-        self._secrets[client_id, number] = secret
-        if len(self._secrets) > REMEMBERED_REQUESTS:
-            del self._secrets[next(iter(self._secrets))]
-
-    def has(self, client_id: str, number: int, secret: bytes) -> bool:
-        """Whether this very request is remembered."""
-        secrets = self._secrets
-        # Every request asks, and almost always there are none.
-        return bool(secrets) and secrets.get((client_id, number)) == secret
 
 
 class ServerControl:
@@ -101,10 +82,13 @@ class ServerControl:
         self.registry: Registry[RemoteClient] = Registry(instance_id, self.receive)
         self.plain: set[ServerCall] = set()
         self.refused = RememberedRequests()
-        self.lost = RememberedRequests()
+        self.lost = RememberedRequests(fails_closed=True)
         self.stopped = RememberedRequests()
         # Those of clients that were taken for dead.
-        self._forgotten = RememberedRequests()
+        self._forgotten = RememberedRequests(fails_closed=True)
+        # Questions after requests that may have arrived, but were not read yet.
+        self._unsure: list[tuple[str, Resume]] = []
+        self._making_sure: asyncio.Task[None] | None = None
         self._bus = bus
         self._execution = execution
         self._outbox = outbox
@@ -133,6 +117,8 @@ class ServerControl:
     def stop(self) -> None:
         """Beat and hear no more."""
         self._bus.heartbeats.remove(self.registry)
+        if self._making_sure is not None:
+            self._making_sure.cancel()
         if self._subscription is not None:
             self._bus.lane.call(self._subscription.unsubscribe)
 
@@ -207,7 +193,7 @@ class ServerControl:
         for number in (*client.calls, *client.kept):
             writer = client.writer(number)
             if writer is not None:
-                self._forgotten.add(client.client_id, number, writer.secret)
+                self._forgotten.add(client.client_id, number, writer.secret, monotonic())
         for call in list(client.calls.values()):
             if not call.ended:
                 kind = StreamLost if call.served.endpoint.streaming else UnknownOutcome
@@ -259,7 +245,7 @@ class ServerControl:
             writer = client.writer(number)
             if writer is None:
                 # A request that is still on its way, or waits in front of a blocked loop.
-                self.refused.add(client.client_id, number, secret)
+                self.refused.add(client.client_id, number, secret, monotonic())
             elif writer.secret == secret:
                 self._release(client, number)
         client.missing = self._missing(client, dict(frame.calls))
@@ -311,19 +297,32 @@ class ServerControl:
                 self._execution.cancel(call, KILL_AFTER)
 
     def _on_call_control(
-        self, client: RemoteClient | None, sender: str, frame: Credit | Cancel | Resume
+        self,
+        client: RemoteClient | None,
+        sender: str,
+        frame: Credit | Cancel | Resume,
+        *,
+        is_sure: bool = False,
     ) -> None:
+        """Carry out a frame that speaks of one call.
+
+        Args:
+            is_sure: whether all requests that came before the frame were read.
+        """
         writer = client.writer(frame.number) if client is not None else None
         if client is None or writer is None:
             if isinstance(frame, Credit):
                 self._bus.drop(DropReason.STALE)
             elif len(frame.secret) != SECRET_BYTES:
                 self._bus.drop(DropReason.MALFORMED)
-            elif isinstance(frame, Resume):
+            elif not isinstance(frame, Resume):
+                # A request that is still on its way, or waits in front of a blocked loop.
+                memory = self.stopped if frame.kill_after < 0 else self.refused
+                memory.add(sender.rpartition(".")[2], frame.number, frame.secret, monotonic())
+            elif is_sure:
                 self._say_unknown(sender, frame)
             else:
-                # A request that is still on its way, or waits in front of a blocked loop.
-                self._refuse_request(sender, frame)
+                self._make_sure(sender, frame)
             return
         if writer.secret != frame.secret or writer.attempt != frame.attempt:
             self._bus.drop(DropReason.STALE)
@@ -337,6 +336,9 @@ class ServerControl:
             if call is not None:
                 self._execution.cancel(call, min(frame.kill_after, MAX_KILL_AFTER))
         elif call is not None and frame.number in client.parts:
+            if not is_sure:
+                self._make_sure(sender, frame)
+                return
             # Parts of the request were lost: it has not begun, and is to be sent anew.
             call.released = True
             self._execution.kill(call)
@@ -347,13 +349,37 @@ class ServerControl:
         else:
             self._say_unknown(sender, frame)
 
+    def _make_sure(self, sender: str, frame: Resume) -> None:
+        """Look again when all that the server had for us is read.
+
+        Questions come on the lane. They overtake requests that wait in the other connection
+        while this process has more to do than it can.
+        """
+        self._unsure.append((sender, frame))
+        if self._making_sure is None or self._making_sure.done():
+            self._making_sure = self._bus.loop.create_task(self._answer_unsure())
+
+    async def _answer_unsure(self) -> None:
+        while self._unsure:
+            unsure, self._unsure = self._unsure, []
+            try:
+                await self._bus.data.barrier(timeout=BARRIER_TIMEOUT)
+            except DynbusError as error:
+                # Whoever misses an answer asks again at its next heartbeats.
+                logger.debug("%s cannot tell what has arrived: %s", self._hop, error)
+                continue
+            for sender, frame in unsure:
+                client = self.registry.remotes.get(sender.rpartition(".")[2])
+                self._on_call_control(client, sender, frame, is_sure=True)
+
     def _say_unknown(self, sender: str, frame: Resume) -> None:
         """Tell a client that its request is not here, and never accept it any more."""
-        if self._forgotten.has(sender.rpartition(".")[2], frame.number, frame.secret):
+        request = sender.rpartition(".")[2], frame.number, frame.secret
+        if self._forgotten.has(*request):
             self._say_forgotten(sender, frame)
-            return
-        self._refuse_request(sender, frame)
-        self._answer_control(sender, Unknown(frame.number, frame.secret, frame.attempt))
+        # A promise that could not be kept is not made.
+        elif self.lost.add(*request, monotonic()):
+            self._answer_control(sender, Unknown(frame.number, frame.secret, frame.attempt))
 
     def _say_forgotten(self, sender: str, frame: Resume) -> None:
         """Tell a client that was taken for dead that its request did begin here."""
@@ -370,12 +396,6 @@ class ServerControl:
             kind("the instance took its caller for dead", hop=self._hop),
         )
         self._bus.data.publish(subject, self._outbox.encode([failed]))
-
-    def _refuse_request(self, sender: str, frame: Cancel | Resume) -> None:
-        memory = self.lost
-        if isinstance(frame, Cancel):
-            memory = self.stopped if frame.kill_after < 0 else self.refused
-        memory.add(sender.rpartition(".")[2], frame.number, frame.secret)
 
     def _answer_control(self, sender: str, frame: Frame) -> None:
         """Send one frame to the control lane of a client that need not have calls here."""

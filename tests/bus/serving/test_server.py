@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.bus.far_side import settle
-from tests.bus.near_side import ADDRESS, INSTANCE, Served, endpoint, secret_of, serving
+from tests.bus.near_side import ADDRESS, INSTANCE, Served, endpoint, secret_of, serving, until
 
 from dynbus.bus import headers
 from dynbus.bus.context import context
@@ -199,13 +199,66 @@ def test_a_request_that_was_said_not_to_be_here_is_never_begun_later() -> None:
         handler = Handler()
         async with serving(handler.endpoint) as given:
             await given.client.say(Resume(1, secret_of(1), 1, 0))
-            assert given.client.control == [Unknown(1, secret_of(1), 1)]
+            await until(lambda: given.client.control == [Unknown(1, secret_of(1), 1)])
 
             given.client.send(1, b"a")
             failed = await heard_failure(given)
 
             assert (failed.code, failed.started, failed.retryable) == ("Unavailable", False, True)
             assert handler.requests == []
+
+    run(story())
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_question_that_overtakes_its_request_is_answered_when_all_requests_are_read(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+
+            async def read_what_waits(*, timeout: float) -> None:
+                given.client.send(1, b"a", PART=f"{parts}/{parts}")
+                await settle(given.client.connection)
+
+            monkeypatch.setattr(given.bus.data, "barrier", read_what_waits)
+            for part in range(1, parts):
+                given.client.send(1, b"a", PART=f"{part}/{parts}")
+            await settle(given.client.connection)
+            await given.client.say(Resume(1, secret_of(1), 1, 0))
+
+            await given.client.heard(End)
+
+            assert len(handler.requests) == 1
+            assert given.client.control == []
+
+    run(story())
+
+
+def test_an_instance_that_cannot_tell_what_has_arrived_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+            asked = 0
+
+            async def unanswered(*, timeout: float) -> None:
+                nonlocal asked
+                asked += 1
+                raise Unavailable("the server did not answer a ping")
+
+            monkeypatch.setattr(given.bus.data, "barrier", unanswered)
+            await given.client.say(Resume(1, secret_of(1), 1, 0))
+            await until(lambda: asked)
+            monkeypatch.undo()
+            given.client.send(1, b"a")
+
+            await given.client.heard(End)
+
+            assert given.client.control == []
+            assert handler.requests == [b"a"]
 
     run(story())
 
@@ -319,7 +372,7 @@ def test_a_request_that_misses_a_part_is_to_be_sent_anew() -> None:
 
             await given.client.say(Resume(1, secret_of(1), 1, 0))
 
-            assert given.client.control == [Unknown(1, secret_of(1), 1)]
+            await until(lambda: given.client.control == [Unknown(1, secret_of(1), 1)])
             assert given.instance.control.calls() == []
             assert handler.requests == []
 
