@@ -140,6 +140,11 @@ def depends(actor: type[A], *, routing: Routing | None = None) -> A:
     return cast(A, Dependency(actor, routing))
 
 
+def address_of(cls: type[Actor]) -> str:
+    """Where a class is on the bus, as people read it: `namespace.component`."""
+    return f"{cls.__dynbus_namespace__}.{cls.__dynbus_component__}"
+
+
 def check_startable(cls: type[Actor]) -> None:
     """Check that a class can be started.
 

@@ -19,6 +19,7 @@ import msgspec
 from dynbus.bus import exit_codes
 from dynbus.bus.logs import LogFormat
 
+from .actor import address_of
 from .child_messages import (
     ActorLoaded,
     CollectMetrics,
@@ -66,9 +67,8 @@ class Child:
     """
 
     def __init__(self, assignment: Assignment, number: int, settings: WorkerSettings) -> None:
-        actor = assignment.actor
-        self.label = f"{actor.__dynbus_namespace__}.{actor.__dynbus_component__}/{number}"
-        self.dependency_depth = dependency_depth(actor)
+        self.label = f"{address_of(assignment.actor)}/{number}"
+        self.dependency_depth = dependency_depth(assignment.actor)
         self.state = ChildState.LOADING
         self.instance_id = ""
         self.failure: Failure | None = None

@@ -11,13 +11,13 @@ from dynbus.bus.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.errors import InvalidRequest
 from dynbus.bus.names import EndpointName, check_token
 
-from .actor import Actor
+from .actor import Actor, address_of
 from .codec import Misfit
 from .handlers import HandlerSpec
 from .invocation import Invocation
 from .json_object import decode_json, decode_json_items, encode_json
 from .options import current_options
-from .routing import Router, make_router
+from .routing import Router, RoutingName, make_router
 from .stream import Stream
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class EndpointClient:
         self.endpoint = endpoint
         self._runtime = runtime
         self._router = router
-        self._routers: dict[str, Router] = {}
+        self._routers: dict[RoutingName, Router] = {}
 
     def __repr__(self) -> str:
         return f"<EndpointClient {self.endpoint} [{len(self.instance_ids())} instances]>"
@@ -144,7 +144,7 @@ class EndpointClient:
         found = await self._runtime.discovery.wait(self.endpoint, count, timeout)
         return [instance.id for instance in found]
 
-    def _policy(self, name: Any) -> Router:
+    def _policy(self, name: RoutingName) -> Router:
         router = self._routers.get(name)
         if router is None:
             router = self._routers[name] = make_router(name)
@@ -187,8 +187,7 @@ class ActorClient:
         set_own("_router", router)
 
     def __repr__(self) -> str:
-        cls = self._actor
-        return f"<client of {cls.__dynbus_namespace__}.{cls.__dynbus_component__}>"
+        return f"<client of {address_of(self._actor)}>"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import typing
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -20,6 +19,7 @@ import pydantic
 from dynbus.bus.config import check_field, suggestion, variable
 from dynbus.bus.errors import ConfigError
 
+from .annotations import resolve_annotations
 from .codec import explain
 from .config_file import ConfigFile, mapping
 
@@ -28,11 +28,18 @@ MAX_WORKERS: Final = 1024
 BUS_KEY: Final = "bus"
 SERVICE_KEY: Final = "ServiceArgs"
 WORKERS: Final = "workers"
-HIDDEN_WORDS: Final = ("password", "secret", "token", "key", "credential")
-"""An argument with one of these in its name is not printed."""
+SECRET_WORDS: Final = frozenset(
+    {"apikey", "credential", "key", "passphrase", "passwd", "password", "secret", "token"}
+)
+"""An argument whose name has one of these words, or more of them (`api_keys`), is not printed."""
+MEASURES: Final = frozenset(
+    {"bits", "bytes", "count", "length", "limit", "max", "min", "num", "number", "per", "size"}
+)
+"""Unless it has one of these, or is a number of them: `key_size`, `prompt_tokens=512`."""
 HIDDEN: Final = "***"
 
 _OPTION = re.compile(r"--([A-Za-z_]\w*)\.([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
+_WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _VARIABLE = re.compile(r"DYNBUS_(\w+?)__\w+")
 _NO_SOURCES: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -225,18 +232,30 @@ def build_arguments(
             f"DYNBUS_{actor.__name__}__{missing[0]}=VALUE, or a key {missing[0]} under "
             f"{actor.__name__} in the YAML file"
         )
-    hints = _hints(actor)
+    annotations = _annotations(actor)
     return {
-        name: _validate(name, value, hints.get(name), sources.get(name, f"{actor.__name__}.{name}"))
+        name: _validate(
+            name, value, annotations.get(name), sources.get(name, f"{actor.__name__}.{name}")
+        )
         for name, value in given.items()
     }
 
 
 def shown(name: str, value: Any) -> Any:
     """A constructor argument as it may be printed."""
-    if any(word in name.lower() for word in HIDDEN_WORDS):
+    if _is_secret(name, value):
         return HIDDEN
     return str(value) if isinstance(value, Text) else value
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    words = set(_WORD_START.sub("_", name).lower().split("_"))
+    if words & MEASURES:
+        return False
+    if words & SECRET_WORDS:
+        return True
+    is_number = isinstance(value, int | float) or (isinstance(value, Text) and value.isdigit())
+    return not is_number and any(word.removesuffix("s") in SECRET_WORDS for word in words)
 
 
 def defaults(actor: type[Any]) -> dict[str, Any]:
@@ -256,16 +275,10 @@ def _parameters(actor: type[Any]) -> dict[str, inspect.Parameter]:
     return parameters
 
 
-def _hints(actor: type[Any]) -> dict[str, Any]:
+def _annotations(actor: type[Any]) -> dict[str, Any]:
     if actor.__init__ is object.__init__:
         return {}
-    try:
-        return typing.get_type_hints(actor.__init__)
-    except Exception as error:  # noqa: BLE001 - annotations written as text are code of users
-        raise ConfigError(
-            f"{actor.__name__}.__init__: an annotation cannot be resolved: "
-            f"{type(error).__name__}: {error}"
-        ) from None
+    return resolve_annotations(actor.__init__, f"{actor.__name__}.__init__")
 
 
 def _validate(name: str, value: Any, annotation: Any, source: str) -> Any:

@@ -19,8 +19,9 @@ from dynbus.bus.endpoint import (
 from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.names import check_token
 
+from .annotations import resolve_annotations
 from .codec import AnyCodec, Misfit, codec_for
-from .shapes import describe
+from .shapes import describe_request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,18 +53,13 @@ class HandlerSpec:
     migration_limit: int
 
     @cached_property
-    def hints(self) -> dict[str, Any]:
+    def annotations(self) -> dict[str, Any]:
         """The resolved annotations.
 
         Raises:
             ConfigError: one of them is a text that is no type here.
         """
-        try:
-            return typing.get_type_hints(self.function)
-        except Exception as error:  # noqa: BLE001 - annotations written as text are code of users
-            raise ConfigError(
-                f"{self.label}: an annotation cannot be resolved: {type(error).__name__}: {error}"
-            ) from None
+        return resolve_annotations(self.function, self.label)
 
     @property
     def label(self) -> str:
@@ -75,12 +71,12 @@ class HandlerSpec:
         """Encodes requests; None for a handler without one."""
         if self.parameter is None:
             return None
-        return self._codec(self.hints[self.parameter.name], "the request")
+        return self._codec(self.annotations[self.parameter.name], "the request")
 
     @cached_property
     def result_codec(self) -> AnyCodec:
         """Encodes results, for a stream its items."""
-        annotation = self.hints["return"]
+        annotation = self.annotations["return"]
         if self.streaming:
             arguments = typing.get_args(annotation)
             if not arguments:
@@ -127,7 +123,7 @@ class HandlerSpec:
         if not _is_nothing(data):
             return str(error)
         body = "null" if data.strip() else "empty"
-        return f"{self.label} wants {describe(codec)}, but the body was {body}"
+        return f"{self.label} wants {describe_request(codec)}, but the body was {body}"
 
     def check(self) -> None:
         """Resolve all annotations now.

@@ -8,11 +8,12 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import ConfigError, Draining, DynbusError, Unavailable
 from dynbus.bus.leases import LeaseKeeper, LeaseState
@@ -81,6 +82,7 @@ class ActorInstance:
         self._starting: asyncio.Timeout | None = None
         self._start_ended = asyncio.Event()
         self._start_refused = False
+        self._start_was_left = False
         self._hurried = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -107,7 +109,7 @@ class ActorInstance:
             self._check_not_refused()
         except BaseException as error:
             try:
-                await asyncio.shield(self._withdraw())
+                await finish(self._withdraw())
             finally:
                 self.lifecycle.to(InstanceState.STOPPED)
                 self._start_ended.set()
@@ -161,7 +163,9 @@ class ActorInstance:
             raise Unavailable(f"{self.id} was stopped while it started", started=False) from None
 
     async def _cancel_start(self) -> None:
-        """Cancel the start in progress and wait until it has ended."""
+        """Cancel the start in progress and wait until it has ended, once for `STOP_TIMEOUT`."""
+        if self._start_was_left:
+            return
         self._start_refused = True
         if self._starting is not None:
             self._starting.reschedule(asyncio.get_running_loop().time())
@@ -169,6 +173,7 @@ class ActorInstance:
             async with asyncio.timeout(STOP_TIMEOUT):
                 await self._start_ended.wait()
         except TimeoutError:
+            self._start_was_left = True
             logger.error("the start of %s did not end within %g s", self.id, STOP_TIMEOUT)
 
     async def _make_keeper(self) -> LeaseKeeper:
@@ -209,7 +214,7 @@ class ActorInstance:
         """Another process holds our id, since we were away for longer than our lease: two that
         serve under one id would run every request twice."""
         logger.error("%s is served by another process; this instance stops", self.id)
-        self._take_over = asyncio.get_running_loop().create_task(self.stop(0.0))
+        self._take_over = asyncio.get_running_loop().create_task(stop_all([self], 0.0))
 
     async def _stop(self, grace: float) -> None:
         keeper = self._keeper
@@ -308,6 +313,19 @@ class ActorInstance:
             "dynbus.namespace": self.server.namespace,
             "dynbus.incarnation": self._runtime.bus.incarnation,
         }
+
+
+async def stop_all(instances: Iterable[ActorInstance], grace: float | None = None) -> None:
+    """Stop instances gracefully, all at once; what one of them raises is logged.
+
+    Args:
+        grace: seconds; None for the configured ones.
+    """
+    stopped = list(instances)
+    ended = await asyncio.gather(*(one.stop(grace) for one in stopped), return_exceptions=True)
+    for instance, error in zip(stopped, ended, strict=True):
+        if isinstance(error, Exception):
+            logger.error("%r did not stop cleanly", instance, exc_info=error)
 
 
 def announced_metadata(actor: Actor) -> dict[str, str]:

@@ -15,7 +15,13 @@ from dynbus.bus.calling.caller import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, current_context
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
-from dynbus.bus.errors import DeadlineExceeded, DynbusError, InvalidResponse, Unavailable
+from dynbus.bus.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DynbusError,
+    InvalidResponse,
+    Unavailable,
+)
 from dynbus.bus.names import EndpointName
 from dynbus.bus.tokens import jitter, random_id
 
@@ -44,6 +50,8 @@ class Invocation:
         "_deadline",
         "_fields",
         "_idempotent",
+        "_left",
+        "_may_have_started",
         "_metadata",
         "_migration_limit",
         "_observation",
@@ -88,6 +96,8 @@ class Invocation:
         self._migration_limit = migration_limit
         self._parent = parent
         self._attempt = 0
+        self._left = False
+        self._may_have_started = False
         self._retry_policy: RetryPolicy | None = None
         self._selection = Selection(
             runtime, endpoint, router, request, self.request_id, parent, streaming
@@ -122,10 +132,12 @@ class Invocation:
         Raises:
             NoInstances: there is none that could tell, at once or after the wait.
             DeadlineExceeded: none was found in time.
+            Cancelled: the call was left.
         """
         options = self.options
         try:
             await self._selection.learn_kind(options.instance, options.wait, self._time_left())
+            self._check_not_left()
         except BaseException as error:
             # Whether the call would have been a stream was not to be learned.
             self._observe()
@@ -140,13 +152,16 @@ class Invocation:
             ConfigError: the router failed, or picked what it was not offered.
             InvalidRequest: the instance serves the endpoint in the other kind.
             DeadlineExceeded, PayloadTooLarge, Unavailable: nothing was sent.
+            Cancelled: the call was left; nor then.
         """
+        self._check_not_left()
         fields = self._fields
         if fields is None:
             fields = self._fields = self._head_fields()
         runtime, selection = self.runtime, self._selection
         if not runtime.is_connected:
             await runtime.wait_connected(self._time_left())
+            self._check_not_left()
         # Until one is chosen a failure is no instance's, and no reason to try the next.
         self.instance_id = self.options.instance
         instance_id = self.instance_id or await selection.choose(
@@ -156,6 +171,7 @@ class Invocation:
             priority=self._priority,
             metadata=self._metadata,
         )
+        self._check_not_left()
         self.instance_id = instance_id
         self._attempt += 1
         selection.check_kind(instance_id)
@@ -224,7 +240,6 @@ class Invocation:
                     if self.call is not None and self.call.reader.has_begun:
                         raise
                     await self._prepare_retry(error)
-                    self.call = None
         except BaseException as error:
             self._end(error)
             raise
@@ -238,18 +253,21 @@ class Invocation:
         return items
 
     def abandon(self, error: DynbusError | None = None) -> None:
-        """Leave the call; the far side is cancelled.
+        """Leave the call: the far side is cancelled, and what was not sent yet never is.
 
         Args:
             error: why, when the call failed and was not merely left.
         """
+        self._left = True
         call = self.call
-        if call is not None:
-            if call.is_open:
-                call.abandon()
-                if error is None and self._observation is not None:
-                    self._observation.cancelled()
-            self._end_route(error or call.error)
+        if call is None:
+            # Between two attempts, if any: who awaits the next one ends with `Cancelled`.
+            return
+        if call.is_open:
+            call.abandon()
+            if error is None and self._observation is not None:
+                self._observation.cancelled()
+        self._end_route(error or call.error)
         self._end(error)
 
     # Internals -----------------------------------------------------------------------------
@@ -259,10 +277,15 @@ class Invocation:
 
         Raises:
             DynbusError: the error itself, when none may.
+            Cancelled: the call was left during the pause.
         """
         # Before the next attempt is routed: a router that counts calls must not count both.
         self._end_route(error)
         call, selection = self.call, self._selection
+        self.call = None
+        if self._left:
+            raise error
+        self._may_have_started |= error.started
         answered = call is not None and call.error is error
         unreachable = call is not None and answered and call.unreachable
         if self._retry_policy is None:
@@ -307,6 +330,15 @@ class Invocation:
         if left is not None and left <= seconds:
             raise error
         await asyncio.sleep(seconds)
+        self._check_not_left()
+
+    def _check_not_left(self) -> None:
+        if self._left:
+            raise Cancelled(
+                f"the caller left before {self.endpoint} was called",
+                request_id=self.request_id,
+                started=self._may_have_started,
+            )
 
     def _end(self, error: BaseException | None) -> None:
         """Tell the observers how the call ended, once."""

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from dynbus.bus.errors import ConfigError
 
-from .actor import Actor, check_startable
+from .actor import Actor, address_of, check_startable
 
 _SUFFIX: Final = ".py"
 
@@ -226,7 +226,7 @@ def _check_distinct(actors: Sequence[type[Actor]]) -> None:
     names: dict[str, type[Actor]] = {}
     addresses: dict[str, type[Actor]] = {}
     for actor in actors:
-        address = f"{actor.__dynbus_namespace__}.{actor.__dynbus_component__}"
+        address = address_of(actor)
         for known, key, what in ((names, actor.__name__, "name"), (addresses, address, "address")):
             other = known.setdefault(key, actor)
             if other is not actor:

@@ -7,6 +7,7 @@ Nothing here waits, looks at a clock or draws a random number.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from dynbus.bus.errors import (
@@ -51,7 +52,9 @@ class FailedAttempt(NamedTuple):
     others: bool
 
 
-class RetryNow(NamedTuple):
+# Not tuples: without fields they would all be equal.
+@dataclass(frozen=True, slots=True)
+class RetryNow:
     """Try again on another instance, at once."""
 
 
@@ -69,7 +72,8 @@ class PauseThenRetry(NamedTuple):
     counted: bool = True
 
 
-class GiveUp(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class GiveUp:
     """The error is the call's."""
 
 

@@ -33,13 +33,13 @@ class RouteObservation:
 
     def started(self) -> None:
         """The request was sent."""
-        _tell(self._started)
+        _notify(self._started)
 
     def first_item(self) -> None:
         """Items, or the unary result, arrived; more calls change nothing."""
         if not self._saw_item:
             self._saw_item = True
-            _tell(self._first_item)
+            _notify(self._first_item)
 
     def ended(self, error: BaseException | None) -> None:
         """The attempt is over; to be called once."""
@@ -49,10 +49,10 @@ class RouteObservation:
                 if isinstance(error, Exception)
                 else Cancelled("the caller left")
             )
-        _tell(self._ended, error)
+        _notify(self._ended, error)
 
 
-def _tell(method: Callable[..., Any], *event: Any) -> None:
+def _notify(method: Callable[..., Any], *event: Any) -> None:
     """Call a method of a user; whatever it raises is logged and harms no call."""
     try:
         returned = method(*event)

@@ -22,7 +22,7 @@ from dynbus.bus.transport import ConnectionState
 
 from .actor import Actor
 from .clients import EndpointClient, client_class
-from .instance import ActorInstance, inside_on_stop
+from .instance import ActorInstance, inside_on_stop, stop_all
 from .routing import Routing, make_router
 
 logger = logging.getLogger(__name__)
@@ -180,13 +180,7 @@ class Runtime:
 
     async def stop(self, grace: float | None = None) -> None:
         """Stop every instance gracefully, all at once; starts in progress are cancelled."""
-        instances = list(self.instances.values())
-        results = await asyncio.gather(
-            *(instance.stop(grace) for instance in instances), return_exceptions=True
-        )
-        for instance, result in zip(instances, results, strict=True):
-            if isinstance(result, Exception):
-                logger.error("%r did not stop cleanly", instance, exc_info=result)
+        await stop_all(self.instances.values(), grace)
 
     # Connection ----------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied, Unavailable
 
-from .actor import Actor
-from .instance import ActorInstance
+from .actor import Actor, address_of
+from .instance import STOP_TIMEOUT, ActorInstance, stop_all
 from .lifecycle import InstanceState
 from .loader import dependency_depth, dependents_first
 from .runtime import Runtime
@@ -81,8 +81,7 @@ class StartFailed(Exception):
     """Raised when an actor's constructor or `on_start` raised, which is the `__cause__`."""
 
     def __init__(self, actor: type[Actor], cause: BaseException) -> None:
-        name = f"{actor.__dynbus_namespace__}.{actor.__dynbus_component__}"
-        super().__init__(f"{name} did not start: {type(cause).__name__}: {cause}")
+        super().__init__(f"{address_of(actor)} did not start: {type(cause).__name__}: {cause}")
 
 
 async def serve(
@@ -126,13 +125,24 @@ async def _unless(ending: Ending, work: Awaitable[T]) -> T | None:
     asked = asyncio.ensure_future(ending.asked.wait())
     try:
         await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-        return None if task.cancelled() else task.result()
     finally:
-        task.cancel()
         asked.cancel()
+        await finish(_cancel(task))
+    return None if not task.done() or task.cancelled() else task.result()
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    """Cancel a task unless it has ended; one that swallows that is left after `STOP_TIMEOUT`."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=STOP_TIMEOUT)
+    if not task.done():
+        logger.error("a start goes on %g s after it was cancelled: it is left", STOP_TIMEOUT)
+        task.add_done_callback(_log_failure)
+
+
+def _log_failure(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a start that was left has failed", exc_info=error)
 
 
 async def _start_all(
@@ -159,13 +169,7 @@ async def _drain(runtime: Runtime, ending: Ending) -> None:
     hurry = asyncio.ensure_future(_stop_at_once(runtime, ending))
     try:
         for instances in dependents_first(runtime.instances.values(), _dependency_depth):
-            left = max(0.0, deadline - monotonic())
-            ended = await asyncio.gather(
-                *(instance.stop(left) for instance in instances), return_exceptions=True
-            )
-            for instance, error in zip(instances, ended, strict=True):
-                if isinstance(error, Exception):
-                    logger.error("%r did not stop cleanly", instance, exc_info=error)
+            await stop_all(instances, max(0.0, deadline - monotonic()))
     finally:
         hurry.cancel()
 
@@ -199,7 +203,7 @@ def stalls_of(runtime: Runtime) -> dict[str, str]:
     return {}
 
 
-def describe(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> Failure:
     """What an exception out of `serve`, or out of importing an actor, is to the user."""
     if isinstance(error, StartFailed):
         return Failure(exit_codes.START_FAILED, str(error), users_traceback(error.__cause__))

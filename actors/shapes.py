@@ -23,7 +23,7 @@ _SCALARS: Final[Mapping[str, Any]] = {
 }
 
 
-def describe(codec: AnyCodec) -> str:
+def describe_request(codec: AnyCodec) -> str:
     """The type that a codec reads, with an example: `Person as JSON, for example {...}`."""
     annotation = codec.annotation
     named = isinstance(annotation, type) and annotation.__module__ != "typing"

@@ -87,6 +87,8 @@ class Stream(AsyncGenerator[T, None]):
             except asyncio.CancelledError:
                 self._close()
                 raise
+            if self._closed:
+                return await self._refill()
         raw = reader.ready
         if len(raw) == 1:
             data = raw.pop()
@@ -141,6 +143,8 @@ class Stream(AsyncGenerator[T, None]):
         except BaseException:
             self._close()
             raise
+        if self._closed:
+            return await self._refill()
         if not raw:
             self._closed = True
             self._call = None

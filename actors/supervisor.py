@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from dynbus.bus import exit_codes
+from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
 
 from .child import Child, ChildState, WorkerSettings, exit_text
@@ -22,7 +23,7 @@ from .child_messages import DrainInstance, StartInstance, StopInstance
 from .instance import CANCEL_TIMEOUT, STOP_TIMEOUT
 from .loader import dependents_first
 from .restart_policy import RestartPolicy
-from .serving import Assignment, Failure, describe
+from .serving import Assignment, Failure, failure_of
 
 STOP_SECONDS: Final = 2.0
 """Seconds that a child has to end after the last word; then it is killed."""
@@ -96,7 +97,7 @@ class Supervisor:
             await self._asked.wait()
             await self._end()
         finally:
-            await asyncio.shield(asyncio.ensure_future(self._leave_none()))
+            await finish(self._leave_none())
         if self._at_once.is_set():
             return exit_codes.INTERRUPTED
         return self.failure.code if self.failure is not None else exit_codes.OK
@@ -139,7 +140,7 @@ class Supervisor:
             await self._keep_running(child, loaded)
         except Exception as error:  # noqa: BLE001 - a child that nobody keeps must not go unnoticed
             text = f"{child.label} cannot be kept: {type(error).__name__}: {error}"
-            self._fail(Failure(exit_codes.FAILURE, text, describe(error).traceback))
+            self._fail(Failure(exit_codes.FAILURE, text, failure_of(error).traceback))
         finally:
             for task in starting:
                 task.cancel()

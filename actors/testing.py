@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from dynbus.bus.bus import Bus
+from dynbus.bus.cleanup import finish
 from dynbus.bus.config import load_config
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.telemetry import Telemetry
@@ -74,7 +75,7 @@ class TestKit:
         if not self.bus.running:
             self.bus.start()
         # The caller goes first: nobody waits then, and the drains are short.
-        await asyncio.shield(self._close())
+        await finish(self._close())
 
     @property
     def caller(self) -> Runtime:

@@ -48,7 +48,7 @@ from .child_messages import (
 from .configuration import Text
 from .loader import resolve
 from .runtime import Runtime
-from .serving import Assignment, Ending, StartFailed, describe, problems_of, serve
+from .serving import Assignment, Ending, StartFailed, failure_of, problems_of, serve
 
 ORPHAN_SECONDS: Final = 2.0
 """Seconds after its parent's death within which a child has ended."""
@@ -222,7 +222,7 @@ class Worker:
         self._channel.send(MetricsCollected(page))
 
     def _fail(self, error: BaseException) -> int:
-        failure = describe(error)
+        failure = failure_of(error)
         self._channel.send(InstanceFailed(*failure))
         return failure.code
 

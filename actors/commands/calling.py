@@ -48,7 +48,7 @@ def execute(request: CallRequest) -> int:
     try:
         check_variables(os.environ)
     except ConfigError as error:
-        return _tell(error, request, exit_codes.exit_code(error))
+        return _print_failure(error, request, exit_codes.exit_code(error))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_call(request))
 
@@ -70,7 +70,7 @@ async def _call(request: CallRequest) -> int:
             code_of = exit_codes.call_exit_code
             await _print_answer(runtime, request)
     except DynbusError as error:
-        return _tell(error, request, code_of(error))
+        return _print_failure(error, request, code_of(error))
     except asyncio.CancelledError:
         if not terminated:
             raise
@@ -78,7 +78,7 @@ async def _call(request: CallRequest) -> int:
     return exit_codes.OK
 
 
-def _tell(error: DynbusError, request: CallRequest, code: int) -> int:
+def _print_failure(error: DynbusError, request: CallRequest, code: int) -> int:
     click.echo(describe_error(error, as_json=request.as_json), err=True)
     return code
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import click
 import msgspec
 
+from dynbus.actors.actor import address_of
 from dynbus.actors.config_file import ConfigFile, read_file
 from dynbus.actors.configuration import (
     ActorOption,
@@ -152,7 +153,7 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
     """Print what would be started, with every value as it would be used, defaults included."""
     rows = [
         {
-            "address": f"{a.actor.__dynbus_namespace__}.{a.actor.__dynbus_component__}",
+            "address": address_of(a.actor),
             "class": f"{a.actor.__module__}:{a.actor.__qualname__}",
             "instances": a.workers,
             "endpoints": {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dynbus.bus import exit_codes
+from dynbus.bus.cleanup import finish
 from dynbus.bus.errors import ConfigError
 
 from .interrupts import Interrupts
@@ -113,9 +114,11 @@ class _Reloader:
                     break
             return await self._last_code()
         finally:
-            await asyncio.shield(asyncio.ensure_future(self._leave_none()))
-            os.close(alive_end)
-            os.close(inner_end)
+            try:
+                await finish(self._leave_none())
+            finally:
+                os.close(alive_end)
+                os.close(inner_end)
 
     async def _start(self, inner_end: int) -> None:
         self._process = await _dynbus(
@@ -147,7 +150,7 @@ class _Reloader:
             signalled.cancel()
             if process.returncode is None:
                 process.kill()
-            code = await asyncio.shield(ended)
+            code = await finish(_result(ended))
         if code == exit_codes.OK or self._signalled.is_set():
             return code == exit_codes.OK
         if self._process is not None and self._process.returncode is None:
@@ -203,6 +206,10 @@ class _Reloader:
         except TimeoutError:
             return False
         return True
+
+
+async def _result(task: asyncio.Future[int]) -> int:
+    return await task
 
 
 async def _dynbus(arguments: Iterable[str], **options: Any) -> asyncio.subprocess.Process:

@@ -6,23 +6,27 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from dynbus.actors.child import WorkerSettings
+from dynbus.actors.instance import STOP_TIMEOUT
 from dynbus.actors.serving import (
     Ending,
     Failure,
     StartFailed,
-    describe,
+    failure_of,
     problems_of,
     serve,
     stalls_of,
 )
 from dynbus.actors.supervisor import Supervisor
 from dynbus.bus import exit_codes
+from dynbus.bus.cleanup import finish
 from dynbus.bus.commands.terminal import error_line, notice
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.health import METRICS_REMEDY, HealthServer, Status
@@ -41,6 +45,13 @@ AT_ONCE_SECONDS: Final = 2.0
 CHILDREN_SECONDS: Final = 5.0
 """The same where there are children, which are killed one by one before."""
 
+METRICS_MODULES: Final = (
+    "prometheus_client",
+    "opentelemetry.sdk",
+    "opentelemetry.exporter.prometheus",
+)
+"""What a metrics page is made with: the extra `metrics`."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,10 +60,10 @@ def execute(options: RunOptions) -> int:
     try:
         failure, code = _execute(options)
     except DynbusError as error:
-        failure = describe(error)
+        failure = failure_of(error)
         code = failure.code
     if failure is not None:
-        _tell(failure)
+        _print_failure(failure)
     return code
 
 
@@ -72,8 +83,7 @@ def _execute(options: RunOptions) -> tuple[Failure | None, int]:
     for warning in plan.warnings:
         logger.warning("%s", warning)
     if options.in_process:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            return runner.run(_run_in_process(plan, options))
+        return _in_process(plan, options)
     return asyncio.run(_run_in_children(plan, options))
 
 
@@ -112,6 +122,26 @@ async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | N
         code = await running
     failed = code not in (exit_codes.OK, exit_codes.INTERRUPTED)
     return (supervisor.failure if failed else None), code
+
+
+def _in_process(plan: Plan, options: RunOptions) -> tuple[Failure | None, int]:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        failure, code = runner.run(_run_in_process(plan, options))
+        # Closing the loop waits for every task, also for one that swallows its cancellation.
+        watchdog = threading.Timer(STOP_TIMEOUT, _leave_behind, (failure, code))
+        watchdog.daemon = True
+        watchdog.start()
+    watchdog.cancel()
+    return failure, code
+
+
+def _leave_behind(failure: Failure | None, code: int) -> None:
+    """End the process although user code goes on in it."""
+    logger.error("tasks or threads of the actors go on after the run: they are left behind")
+    if failure is not None:
+        _print_failure(failure)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | None, int]:
@@ -153,7 +183,7 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
         try:
             await serve(plan.assignments, plan.bus, ending, started=started, stopping=stopping)
         except StartFailed as error:
-            failure = describe(error)
+            failure = failure_of(error)
             return failure, failure.code
     return None, exit_codes.INTERRUPTED if ending.at_once.is_set() else exit_codes.OK
 
@@ -176,12 +206,12 @@ def _tell_health(server: HealthServer) -> None:
 
 
 def _can_expose() -> bool:
-    import importlib.util
-
-    return all(
-        importlib.util.find_spec(name) is not None
-        for name in ("prometheus_client", "opentelemetry.sdk", "opentelemetry.exporter.prometheus")
+    # What `dynbus doctor` asks too; imported here, since most runs need neither.
+    from dynbus.bus.commands.diagnosis import (
+        _is_there as is_installed,  # pyright: ignore[reportPrivateUsage]
     )
+
+    return all(map(is_installed, METRICS_MODULES))
 
 
 def _telemetry(otlp_endpoint: str | None, metrics: bool) -> Callable[[], object]:
@@ -195,10 +225,10 @@ def _telemetry(otlp_endpoint: str | None, metrics: bool) -> Callable[[], object]
 async def _cancelled(task: asyncio.Future[int]) -> None:
     """Wait for the end of a task, cancelled unless it has ended."""
     task.cancel()
-    await asyncio.wait({task})
+    await finish(asyncio.wait({task}))
 
 
-def _tell(failure: Failure) -> None:
+def _print_failure(failure: Failure) -> None:
     if failure.traceback:
         click.echo(failure.traceback.rstrip(), err=True)
     # What follows is the log of a server that does not start.

@@ -272,7 +272,24 @@ def test_defaults_are_those_of_the_constructor() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "text"),
-    [("count", Text("3"), "3"), ("api_keys", [1], "***"), ("Password", "x", "***"), ("a", 1, 1)],
+    [
+        ("count", Text("3"), "3"),
+        ("a", 1, 1),
+        ("api_keys", [1], "***"),
+        ("Password", "x", "***"),
+        ("password", Text("1234"), "***"),
+        ("hf_token", "x", "***"),
+        ("accessToken", "x", "***"),
+        ("auth_tokens", "x", "***"),
+        ("auth_tokens", Text("x"), "***"),
+        ("max_tokens", 512, 512),
+        ("max_tokens", Text("4k"), "4k"),
+        ("prompt_tokens", Text("512"), "512"),
+        ("tokenizer", "t5", "t5"),
+        ("keyboard", "us", "us"),
+        ("key_size", 64, 64),
+        ("tokens_per_second", 2.5, 2.5),
+    ],
 )
 def test_what_may_be_secret_is_not_shown(name: str, value: Any, text: Any) -> None:
     assert shown(name, value) == text

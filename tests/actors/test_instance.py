@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from dynbus import Actor, ConfigError, Instance, NoInstances, handler
+from dynbus.actors.instance import ActorInstance
 from dynbus.actors.lifecycle import InstanceState
 from dynbus.bus.clock import monotonic
 from dynbus.testing import TestKit, run
@@ -138,6 +140,66 @@ def test_one_whose_drain_breaks_is_withdrawn_all_the_same(monkeypatch: pytest.Mo
             return instance.state, kit.caller.instance_ids("instance", "Logging")
 
     assert run(story()) == (InstanceState.STOPPED, [])
+
+
+def test_what_goes_wrong_in_stopping_one_that_was_taken_over_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Breaking(Logging, namespace="instance", component="Logging"):
+        async def on_stop(self) -> None:
+            raise OSError("the model stays")
+
+    async def story() -> InstanceState:
+        async with TestKit(lease_ttl=2) as kit:
+            first = await kit.start(Breaking, instance_id="mine")
+            bus = first.actor.runtime.bus
+            await kit.kill(first)
+            await asyncio.sleep(4.0)
+            await kit.start(Logging, instance_id="mine")
+            for connection in (bus.data, bus.lane.connection):
+                connection.reconnect()  # type: ignore[attr-defined]
+            await asyncio.sleep(60.0)
+            return first.state
+
+    with caplog.at_level(logging.ERROR):
+        state = run(story())
+
+    assert state is InstanceState.STOPPED
+    (record,) = [one for one in caplog.records if "did not stop cleanly" in one.message]
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "the model stays"
+
+
+@pytest.mark.parametrize("cancellations", [1, 2, 5])
+def test_one_whose_start_is_cancelled_is_withdrawn_before_the_cancellation_goes_on(
+    cancellations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> list[bool]:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            withdrawn: list[bool] = []
+            withdraw = ActorInstance._withdraw  # pyright: ignore[reportPrivateUsage]
+
+            async def slowly(instance: ActorInstance) -> None:
+                await asyncio.sleep(1.0)
+                await withdraw(instance)
+                withdrawn.append(True)
+
+            monkeypatch.setattr(ActorInstance, "_withdraw", slowly)
+            starting = asyncio.ensure_future(runtime.start(Endless))
+            for _ in range(cancellations):
+                await asyncio.sleep(0.1)
+                starting.cancel()
+            await asyncio.wait({starting})
+            assert starting.cancelled()
+            return withdrawn
+
+    assert run(story()) == [True]
+
+
+class Endless(Logging, namespace="instance"):
+    async def on_start(self) -> None:
+        await asyncio.Event().wait()
 
 
 def test_a_stopped_instance_is_called_no_more() -> None:

@@ -54,6 +54,14 @@ UNKNOWN = UnknownOutcome("gone")
 LOST = Unavailable("lost on its way", started=False)
 
 
+def test_decisions_of_different_kinds_are_not_equal() -> None:
+    decisions: list[Decision] = [RetryNow(), GiveUp(), PauseThenRetry(1.0)]
+
+    equal = [(one, other) for one in decisions for other in decisions if one == other]
+
+    assert equal == [(one, one) for one in decisions]
+
+
 def test_what_never_started_goes_on_at_the_next_instance_at_once() -> None:
     assert policy().decide(failed(REFUSED, others=True)) == RetryNow()
 

@@ -444,9 +444,11 @@ def test_a_router_sees_whose_call_it_is_and_which_attempt() -> None:
     assert [dict(one.metadata) for one in router.requests] == [{"tenant": "x"}] * 2
 
 
-def test_a_router_of_a_sub_call_sees_what_the_request_brought() -> None:
+def test_a_router_of_a_sub_call_sees_what_the_request_brought(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     router = Observing()
-    Relay.__dict__["worker"].routing = router
+    monkeypatch.setattr(Relay.__dict__["worker"], "routing", router)
 
     async def story() -> None:
         async with TestKit() as kit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tests.conditions import eventually
 
+from dynbus.actors import instance, serving
 from dynbus.actors.actor import Actor, depends
 from dynbus.actors.handlers import handler
 from dynbus.actors.loader import ImportFailed, dependency_depth, load_targets
@@ -19,7 +22,7 @@ from dynbus.actors.serving import (
     Assignment,
     Ending,
     StartFailed,
-    describe,
+    failure_of,
     problems_of,
     serve,
     users_traceback,
@@ -50,6 +53,20 @@ class Above(Below, namespace="served"):
 class Fails(Below, namespace="served"):
     async def on_start(self) -> None:
         raise RuntimeError("the model is missing")
+
+
+class Stubborn(Below, namespace="served"):
+    """Its start goes on in spite of its cancellation, until the test lets it go."""
+
+    async def on_start(self) -> None:
+        asking, free = self.events
+        asking.set()
+        while not free.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await free.wait()
+
+    async def on_stop(self) -> None:
+        return
 
 
 class Hangs(Below, namespace="served"):
@@ -174,6 +191,62 @@ async def test_an_end_that_is_asked_for_before_the_start_starts_nothing(
     assert ready == []
 
 
+@pytest.mark.anyio
+async def test_an_end_does_not_wait_for_ever_for_a_start_that_swallows_its_cancellation(
+    nats_server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serving, "STOP_TIMEOUT", 0.2)
+    monkeypatch.setattr(instance, "STOP_TIMEOUT", 0.2)
+    asking, free, ending = asyncio.Event(), asyncio.Event(), Ending()
+    before = asyncio.all_tasks()
+
+    async def started(runtime: Runtime) -> None:
+        return
+
+    assignments = [Assignment(Stubborn, {"events": (asking, free)}, 1)]
+    served = asyncio.ensure_future(
+        serve(assignments, {"servers": nats_server.url}, ending, started=started)
+    )
+    try:
+        async with asyncio.timeout(WITHIN):
+            await asking.wait()
+            ending.drain()
+            await served
+    finally:
+        free.set()
+        await eventually(lambda: asyncio.all_tasks() <= before, WITHIN)
+
+    assert "goes on 0.2 s after it was cancelled: it is left" in caplog.text
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_serving_waits_for_the_start_that_it_cancels(
+    nats_server: RunningServer,
+) -> None:
+    asking, free = asyncio.Event(), asyncio.Event()
+
+    async def started(runtime: Runtime) -> None:
+        return
+
+    assignments = [Assignment(Stubborn, {"events": (asking, free)}, 1)]
+    served = asyncio.ensure_future(
+        serve(assignments, {"servers": nats_server.url}, Ending(), started=started)
+    )
+    async with asyncio.timeout(WITHIN):
+        await asking.wait()
+    served.cancel()
+    for _ in range(3):
+        await asyncio.sleep(0.05)
+        assert not served.done()
+        served.cancel()
+
+    free.set()
+
+    async with asyncio.timeout(WITHIN):
+        await asyncio.wait({served})
+    assert served.cancelled()
+
+
 # What a failure is to the user --------------------------------------------------------------
 
 
@@ -194,7 +267,7 @@ async def test_an_end_that_is_asked_for_before_the_start_starts_nothing(
 def test_every_failure_has_an_exit_code_and_a_message(
     error: Exception, code: int, message: str
 ) -> None:
-    assert describe(error)[:2] == (code, message)
+    assert failure_of(error)[:2] == (code, message)
 
 
 @pytest.fixture
@@ -211,7 +284,7 @@ def told_by_loading(path: Path, text: str) -> list[str]:
     path.write_text(text)
     with pytest.raises(ImportFailed) as caught:
         load_targets([path.name])
-    return describe(caught.value).traceback.splitlines()
+    return failure_of(caught.value).traceback.splitlines()
 
 
 def test_a_mistake_in_a_declaration_is_shown_at_the_users_line_alone(folder: Path) -> None:

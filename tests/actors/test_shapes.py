@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from dynbus.actors.codec import codec_for
-from dynbus.actors.shapes import MAX_EXAMPLE, describe, example_of
+from dynbus.actors.shapes import MAX_EXAMPLE, describe_request, example_of
 
 
 class Author(BaseModel):
@@ -80,11 +80,11 @@ def test_an_example_of_the_author_s_own_is_preferred() -> None:
     ],
 )
 def test_a_type_is_described_by_name_and_example(annotation: Any, text: str) -> None:
-    assert describe(codec_for(annotation)) == text
+    assert describe_request(codec_for(annotation)) == text
 
 
 def test_a_long_example_is_left_out() -> None:
     class Wide(BaseModel):
         text: Literal["x" * MAX_EXAMPLE]  # type: ignore[valid-type]
 
-    assert describe(codec_for(Wide)) == "Wide as JSON"
+    assert describe_request(codec_for(Wide)) == "Wide as JSON"

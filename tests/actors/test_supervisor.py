@@ -165,13 +165,18 @@ async def test_a_drain_while_children_still_load_leaves_none(
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_run_leaves_no_child(nats_server: RunningServer, folder: Path) -> None:
+@pytest.mark.parametrize("cancellations", [1, 3])
+async def test_a_cancelled_run_leaves_no_child(
+    nats_server: RunningServer, folder: Path, cancellations: int
+) -> None:
     supervisor = supervise(nats_server, folder, "Below")
 
     async with running(supervisor) as task:
         supervisor.begin()
         await all_ready(supervisor)
-        task.cancel()
+        for _ in range(cancellations):
+            task.cancel()
+            await asyncio.sleep(0)
         with pytest.raises(asyncio.CancelledError):
             await task
 

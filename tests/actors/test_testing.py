@@ -172,3 +172,32 @@ def test_a_run_repeats_exactly() -> None:
 def test_using_the_kit_outside_of_its_with_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match="async with TestKit"):
         TestKit().client(Splitter)
+
+
+def test_a_kit_is_closed_however_often_its_block_is_cancelled() -> None:
+    async def story() -> list[str]:
+        kits: list[TestKit] = []
+
+        async def block() -> None:
+            async with TestKit() as kit:
+                kits.append(kit)
+                await kit.start(Closing)
+                await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(block())
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            task.cancel()
+        await asyncio.wait({task})
+        return [one.state.value for one in kits[0].started.values()]
+
+    assert run(story()) == ["stopped"]
+
+
+class Closing(Actor, namespace="kit"):
+    async def on_stop(self) -> None:
+        await asyncio.sleep(5.0)
+
+    @handler
+    async def call(self) -> None:
+        return

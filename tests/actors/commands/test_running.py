@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from dynbus.actors.commands import running
+from dynbus.actors.commands.running import (
+    _can_expose as can_expose,  # pyright: ignore[reportPrivateUsage]
+)
+from dynbus.actors.commands.running import (
+    _cancelled as cancelled,  # pyright: ignore[reportPrivateUsage]
+)
+from dynbus.actors.commands.running import (
+    _in_process as in_process,  # pyright: ignore[reportPrivateUsage]
+)
 from dynbus.actors.commands.running import execute
+from dynbus.actors.serving import Failure
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import Unavailable
 
@@ -51,6 +67,74 @@ def test_a_dry_run_warns_about_a_variable_that_is_nearly_of_the_run(
         "dynbus: the environment variable DYNBUS_Wared__x is not used: this run has no actor "
         "Wared (did you mean Warned?)\n"
     )
+
+
+def test_a_task_that_swallows_its_cancellation_keeps_no_process_that_has_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    let_go: list[Callable[[], object]] = []
+    kept: list[asyncio.Task[None]] = []
+
+    async def stubborn(free: asyncio.Event) -> None:
+        while not free.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await free.wait()
+
+    async def run(*arguments: object) -> tuple[Failure, int]:
+        loop, free = asyncio.get_running_loop(), asyncio.Event()
+        kept.append(loop.create_task(stubborn(free)))
+        let_go.append(partial(loop.call_soon_threadsafe, free.set))
+        await asyncio.sleep(0)
+        return Failure(exit_codes.START_FAILED, "the model is missing"), exit_codes.START_FAILED
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        let_go[0]()
+
+    monkeypatch.setattr(running, "_run_in_process", run)
+    monkeypatch.setattr(running, "STOP_TIMEOUT", 0.2)
+    monkeypatch.setattr(os, "_exit", leave)
+
+    in_process(cast("Any", None), run_options())
+
+    assert codes == [exit_codes.START_FAILED]
+    assert "dynbus: the model is missing" in capsys.readouterr().err
+
+
+def test_a_task_is_waited_for_however_often_who_waits_is_cancelled() -> None:
+    async def story() -> tuple[bool, bool]:
+        free = asyncio.Event()
+
+        async def slow_to_end() -> int:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await free.wait()
+            return 0
+
+        task = asyncio.ensure_future(slow_to_end())
+        await asyncio.sleep(0)
+        waiting = asyncio.ensure_future(cancelled(task))
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            waiting.cancel()
+        await asyncio.sleep(0.01)
+        early = waiting.done()
+        free.set()
+        await asyncio.wait({waiting})
+        return early, task.cancelled()
+
+    assert asyncio.run(story()) == (False, True)
+
+
+def test_metrics_are_left_out_where_a_package_above_their_exporter_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = can_expose()
+    monkeypatch.setattr(running, "METRICS_MODULES", ("dynbus_has_no.such_package",))
+
+    assert (there, can_expose()) == (True, False)
 
 
 def test_the_log_of_a_server_that_does_not_start_is_shown_below_the_reason(
