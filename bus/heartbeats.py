@@ -53,7 +53,7 @@ class Remote(Protocol):
         ...
 
     def beat(self) -> list[Frame]:
-        """The frames of the next heartbeat; called on the lane's thread."""
+        """The next heartbeat, a frame for each of its messages; called on the lane's thread."""
         ...
 
     def gone(self) -> None:
@@ -189,11 +189,7 @@ class Heartbeats:
     def _beat_all(self, now: float) -> None:
         doubted: list[tuple[Remote, RemoteLiveness]] = []
         for registry in list(self._registries.values()):
-            try:
-                doubted += self._beat(registry, now)
-            except Exception:
-                # Whatever is wrong with one side's calls, the other sides must go on beating.
-                logger.exception("a heartbeat of %s failed", registry.identity)
+            doubted += self._beat(registry, now)
         if doubted and self._confirming is None:
             self._confirming = asyncio.create_task(self._confirm(doubted), name="confirm-gone")
 
@@ -209,8 +205,12 @@ class Heartbeats:
                 remote.liveness = RemoteLiveness(now)
             if cut_off:
                 continue
-            if frames := remote.beat():
-                self._send(registry, remote_id, remote, frames)
+            try:
+                for frame in remote.beat():
+                    self._send(registry, remote_id, remote, [frame])
+            except Exception:
+                # Whatever is wrong with the calls there, all others are to hear from us.
+                logger.exception("a heartbeat of %s to %s failed", registry.identity, remote_id)
             if remote.liveness.is_gone(now):
                 doubted.append((remote, remote.liveness))
         return doubted

@@ -74,14 +74,18 @@ class Lease:
 
     Args:
         record: what the instance says of itself; its counter grows with each write.
+
+    Attributes:
+        written: whether a write was begun, so that the record may be there whatever became of it.
     """
 
-    __slots__ = ("_record", "revision", "state")
+    __slots__ = ("_record", "revision", "state", "written")
 
     def __init__(self, record: InstanceRecord) -> None:
         self._record = record
         self.revision = 0
         self.state = LeaseState.NEW
+        self.written = False
 
     def __repr__(self) -> str:
         return f"<Lease {self._record.instance_id} [{self.state.value} | rev {self.revision}]>"
@@ -99,7 +103,8 @@ class Lease:
         self._record = msgspec.structs.replace(self._record, draining=draining)
 
     def write(self) -> Write:
-        """The next write."""
+        """The next write; it counts as begun."""
+        self.written = True
         self._record = msgspec.structs.replace(self._record, counter=self._record.counter + 1)
         return Write(self._record, self.revision)
 
@@ -222,10 +227,13 @@ class LeaseKeeper:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
-        if self.lease.state is not LeaseState.HELD:
+        if not self.lease.written or self.lease.state in (LeaseState.CONFLICT, LeaseState.ENDED):
             return
         try:
             await self._delete()
+        except NoStream:
+            # Everything in the bucket went with it.
+            pass
         except DynbusError as error:
             logger.warning("the record of %s expires by itself: %s", self._subject, error)
         before, self.lease.state = self.lease.state, LeaseState.ENDED
@@ -244,7 +252,7 @@ class LeaseKeeper:
                 )
                 return
             except WrongLastSequence:
-                # A renewal was cut off between its sending and its answer.
+                # A write was cut off between its sending and its answer.
                 self.lease.found(await self._jetstream.last(INSTANCES_STREAM.name, self._subject))
                 if self.lease.state is LeaseState.CONFLICT:
                     return

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CHUNK_SIZE: Final = 128 * 1024
+HEADER_BYTES: Final = 512
+"""More than the headers of a chunk take of a message."""
 TRY_TIMEOUT: Final = 5.0
 RETRY_DELAY: Final = 0.25
 RETRY_FOR: Final = 60.0
@@ -109,8 +111,8 @@ class ObjectStore:
     ) -> ObjectInfo:
         """Store an object; one of this name is replaced when all of the new one is stored.
 
-        When it fails or is cancelled the old object stays, unless the very last answer was
-        lost: then either may be there, and each is whole.
+        When it fails or is cancelled the old object stays, unless the record of the new one
+        was being written: then either may be there, and each is whole.
 
         Raises:
             ConfigError: the name is empty.
@@ -121,11 +123,12 @@ class ObjectStore:
         end = monotonic() + timeout
         nuid = secrets.token_hex(11)
         view = memoryview(data).cast("B")
-        starts = range(0, len(view), self._chunk_size)
+        chunk_size = min(self._chunk_size, self._jetstream.max_payload - HEADER_BYTES)
+        starts = range(0, len(view), chunk_size)
         digest = hashlib.sha256()
         try:
             for number, start in enumerate(starts):
-                chunk = bytes(view[start : start + self._chunk_size])
+                chunk = bytes(view[start : start + chunk_size])
                 digest.update(chunk)
                 await self._publish(
                     end, chunk_subject(self._bucket, nuid), chunk, f"{nuid}.{number}"
@@ -141,12 +144,20 @@ class ObjectStore:
             len(starts),
             digest_text(digest.digest()),
             headers={key: [value] for key, value in (headers or {}).items()},
-            options={"max_chunk_size": self._chunk_size},
+            options={"max_chunk_size": chunk_size},
         )
+        replaced: set[str] = set()
         try:
-            return (await self._replace(end, record)).info
+            return (await self._replace(end, record, replaced)).info
         except StreamFull:
             await self._drop_chunks_shielded(nuid)
+            raise
+        except BaseException as error:
+            if not replaced:
+                await self._drop_chunks_shielded(nuid)
+            elif isinstance(error, asyncio.CancelledError):
+                # The record may be on its way: only its answer says whose chunks are to go.
+                await self._settle_shielded(record, replaced)
             raise
 
     async def get(self, name: str, *, timeout: float = 60.0) -> Object:
@@ -185,7 +196,7 @@ class ObjectStore:
         stored = await self._stored(end, name)
         if stored is not None and not stored.record.deleted:
             await self._replace(
-                end, ObjectRecord(name, self._bucket, secrets.token_hex(11), deleted=True)
+                end, ObjectRecord(name, self._bucket, secrets.token_hex(11), deleted=True), set()
             )
 
     async def list_objects(self, *, timeout: float = 5.0) -> list[ObjectInfo]:
@@ -235,12 +246,15 @@ class ObjectStore:
         messages = await self._last_of_each(end, f"$O.{self._bucket}.M.>")
         return [StoredRecord.of(message) for message in messages if not message.is_marker]
 
-    async def _replace(self, end: float, record: ObjectRecord) -> StoredRecord:
-        """Make `record` the one of its name, and drop the chunks of those that it follows."""
+    async def _replace(self, end: float, record: ObjectRecord, replaced: set[str]) -> StoredRecord:
+        """Make `record` the one of its name, and drop the chunks of those that it follows.
+
+        Args:
+            replaced: gets the nuids of those before it is sent, "" for none.
+        """
         subject = record_subject(self._bucket, record.name)
         data = msgspec.json.encode(record)
         end = min(end, monotonic() + RETRY_FOR)
-        replaced: set[str] = set()
         while True:
             known = await self._stored(end, record.name)
             if known is not None and known.record.nuid == record.nuid:
@@ -248,22 +262,37 @@ class ObjectStore:
                 stored = known
                 break
             revision = 0 if known is None else known.revision
+            replaced.add("" if known is None else known.record.nuid)
             try:
                 sequence = await self._publish(
                     end, subject, data, f"{record.nuid}.record", revision=revision
                 )
             except WrongLastSequence:
-                if known is not None:
-                    replaced.add(known.record.nuid)
                 continue
             stored = StoredRecord(record, sequence, unix_time())
-            # Otherwise an earlier try was stored, and `known` has replaced it since.
-            if known is not None and sequence > revision:
-                replaced.add(known.record.nuid)
+            if known is not None and sequence <= revision:
+                # An earlier try was stored, and `known` has replaced it since.
+                replaced.discard(known.record.nuid)
             break
         for nuid in replaced - {""}:
             await self._drop_chunks_shielded(nuid)
         return stored
+
+    async def _settle_shielded(self, record: ObjectRecord, replaced: set[str]) -> None:
+        """Bring a record that was sent to its end, although whoever wrote it has left."""
+        try:
+            await finish(self._replace(monotonic() + CLEANUP_TIMEOUT, record, replaced))
+        except StreamFull:
+            await self._drop_chunks_shielded(record.nuid)
+        except DynbusError as error:
+            logger.warning(
+                "whether object %s of bucket %s is %s is not known; what is left over stays until "
+                "drop_abandoned(): %s",
+                record.name,
+                self._bucket,
+                record.nuid,
+                error,
+            )
 
     # Chunks ---------------------------------------------------------------------------
 

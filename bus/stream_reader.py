@@ -6,7 +6,7 @@ A plain object without I/O or clock; `stream_writer.py` draws how the two ends w
 from __future__ import annotations
 
 from .errors import PayloadTooLarge
-from .wire import MAX_FRAME_BYTES, End, Item, Items, Part, Terminal
+from .wire import MAX_FRAME_BYTES, End, Failed, Item, Items, Part, Terminal
 
 
 class StreamReader:
@@ -85,8 +85,9 @@ class StreamReader:
     def receive(self, frame: Item | Items | Part | Terminal) -> None:
         """Take in a frame of this call and attempt.
 
-        What is already held is skipped. A frame after a gap is not kept: it sets `behind`,
-        which says that the writer must be asked to resume from `next_sequence`.
+        What is already held is skipped, except that an error always ends the stream: it may
+        stand in the place of units that arrived after all. A frame after a gap is not kept: it
+        sets `behind`, which says that the writer must be asked to resume from `next_sequence`.
 
         Raises:
             PayloadTooLarge: the parts of one item exceed `max_item_bytes`.
@@ -103,6 +104,9 @@ class StreamReader:
             self._receive_items(frame.items, -ahead)
         elif ahead == 0:
             self._receive_unit(frame)
+        elif isinstance(frame, Failed):
+            self.behind = False
+            self.terminal = frame
 
     def drain(self) -> list[bytes]:
         """The items that arrived since the last call, in order."""

@@ -64,6 +64,7 @@ class StreamWriter:
 
     Attributes:
         dirty: whether there is something to send; to be cleared by whoever sends it.
+        given_up: whether it ended by `give_up`.
     """
 
     __slots__ = (
@@ -78,6 +79,7 @@ class StreamWriter:
         "attempt",
         "dirty",
         "ended",
+        "given_up",
         "granted",
         "max_item_bytes",
         "max_unit_bytes",
@@ -112,6 +114,7 @@ class StreamWriter:
         self.pushed_bytes = 0
         self.taken_bytes: int = 0
         self.ended = False
+        self.given_up = False
         # The units from sequence `_acknowledged` on; those below `_next_unsent` were handed out.
         self._units: list[_Unit] = []
         self._next_unsent: int = 0
@@ -186,6 +189,27 @@ class StreamWriter:
             limit = self.max_unit_bytes
             failed = failed_frame(self.number, self.secret, self.attempt, 0, error, limit)
             self._finish(_Ending(None, failed))
+
+    def give_up(self, error: DynbusError, limit: int) -> None:
+        """End the stream with an error in place of all units that are still to be sent.
+
+        Unlike `fail` it does so where the stream has ended, too.
+
+        Args:
+            limit: bytes of a unit that can be sent.
+        """
+        del self._units[self._next_unsent :]
+        # Of what was sent before a resume nothing is left that could be acknowledged.
+        self._sent_before = 0
+        self.max_unit_bytes = limit
+        self.ended = False
+        self.fail(error)
+        self.given_up = True
+
+    def limit_units(self, max_unit_bytes: int) -> None:
+        """Split items by this limit from now on."""
+        self.max_unit_bytes = max_unit_bytes
+        self._whole_bytes = min(max_unit_bytes, self.max_item_bytes)
 
     def take_items(self, limit: int) -> Item | Items | None:
         """All fresh units as one frame, when they are whole items only and fit the limit.
@@ -263,6 +287,9 @@ class StreamWriter:
         # them by now all the same.
         sent = max(self._sent_before, self._acknowledged + self._next_unsent)
         drop = min(received, sent) - self._acknowledged
+        if self.given_up:
+            # The reader may hold other units of these sequences: the error must reach it.
+            drop = min(drop, len(self._units) - 1)
         if drop > 0:
             del self._units[:drop]
             self._acknowledged += drop

@@ -182,6 +182,11 @@ class JetStream(Protocol):
     """The persistent half of a connection. Every call is bounded by `timeout` seconds and
     raises `Unavailable` when no answer came in that time."""
 
+    @property
+    def max_payload(self) -> int:
+        """Bytes of headers and data that one message may have."""
+        ...
+
     async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
         """Make the stream, or leave one that exists with these subjects as it is.
 

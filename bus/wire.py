@@ -124,10 +124,14 @@ class Open(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=8):
     Attributes:
         calls: (number, next sequence) of each open call: units below it are held.
         done: (number, secret) of calls that have ended, of which nothing need be kept.
+        first, last: the numbers that it speaks of, both included: a call between them that it
+            does not list is not open. A `last` of None is no bound.
     """
 
     calls: list[tuple[int, int]]
     done: list[tuple[int, bytes]]
+    first: int = 0
+    last: int | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=9):
@@ -137,11 +141,14 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=9):
         blocked: seconds for which the writer's main loop has not run.
         draining: whether the instance takes no more calls.
         calls: (number, next sequence) of each open or not yet acknowledged call.
+        first, last: the numbers that it speaks of, as in `Open`.
     """
 
     blocked: float
     draining: bool
     calls: list[tuple[int, int]]
+    first: int = 0
+    last: int | None = None
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=10):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from dynbus.bus import headers
+from dynbus.bus.call_spans import covers
 from dynbus.bus.clock import monotonic
 from dynbus.bus.deadlines import Deadlines
 from dynbus.bus.drops import DropReason
@@ -354,7 +355,8 @@ class Caller:
             return
         sent = dict(frame.calls)
         for call in list(remote.calls.values()):
-            call.compare(sent.get(call.number))
+            if covers(frame, call.number):
+                call.compare(sent.get(call.number))
 
     def _lost(self, call: PendingCall) -> None:
         hop = call.endpoint.hop(call.remote.instance_id)

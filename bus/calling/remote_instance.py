@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from dynbus.bus.call_spans import CALL_BYTES, span_room, split_calls
 from dynbus.bus.liveness import RemoteLiveness
 from dynbus.bus.names import control_subject
 from dynbus.bus.wire import Frame, Open
@@ -35,13 +36,20 @@ class RemoteInstance:
         return bool(self.calls or self.done)
 
     def beat(self) -> list[Frame]:
+        open_calls = list(self.calls.values())
+        calls = {call.number: call.reader.next_sequence for call in open_calls}
+        room = span_room(self._caller.bus.lane.connection.max_payload)
+        # However many calls are open, half of a message is left for acknowledgements.
+        room_for_done = max(room // 2, room - CALL_BYTES * len(calls))
+        count = min(len(self.done), max(1, room_for_done // ACKNOWLEDGEMENT_BYTES))
         # The main loop only appends to `done`, so taking a prefix away loses nothing.
-        room = self._caller.bus.lane.connection.max_payload - 16 * len(self.calls)
-        count = min(len(self.done), max(1, room // ACKNOWLEDGEMENT_BYTES - 8))
         done = self.done[:count]
         del self.done[:count]
-        calls = list(self.calls.values())
-        return [Open([(call.number, call.reader.next_sequence) for call in calls], done)]
+        first, *rest = split_calls(calls, (room - ACKNOWLEDGEMENT_BYTES * count) // CALL_BYTES)
+        return [
+            Open(first.calls, done, first.first, first.last),
+            *(Open(span.calls, [], span.first, span.last) for span in rest),
+        ]
 
     def gone(self) -> None:
         self._caller.instance_gone(self)

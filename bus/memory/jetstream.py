@@ -202,6 +202,10 @@ class MemoryJetStream:
         self._server = server
         self._store = store
 
+    @property
+    def max_payload(self) -> int:
+        return self._connection.max_payload
+
     async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
         call = f"STREAM.CREATE.{config.name}"
         await self._api(call, partial(self._server.ensure, config), timeout)

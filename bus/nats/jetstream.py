@@ -129,6 +129,10 @@ class NatsJetStream:
     def __init__(self, connection: NatsConnection) -> None:
         self._connection = connection
 
+    @property
+    def max_payload(self) -> int:
+        return self._connection.max_payload
+
     async def api(self, call: str, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
         """One call of `$JS.API`.
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from dynbus.bus import headers
+from dynbus.bus.call_spans import CALL_BYTES, covers, span_room, split_calls
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
@@ -168,14 +170,24 @@ class ServerControl:
             calls.extend(client.calls.values())
         return calls
 
-    def heartbeat(self, calls: list[tuple[int, int]]) -> Heartbeat:
-        """What a client with these calls is told at every beat; called on the lane."""
-        return Heartbeat(self._bus.heartbeats.blocked, self._execution.draining, calls)
+    def heartbeats(self, calls: Mapping[int, int]) -> list[Frame]:
+        """What a client with these calls is told at every beat; called on the lane.
+
+        Args:
+            calls: the sequence after the last unit of each, by number.
+        """
+        blocked, draining = self._bus.heartbeats.blocked, self._execution.draining
+        most = span_room(self._bus.lane.connection.max_payload) // CALL_BYTES
+        return [Heartbeat(blocked, draining, *span) for span in split_calls(calls, most)]
 
     def touch_fresh(self) -> None:
         """Have everything sent that was not, now that the connection is back."""
         # Bytes of the last moments may be lost; whoever misses some asks, see `Resume`.
+        most = self._outbox.max_unit_bytes()
         for client in list(self.registry.remotes.values()):
+            for call in client.calls.values():
+                # It may be another server, with another limit.
+                call.writer.limit_units(most)
             client.touch_fresh()
 
     def forget_idle(self, now: float) -> None:
@@ -231,7 +243,8 @@ class ServerControl:
                     self._on_open(client, batch.incarnation, frame)
                 if frame.calls and (client is None or not client.has_work()):
                     # None of them is here; told so twice the client asks for each.
-                    self._answer_control(batch.sender, Heartbeat(0.0, self._execution.draining, []))
+                    nothing = Heartbeat(0.0, self._execution.draining, [], frame.first, frame.last)
+                    self._answer_control(batch.sender, nothing)
             elif isinstance(frame, Credit | Cancel | Resume):
                 self._on_call_control(client, batch.sender, frame)
             elif not isinstance(frame, Ping | Pong):
@@ -248,7 +261,7 @@ class ServerControl:
                 self.refused.add(client.client_id, number, secret, monotonic())
             elif writer.secret == secret:
                 self._release(client, number)
-        client.missing = self._missing(client, dict(frame.calls))
+        client.missing = self._missing(client, frame)
         for number, beats in client.missing.items():
             if beats < LOST_CANCEL_BEATS:
                 continue
@@ -261,16 +274,18 @@ class ServerControl:
             self._release(client, number)
 
     @staticmethod
-    def _missing(client: RemoteClient, known: dict[int, int]) -> dict[int, int]:
-        """The calls here that a heartbeat does not list, and how many in a row did not.
-
-        Args:
-            known: the calls that it lists, each with the units received.
-        """
+    def _missing(client: RemoteClient, frame: Open) -> dict[int, int]:
+        """The calls here that heartbeats do not list, and how many in a row did not."""
+        known = dict(frame.calls)
         newest = max(known, default=-1)
         now = monotonic()
         missing: dict[int, int] = {}
         for number in (*client.calls, *client.kept):
+            if not covers(frame, number):
+                # Another message of this heartbeat tells of it.
+                if number in client.missing:
+                    missing[number] = client.missing[number]
+                continue
             if number in known:
                 # Soon and often: what is kept for long is memory that is never warm.
                 writer = client.writer(number)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
+from dynbus.bus.errors import PayloadTooLarge
 from dynbus.bus.wire import BATCH_OVERHEAD, MAX_FRAME_BYTES, Frame, encode_batch
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
+    from dynbus.bus.stream_writer import StreamWriter
 
     from .execution import Execution
     from .remote_client import RemoteClient
@@ -61,8 +63,10 @@ class Outbox:
         """Send everything that is ready for one client, in as few messages as it fits."""
         writers, client.dirty = client.dirty, []
         client.ended = 0
-        limit = room = min(MAX_FRAME_BYTES, self._bus.data.max_payload - 3 * BATCH_OVERHEAD)
+        most = self._bus.data.max_payload - 3 * BATCH_OVERHEAD
+        limit = room = min(MAX_FRAME_BYTES, most)
         frames: list[Frame] = []
+        oversized: list[StreamWriter] = []
         for writer in writers:
             writer.dirty = False
         for writer in writers:
@@ -72,6 +76,9 @@ class Outbox:
                 room -= writer.taken_bytes + FRAME_OVERHEAD
                 continue
             while writer.has_fresh:
+                if writer.next_bytes > most:
+                    oversized.append(writer)
+                    break
                 if frames and writer.next_bytes > room:
                     self._send(client, frames)
                     frames, room = [], limit
@@ -79,6 +86,27 @@ class Outbox:
                 room -= writer.taken_bytes + FRAME_OVERHEAD
         if frames:
             self._send(client, frames)
+        for writer in oversized:
+            self._give_up(client, writer)
+
+    def _give_up(self, client: RemoteClient, writer: StreamWriter) -> None:
+        """End a call whose next unit was cut for a server that took larger messages."""
+        if writer.given_up:
+            logger.error("not even the error of %r fits a message for %s", writer, client.base)
+            return
+        error = PayloadTooLarge(
+            f"a piece of {writer.next_bytes} bytes of the answer fits no message any longer: the "
+            f"server's limit shrank to max_payload = {self._bus.data.max_payload}; a new call is "
+            "split for that"
+        )
+        call = client.calls.get(writer.number)
+        if call is not None:
+            call.label(error)
+        writer.give_up(error, self.max_unit_bytes())
+        if call is not None and not call.ended:
+            self._execution.abort(call, error)
+        else:
+            client.touch(writer)
 
     def encode(self, frames: list[Frame]) -> bytes:
         """Frames as a batch of this instance."""

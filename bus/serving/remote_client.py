@@ -64,14 +64,14 @@ class RemoteClient:
         return bool(self.calls or self.kept)
 
     def beat(self) -> list[Frame]:
-        calls = [(number, call.writer.next_sequence) for number, call in list(self.calls.items())]
+        calls = {number: call.writer.next_sequence for number, call in list(self.calls.items())}
         # What ended since the last beat is most likely acknowledged before the next.
         kept = list(self.kept.items())
-        calls += [
-            (number, writer.next_sequence) for number, writer in kept if number <= self.kept_mark
-        ]
+        for number, writer in kept:
+            if number <= self.kept_mark:
+                calls[number] = writer.next_sequence
         self.kept_mark = kept[-1][0] if kept else 0
-        return [self._control.heartbeat(calls)]
+        return self._control.heartbeats(calls)
 
     def touch(self, writer: StreamWriter) -> None:
         """Have a writer's fresh units sent at the end of this turn of the loop."""

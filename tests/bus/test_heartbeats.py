@@ -13,7 +13,7 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig
 from dynbus.bus.drops import DropReason
-from dynbus.bus.errors import StreamLost
+from dynbus.bus.errors import DynbusError, PayloadTooLarge, StreamLost
 from dynbus.bus.heartbeats import TICK
 from dynbus.bus.lane import ThreadLane
 from dynbus.bus.liveness import GONE_AFTER, HEARTBEAT_INTERVAL, RECONNECT_GRACE, SILENCE_LIMIT
@@ -209,6 +209,33 @@ def test_one_side_whose_calls_cannot_be_told_does_not_stop_the_others(
         beats = run(story())
 
     assert beats > 0
+    assert "a heartbeat of" in caplog.text
+
+
+def test_a_remote_that_cannot_be_told_keeps_no_other_one_from_its_heartbeat(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> tuple[int, bool]:
+        async with played() as side:
+            broken = side.begin(instance_id="broken", streaming=True, deadline=None)
+            whole = side.begin(streaming=True, deadline=None)
+
+            def fail() -> None:
+                raise PayloadTooLarge("too many calls")
+
+            monkeypatch.setattr(broken.remote, "beat", fail)
+            for _ in range(10):
+                await asyncio.sleep(HEARTBEAT_INTERVAL)
+                await side.far.beat()
+
+            assert isinstance(broken.error, DynbusError)
+            return len(side.far.all(Open)), whole.is_open
+
+    with caplog.at_level(logging.ERROR):
+        beats, still_open = run(story())
+
+    assert beats >= 8
+    assert still_open
     assert "a heartbeat of" in caplog.text
 
 

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from dynbus.bus.errors import ConfigError
 from dynbus.bus.leases import (
     INSTANCES_STREAM,
     RENEWALS_PER_COUNT,
@@ -160,3 +161,82 @@ def test_keepers_tell_how_many_records_there_are_at_first_and_then_now_and_then(
         return at_first, counts[len(at_first) :]
 
     assert run(story()) == ([1, 2, 3], [3, 3, 3])
+
+
+async def cancelled_while_writing(bus: MemoryBus, fault: str) -> StoredMessage | None:
+    """What is stored of an instance whose start was given up during its first write.
+
+    Args:
+        fault: the subject that is slow: of the record, or of its acknowledgement.
+    """
+    connection = await bus.connect()
+    other = await bus.connect()
+    keeper = LeaseKeeper(connection.jetstream, RECORD, 9.0)
+    await connection.jetstream.ensure_stream(INSTANCES_STREAM)
+
+    with bus.delay(fault.format(inbox=connection.inbox), 0.1):
+        announcing = asyncio.create_task(keeper.announce())
+        await asyncio.sleep(0.05)
+        announcing.cancel()
+        await asyncio.wait([announcing])
+        await keeper.end()
+    await asyncio.sleep(1.0)
+
+    assert announcing.cancelled()
+    assert keeper.lease.state is LeaseState.ENDED
+    return await other.jetstream.last(INSTANCES_STREAM.name, SUBJECT)
+
+
+@pytest.mark.parametrize("fault", ["$KV.>", "{inbox}.>"])
+def test_a_start_that_is_cancelled_during_its_first_write_leaves_no_record(fault: str) -> None:
+    last = run(cancelled_while_writing(MemoryBus(), fault))
+
+    assert last is None or last.is_marker
+
+
+def test_a_lease_that_was_never_written_is_ended_without_a_word() -> None:
+    async def story() -> StoredMessage | None:
+        jetstream = (await MemoryBus().connect()).jetstream
+        await jetstream.ensure_stream(INSTANCES_STREAM)
+
+        await LeaseKeeper(jetstream, RECORD, 9.0).end()
+
+        return await jetstream.last(INSTANCES_STREAM.name, SUBJECT)
+
+    assert run(story()) is None
+
+
+def test_the_record_of_another_process_outlives_our_end() -> None:
+    async def story() -> StoredMessage | None:
+        jetstream = (await MemoryBus().connect()).jetstream
+        other = msgspec.structs.replace(RECORD, incarnation="another")
+        theirs, ours = (LeaseKeeper(jetstream, record, 9.0) for record in (other, RECORD))
+        await theirs.announce()
+
+        with pytest.raises(ConfigError):
+            await ours.announce()
+        await ours.end()
+        last = await jetstream.last(INSTANCES_STREAM.name, SUBJECT)
+        await theirs.end()
+        return last
+
+    last = run(story())
+    assert last is not None
+    assert not last.is_marker
+
+
+def test_an_end_without_a_bucket_has_nothing_to_withdraw(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story() -> LeaseState:
+        jetstream = (await MemoryBus().connect()).jetstream
+        keeper = LeaseKeeper(jetstream, RECORD, 9.0)
+        await keeper.announce()
+        await jetstream.delete_stream(INSTANCES_STREAM.name)
+
+        await keeper.end()
+
+        return keeper.lease.state
+
+    assert run(story()) is LeaseState.ENDED
+    assert caplog.text == ""

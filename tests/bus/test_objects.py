@@ -155,6 +155,64 @@ async def test_chunks_that_cannot_be_dropped_are_dropped_later(
     assert (await store.get("o")).data == bytes(CHUNK)
 
 
+@pytest.mark.parametrize("max_payload", [4096, 65536])
+async def test_chunks_fit_the_messages_of_a_server_that_takes_only_small_ones(
+    max_payload: int,
+) -> None:
+    connection = await MemoryBus(max_payload=max_payload).connect()
+    store = ObjectStore(connection.jetstream, ObjectBucket("b"))
+    await store.ensure()
+    data = secrets.token_bytes(200_000)
+
+    put = await store.put("o", data)
+
+    assert (await store.get("o")).data == data
+    assert put.chunks <= len(data) // (max_payload - 1024) + 1
+
+
+@pytest.mark.parametrize("asked_again", [False, True])
+async def test_a_put_that_is_cancelled_before_its_record_is_sent_leaves_nothing(
+    asked_again: bool,
+) -> None:
+    bus = MemoryBus()
+    _, store = await opened(bus)
+    await store.put("o", b"old")
+
+    with bus.delay("$JS.API.DIRECT.GET.>", 1.0), bus.delay("$JS.API.STREAM.MSG.GET.>", 1.0):
+        putting = asyncio.create_task(store.put("o", bytes(3 * CHUNK)))
+        await asyncio.sleep(0.5)
+        putting.cancel()
+        if asked_again:
+            await asyncio.sleep(0)
+            putting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+
+    assert held(bus) == 2
+    assert (await store.get("o")).data == b"old"
+
+
+@pytest.mark.parametrize("slow", ["$O.b.M.>", "{inbox}.>"])
+async def test_a_put_that_is_cancelled_while_its_record_is_sent_leaves_one_whole_object(
+    slow: str,
+) -> None:
+    bus = MemoryBus()
+    connection, store = await opened(bus)
+    await store.put("o", b"old")
+
+    putting = asyncio.create_task(store.put("o", bytes(3 * CHUNK)))
+    with bus.delay(slow.format(inbox=connection.inbox), 1.0):
+        await asyncio.sleep(0.5 if "$O" in slow else 3.5)
+        putting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+    await asyncio.sleep(5.0)
+
+    info = await store.info("o")
+    assert held(bus) == info.chunks + 1
+    assert (await store.get("o")).data in (b"old", bytes(3 * CHUNK))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_whatever_is_lost_a_reader_never_gets_a_torn_object(seed: int) -> None:

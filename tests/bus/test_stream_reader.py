@@ -6,7 +6,7 @@ import pytest
 
 from dynbus.bus.errors import PayloadTooLarge
 from dynbus.bus.stream_reader import StreamReader
-from dynbus.bus.wire import End, Item, Items, Part
+from dynbus.bus.wire import End, Item, Items, Part, failed_frame
 
 SECRET = bytes(16)
 WINDOW = 100
@@ -52,6 +52,17 @@ def test_parts_beyond_the_item_limit_are_refused() -> None:
 
     with pytest.raises(PayloadTooLarge, match="max_item_bytes = 240"):
         reader.receive(Part(7, SECRET, 1, 4, b"x"))
+
+
+def test_an_error_ends_the_stream_also_where_items_are_held_already() -> None:
+    reader = make_reader()
+    reader.receive(Items(7, SECRET, 1, 0, [b"a", b"b"]))
+    failed = failed_frame(7, SECRET, 1, 1, PayloadTooLarge("the limit shrank"))
+
+    reader.receive(failed)
+
+    assert reader.drain() == [b"a", b"b"]
+    assert reader.terminal == failed
 
 
 def test_the_end_of_a_stream_grants_no_more() -> None:

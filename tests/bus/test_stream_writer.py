@@ -371,6 +371,78 @@ def test_only_the_first_terminal_counts() -> None:
     assert reader.drain() == []
 
 
+def test_what_does_not_fit_any_longer_and_all_after_it_gives_way_to_an_error() -> None:
+    writer, reader = make_writer(1000), make_reader()
+    for item in (b"a", bytes(50), b"c"):
+        writer.push(item)
+    frames = writer.take(10)
+
+    writer.give_up(PayloadTooLarge("the limit shrank"), 40)
+    frames += writer.take(1000)
+    receive_all(reader, frames)
+
+    assert reader.drain() == [b"a"]
+    assert isinstance(reader.terminal, Failed)
+    assert (reader.terminal.code, reader.terminal.sequence) == ("PayloadTooLarge", 1)
+    assert writer.ended
+    assert not writer.push(b"d")
+    assert not writer.has_fresh
+
+
+def test_a_call_that_had_ended_is_given_up_all_the_same() -> None:
+    writer, reader = make_writer(1000), make_reader()
+    writer.end(bytes(50))
+    writer.take(1000)
+    writer.resume(0)
+
+    writer.give_up(PayloadTooLarge("the limit shrank"), 40)
+    receive_all(reader, writer.take(1000))
+
+    assert isinstance(reader.terminal, Failed)
+    assert reader.terminal.code == "PayloadTooLarge"
+
+
+@pytest.mark.parametrize("held", [2, 3, 7])
+def test_a_reader_that_holds_more_than_was_given_up_is_still_told_the_error(held: int) -> None:
+    writer, reader = make_writer(1000), make_reader()
+    for item in (b"a", b"b", b"c"):
+        writer.push(item)
+    receive_all(reader, writer.take(1000))
+    writer.resume(1)
+
+    writer.give_up(PayloadTooLarge("the limit shrank"), 40)
+    writer.credit(1000, held)
+    receive_all(reader, writer.take(1000))
+
+    assert reader.drain() == [b"a", b"b", b"c"]
+    assert isinstance(reader.terminal, Failed)
+
+
+def test_the_error_of_a_call_that_was_given_up_is_kept_until_the_call_is_over() -> None:
+    writer, reader = make_writer(1000), make_reader()
+    writer.push(b"a")
+    writer.give_up(PayloadTooLarge("the limit shrank"), 40)
+    writer.take(1000)  # lost on the way
+
+    writer.acknowledge(1)
+    resumed = writer.resume(0)
+    receive_all(reader, writer.take(1000))
+
+    assert resumed
+    assert isinstance(reader.terminal, Failed)
+
+
+def test_later_items_are_split_for_the_limit_that_holds_now() -> None:
+    writer = make_writer(1000)
+    writer.push(bytes(50))
+
+    writer.limit_units(20)
+    writer.push(bytes(50))
+
+    sizes = [len(frame.data) for frame in writer.take(1000) if isinstance(frame, Part)]
+    assert sizes == [20, 20]
+
+
 def test_repr_is_a_status_line() -> None:
     writer = make_writer()
     writer.push(bytes(WINDOW))

@@ -57,11 +57,16 @@ GOLDEN: list[tuple[Frame, bytes]] = [
     (Unknown(7, SECRET, 1), HEAD + b"\x94\x07" + CALL),
     (
         Open([(7, 3), (8, 0)], [(6, SECRET)]),
-        HEAD + b"\x93\x08\x92\x92\x07\x03\x92\x08\x00\x91\x92\x06\xc4\x100123456789abcdef",
+        HEAD + b"\x95\x08\x92\x92\x07\x03\x92\x08\x00\x91\x92\x06\xc4\x100123456789abcdef\x00\xc0",
     ),
+    (Open([(7, 3)], [], 5, 9), HEAD + b"\x95\x08\x91\x92\x07\x03\x90\x05\x09"),
     (
         Heartbeat(0.25, False, [(7, 9)]),
-        HEAD + b"\x94\t\xcb?\xd0\x00\x00\x00\x00\x00\x00\xc2\x91\x92\x07\t",
+        HEAD + b"\x96\t\xcb?\xd0\x00\x00\x00\x00\x00\x00\xc2\x91\x92\x07\t\x00\xc0",
+    ),
+    (
+        Heartbeat(0.25, False, [(7, 9)], 5, 9),
+        HEAD + b"\x96\t\xcb?\xd0\x00\x00\x00\x00\x00\x00\xc2\x91\x92\x07\t\x05\x09",
     ),
     (Ping(5), HEAD + b"\x92\n\x05"),
     (Pong(5), HEAD + b"\x92\x0b\x05"),
@@ -96,9 +101,20 @@ frames: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Resume, *call, integers),
     st.builds(Unknown, *call),
     st.builds(
-        Open, st.lists(st.tuples(integers, integers)), st.lists(st.tuples(integers, secrets))
+        Open,
+        st.lists(st.tuples(integers, integers)),
+        st.lists(st.tuples(integers, secrets)),
+        integers,
+        st.none() | integers,
     ),
-    st.builds(Heartbeat, seconds, st.booleans(), st.lists(st.tuples(integers, integers))),
+    st.builds(
+        Heartbeat,
+        seconds,
+        st.booleans(),
+        st.lists(st.tuples(integers, integers)),
+        integers,
+        st.none() | integers,
+    ),
     st.builds(Ping, integers),
     st.builds(Pong, integers),
 )

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from nats.aio.client import Client
+from tests.conditions import eventually
 
-from dynbus import HandlerError, InvalidRequest, PayloadTooLarge, Runtime, call_options
+from dynbus import HandlerError, InvalidRequest, PayloadTooLarge, Runtime, Unavailable, call_options
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.transport import Statistics
@@ -173,6 +174,49 @@ async def test_a_plain_client_is_told_when_a_result_is_larger_than_a_message(
     assert (exceeds.headers or {})["Nats-Service-Error-Code"] == "413"
     assert (last.headers or {})["Nats-Service-Error-Code"] == "413"
     assert b"instance" in after.data
+
+
+async def test_no_call_hangs_when_the_server_comes_back_with_a_smaller_limit(
+    tmp_path: Path,
+) -> None:
+    size = 150_000
+    server = await run_server(store_dir=tmp_path / "large")
+    after: RunningServer | None = None
+
+    async def read(stage: Stage) -> int:
+        count = 0
+        async for item in stage.source.count(Count(items=1000, size=size, pause=0.05)):
+            assert item.text == payload(count, size)
+            count += 1
+        return count
+
+    try:
+        async with set_stage(server.url) as stage:
+            stream = asyncio.create_task(read(stage))
+            await stage.has_load(1)
+            await server.stop()
+            # What the handler yields meanwhile was cut for the old limit, and is not sent.
+            waiting = stage.server.control.calls()[0]
+            await eventually(lambda: waiting.blocked, what="the stream waits for its reader")
+            request = asyncio.create_task(stage.source.length(Text(text="x" * size)))
+            after = await run_server(
+                server.port, store_dir=tmp_path / "small", config=f"max_payload: {MAX_PAYLOAD}"
+            )
+
+            with pytest.raises(PayloadTooLarge, match=f"max_payload = {MAX_PAYLOAD}"):
+                async with asyncio.timeout(15.0):
+                    await stream
+            (told,) = await asyncio.gather(request, return_exceptions=True)
+            with call_options(wait=10.0):
+                grown = len((await stage.source.grow(size)).text)
+
+            assert told == size or isinstance(told, Unavailable)
+            assert grown == size
+            await stage.is_quiet()
+    finally:
+        await server.stop()
+        if after is not None:
+            await after.stop()
 
 
 @pytest.mark.soak

@@ -27,6 +27,7 @@ from dynbus.bus.wire import (
     Credit,
     End,
     Frame,
+    Heartbeat,
     Item,
     Items,
     Open,
@@ -426,6 +427,36 @@ def test_a_stream_that_the_instance_knows_no_longer_is_lost() -> None:
     run(story())
 
 
+def test_a_split_request_that_was_lost_ends_and_fits_a_smaller_server_when_sent_anew() -> None:
+    async def story() -> None:
+        async with played(MemoryBus(max_payload=65536)) as side:
+            side.begin()
+            await side.far.request()
+            data = bytes(200_000)
+            connection = side.server.connections[0]
+
+            connection.disconnect()
+            lost = side.begin(data)
+            side.server.max_payload = 4096
+            connection.reconnect()
+            (resume,) = [
+                one for one in await side.far.heard(Resume, 2) if one.number == lost.number
+            ]
+            await side.far.send_control(Unknown(resume.number, resume.secret, 1))
+            with pytest.raises(Unavailable, match="lost on its way") as raised:
+                await lost.result()
+            side.begin(data)
+            count = int((await side.far.request(2)).fields[headers.PART].partition("/")[2])
+            await side.far.request(1 + count)
+
+            assert not raised.value.started
+            assert b"".join(part.data for part in side.far.requests[1:]) == data
+            with pytest.raises(PayloadTooLarge, match="max_payload = 4096"):
+                side.begin(bytes(30_000_000))
+
+    run(story())
+
+
 def test_after_a_reconnect_every_open_call_asks_for_what_is_missing() -> None:
     async def story() -> None:
         async with played() as side:
@@ -479,6 +510,29 @@ def test_it_tells_what_is_open_where_and_what_the_instance_reported() -> None:
             assert repr(caller) == "<Caller [2 calls]>"
             call.abandon()
             assert caller.in_flight("one") == 1
+
+    run(story())
+
+
+def test_a_heartbeat_makes_only_the_calls_ask_that_its_numbers_speak_of() -> None:
+    async def story() -> None:
+        async with played() as side:
+            first, second, third = (side.begin(streaming=True) for _ in range(3))
+            await side.far.request(3)
+
+            for _ in range(2):
+                beat = Heartbeat(0.0, False, [], second.number, second.number)
+                await side.far.send_control(beat)
+            asked = [resume.number for resume in side.far.all(Resume)]
+            for _ in range(2):
+                await side.far.send_control(Heartbeat(0.0, False, [], third.number, None))
+
+            assert asked == [second.number]
+            assert [resume.number for resume in side.far.all(Resume)] == [
+                second.number,
+                third.number,
+            ]
+            assert first.is_open
 
     run(story())
 

@@ -86,6 +86,26 @@ def test_what_one_heartbeat_cannot_hold_goes_into_the_next(max_payload: int) -> 
     run(story())
 
 
+def test_more_open_calls_than_a_message_holds_are_told_in_several() -> None:
+    async def story() -> None:
+        async with played(MemoryBus(max_payload=4096)) as side:
+            calls = [side.begin(streaming=True) for _ in range(1000)]
+            calls[0].remote.done += [(10**15 + number, bytes(16)) for number in range(500)]
+
+            frames = calls[0].remote.beat()
+
+            for frame in frames:
+                base, incarnation = side.bus.replies.base, side.bus.incarnation
+                assert len(encode_batch(base, incarnation, 0, [frame])) <= 4096
+            beats = [frame for frame in frames if isinstance(frame, Open)]
+            told = [number for beat in beats for number, _ in beat.calls]
+            assert told == [call.number for call in calls]
+            assert (beats[0].first, beats[-1].last) == (0, None)
+            assert sum(len(beat.done) for beat in beats) >= 10
+
+    run(story())
+
+
 def test_an_instance_that_is_gone_takes_its_calls_with_it() -> None:
     async def story() -> None:
         async with played() as side:

@@ -14,6 +14,7 @@ from tests.bus.near_side import INSTANCE, PlayedClient, bus_in_memory, secret_of
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.errors import HandlerError
+from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.serving.control import ServerControl
 from dynbus.bus.serving.execution import Execution
 from dynbus.bus.serving.outbox import Outbox
@@ -27,6 +28,7 @@ class Sending(NamedTuple):
     """An outbox and two clients that get what it sends."""
 
     bus: Bus
+    server: MemoryBus
     execution: Execution
     outbox: Outbox
     first: PlayedClient
@@ -62,7 +64,7 @@ async def sending() -> AsyncGenerator[Sending, None]:
             RemoteClient(control, outbox, client.base, bus.replies.bounce(client.base[-2:]))
             for client in clients
         )
-        yield Sending(bus, execution, outbox, clients[0], clients[1], (first, second))
+        yield Sending(bus, server, execution, outbox, clients[0], clients[1], (first, second))
         for client in clients:
             await client.connection.close()
 
@@ -200,6 +202,54 @@ def test_a_client_that_cannot_be_sent_to_keeps_none_of_the_others_waiting(
 
     assert items == [b"b"]
     assert "results for _R.-.c1 could not be sent" in caplog.text
+
+
+def test_what_does_not_fit_a_smaller_server_ends_its_call_and_no_other() -> None:
+    async def story() -> None:
+        async with sending() as given:
+            large, small = given.writer(0), given.writer(1)
+            large.push(b"a")
+            large.push(bytes(100_000))
+            small.push(b"b")
+
+            given.server.max_payload = 65536
+            await given.settle()
+
+            whole = [frame.items for frame in given.first.all(Items)]
+            assert whole == [[b"a"]]
+            assert [item.data for item in given.first.all(Item)] == [b"b"]
+            (failed,) = given.first.all(Failed)
+            assert (failed.number, failed.code, failed.sequence) == (0, "PayloadTooLarge", 1)
+            assert "max_payload = 65536" in failed.message
+            assert len(given.first.batches) <= 3
+
+    run(story())
+
+
+@pytest.mark.parametrize("max_payload", [1024, 4096])
+def test_a_result_and_an_error_that_a_smaller_server_does_not_take_are_told_as_an_error(
+    max_payload: int,
+) -> None:
+    async def story() -> None:
+        async with sending() as given:
+            result, error = given.writer(0), given.writer(1)
+            result.end(bytes(100_000))
+            failure = HandlerError("m" * 4000)
+            failure.remote_traceback = "t" * 30_000
+            error.fail(failure)
+            given.clients[0].touch(result)
+            given.clients[0].touch(error)
+
+            given.server.max_payload = max_payload
+            await given.settle()
+
+            failed = given.first.all(Failed)
+            assert [(one.number, one.code) for one in failed] == [
+                (0, "PayloadTooLarge"),
+                (1, "PayloadTooLarge"),
+            ]
+
+    run(story())
 
 
 def test_a_flush_does_not_wait_for_the_end_of_the_turn() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 from tests.bus.near_side import secret_of
@@ -42,8 +43,8 @@ class RecordedControl:
     def __init__(self) -> None:
         self.gone: list[RemoteClient] = []
 
-    def heartbeat(self, calls: list[tuple[int, int]]) -> Heartbeat:
-        return Heartbeat(0.0, False, calls)
+    def heartbeats(self, calls: Mapping[int, int]) -> list[Heartbeat]:
+        return [Heartbeat(0.0, False, list(calls.items()))]
 
     def client_gone(self, client: RemoteClient) -> None:
         self.gone.append(client)
