@@ -16,14 +16,16 @@ import typing
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from math import isfinite
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import msgspec
 import pydantic
 import pydantic_core
 from pydantic.dataclasses import is_pydantic_dataclass
 
+from .brief_repr import brief_repr
 from .finite import (
+    MARKS,
     UNSURE,
     NotFinite,
     marks_of_floats,
@@ -36,6 +38,11 @@ from .finite import (
 
 class Misfit(ValueError):
     """Raised when a value or its bytes do not fit the annotation."""
+
+
+_STRUCT_REFUSALS: Final = (msgspec.MsgspecError, TypeError, ValueError, RecursionError)
+"""What msgspec raises for a value that it cannot write: a `ValueError` for text that is no
+Unicode."""
 
 
 class Codec:
@@ -214,10 +221,9 @@ class StructCodec:
             except msgspec.DecodeError:
                 self._check_finite(value)
                 raise
-            # Of a number that JSON cannot hold there is a null.
-            if not same and data.find(b"null") >= 0:
+            if not same and any(data.find(mark) >= 0 for mark in MARKS):
                 self._check_finite(value)
-        except (msgspec.MsgspecError, NotFinite, TypeError, RecursionError) as error:
+        except _STRUCT_REFUSALS as error:
             raise Misfit(str(error)) from None
         return data
 
@@ -231,14 +237,14 @@ class StructCodec:
                     if read(data) == value:
                         return data
                 return self.encode(value)
-            except (Misfit, msgspec.MsgspecError, TypeError, RecursionError) as error:
+            except _STRUCT_REFUSALS as error:
                 raise failure(str(error)) from None
 
         return encode
 
     def _check_finite(self, value: Any) -> None:
         if self._may_hold_float:
-            refuse_non_finite(msgspec.to_builtins(value, str_keys=True))
+            refuse_non_finite(msgspec.to_builtins(value))
 
     def decode(self, data: bytes) -> Any:
         try:
@@ -277,9 +283,9 @@ def explain(error: pydantic.ValidationError) -> str:
     parts: list[str] = []
     for detail in error.errors(include_url=False, include_context=False)[:5]:
         where = ".".join(str(step) for step in detail["loc"]) or "the value"
-        value = repr(detail["input"])
-        shown = value if len(value) <= 80 else value[:77] + "..."
-        parts.append(f"{where}: {detail['msg']}, got {shown}")
+        if len(where) > 80:
+            where = f"...{where[-77:]}"
+        parts.append(f"{where}: {detail['msg']}, got {brief_repr(detail['input'])}")
     more = error.error_count() - len(parts)
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
 

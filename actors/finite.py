@@ -21,9 +21,10 @@ annotation: whoever calls it looks closely then."""
 
 UNSURE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
-MARKS: Final = (b"null", b"NaN", b"Infinity")
-"""What is written for a number that JSON cannot hold: the first for a declared float, any of
-them where the type, or a user's configuration, leaves it open."""
+MARKS: Final = (b"null", b'nan"', b'inf"', b"None", b"NaN", b"Infinity")
+"""What is written for a number that JSON cannot hold: one of the first three for a declared
+float, as a value or the key of a mapping; any of them where the type, or a user's configuration,
+leaves it open."""
 
 _WITHOUT_FLOATS: Final = frozenset(
     ("bool", "bytes", "date", "datetime", "int", "literal", "none", "str", "time", "uuid")
@@ -94,6 +95,9 @@ def refuse_non_finite(plain: Any) -> None:
         else:
             inner = enumerate(cast("Sequence[Any]", value))
         for step, each in inner:
+            if not _is_finite_key(step):
+                place = where[3:] or "the value"
+                raise NotFinite(f"{place}: JSON cannot hold the key {step}")
             if isinstance(each, float):
                 if not math.isfinite(each):
                     place = f"{where}.{step}"[3:] or "the value"
@@ -113,7 +117,7 @@ def marks_of_floats(schema: Any) -> Sequence[bytes]:
         if form == "strings":
             return ()
         if kind == "float":
-            marks = marks or MARKS[:1]
+            marks = marks or MARKS[:3]
         elif (isinstance(kind, str) and kind not in _WITHOUT_FLOATS | _TRANSPARENT) or (
             form is not None or _is_open(part)
         ):
@@ -170,6 +174,11 @@ def struct_may_hold_float(annotation: Any) -> bool:
     return False
 
 
+def _is_finite_key(key: Any) -> bool:
+    parts = cast("tuple[object, ...]", key) if isinstance(key, tuple) else (key,)
+    return all(math.isfinite(part) for part in parts if isinstance(part, float))
+
+
 def _is_open(part: Mapping[str, Any]) -> bool:
     """Whether a part of a core schema leaves open what is written for its value."""
     return "serialization" in part or "allow" in (
@@ -217,6 +226,8 @@ def _total(schema: Any, definitions: dict[str, Any]) -> Total | None:
         case "tuple":
             return _of_tuple(schema, definitions)
         case "dict":
+            if _total(schema.get("keys_schema", _ANY), definitions) is not None:
+                raise _Unknown
             inner = _of_each(_total(schema.get("values_schema", _ANY), definitions))
             return None if inner is None else lambda value: inner(value.values())
         case "union":

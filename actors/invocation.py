@@ -217,6 +217,8 @@ class Invocation:
                     f"the result of {self.endpoint}: {error}", request_id=self.request_id
                 ) from None
         except BaseException as error:
+            if self.call is not None:
+                self.call.abandon()
             self._end(error)
             raise
         self._end(None)

@@ -10,7 +10,7 @@ import msgspec
 from dynbus.bus.errors import InvalidRequest
 
 from .codec import Misfit, codec_for
-from .finite import refuse_non_finite
+from .finite import MARKS, refuse_non_finite
 
 
 class JsonObject(Mapping[str, Any]):
@@ -78,8 +78,8 @@ def encode_json(request: Any) -> bytes:
         if isinstance(request, JsonObject):
             request = dict(request)
         data = msgspec.json.encode(request, enc_hook=_unwrap)
-        if b"null" in data:
-            refuse_non_finite(msgspec.to_builtins(request, enc_hook=_unwrap, str_keys=True))
+        if any(mark in data for mark in MARKS):
+            refuse_non_finite(msgspec.to_builtins(request, enc_hook=_unwrap))
         return data
     except (TypeError, ValueError, RecursionError) as error:
         kind: str = type(cast("Any", request)).__name__

@@ -26,9 +26,9 @@ class RouteObservation:
     __slots__ = ("_ended", "_first_item", "_saw_item", "_started")
 
     def __init__(self, observer: RouteObserver) -> None:
-        self._started = observer.started
-        self._first_item = observer.first_item
-        self._ended = observer.ended
+        self._started = _method(observer, "started")
+        self._first_item = _method(observer, "first_item")
+        self._ended = _method(observer, "ended")
         self._saw_item = False
 
     def started(self) -> None:
@@ -52,11 +52,32 @@ class RouteObservation:
         _notify(self._ended, error)
 
 
-def _notify(method: Callable[..., Any], *event: Any) -> None:
+def _method(observer: RouteObserver, name: str) -> Callable[..., Any] | None:
+    """A method of an observer; None for one that cannot be had, which is logged.
+
+    Raises:
+        AttributeError: it lacks the method.
+    """
+    try:
+        method: Callable[..., Any] = getattr(observer, name)
+    except (AttributeError, KeyboardInterrupt):
+        raise
+    except BaseException:
+        logger.exception("%s.%s of a router raised", type(observer).__qualname__, name)
+        return None
+    return method
+
+
+def _notify(method: Callable[..., Any] | None, *event: Any) -> None:
     """Call a method of a user; whatever it raises is logged and harms no call."""
+    if method is None:
+        return
     try:
         returned = method(*event)
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        # No cancellation of the task comes this way: that is raised where the task waits.
         logger.exception("%s of a router raised", getattr(method, "__qualname__", method))
         return
     if inspect.iscoroutine(returned):

@@ -21,6 +21,7 @@ from dynbus.bus.names import EndpointName, check_token
 from dynbus.bus.transport import ConnectionState
 
 from .actor import Actor
+from .brief_repr import brief_repr
 from .clients import EndpointClient, client_class
 from .instance import ActorInstance, inside_on_stop, stop_all
 from .routing import Routing, make_router
@@ -104,7 +105,8 @@ class Runtime:
             routing: the name of a policy, or a `Router`; round robin unless given.
 
         Raises:
-            ConfigError: the class has no namespace, or `routing` is unknown.
+            ConfigError: it is no actor class, or one without a namespace, or `routing` is
+                unknown.
         """
         _address(actor)
         self.discovery.begin()
@@ -305,8 +307,17 @@ class EndpointAddress:
         return EndpointClient(self._runtime, self.name, make_router(routing))
 
 
-def _address(actor: type[Actor]) -> tuple[str, str]:
-    """The namespace and the component of an actor class."""
+def _address(actor: Any) -> tuple[str, str]:
+    """The namespace and the component of an actor class.
+
+    Raises:
+        ConfigError: it has none, or is none.
+    """
+    if not (isinstance(actor, type) and issubclass(actor, Actor)):
+        raise ConfigError(
+            f"{brief_repr(actor)} is not an Actor class: give one; "
+            "for a name use runtime.endpoint('n.c.e').client()"
+        )
     if not actor.__dynbus_namespace__:
         raise ConfigError(f"{actor.__name__} has no namespace and so no address on the bus")
     return actor.__dynbus_namespace__, actor.__dynbus_component__

@@ -16,6 +16,7 @@ from dynbus.bus.discovery import Instance, InstanceView
 from dynbus.bus.errors import ConfigError, DeadlineExceeded, DynbusError
 from dynbus.bus.names import EndpointName
 
+from .brief_repr import brief_repr
 from .endpoint_kind import first_kind, wrong_kind
 from .route_observation import EVENTS, RouteObservation
 from .routing import OWN_POLICIES, ROUTE_TIMEOUT, Load, Route, Router, RouteRequest
@@ -225,7 +226,7 @@ class Selection:
         offered = [one.id for one in instances]
         shown = ", ".join(offered[:5]) + (f" and {len(offered) - 5} more" if offered[5:] else "")
         hint = ": return its `id`" if isinstance(chosen, Instance) else ""
-        raise self._failed(f"picked {_short(chosen)}{hint}; it was offered {shown}")
+        raise self._failed(f"picked {brief_repr(chosen)}{hint}; it was offered {shown}")
 
     def _failed(self, what: str) -> ConfigError:
         return ConfigError(
@@ -269,8 +270,3 @@ class Selection:
                 request_id=self._request_id,
                 started=False,
             ) from None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

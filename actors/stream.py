@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dynbus.bus.calling.caller import PendingCall
 from dynbus.bus.errors import InvalidResponse
@@ -59,6 +59,14 @@ class Stream(AsyncGenerator[T, None]):
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<Stream {self._invocation.endpoint} {self.id} [{state}]>"
+
+    if not TYPE_CHECKING:  # the type checkers refuse `await` by themselves
+
+        def __await__(self) -> NoReturn:
+            raise TypeError(
+                f"{self._invocation.endpoint} is a stream, which is not awaited: "
+                "write `async for item in ...`"
+            )
 
     def __aiter__(self) -> Stream[T]:
         return self

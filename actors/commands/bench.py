@@ -21,7 +21,7 @@ _HELP: Final = """Measure calls and streams over your own server.
     """
 
 
-@click.command(help=_HELP, short_help="Measure your own server.", epilog=exit_codes.RUN)
+@click.command(help=_HELP, short_help="Measure your own server.", epilog=exit_codes.GENERAL)
 @click.option(
     "--duration",
     type=click.FloatRange(0.1, 600),

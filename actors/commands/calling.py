@@ -18,7 +18,7 @@ from dynbus.actors.stream import Stream
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import error_line
 from dynbus.bus.config import check_variables
-from dynbus.bus.errors import ConfigError, DynbusError, Overloaded
+from dynbus.bus.errors import ConfigError, DynbusError, Overloaded, Unavailable
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.logs import configure_logging, redact_url
 from dynbus.bus.names import EndpointName
@@ -108,6 +108,7 @@ async def _print_answer(runtime: Runtime, request: CallRequest) -> None:
         instance=request.instance, metadata=request.metadata or None, wait=request.wait, **options
     ):
         call = client.generate(request.request)
+    was_known = _knows_instance(runtime, request)
     try:
         answer = await call
         if isinstance(answer, Stream):
@@ -115,8 +116,24 @@ async def _print_answer(runtime: Runtime, request: CallRequest) -> None:
                 _write(_to_json(item), pretty=False)
         else:
             _write(_to_json(answer), pretty=not request.as_json)
+    except Unavailable as error:
+        if error.started is not False or was_known or _knows_instance(runtime, request):
+            raise
+        component = f"{request.endpoint.namespace}.{request.endpoint.component}"
+        raise Unavailable(
+            f"no instance {request.instance} of {component}; see `dynbus ps`",
+            request_id=error.request_id,
+            started=False,
+        ) from None
     finally:
         await call.aclose()
+
+
+def _knows_instance(runtime: Runtime, request: CallRequest) -> bool:
+    """Whether discovery knows the instance that is asked for, if one is."""
+    endpoint, instance = request.endpoint, request.instance
+    view = runtime.discovery.view
+    return not instance or (view.find(endpoint.namespace, endpoint.component, instance) is not None)
 
 
 def _to_json(value: Any) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import click
 import msgspec
@@ -33,6 +33,9 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.health import parse_address
 from dynbus.bus.hosts import is_loopback
 from dynbus.bus.logs import LogFormat, redact_url
+
+OTLP_MODULES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp")
+"""What telemetry is sent with: the extra `otlp`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,8 @@ def make_plan(options: RunOptions, environment: Mapping[str, str]) -> Plan:
     if options.health is not None:
         health_address(options.health, public=options.health_public)
     check_otlp_endpoint(options.otlp_endpoint)
+    if options.otlp_endpoint is not None:
+        check_otlp_extra()
     file = _file(options)
     bus, config = _bus(file, options, environment)
     actors = load_targets(options.targets)
@@ -147,6 +152,24 @@ def check_otlp_endpoint(url: str | None) -> None:
             f"--otlp-endpoint {url} is no URL of a collector: write http://HOST:PORT, for example "
             "http://localhost:4317"
         )
+
+
+def check_otlp_extra() -> None:
+    """Check that there is what `--otlp-endpoint` needs.
+
+    Raises:
+        ConfigError: the extra is not installed.
+    """
+    if not all(map(is_installed, OTLP_MODULES)):
+        raise ConfigError('--otlp-endpoint needs an extra: pip install "dynbus[otlp]"')
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found; the packages above it are imported."""
+    # What `dynbus doctor` asks too; imported here, since most runs need neither.
+    from dynbus.bus.commands.diagnosis import _is_there  # pyright: ignore[reportPrivateUsage]
+
+    return _is_there(module)
 
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:

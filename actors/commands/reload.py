@@ -85,7 +85,9 @@ class _Reloader:
 
     async def run(self) -> int:
         config = load_bus_config(self._options, os.environ)
-        with Interrupts(self._forward, self._forward, within=LEAVE_SECONDS):
+        with Interrupts(
+            self._forward, self._forward, within=LEAVE_SECONDS, grace=config.drain_grace
+        ):
             # Held here, so that it stays while the inner run comes and goes.
             async with embedded_if_local(config, fresh=self._options.fresh):
                 return await self._repeat()
@@ -106,7 +108,9 @@ class _Reloader:
             async for changed in changes:
                 names = ", ".join(sorted({Path(path).name for _, path in changed}))
                 if await self._can_be_loaded(names):
-                    logger.info("%s changed: starting anew", names)
+                    logger.info(
+                        "%s changed: reloading: running calls have %g s", names, STOP_SECONDS
+                    )
                     await self._stop_for_change()
                     if not self._signalled.is_set():
                         await self._start(inner_end)

@@ -28,14 +28,14 @@ from dynbus.actors.supervisor import Supervisor
 from dynbus.bus import exit_codes
 from dynbus.bus.cleanup import finish
 from dynbus.bus.commands.terminal import error_line, notice
-from dynbus.bus.errors import DynbusError
+from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.health import METRICS_REMEDY, HealthServer, Status
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.logs import configure_logging, redact_url
 
 from .interrupts import Interrupts
 from .local_server import embedded_if_local
-from .plan import Plan, RunOptions, health_address, make_plan, print_plan
+from .plan import Plan, RunOptions, health_address, is_installed, make_plan, print_plan
 
 if TYPE_CHECKING:
     from dynbus.actors.runtime import Runtime
@@ -101,7 +101,7 @@ async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | N
             supervisor.drain,
             supervisor.stop,
             within=CHILDREN_SECONDS,
-            grace=plan.config.drain_grace,
+            grace=_told_grace(plan, options),
         )
         stack.enter_context(interrupts)
         if options.parent_fd is not None:
@@ -115,7 +115,8 @@ async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | N
             if metrics:
                 stack.enter_context(exposed(supervisor))
             server = _health(options, Status, lambda: Status(supervisor.problems()), metrics)
-            await stack.enter_async_context(server)
+            await _open_health(server)
+            stack.push_async_callback(server.aclose)
             _tell_health(server)
         await stack.enter_async_context(embedded_if_local(plan.config, fresh=options.fresh))
         supervisor.begin()
@@ -152,7 +153,7 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
             ending.drain,
             ending.stop,
             within=AT_ONCE_SECONDS,
-            grace=plan.config.drain_grace,
+            grace=_told_grace(plan, options),
         )
         stack.enter_context(interrupts)
         if options.parent_fd is not None:
@@ -172,7 +173,7 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
                 metrics,
             )
             # On the control thread: it answers while a handler blocks this loop.
-            await runtime.bus.lane.run(server.start())
+            await runtime.bus.lane.run(_open_health(server))
             health.append(server)
             _tell_health(server)
 
@@ -188,6 +189,11 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
     return None, exit_codes.INTERRUPTED if ending.at_once.is_set() else exit_codes.OK
 
 
+def _told_grace(plan: Plan, options: RunOptions) -> float | None:
+    # The process that reloads knows why it ends this one, and tells it.
+    return plan.config.drain_grace if options.parent_fd is None else None
+
+
 def _health(
     options: RunOptions,
     live: Callable[[], Status],
@@ -200,17 +206,22 @@ def _health(
     )
 
 
+async def _open_health(server: HealthServer) -> None:
+    try:
+        await server.start()
+    except ConfigError as error:
+        # Its cause is no mistake in the user's code, of which there would be a traceback.
+        raise ConfigError(
+            f"--health: {error}: give another port, or port 0 for any free one"
+        ) from None
+
+
 def _tell_health(server: HealthServer) -> None:
     without = "" if server.has_metrics else f"; /metrics {METRICS_REMEDY}"
     logger.info("health at %s%s", server.url, without)
 
 
 def _can_expose() -> bool:
-    # What `dynbus doctor` asks too; imported here, since most runs need neither.
-    from dynbus.bus.commands.diagnosis import (
-        _is_there as is_installed,  # pyright: ignore[reportPrivateUsage]
-    )
-
     return all(map(is_installed, METRICS_MODULES))
 
 

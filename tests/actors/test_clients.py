@@ -708,3 +708,22 @@ async def test_closing_an_untyped_call_stops_the_handler(bench: Bench) -> None:
     await call.aclose()
 
     await asyncio.wait_for(actor.ended.wait(), BOUND)
+
+
+@pytest.mark.parametrize("given", ["demo.Splitter", Prompt, None])
+async def test_a_typed_client_of_anything_but_an_actor_class_is_refused_with_the_remedy(
+    bench: Bench, given: Any
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        bench.runtime.client(given)
+
+    assert str(caught.value).endswith(
+        " is not an Actor class: give one; for a name use runtime.endpoint('n.c.e').client()"
+    )
+
+
+async def test_awaiting_a_stream_says_how_it_is_read(bench: Bench) -> None:
+    stream: Any = bench.runtime.client(bench.splitter).split(Prompt(text="a"))
+
+    with pytest.raises(TypeError, match="Splitter.split is a stream.*write `async for"):
+        await stream

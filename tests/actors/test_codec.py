@@ -41,6 +41,10 @@ class Packed(msgspec.Struct):
     numbers: list[int]
 
 
+class PackedAnything(msgspec.Struct):
+    it: Any = None
+
+
 VALUES: list[tuple[Any, Any, bytes]] = [
     (Prompt, Prompt(text="a"), b'{"text":"a","limit":1}'),
     (Size, Size(2), b'{"width":2,"height":1}'),
@@ -196,6 +200,58 @@ def test_many_mistakes_make_one_bounded_line() -> None:
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.parametrize(
+    ("annotation", "value"),
+    [
+        (PackedAnything, PackedAnything("\ud800")),
+        (Any, {"text": "\ud800"}),
+        (Prompt, Prompt.model_construct(text="\ud800")),
+    ],
+)
+def test_text_that_is_no_unicode_is_refused(annotation: Any, value: Any) -> None:
+    codec = codec_for(annotation)
+    encode_quickly = codec.encoder(InvalidResponse)
+
+    with pytest.raises(Misfit, match="surrogate"):
+        codec.encode(value)
+    with pytest.raises(InvalidResponse, match="surrogate"):
+        encode_quickly(value)
+
+
+class Nested(BaseModel):
+    inner_value: list[Nested] = []
+
+
+class Unshowable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def _nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("wrong", [Unshowable(), _nested(100_000)])
+def test_a_wrong_value_that_cannot_be_shown_is_refused_as_any_other(wrong: Any) -> None:
+    with pytest.raises(Misfit, match="^text: Input should be a valid string, got "):
+        codec_for(Prompt).encode({"text": wrong})
+
+
+def test_the_place_of_a_deep_mistake_is_short() -> None:
+    value: Any = "x"
+    for _ in range(100):
+        value = {"inner_value": [value]}
+
+    with pytest.raises(Misfit) as caught:
+        codec_for(Nested).encode(value)
+
+    assert "inner_value.0: " in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
 def test_a_result_that_json_cannot_hold_is_refused() -> None:
     with pytest.raises(Misfit):
         codec_for(Any).encode(object())
@@ -229,6 +285,34 @@ NUMBERS: list[tuple[Any, Callable[[float], Any], str]] = [
     (Any, lambda number: {"a": [None, number]}, "a.1"),
     (PackedScore, lambda number: PackedScore(values=[number]), "values.0"),
 ]
+
+
+KEYS: list[tuple[Any, Callable[[float], Any], str]] = [
+    (Any, lambda number: {number: 1}, "the value"),
+    (Any, lambda number: {"a": [{(number, 1): 1}]}, "a.0"),
+    (dict[float, float], lambda number: {number: 1.0}, "the value"),
+    (PackedAnything, lambda number: PackedAnything({number: 1}), "it"),
+]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("annotation", "make", "where"),
+    KEYS,
+)
+def test_a_key_that_json_cannot_hold_is_refused_with_its_place(
+    annotation: Any, make: Callable[[float], Any], where: str, number: float
+) -> None:
+    with pytest.raises(Misfit) as caught:
+        codec_for(annotation).encode(make(number))
+
+    assert f"{where}: JSON cannot hold the key " in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [{"None": 1}, {"nan": "inf"}, {2.5: "None"}])
+def test_keys_that_look_like_such_a_number_pass(value: Any) -> None:
+    codec_for(Any).encode(value)
+    codec_for(PackedAnything).encode(PackedAnything(value))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])

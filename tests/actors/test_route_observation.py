@@ -388,6 +388,65 @@ def test_an_observer_that_raises_is_logged_and_harms_no_call(
     assert "at the first item" in caplog.text
 
 
+@pytest.mark.parametrize("event", ["started", "first_item", "ended"])
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit, SystemExit, StopIteration])
+def test_no_exception_of_an_observer_harms_the_call(
+    kind: type[BaseException], event: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Harmful(Observer):
+        pass
+
+    def harm(self: Harmful, *event: object) -> None:
+        raise kind("harm")
+
+    setattr(Harmful, event, harm)
+
+    with caplog.at_level(logging.ERROR):
+        assert answers(Route("a", Harmful([], 1))) == ["a", [0, 1, 2]]
+
+    assert len(caplog.records) == 2
+
+
+def test_a_method_of_an_observer_that_cannot_be_had_is_logged_and_harms_no_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    events: list[str] = []
+
+    class Guarded(Observer):
+        pass
+
+    def refuse(self: Guarded) -> object:
+        raise ValueError("not yet")
+
+    Guarded.started = property(refuse)  # type: ignore[assignment,method-assign]
+
+    with caplog.at_level(logging.ERROR):
+        assert answers(Route("a", Guarded(events, 1))) == ["a", [0, 1, 2]]
+
+    assert [record.getMessage().rpartition(".")[2] for record in caplog.records] == [
+        "started of a router raised"
+    ] * 2
+    assert events == ["1 first item", "1 ended well"] * 2
+
+
+def test_an_interrupt_within_an_observer_ends_the_call_and_leaves_none_behind() -> None:
+    class Interrupted(Observer):
+        def started(self) -> None:
+            raise KeyboardInterrupt
+
+    async def story() -> int:
+        async with TestKit() as kit:
+            await kit.start(Worker, instance_id="a")
+            router = Returning(Route("a", Interrupted([], 1)))
+            try:
+                await kit.client(Worker, routing=router).slow()
+            except KeyboardInterrupt:
+                return kit.caller.caller.in_flight("a")
+        raise AssertionError("it was not interrupted")
+
+    assert run(story()) == 0
+
+
 def test_an_asynchronous_observer_is_told_so_and_harms_no_call(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -143,6 +143,17 @@ def test_a_component_that_nobody_serves_has_a_code_of_its_own(
     assert capfd.readouterr().err.startswith("dynbus: NoInstances: ")
 
 
+def test_an_instance_that_nobody_knows_is_named_with_the_remedy(
+    url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = made(url, "Called.word", "a", instance="nope")
+
+    assert code == exit_codes.CALL_CODES["Unavailable"]
+    assert capfd.readouterr().err.startswith(
+        "dynbus: Unavailable: no instance nope of commanded.Called; see `dynbus ps`"
+    )
+
+
 def test_a_server_that_is_not_there_is_named_with_the_remedy(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dynbus.actors.commands import plan as planning
 from dynbus.actors.commands.plan import (
     Plan,
     check_otlp_endpoint,
@@ -126,6 +127,17 @@ def test_an_address_for_all_machines_is_accepted_when_that_is_asked_for() -> Non
 @pytest.mark.parametrize("url", [None, "http://h:4317", "https://h"])
 def test_the_url_of_a_collector_is_accepted(url: str | None) -> None:
     check_otlp_endpoint(url)
+
+
+def test_a_collector_without_the_extra_for_it_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planning, "OTLP_MODULES", ("dynbus_has_no.such_package",))
+
+    with pytest.raises(ConfigError) as caught:
+        plan_of(targets=["missing.py"], otlp_endpoint="http://h:4317")
+
+    assert str(caught.value) == '--otlp-endpoint needs an extra: pip install "dynbus[otlp]"'
 
 
 # Printed ------------------------------------------------------------------------------------

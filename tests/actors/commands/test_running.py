@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from dynbus.actors.commands import running
+from dynbus.actors.commands.plan import Plan
 from dynbus.actors.commands.running import (
     _can_expose as can_expose,  # pyright: ignore[reportPrivateUsage]
 )
@@ -22,10 +24,15 @@ from dynbus.actors.commands.running import (
 from dynbus.actors.commands.running import (
     _in_process as in_process,  # pyright: ignore[reportPrivateUsage]
 )
+from dynbus.actors.commands.running import (
+    _told_grace as told_grace,  # pyright: ignore[reportPrivateUsage]
+)
 from dynbus.actors.commands.running import execute
 from dynbus.actors.serving import Failure
 from dynbus.bus import exit_codes
+from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Unavailable
+from dynbus.bus.nats.server_process import RunningServer
 
 from .options import run_options
 
@@ -135,6 +142,53 @@ def test_metrics_are_left_out_where_a_package_above_their_exporter_is_missing(
     monkeypatch.setattr(running, "METRICS_MODULES", ("dynbus_has_no.such_package",))
 
     assert (there, can_expose()) == (True, False)
+
+
+@pytest.mark.parametrize("in_process_too", [False, True])
+def test_a_health_port_that_is_taken_ends_the_run_with_one_line_and_the_remedy(
+    in_process_too: bool,
+    nats_server: RunningServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
+    module = f"healthy_actors_{in_process_too}".lower()
+    (tmp_path / f"{module}.py").write_text(
+        "from dynbus import Actor, handler\n"
+        'class Healthy(Actor, namespace="demo"):\n'
+        "    @handler\n"
+        "    async def call(self) -> str:\n"
+        '        return ""\n'
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+
+        code = execute(
+            run_options(
+                targets=[f"{module}.py"],
+                dry_run=False,
+                nats=nats_server.url,
+                health=address,
+                in_process=in_process_too,
+                log_level="critical",
+            )
+        )
+
+    assert code == exit_codes.CONFIG_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"dynbus: --health: the health server cannot listen at {address}: ")
+    assert line.endswith("give another port, or port 0 for any free one")
+
+
+@pytest.mark.parametrize(("parent_fd", "told"), [(None, 7.0), (3, None)])
+def test_a_run_that_is_reloaded_leaves_it_to_its_parent_to_say_how_long_calls_have(
+    parent_fd: int | None, told: float | None
+) -> None:
+    plan = Plan([], {}, BusConfig(drain_grace=7.0), [])
+
+    assert told_grace(plan, run_options(parent_fd=parent_fd)) == told
 
 
 def test_the_log_of_a_server_that_does_not_start_is_shown_below_the_reason(
