@@ -29,6 +29,7 @@ from dynbus.bus.liveness import HEARTBEAT_INTERVAL, SILENCE_LIMIT
 from dynbus.bus.names import EndpointName
 from dynbus.bus.transport import ConnectionState, Message
 from dynbus.bus.wire import (
+    BATCH_OVERHEAD,
     MAX_PARTS,
     VERSION,
     Batch,
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 
 SMALLEST_WINDOW: Final = 16 * 1024
 PART_HEADER_BYTES: Final = 64
+CONTROL_FRAME_BYTES: Final = 64
+MAX_CONTROL_FRAMES: Final = 1024
 MAX_IDLE_REMOTES: Final = 1024
 
 _ITEMS = (Item, Items)
@@ -158,14 +161,16 @@ class Caller:
         self._publish(head.endpoint.at(instance_id), call, block, data)
         return call
 
-    def send(self, remote: RemoteInstance, frame: Frame) -> None:
-        """Send one control frame to an instance, from the main loop."""
+    def send(self, remote: RemoteInstance, *frames: Frame) -> None:
+        """Send control frames to an instance, from the main loop, in as few messages as fit."""
         bus = self.bus
-        bus.data.publish(
-            remote.control_subject,
-            encode_batch(bus.replies.base, bus.incarnation, 0, [frame]),
-            reply=bus.replies.bounce(self.registry.bounce_token(remote.instance_id)),
-        )
+        reply = bus.replies.bounce(self.registry.bounce_token(remote.instance_id))
+        room = (bus.data.max_payload - BATCH_OVERHEAD) // CONTROL_FRAME_BYTES
+        room = min(room, MAX_CONTROL_FRAMES)
+        for first in range(0, len(frames), room):
+            batch = list(frames[first : first + room])
+            data = encode_batch(bus.replies.base, bus.incarnation, 0, batch)
+            bus.data.publish(remote.control_subject, data, reply=reply)
 
     def forget(self, call: PendingCall) -> None:
         """A call has ended."""
@@ -354,9 +359,9 @@ class Caller:
             # Requests wait in front of its loop; asked for them now it would call them lost.
             return
         sent = dict(frame.calls)
-        for call in list(remote.calls.values()):
-            if covers(frame, call.number):
-                call.compare(sent.get(call.number))
+        calls = [call for call in remote.calls.values() if covers(frame, call.number)]
+        said = [call.compare(sent.get(call.number)) for call in calls]
+        self.send(remote, *(frame for frame in said if frame is not None))
 
     def _lost(self, call: PendingCall) -> None:
         hop = call.endpoint.hop(call.remote.instance_id)
@@ -381,5 +386,5 @@ class Caller:
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
-            for call in list(self._calls.values()):
-                call.resume()
+            for remote in list(self.registry.remotes.values()):
+                self.send(remote, *(call.resume_frame() for call in remote.calls.values()))

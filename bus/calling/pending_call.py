@@ -213,40 +213,42 @@ class PendingCall:
         """Expire at `deadline`, on the clock of `monotonic`, which says `now`."""
         self._deadline_number = self._caller.deadlines.arm(deadline, now, self.expire)
 
-    def compare(self, sent: int | None) -> None:
+    def compare(self, sent: int | None) -> Credit | Resume | None:
         """A heartbeat says what the writer has sent, or does not know this call (None).
 
         Acts on the second heartbeat in a row only: frames and heartbeats travel apart.
+
+        Returns:
+            What is to be said to the writer, if anything.
         """
         if sent is not None and sent <= self.reader.next_sequence:
             self._missed = 0
             self._behind_at = -1
-            self._repeat_credit()
-            return
+            return self._repeated_credit()
         position = self.reader.next_sequence
         self._missed = self._missed + 1 if self._behind_at == position else 1
         self._behind_at = position
-        if self._missed >= 2:
-            self._missed = 0
-            self.resume()
+        if self._missed < 2:
+            return None
+        self._missed = 0
+        return self.resume_frame()
 
-    def _repeat_credit(self) -> None:
-        """Tell a writer that sends nothing what it was granted: it may have missed that."""
+    def _repeated_credit(self) -> Credit | None:
+        """What a writer that sends nothing was granted: it may have missed that."""
         reader = self.reader
         position = reader.next_sequence
-        if self._idle_at == position and reader.granted > reader.window:
-            self._caller.send(
-                self.remote,
-                Credit(self.number, self.secret, self.attempt, reader.granted, position),
-            )
-        self._idle_at = position
+        was_idle, self._idle_at = self._idle_at == position, position
+        if was_idle and reader.granted > reader.window:
+            return Credit(self.number, self.secret, self.attempt, reader.granted, position)
+        return None
+
+    def resume_frame(self) -> Resume:
+        """What asks the writer to send everything that is not here yet."""
+        return Resume(self.number, self.secret, self.attempt, self.reader.next_sequence)
 
     def resume(self) -> None:
         """Ask the writer to send everything that is not here yet."""
-        self._caller.send(
-            self.remote,
-            Resume(self.number, self.secret, self.attempt, self.reader.next_sequence),
-        )
+        self._caller.send(self.remote, self.resume_frame())
 
     def _ask_to_resume(self) -> None:
         # Every frame behind a gap says so; one question per position is enough, and a lost
