@@ -1,0 +1,1 @@
+"""The radix index against Dynamo's `RadixTree`: events, look-ups, memory."""

@@ -1,0 +1,131 @@
+"""The identity of a block of tokens, and of a prefix that ends with it.
+
+Both are Dynamo's definitions, which SGLang's gateway and Mooncake share, so that hashes of
+either side agree:
+
+    block_hash[i]    = xxh3_64(tokens as little-endian u32 ‖ sorted multimodal hashes, seed)
+    seed             = 1337 + xxh3_64(LoRA name, 0) + xxh3_64(salt, 1)       (mod 2^64)
+    sequence_hash[0] = block_hash[0]
+    sequence_hash[i] = xxh3_64(sequence_hash[i - 1] ‖ block_hash[i], 1337)
+
+A name or salt that is absent adds nothing. Hashes are hints for routing: no answer depends on
+them, since the engine checks its own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+SEED: Final = 1337
+_MASK: Final = (1 << 64) - 1
+
+Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]] | bytes | bytearray | memoryview
+"""Token ids: any integers below 2^32, or bytes that hold them as little-endian u32."""
+
+
+def hash_seed(lora_name: str | None = None, salt: str | None = None) -> int:
+    """The seed of a request's block hashes; an empty name or salt is none."""
+    seed = SEED
+    if lora_name:
+        seed += xxh3_64_intdigest(lora_name.encode(), 0)
+    if salt:
+        seed += xxh3_64_intdigest(salt.encode(), 1)
+    return seed & _MASK
+
+
+def block_hashes(
+    tokens: Tokens,
+    block_size: int,
+    *,
+    lora_name: str | None = None,
+    salt: str | None = None,
+    multimodal: Sequence[Sequence[int] | None] = (),
+) -> NDArray[np.uint64]:
+    """The hashes of the complete blocks of a sequence; what remains at its end has none.
+
+    Args:
+        tokens: see `Tokens`.
+        block_size: tokens of a block.
+        lora_name, salt: what keeps the blocks of one adapter or tenant from those of others.
+        multimodal: for each block, the 64-bit hashes of the images and the like in it.
+
+    Returns:
+        An array of shape [len(tokens) // block_size].
+
+    Raises:
+        ValueError: a token or multimodal hash does not fit, or `block_size` is below 1.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size = {block_size}: a block has one token at least")
+    data = token_bytes(tokens)
+    seed = hash_seed(lora_name, salt)
+    size = 4 * block_size
+    count = len(data) // size
+    if any(multimodal):
+        return _with_multimodal(data, size, count, seed, multimodal)
+    found = [xxh3_64_intdigest(data[at : at + size], seed) for at in range(0, count * size, size)]
+    return np.array(found, dtype=np.uint64)
+
+
+def _with_multimodal(
+    data: bytes, size: int, count: int, seed: int, multimodal: Sequence[Sequence[int] | None]
+) -> NDArray[np.uint64]:
+    found: list[int] = []
+    for block in range(count):
+        content = data[block * size : (block + 1) * size]
+        objects = multimodal[block] if block < len(multimodal) else None
+        if objects:
+            try:
+                content += struct.pack(f"<{len(objects)}Q", *sorted(objects))
+            except struct.error as error:
+                raise ValueError(f"a multimodal hash of block {block}: {error}") from None
+        found.append(xxh3_64_intdigest(content, seed))
+    return np.array(found, dtype=np.uint64)
+
+
+def token_bytes(tokens: Tokens) -> bytes:
+    """Token ids as little-endian u32.
+
+    Raises:
+        ValueError: one of them is not an integer from 0 to 2^32 - 1.
+    """
+    if isinstance(tokens, bytes | bytearray | memoryview):
+        data = bytes(tokens)
+        if len(data) % 4:
+            raise ValueError(f"{len(data)} bytes of tokens are not a multiple of 4")
+        return data
+    if not isinstance(tokens, np.ndarray):
+        try:
+            return struct.pack(f"<{len(tokens)}I", *tokens)
+        except struct.error as error:
+            raise ValueError(f"token ids must be integers from 0 to 2^32 - 1: {error}") from None
+    if tokens.dtype == np.dtype("<u4"):
+        return tokens.tobytes()
+    if tokens.dtype.kind not in "ui":
+        raise ValueError(f"token ids must be integers, not {tokens.dtype}")
+    if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= 1 << 32):
+        raise ValueError("token ids must be integers from 0 to 2^32 - 1")
+    return tokens.astype("<u4").tobytes()
+
+
+def sequence_hashes(block_hashes: Sequence[int] | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The hash of each prefix of a sequence of blocks, by its last block.
+
+    Returns:
+        An array of the shape of `block_hashes`.
+    """
+    if not len(block_hashes):
+        return np.empty(0, dtype=np.uint64)
+    pairs = np.asarray(block_hashes, dtype="<u8").tobytes()
+    before = pairs[:8]
+    found = [before]
+    for at in range(8, len(pairs), 8):
+        before = xxh3_64_intdigest(before + pairs[at : at + 8], SEED).to_bytes(8, "little")
+        found.append(before)
+    return np.frombuffer(b"".join(found), dtype="<u8").astype(np.uint64)

@@ -1,0 +1,425 @@
+"""A compressed radix tree of blocks, and which cache holds which prefix of it.
+
+A `Run` is a stretch of blocks without a branch: its block hashes lie side by side as bytes,
+so that a prefix is found with a few comparisons of memory, whatever its length. What a
+holder has of a run is one number, the end of what it holds without a gap from the root on:
+
+    root ── run [0, 4) ──┬── run [4, 9)     ends = {a: 9, b: 7}
+            ends = {a: 4,│
+                    b: 4}└── run [4, 6)     ends = {c: 6}
+
+The invariant: `ends[holder] = e` in a run says that the holder has the blocks [start, e) of
+it and all blocks before the run. Blocks that it has behind a hole are kept as `detached`
+intervals; when the hole is filled they count again.
+
+A holder finds its blocks by the engine's own hashes. A location is `run id << DEPTH_BITS |
+depth`. When a run is split, its lower part is its `tail`, so that old locations lead to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from .holdings import cut, forget, mark, remove_copy, split_detached
+from .runs import Holder, Run, common_bytes
+
+DEPTH_BITS: Final = 24
+MAX_DEPTH: Final = (1 << DEPTH_BITS) - 1
+
+
+class PrefixTree:
+    """Which prefixes are held by whom."""
+
+    def __init__(self) -> None:
+        self.root = Run(0, 0, bytearray(), None)
+        self.root.children = {}
+        self.runs: dict[int, Run] = {0: self.root}
+        self.unknown_removals = 0
+        self._clock = 0
+        self.next_run = 1
+        self.next_holder = 1
+        self._leaving: list[Holder] = []
+
+    # Holders --------------------------------------------------------------------------
+
+    def add_holder(self) -> Holder:
+        holder = Holder(self.next_holder)
+        self.next_holder += 1
+        return holder
+
+    def drop_holder(self, holder: Holder) -> None:
+        """Forget a holder; the memory comes back with `sweep`. Costs the same at any size."""
+        self._leaving.append(holder)
+
+    @property
+    def is_swept(self) -> bool:
+        return not self._leaving
+
+    def sweep(self, limit: int) -> None:
+        """Free about `limit` blocks of holders that were dropped."""
+        while self._leaving and limit > 0:
+            holder = self._leaving[-1]
+            number = holder.number
+            held = holder.held
+            while held and limit > 0:
+                _, location = held.popitem()
+                limit -= 1
+                run = self._find_run(location)
+                if run is not None and forget(run, number):
+                    self._trim(run)
+            if not held:
+                self._leaving.pop()
+
+    # Storing --------------------------------------------------------------------------
+
+    def store(
+        self,
+        holder: Holder,
+        parents: Sequence[int | None],
+        bounds: Sequence[int],
+        engine_hashes: list[int],
+        blocks: bytes,
+    ) -> list[int]:
+        """Store chains of blocks, one after the other.
+
+        Args:
+            parents: for each chain, the engine's hash of the block before it; None for none.
+            bounds: chain i has the blocks [bounds[i], bounds[i + 1]).
+            engine_hashes: the engine's hash of each block.
+            blocks: the block hashes, little-endian, 8 bytes each.
+
+        Returns:
+            The chains that were left out, since their parent is not held.
+        """
+        held = holder.held
+        if len(set(engine_hashes)) < len(engine_hashes) or not held.keys().isdisjoint(
+            engine_hashes
+        ):
+            return self._store_singly(holder, parents, bounds, engine_hashes, blocks)
+        number = holder.number
+        orphans: list[int] = []
+        locations: list[int] = []
+        saved = 0  # blocks whose location is in `held` already
+        unsaved_ends: dict[int, int] = {}
+        last: int | None = None  # the engine's hash of block `depth - 1` of `run`
+        run, depth = self.root, 0
+        start = bounds[0]
+        for chain, parent in enumerate(parents):
+            end = bounds[chain + 1]
+            if parent is None:
+                run, depth = self.root, 0
+            elif parent != last:
+                location = unsaved_ends.get(parent) or held.get(parent)
+                if location is None:
+                    # It may lie in the middle of a chain that was not saved yet.
+                    held.update(zip(engine_hashes[saved:start], locations, strict=True))
+                    saved = start
+                    locations.clear()
+                    location = held.get(parent)
+                if location is None:
+                    orphans.append(chain)
+                    saved = start = end
+                    last = None
+                    continue
+                run, depth = self._run_at(location), (location & MAX_DEPTH) + 1
+            if start == end:
+                last = parent
+                continue
+            if (
+                depth == run.end
+                and run.children is None
+                and run.ends.get(number) == depth
+                and not holder.detached
+            ):
+                run.blocks += blocks[start * 8 : end * 8]
+                stop = run.end = run.ends[number] = depth + end - start
+                base = run.id << DEPTH_BITS
+                locations += range(base | depth, base | stop)
+            else:
+                run, stop = self._place(holder, run, depth, blocks[start * 8 : end * 8], locations)
+            last = engine_hashes[end - 1]
+            unsaved_ends[last] = locations[-1]
+            depth = stop
+            start = end
+        held.update(zip(engine_hashes[saved:start], locations, strict=True))
+        return orphans
+
+    def _store_singly(
+        self,
+        holder: Holder,
+        parents: Sequence[int | None],
+        bounds: Sequence[int],
+        engine_hashes: list[int],
+        blocks: bytes,
+    ) -> list[int]:
+        """Store block by block: some of the engine's hashes are held already, or come twice."""
+        orphans: list[int] = []
+        for chain, parent in enumerate(parents):
+            before = parent
+            for at in range(bounds[chain], bounds[chain + 1]):
+                engine_hash = engine_hashes[at]
+                block = blocks[at * 8 : at * 8 + 8]
+                if not self._holds_after(holder, before, engine_hash, block):
+                    if engine_hash in holder.held:
+                        self.remove(holder, [engine_hash])
+                    if before is not None and before not in holder.held:
+                        orphans.append(chain)
+                        break
+                    self._store_one(holder, before, engine_hash, block)
+                before = engine_hash
+        return orphans
+
+    def _store_one(
+        self, holder: Holder, before: int | None, engine_hash: int, block: bytes
+    ) -> None:
+        run, depth = self.root, 0
+        if before is not None:
+            run, depth = self._locate(holder, before)
+            depth += 1
+        locations: list[int] = []
+        self._place(holder, run, depth, block, locations)
+        holder.held[engine_hash] = locations[0]
+
+    def _holds_after(
+        self, holder: Holder, before: int | None, engine_hash: int, block: bytes
+    ) -> bool:
+        """Whether this hash already names this very block after `before`."""
+        if engine_hash not in holder.held or (before is not None and before not in holder.held):
+            return False
+        run, depth = self._locate(holder, engine_hash)
+        at = (depth - run.start) * 8
+        if not run.blocks.startswith(block, at):
+            return False
+        if before is None:
+            return depth == 0
+        if depth == 0:
+            return False
+        previous, previous_depth = self._locate(holder, before)
+        if previous_depth != depth - 1:
+            return False
+        return previous is (run if depth > run.start else run.parent)
+
+    def _place(
+        self, holder: Holder, run: Run, depth: int, blocks: bytes, locations: list[int]
+    ) -> tuple[Run, int]:
+        """Put `blocks` below block `depth - 1` of `run`, whatever is there already.
+
+        Returns the run of the last one, and the depth below it.
+        """
+        number = holder.number
+        connected = run is self.root or run.ends.get(number, -1) >= depth
+        at, size = 0, len(blocks)
+        while at < size:
+            if depth == run.end:
+                run = self._enter(run, blocks, at)
+            offset = (depth - run.start) * 8
+            length = min(len(run.blocks) - offset, size - at)
+            theirs, ours = run.blocks[offset : offset + length], blocks[at : at + length]
+            if not theirs.startswith(ours):
+                length = common_bytes(theirs, ours)
+            stop = depth + length // 8
+            if length:
+                mark(holder, run, depth, stop, connected)
+                base = run.id << DEPTH_BITS
+                locations += range(base | depth, base | stop)
+            at += length
+            depth = stop
+            if at < size and depth < run.end:
+                self._split(run, depth)
+        return run, depth
+
+    def _enter(self, run: Run, blocks: bytes, at: int) -> Run:
+        """The run that holds `blocks[at:]` below the end of `run`, or at least begins so."""
+        key = blocks[at : at + 8]
+        if run.children is None:
+            # A leaf goes on in place.
+            run.blocks += blocks[at:]
+            run.end += (len(blocks) - at) // 8
+            return run
+        child = run.children.get(key)
+        if child is None:
+            child = run.children[key] = self._new_run(run.end, bytearray(blocks[at:]), run)
+        return child
+
+    def _new_run(self, start: int, blocks: bytearray, parent: Run) -> Run:
+        run = self.runs[self.next_run] = Run(self.next_run, start, blocks, parent)
+        self.next_run += 1
+        return run
+
+    def _split(self, run: Run, at: int) -> None:
+        """Cut a run in two before block `at`."""
+        cut = (at - run.start) * 8
+        lower = self._new_run(at, run.blocks[cut:], run)
+        del run.blocks[cut:]
+        run.end = at
+        lower.touched = run.touched
+        lower.children = run.children
+        for child in (lower.children or {}).values():
+            child.parent = lower
+        lower.tail, run.tail = run.tail, lower
+        run.children = {bytes(lower.blocks[:8]): lower}
+        for number, end in run.ends.items():
+            if end > at:
+                lower.ends[number] = end
+        for number in lower.ends:
+            run.ends[number] = at
+        if run.detached is not None:
+            split_detached(run, lower, at)
+        if run.copies is not None:
+            lower.copies = {key: n for key, n in run.copies.items() if key[1] >= at} or None
+            run.copies = {key: n for key, n in run.copies.items() if key[1] < at} or None
+
+    # Removing -------------------------------------------------------------------------
+
+    def remove(self, holder: Holder, engine_hashes: Sequence[int]) -> int:
+        """Remove blocks in any order; returns how many of them the holder did not hold."""
+        number = holder.number
+        held = holder.held
+        unknown = 0
+        for engine_hash in engine_hashes:
+            location = held.pop(engine_hash, None)
+            if location is None:
+                unknown += 1
+                continue
+            run, depth = self._run_at(location), location & MAX_DEPTH
+            if run.copies is not None and remove_copy(run, number, depth):
+                continue
+            last = run.ends.get(number) == depth + 1
+            if last and (run.children is None or depth + 1 < run.end):
+                if depth > run.start:
+                    run.ends[number] = depth
+                else:
+                    del run.ends[number]
+            else:
+                cut(holder, run, depth)
+            if depth + 1 == run.end and run.children is None:
+                self._trim(run)
+        return unknown
+
+    def _trim(self, run: Run) -> None:
+        """Free what nobody holds at the end of a leaf, and the leaf with it."""
+        while run.children is None and run.parent is not None:
+            top = max(run.ends.values(), default=run.start)
+            for spans in (run.detached or {}).values():
+                top = max(top, spans[-1][1])
+            if top > run.start:
+                del run.blocks[(top - run.start) * 8 :]
+                run.end = top
+                return
+            parent = run.parent
+            assert parent.children is not None
+            del self.runs[run.id]
+            del parent.children[bytes(run.blocks[:8])]
+            if parent.tail is run:
+                parent.tail = None
+            if not parent.children and parent is not self.root:
+                parent.children = None
+            run = parent
+
+    # Finding --------------------------------------------------------------------------
+
+    def _run_at(self, location: int) -> Run:
+        """The run of a location that its holder holds."""
+        run = self._find_run(location)
+        assert run is not None
+        return run
+
+    def _find_run(self, location: int) -> Run | None:
+        run = self.runs.get(location >> DEPTH_BITS)
+        depth = location & MAX_DEPTH
+        while run is not None and depth >= run.end:
+            run = run.tail
+        return run
+
+    def _locate(self, holder: Holder, engine_hash: int) -> tuple[Run, int]:
+        location = holder.held[engine_hash]
+        run, depth = self._run_at(location), location & MAX_DEPTH
+        holder.held[engine_hash] = run.id << DEPTH_BITS | depth
+        return run, depth
+
+    def descend(self, blocks: bytes) -> tuple[list[Run], int]:
+        """The runs that these blocks lead through, and how many of the blocks are in the tree.
+
+        Args:
+            blocks: block hashes, little-endian, 8 bytes each.
+        """
+        self._clock = clock = self._clock + 1
+        path: list[Run] = []
+        size = len(blocks)
+        at = 0
+        children = self.root.children
+        while children is not None and at < size:
+            run = children.get(blocks[at : at + 8])
+            if run is None:
+                break
+            run.touched = clock
+            path.append(run)
+            theirs = run.blocks
+            ours = blocks[at : at + len(theirs)]
+            if not theirs.startswith(ours):
+                return path, run.start + common_bytes(ours, theirs[: len(ours)]) // 8
+            at += len(ours)
+            children = run.children
+        return path, at // 8
+
+    def find(self, blocks: bytes) -> dict[int, int]:
+        """How many of these blocks each holder has from the first on, for those that have any."""
+        path, end = self.descend(blocks)
+        found: dict[int, int] = {}
+        for run in path:
+            found.update(run.ends)
+        if path and path[-1].end > end:
+            for number, held in path[-1].ends.items():
+                found[number] = min(held, end)
+        return found
+
+    def by_level(self) -> Iterator[Run]:
+        """All runs, each after its parent."""
+        waiting = deque([self.root])
+        while waiting:
+            run = waiting.popleft()
+            yield run
+            waiting += (run.children or {}).values()
+
+    # Limits ---------------------------------------------------------------------------
+
+    def evict(self, holders: Sequence[Holder], count: int) -> int:
+        """Forget `count` held blocks or more, of the leaves that were used the longest ago.
+
+        Args:
+            holders: all that are in the tree and were not dropped.
+
+        Returns:
+            How many were forgotten; 0 only for an empty tree.
+        """
+        victims: dict[int, Run] = {}
+        expected = 0
+        leaves = [run for run in self.runs.values() if run.children is None and run.parent]
+        for run in sorted(leaves, key=lambda leaf: leaf.touched):
+            if expected >= count:
+                break
+            victims[run.id] = run
+            expected += sum(end - run.start for end in run.ends.values())
+            expected += sum(
+                end - start for spans in (run.detached or {}).values() for start, end in spans
+            )
+        forgotten = 0
+        for holder in holders:
+            kept = {
+                engine_hash: location
+                for engine_hash, location in holder.held.items()
+                if self._run_at(location).id not in victims
+            }
+            forgotten += len(holder.held) - len(kept)
+            holder.held = kept
+            for run in victims.values():
+                if run.detached is not None:
+                    spans = run.detached.get(holder.number, ())
+                    holder.detached -= sum(end - start for start, end in spans)
+        for run in victims.values():
+            run.ends.clear()
+            run.detached = run.copies = None
+            self._trim(run)
+        return forgotten

@@ -1,0 +1,85 @@
+"""A stretch of blocks without a branch, and the caches that hold blocks of it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .intervals import Intervals
+
+BLOCK_BYTES: Final = 8
+
+
+class Run:
+    """Blocks `[start, end)` below `parent`, which branch nowhere.
+
+    Attributes:
+        blocks: their hashes, little-endian, 8 bytes each.
+        children: by the bytes of their first block; None for none.
+        tail: the child that was split off this run and that its old locations lead to.
+        ends: by holder, the end of what it holds without a gap.
+        detached: by holder, what it holds behind a hole; None for nothing.
+        copies: by (holder, depth), how many more engine hashes name this one block.
+    """
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "copies",
+        "detached",
+        "end",
+        "ends",
+        "id",
+        "parent",
+        "start",
+        "tail",
+        "touched",
+    )
+
+    def __init__(self, number: int, start: int, blocks: bytearray, parent: Run | None) -> None:
+        self.id = number
+        self.start = start
+        self.end = start + len(blocks) // BLOCK_BYTES
+        self.blocks = blocks
+        self.parent = parent
+        self.children: dict[bytes, Run] | None = None
+        self.tail: Run | None = None
+        self.ends: dict[int, int] = {}
+        self.detached: dict[int, Intervals] | None = None
+        self.copies: dict[tuple[int, int], int] | None = None
+        self.touched = 0
+
+    def __repr__(self) -> str:
+        return f"<Run {self.id} [{self.start}:{self.end} | holders: {len(self.ends)}]>"
+
+
+class Holder:
+    """One cache: what it holds, by the hashes of its engine.
+
+    Attributes:
+        number: never used again, also when the holder is gone.
+        detached: how many blocks of it lie behind a hole.
+    """
+
+    __slots__ = ("detached", "held", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.held: dict[int, int] = {}
+        self.detached = 0
+
+
+def common_bytes(first: bytes | bytearray, second: bytes | bytearray) -> int:
+    """Bytes of the blocks that two equally long stretches begin with alike.
+
+    Halving over comparisons of memory: the cost grows with the logarithm of their number.
+    """
+    low, high = 0, len(first) // BLOCK_BYTES
+    if second.startswith(first):
+        return len(first)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if second.startswith(first[low * 8 : middle * 8], low * 8):
+            low = middle
+        else:
+            high = middle
+    return low * 8

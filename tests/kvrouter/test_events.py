@@ -1,0 +1,154 @@
+"""Events cross the wire unchanged; whatever else arrives is refused whole."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynbus.kvrouter.events import (
+    HEADER,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    InvalidEvents,
+    KvEvent,
+    Operation,
+    Tier,
+    decode_events,
+    encode_events,
+)
+
+from .event_strategies import removed_events, stored_events
+
+hashes = st.integers(0, 2**64 - 1)
+tiers = st.sampled_from(Tier)
+events = st.lists(
+    st.one_of(
+        stored_events(hashes, hashes, tiers=tiers, min_size=0),
+        removed_events(hashes, tiers=tiers, min_size=0),
+        st.just(AllBlocksCleared()),
+    ),
+    max_size=12,
+)
+
+
+def decoded(message: bytes) -> list[KvEvent]:
+    """The events of a message, one by one."""
+    batch = decode_events(message)
+    found: list[KvEvent] = []
+    at = 0
+    for event in range(len(batch)):
+        engine = batch.engine_hashes[batch.bounds[event] : batch.bounds[event + 1]]
+        operation = batch.operations[event]
+        if operation == Operation.STORED:
+            blocks = list(struct.unpack_from(f"<{len(engine)}Q", batch.blocks, at))
+            at += 8 * len(engine)
+            parent, tier = batch.parents[event], Tier(batch.tiers[event])
+            found.append(BlockStored(parent, engine, blocks, tier))
+        elif operation == Operation.REMOVED:
+            found.append(BlockRemoved(engine, Tier(batch.tiers[event])))
+        else:
+            found.append(AllBlocksCleared())
+    return found
+
+
+@given(events, hashes, st.integers(0, 2**63), st.integers(0, 2**16 - 1))
+def test_events_cross_the_wire_unchanged(
+    sent: list[KvEvent], epoch: int, first_id: int, dp_rank: int
+) -> None:
+    message = encode_events(sent, event_epoch=epoch, first_id=first_id, dp_rank=dp_rank)
+
+    batch = decode_events(message)
+    assert decoded(message) == sent
+    assert (batch.event_epoch, batch.first_id, batch.dp_rank) == (epoch, first_id, dp_rank)
+
+
+def test_the_bytes_of_version_one_are_these() -> None:
+    message = encode_events(
+        [BlockStored(7, [8, 9], [10, 11], Tier.HOST), BlockRemoved([8]), AllBlocksCleared()],
+        event_epoch=5,
+        first_id=6,
+        dp_rank=2,
+    )
+
+    assert message == (
+        struct.pack("<BBHIQQIIII", 1, 0, 2, 3, 5, 6, 1, 3, 2, 0)
+        + bytes([0b01100, 0b00001, 0b00010, 0])
+        + struct.pack("<III", 2, 1, 0)
+        + struct.pack("<Q", 7)
+        + struct.pack("<QQQ", 8, 9, 8)
+        + struct.pack("<QQ", 10, 11)
+    )
+
+
+def test_arrays_are_taken_as_they_are() -> None:
+    lists = BlockStored(None, [1, 2], [3, 4])
+    arrays = BlockStored(None, np.array([1, 2], dtype=np.uint64), np.array([3, 4], dtype=np.uint64))
+
+    assert encode_events([arrays], event_epoch=0, first_id=0) == encode_events(
+        [lists], event_epoch=0, first_id=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (BlockStored(None, [1, 2], [3]), "2 engine hashes for 1 block hashes"),
+        (BlockStored(None, [-1], [3]), "unsigned integer"),
+        (BlockStored(2**64, [1], [3]), "unsigned integer"),
+        (BlockRemoved([2**64]), "unsigned integer"),
+        (BlockRemoved(["a"]), "unsigned integer"),  # type: ignore[list-item]
+        (BlockRemoved(np.array([1.5])), "unsigned integer"),
+    ],
+)
+def test_what_cannot_be_encoded_is_refused(event: KvEvent, message: str) -> None:
+    with pytest.raises(InvalidEvents, match=message):
+        encode_events([event], event_epoch=0, first_id=0)
+
+
+@given(events, st.data())
+def test_a_message_that_is_cut_or_longer_is_refused(
+    sent: list[KvEvent], data: st.DataObject
+) -> None:
+    message = encode_events(sent, event_epoch=1, first_id=0)
+    cut = data.draw(st.integers(0, len(message) - 1))
+
+    for wrong in (message[:cut], message + bytes(8)):
+        with pytest.raises(InvalidEvents):
+            decode_events(wrong)
+
+
+@given(st.binary(max_size=200))
+def test_bytes_from_anywhere_are_decoded_or_refused(data: bytes) -> None:
+    for message in (data, b"\x01\x00" + data, HEADER.pack(1, 0, 0, 1, 1, 0, 0, 1, 0, 0) + data):
+        try:
+            batch = decode_events(message)
+        except InvalidEvents:
+            continue
+        assert len(batch.bounds) == len(batch) + 1
+
+
+@given(events, st.data())
+def test_a_changed_byte_is_refused_or_gives_a_sound_batch(
+    sent: list[KvEvent], data: st.DataObject
+) -> None:
+    message = bytearray(encode_events(sent, event_epoch=1, first_id=0))
+    at = data.draw(st.integers(0, len(message) - 1))
+    message[at] ^= data.draw(st.integers(1, 255))
+
+    try:
+        batch = decode_events(bytes(message))
+    except InvalidEvents:
+        return
+    count = sum(
+        batch.bounds[i + 1] - batch.bounds[i]
+        for i, operation in enumerate(batch.operations)
+        if operation == Operation.STORED
+    )
+    assert len(batch.blocks) == 8 * count
+    assert batch.bounds[-1] == len(batch.engine_hashes)
+    assert len(batch.parents) == len(batch)
