@@ -238,6 +238,23 @@ class StreamWriter:
         self._next_unsent = first + count
         return Items(self.number, self.secret, self.attempt, sequence, items)
 
+    def take_result(self, limit: int) -> End | None:
+        """A good end, when it is all that is fresh and fits the limit.
+
+        This is `take` for nearly every unary call, at a fraction of its cost.
+        """
+        first = self._next_unsent
+        if len(self._units) - first != 1:
+            return None
+        unit = self._units[first]
+        if type(unit) is not _Ending or unit.failed is not None or unit.size > limit:
+            return None
+        self.taken_bytes = unit.size
+        self._next_unsent = first + 1
+        self._items_only = True
+        sequence = self._acknowledged + first
+        return End(self.number, self.secret, self.attempt, sequence, unit.data)
+
     def take(self, limit: int) -> list[Items | Part | Terminal]:
         """Frames of units that were not handed out yet, of at most about `limit` bytes.
 

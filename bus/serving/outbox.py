@@ -70,7 +70,7 @@ class Outbox:
         for writer in writers:
             writer.dirty = False
         for writer in writers:
-            frame = writer.take_items(room)
+            frame = writer.take_items(room) or writer.take_result(room)
             if frame is not None:
                 frames.append(frame)
                 room -= writer.taken_bytes + FRAME_OVERHEAD

@@ -185,6 +185,30 @@ TestStreamOverABadChannel.settings = settings(
 )
 
 
+def test_a_result_that_is_alone_and_fits_is_taken_at_once_and_once() -> None:
+    writer = make_writer()
+    writer.end(b"result")
+
+    too_small = writer.take_result(6)
+    frame = writer.take_result(1000)
+
+    assert too_small is None
+    assert frame == End(7, SECRET, 1, 0, b"result")
+    assert writer.take_result(1000) is None
+    assert not writer.has_fresh
+
+
+def test_items_failures_and_split_results_are_not_taken_as_a_result() -> None:
+    with_item, failed, split = make_writer(), make_writer(), make_writer()
+    with_item.push(b"a")
+    with_item.end()
+    failed.fail(PayloadTooLarge("too large"))
+    split.end(bytes(150))
+
+    assert [writer.take_result(1000) for writer in (with_item, failed, split)] == [None] * 3
+    assert [len(writer.take(1000)) for writer in (with_item, failed, split)] == [2, 1, 3]
+
+
 def test_items_of_one_turn_travel_in_one_frame() -> None:
     writer = make_writer()
 
