@@ -46,15 +46,15 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "asyncio", {"loop_factory": ReportingLoop}
 
 
-@pytest.fixture(scope="session")
-def modules_are_no_garbage() -> None:
-    """What was imported stays: collections need not look at it, and take milliseconds."""
+@pytest.fixture(scope="module", autouse=True)
+def what_stays_is_no_garbage() -> None:
+    """What was there before a module of tests stays: collections need not look at it."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def loops_report_nothing(modules_are_no_garbage: None) -> Iterator[None]:
+def loops_report_nothing(what_stays_is_no_garbage: None) -> Iterator[None]:
     """A test fails when a loop, on any thread, reports what nobody retrieved or awaited."""
     handler = LoopReports()
     logger = logging.getLogger("asyncio")
