@@ -35,9 +35,6 @@ HEADER: Final = struct.Struct("<BBHIQQIIII")
 """Version, 0, data-parallel rank, events, event epoch, first id, parents, engine hashes, block
 hashes, 0."""
 
-MAX_U64: Final = (1 << 64) - 1
-MAX_RANK: Final = (1 << 16) - 1
-
 Hashes: TypeAlias = Sequence[int] | NDArray[np.uint64]
 
 

@@ -191,15 +191,17 @@ class RadixIndex:
         before = self.ranks.get(rank)
         if before is not None:
             self._empty(rank, before)
-        elif rank.instance in self._of_instance:
-            self._of_instance[rank.instance].append(rank)
-            self._is_plain = False
-        else:
-            self._of_instance[rank.instance] = [rank]
-        state = self.ranks[rank] = RankState(
-            batch.event_epoch, batch.first_id, partial=batch.first_id > 0
-        )
+        state = RankState(batch.event_epoch, batch.first_id, partial=batch.first_id > 0)
+        self._follow(rank, state)
         return state
+
+    def _follow(self, rank: Rank, state: RankState) -> None:
+        self.ranks[rank] = state
+        of_instance = self._of_instance.setdefault(rank.instance, [])
+        if rank not in of_instance:
+            of_instance.append(rank)
+        if len(of_instance) > 1:
+            self._is_plain = False
 
     def _empty(self, rank: Rank, state: RankState) -> None:
         self._blocks -= state.blocks
@@ -267,11 +269,8 @@ class RadixIndex:
 
     def restore(self, rank: Rank, state: RankState) -> None:
         """Take in a rank whose holders are in the tree already."""
-        if rank.instance in self._of_instance:
-            self._is_plain = False
-        self.ranks[rank] = state
+        self._follow(rank, state)
         self._blocks += state.blocks
-        self._of_instance.setdefault(rank.instance, []).append(rank)
         for tier, holder in state.holders.items():
             self._own(rank, tier, holder)
 

@@ -36,7 +36,6 @@ class PrefixTree:
         self.root = Run(0, 0, bytearray(), None)
         self.root.children = {}
         self.runs: dict[int, Run] = {0: self.root}
-        self.unknown_removals = 0
         self._clock = 0
         self.next_run = 1
         self.next_holder = 1
