@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus import headers
 from dynbus.bus.clock import monotonic
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .execution import Execution
     from .remote_client import RemoteClient
     from .served_endpoint import ServedEndpoint
+
+PLAIN_WINDOW: Final = 128 * 1024
+"""Bytes of a plain call's items that may be on their way to the server."""
 
 
 def _refuse(item: bytes) -> bool:
@@ -213,7 +216,7 @@ class PlainCall(ServerCall):
         calls: the plain calls of the instance, of which it is one until it is retired.
     """
 
-    __slots__ = ("_bounce", "_calls", "_sent", "reply")
+    __slots__ = ("_bounce", "_calls", "_sent", "_untaken", "reply")
 
     def __init__(
         self,
@@ -227,6 +230,7 @@ class PlainCall(ServerCall):
         super().__init__(execution, served, context, now)
         self.reply = reply
         self._sent = 0
+        self._untaken = 0
         self.push = self._push
         bus = execution.bus
         # Readers see the bounce subject; none must be able to guess those of others.
@@ -247,7 +251,21 @@ class PlainCall(ServerCall):
     def _push(self, item: bytes) -> bool:
         self.execution.bus.data.publish(self.reply, item, reply=self._bounce)
         self._sent += 1
-        return not self.ended
+        self._untaken += len(item)
+        return not self.ended and self._untaken < PLAIN_WINDOW
+
+    async def writable(self) -> None:
+        """Wait until the server has taken what was sent.
+
+        Raises:
+            Unavailable: it did not within the time that a reader may stall.
+        """
+        # A plain client grants no credit. nats-server slows down whoever sends to a client that
+        # does not read, and with it all that leaves over the same connection.
+        self._untaken = 0
+        if not self.ended:
+            bus = self.execution.bus
+            await bus.data.barrier(timeout=bus.config.reader_stall_timeout)
 
     def end(self, result: bytes | None = None) -> None:
         if not self.ended:

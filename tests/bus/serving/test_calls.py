@@ -23,9 +23,16 @@ from dynbus.bus import headers
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
-from dynbus.bus.errors import DynbusError, HandlerError, Overloaded
+from dynbus.bus.errors import DynbusError, HandlerError, Overloaded, Unavailable
+from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.memory.connection import MemoryConnection
-from dynbus.bus.serving.calls import FramedCall, PlainCall, ServerCall, error_block
+from dynbus.bus.serving.calls import (
+    PLAIN_WINDOW,
+    FramedCall,
+    PlainCall,
+    ServerCall,
+    error_block,
+)
 from dynbus.bus.serving.control import ServerControl
 from dynbus.bus.serving.execution import Execution
 from dynbus.bus.serving.outbox import Outbox
@@ -53,6 +60,7 @@ class Bench(NamedTuple):
     client: PlayedClient
     plain: MemoryConnection
     answers: list[Message]
+    server: MemoryBus
 
     def framed_call(self, number: int = 1, *, granted: int = 1000) -> FramedCall:
         client = self.control.client(self.client.base, "incarnation")
@@ -92,7 +100,7 @@ async def bench() -> AsyncGenerator[Bench, None]:
         answers: list[Message] = []
         plain.subscribe(REPLY, answers.append)
         await plain.barrier()
-        yield Bench(bus, execution, served, control, outbox, client, plain, answers)
+        yield Bench(bus, execution, served, control, outbox, client, plain, answers, server)
         await client.connection.close()
         await plain.close()
 
@@ -235,6 +243,33 @@ def test_a_plain_reader_gets_a_message_per_item_and_an_empty_one_at_the_end() ->
             assert [message.data for message in given.answers] == [b"1", b"2", b""]
             assert not given.answers[2].headers
             assert call.sent_items == 2
+
+    run(story())
+
+
+def test_a_plain_stream_goes_on_when_the_server_has_taken_what_was_sent() -> None:
+    async def story() -> None:
+        async with bench() as given:
+            call = given.plain_call()
+
+            assert call.push(bytes(PLAIN_WINDOW - 1))
+            assert not call.push(b"1")
+            await call.writable()
+
+            assert sum(len(message.data) for message in given.answers) == PLAIN_WINDOW
+            assert call.push(b"2")
+
+    run(story())
+
+
+def test_a_plain_stream_does_not_outrun_a_server_that_takes_nothing() -> None:
+    async def story() -> None:
+        async with bench() as given:
+            call = given.plain_call()
+            call.push(bytes(PLAIN_WINDOW))
+
+            with given.server.partition(cast("Any", given.bus.data)), pytest.raises(Unavailable):
+                await call.writable()
 
     run(story())
 
