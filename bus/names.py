@@ -19,6 +19,8 @@ REPLY_ROOT: Final = "_R"
 ANONYMOUS: Final = "-"
 
 INSTANCES_BUCKET: Final = "dynbus_instances"
+KV_EVENTS: Final = "_kv"
+KV_RESYNC: Final = "_kv_resync"
 
 DEFAULT_REPLY_PREFIXES: Final = ("_R.", "_INBOX.", "_R_.", "_GR_.")
 
@@ -93,6 +95,21 @@ class EndpointName(NamedTuple):
 def control_subject(namespace: str, component: str, instance_id: str) -> str:
     """Where one instance takes cancels, credit, resumes and pings."""
     return f"{namespace}.{component}.{CONTROL}.{instance_id}"
+
+
+def kv_event_stream(namespace: str) -> str:
+    """The name of the stream with the KV-cache events of a namespace."""
+    return f"DYNBUS_EVENTS_{namespace}"
+
+
+def kv_event_subject(namespace: str, component: str, instance_id: str, dp_rank: int | str) -> str:
+    """Where the KV-cache events of one data-parallel rank are published; `*` for any."""
+    return f"{namespace}.{component}.{KV_EVENTS}.{instance_id}.{dp_rank}"
+
+
+def kv_resync_subject(namespace: str, component: str, instance_id: str, dp_rank: int | str) -> str:
+    """Where one rank is asked to send all that it holds; `*` for any."""
+    return f"{namespace}.{component}.{KV_RESYNC}.{instance_id}.{dp_rank}"
 
 
 class ReplySubjects:

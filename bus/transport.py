@@ -252,6 +252,14 @@ class JetStream(Protocol):
         """
         ...
 
+    async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:
+        """How a stream is set up, whoever made it.
+
+        Raises:
+            NoStream: the stream does not exist.
+        """
+        ...
+
     async def consume(
         self,
         stream: str,

@@ -41,6 +41,7 @@ EXTRAS: Final = {
     "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp"),
     "metrics": ("opentelemetry.sdk", "prometheus_client"),
     "nkeys": ("nkeys",),
+    "zmq": ("zmq",),
 }
 
 Status = Literal["ok", "warn", "fail"]

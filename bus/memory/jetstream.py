@@ -249,6 +249,9 @@ class MemoryJetStream:
     async def stream_info(self, stream: str, *, timeout: float = 5.0) -> StreamInfo:
         return await self._look(stream, "INFO", MemoryStream.info, timeout)
 
+    async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:
+        return await self._look(stream, "INFO", lambda held: held.config, timeout)
+
     async def consume(
         self,
         stream: str,

@@ -22,6 +22,7 @@ from dynbus.bus.transport import (
     StreamConfig,
     StreamFull,
     StreamInfo,
+    StreamLimits,
     WrongLastSequence,
 )
 
@@ -235,6 +236,12 @@ class NatsJetStream:
                 unix_seconds(answer["created"]),
             )
 
+    async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:
+        call = f"STREAM.INFO.{stream}"
+        answer = await self.api(call, {}, timeout=timeout)
+        with _reading(call):
+            return _stream_config(answer["config"])
+
     async def consume(
         self,
         stream: str,
@@ -262,6 +269,33 @@ class NatsJetStream:
         )
         await consumer.start()
         return consumer
+
+
+def _stream_config(found: Mapping[str, Any]) -> StreamConfig:
+    """The inverse of `stream_request`. The server writes "no limit" as -1, or as 0 for times."""
+
+    def limit(name: str) -> int | None:
+        value = int(found.get(name) or 0)
+        return value if value > 0 else None
+
+    age, marker_ttl = limit("max_age"), limit("subject_delete_marker_ttl")
+    return StreamConfig(
+        name=str(found["name"]),
+        subjects=tuple(map(str, found.get("subjects") or ())),
+        limits=StreamLimits(
+            max_bytes=limit("max_bytes"),
+            max_age=age / _NANOSECONDS if age else None,
+            max_messages=limit("max_msgs"),
+            max_messages_per_subject=limit("max_msgs_per_subject"),
+            duplicate_window=(limit("duplicate_window") or 0) / _NANOSECONDS,
+            discard_new=found.get("discard") == "new",
+        ),
+        marker_ttl=marker_ttl / _NANOSECONDS if marker_ttl else None,
+        work_queue=found.get("retention") == "workqueue",
+        in_memory=found.get("storage") == "memory",
+        replicas=int(found.get("num_replicas") or 1),
+        description=str(found.get("description") or ""),
+    )
 
 
 def unix_seconds(time: str) -> float:

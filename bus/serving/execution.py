@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TURN_ITEMS: Final = 256
+TURN_ITEMS: Final = 512
 LEAST_TURN_ITEMS: Final = 16
 HIGH_BACKLOG: Final = 8 * 1024 * 1024
 STOP_TIMEOUT: Final = 5.0
@@ -159,7 +159,6 @@ class Execution:
         task = self.bus.loop.create_task(work, context=self._variables.copy())
         call.task = task
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, call: ServerCall) -> None:
         """Run a unary handler."""
@@ -260,6 +259,9 @@ class Execution:
         """A handler has been left, or will never be entered."""
         if not call.ended:
             call.fail(Cancelled("the handler was cancelled"))
+        if call.task is not None:
+            # A callback of the task would cost a turn of the loop for each call.
+            self._tasks.discard(call.task)
         self._settle(call)
         following = call.served.admission.leave()
         if following is not None:
