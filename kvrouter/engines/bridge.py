@@ -1,0 +1,337 @@
+"""The bridge from an engine's messages to a sink of events, without its sockets.
+
+Each data-parallel rank is a stream of its own, numbered by itself. Whatever comes, a bridge does
+not raise; what it could not use is in its status, and logged once for each reason and minute.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from dynbus.bus.clock import monotonic
+from dynbus.kvrouter.events import KvEvent
+
+from .messages import (
+    MAX_RANK,
+    EngineBatch,
+    EngineCleared,
+    EngineEvent,
+    EngineStored,
+    Quarantined,
+    QuarantineReason,
+    decode_payload,
+)
+from .numbering import Arrival, Numbering
+from .sink import KvSink
+from .status import BridgeStatus, Counters
+from .translation import Translation
+
+logger = logging.getLogger(__name__)
+
+LOG_INTERVAL: Final = 60.0
+"""Seconds between two log records for the same reason."""
+
+
+class EngineBridge:
+    """Publishes to a sink what one engine says of its KV cache.
+
+    Args:
+        block_size: tokens of a block, as routers hash them.
+        lora_names: names of the adapters that the engine gives by number only.
+    """
+
+    def __init__(
+        self,
+        sink: KvSink,
+        *,
+        block_size: int,
+        lora_names: Mapping[int, str] | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._sink = sink
+        self._block_size = block_size
+        self._lora_names = lora_names
+        self._clock = clock
+        self._counters = Counters()
+        self._streams: dict[int | None, RankStream] = {}
+        self._last_logged: dict[str, float] = {}
+
+    def stream(self, dp_rank: int | None = None) -> RankStream:
+        """The stream of a rank; with None the rank is the one that its first batch names.
+
+        Raises:
+            ValueError: a rank does not fit 16 bits.
+        """
+        if dp_rank is not None and not 0 <= dp_rank <= MAX_RANK:
+            raise ValueError(f"data-parallel rank {dp_rank}: give one from 0 to {MAX_RANK}")
+        if dp_rank not in self._streams:
+            translation = Translation(self._block_size, lora_names=self._lora_names)
+            self._streams[dp_rank] = RankStream(self, dp_rank, translation)
+        return self._streams[dp_rank]
+
+    def status(self) -> BridgeStatus:
+        """The state and the counters as of now."""
+        counters, streams = self._counters, list(self._streams.values())
+        reasons = [(stream, stream.reason) for stream in streams]
+        told = [f"rank {one.dp_rank or 0}: {why}" for one, why in reasons if why is not None]
+        if not streams:
+            told = ["no stream of an engine is read"]
+        translations = [stream.translation for stream in streams]
+        filtered: dict[str, int] = {}
+        for one in translations:
+            for kind, count in one.filtered.items():
+                filtered[kind] = filtered.get(kind, 0) + count
+        return BridgeStatus(
+            reason="; ".join(told) or None,
+            messages=counters.messages,
+            events=dict(counters.events),
+            quarantined=dict(counters.quarantined),
+            filtered=filtered,
+            gaps=counters.gaps,
+            replayed=counters.replayed,
+            lost=counters.lost,
+            resets=counters.resets,
+            unknown_parents=sum(one.unknown_parents for one in translations),
+            incomplete_blocks=sum(one.incomplete_blocks for one in translations),
+            unknown_media=sum(one.unknown_media for one in translations),
+            block_size_mismatch=next((one.mismatch for one in translations if one.mismatch), None),
+            last_event_age=None
+            if counters.last_event is None
+            else self._clock() - counters.last_event,
+        )
+
+    # For its streams ------------------------------------------------------------------------
+
+    @property
+    def sink(self) -> KvSink:
+        return self._sink
+
+    @property
+    def counters(self) -> Counters:
+        return self._counters
+
+    def count_event(self, event: EngineEvent) -> None:
+        kind = "removed"
+        if isinstance(event, EngineStored):
+            kind = "stored"
+        elif isinstance(event, EngineCleared):
+            kind = "cleared"
+        self._counters.events[kind] += 1
+        self._counters.last_event = self._clock()
+
+    def quarantine(self, rank: int, quarantined: Quarantined) -> None:
+        reason = quarantined.reason
+        self._counters.quarantined[reason] += 1
+        self.warn(
+            f"quarantined: {reason}",
+            f"rank {rank}: an event of the engine was not used, {quarantined} "
+            f"({self._counters.quarantined[reason]} for this reason)",
+        )
+
+    def warn(self, about: str, text: str) -> None:
+        """Log a warning, unless there was one about the same within `LOG_INTERVAL`."""
+        now = self._clock()
+        last = self._last_logged.get(about)
+        if last is None or now - last >= LOG_INTERVAL:
+            self._last_logged[about] = now
+            logger.warning("%s", text)
+
+
+class RankStream:
+    """The numbered messages of one rank, and what became of them.
+
+    Whoever reads the engine's socket calls `connected`, then `take` for each published message,
+    and `disconnected`. When `take` returns False, messages are missing: it asks for a replay
+    (`begin_replay`, `take_replayed` for each, then `end_replay` or `fail_replay`), and calls
+    `skip_to` with the message, which gives up what is still missing. After `connected` it asks
+    for a replay first, or calls `cannot_replay`.
+    """
+
+    def __init__(self, bridge: EngineBridge, dp_rank: int | None, translation: Translation) -> None:
+        self._bridge = bridge
+        self._given_rank = dp_rank
+        self._numbering = Numbering()
+        self._connection: str | None = "not connected to the engine yet"
+        self._history: str | None = "nothing is known yet of what the engine holds"
+        self._unread = 0
+        self._told_mismatch = False
+        self.dp_rank = dp_rank
+        self.translation = translation
+
+    @property
+    def reason(self) -> str | None:
+        """Why the events of this rank are not exact; None when they are."""
+        if self.translation.mismatch is not None:
+            return str(self.translation.mismatch)
+        if self._connection is not None:
+            return self._connection
+        if self._history is not None:
+            return self._history
+        if self.translation.without_prefix_group:
+            kinds = ", ".join(sorted(self.translation.filtered))
+            return f"the engine tells only of KV-cache groups that hold no whole prefix ({kinds})"
+        if self._unread:
+            return f"{self._unread} of its events could not be used"
+        return None
+
+    # Connection -----------------------------------------------------------------------------
+
+    def connected(self) -> None:
+        """A connection to an engine stands, perhaps to another one than before."""
+        self._connection = None
+        self._numbering.connected()
+
+    def disconnected(self, why: str) -> None:
+        self._connection = why
+
+    def cannot_replay(self) -> None:
+        """After `connected`, without a way to ask: what was known may be another engine's."""
+        if self._numbering.last >= 0:
+            self._reset("the engine was connected anew, and has no replay endpoint to ask")
+
+    # Messages -------------------------------------------------------------------------------
+
+    def take(self, number: int, payload: bytes) -> bool:
+        """Use a published message, unless others are missing before it: then False."""
+        arrival = self._numbering.arrive(number)
+        if arrival is Arrival.RESTART:
+            self._reset(f"the engine's numbers began anew at {number}")
+            arrival = Arrival.NEXT if number == 0 else Arrival.GAP
+        if arrival is Arrival.NEXT:
+            self._use(number, payload)
+        elif arrival is Arrival.GAP:
+            self._bridge.counters.gaps += 1
+            return False
+        return True
+
+    @property
+    def last(self) -> int:
+        """Number of the last message used; -1 before the first."""
+        return self._numbering.last
+
+    def skip_to(self, number: int, payload: bytes) -> None:
+        """Use a message; when those before it are still missing, what was known is void."""
+        first = self._numbering.last + 1
+        lost = number - first
+        if lost < 0:
+            # The replay brought it too.
+            return
+        if lost:
+            self._bridge.counters.lost += lost
+            if first:
+                self._reset(f"its messages {first} to {number - 1} are lost")
+            self._history = (
+                f"messages {first} to {number - 1} of the engine are lost: blocks that were "
+                "stored before are not known until it clears its cache or restarts"
+            )
+        self._use(number, payload)
+
+    # Replay ---------------------------------------------------------------------------------
+
+    def begin_replay(self) -> int:
+        """The number from which to ask."""
+        return self._numbering.begin_replay()
+
+    def take_replayed(self, number: int, payload: bytes) -> bool:
+        """Use a replayed message, unless others are missing before it: then False."""
+        arrival = self._numbering.replay(number, payload)
+        if arrival is Arrival.RESTART:
+            self._reset("the engine does not have the last message that is known")
+            arrival = Arrival.NEXT if number == 0 else Arrival.GAP
+        if arrival is Arrival.GAP:
+            return False
+        if arrival is Arrival.NEXT:
+            self._bridge.counters.replayed += 1
+            self._use(number, payload)
+        return True
+
+    def end_replay(self) -> bool:
+        """The answer is complete; True when it is to be asked for once more, from 0."""
+        if not self._numbering.confirmed:
+            # The engine has no message of this number or above: it is another one.
+            self._reset("the engine does not have the last message that is known")
+            return True
+        if self._numbering.last < 0:
+            # It has said nothing, ever.
+            self._history = None
+        return False
+
+    def fail_replay(self, why: str) -> None:
+        """There is no answer, or none that ends."""
+        self._bridge.warn(f"replay: {self.dp_rank}", f"rank {self.dp_rank or 0}: {why}")
+        if not self._numbering.is_same_engine:
+            self._reset(why)
+
+    # ----------------------------------------------------------------------------------------
+
+    def unreadable(self, detail: str) -> None:
+        """Count a message that has not even a number."""
+        self._quarantine(Quarantined(QuarantineReason.MALFORMED, detail))
+
+    def _use(self, number: int, payload: bytes) -> None:
+        if number == 0:
+            self._history = None
+        self._numbering.take(number, payload)
+        self._bridge.counters.messages += 1
+        batch = decode_payload(payload)
+        for quarantined in batch.quarantined:
+            self._quarantine(quarantined)
+        if not self._is_own(batch):
+            return
+        events: list[KvEvent] = []
+        for event in batch.events:
+            self._bridge.count_event(event)
+            try:
+                events += self.translation.translate(event)
+            except Quarantined as quarantined:
+                self._quarantine(quarantined)
+            if isinstance(event, EngineCleared):
+                self._history = None
+                self._unread = 0
+        if self.translation.mismatch is not None:
+            self._refuse()
+        elif events:
+            self._bridge.sink.publish(events, dp_rank=self.dp_rank or 0)
+
+    def _is_own(self, batch: EngineBatch) -> bool:
+        """Whether a batch is of this stream's rank.
+
+        A rank that was given holds, since it is the one whose port is read: engines have
+        reported 0 for all of them. One that was not given is that of the first batch.
+        """
+        if self.dp_rank is None and batch.events:
+            self.dp_rank = batch.dp_rank or 0
+        if batch.dp_rank is None or batch.dp_rank == self.dp_rank:
+            return True
+        if self._given_rank is not None:
+            text = f"rank {self._given_rank}: the engine calls it rank {batch.dp_rank}"
+            self._bridge.warn(f"called another rank: {self._given_rank}", text)
+            return True
+        detail = f"a batch of rank {batch.dp_rank} in the stream of rank {self.dp_rank}"
+        self._quarantine(Quarantined(QuarantineReason.WRONG_RANK, detail))
+        return False
+
+    def _quarantine(self, quarantined: Quarantined) -> None:
+        # A type that is not known says nothing that was ever used.
+        self._unread += quarantined.reason is not QuarantineReason.UNKNOWN_TYPE
+        self._bridge.quarantine(self.dp_rank or 0, quarantined)
+
+    def _refuse(self) -> None:
+        if not self._told_mismatch:
+            self._told_mismatch = True
+            logger.error("rank %d: %s", self.dp_rank or 0, self.translation.mismatch)
+            self._bridge.counters.resets += 1
+            self._bridge.sink.reset(self.dp_rank or 0)
+
+    def _reset(self, why: str) -> None:
+        rank = self.dp_rank or 0
+        self._bridge.warn(f"reset: {rank}", f"rank {rank} is forgotten: {why}")
+        self._numbering.begin_anew()
+        self.translation.forget()
+        self._history = f"forgotten: {why}"
+        self._unread = 0
+        self._told_mismatch = False
+        self._bridge.counters.resets += 1
+        self._bridge.sink.reset(rank)

@@ -1,0 +1,298 @@
+"""From what one rank of an engine says to our events, one event at a time.
+
+Token ids become block hashes and are dropped. What is remembered of each block that the rank
+holds is what later events leave out: the salt of its sequence, and its hash when it is stored
+once more in a lower tier without its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from dynbus.kvrouter.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
+from dynbus.kvrouter.hashing import block_hashes
+
+from .extra_keys import ExtraKeys, read_extra_keys
+from .messages import (
+    EngineCleared,
+    EngineEvent,
+    EngineRemoved,
+    EngineStored,
+    Quarantined,
+    QuarantineReason,
+)
+
+MAX_BLOCKS: Final = 4_000_000
+"""Blocks of a rank that are remembered, about 250 bytes each; the oldest are forgotten."""
+
+_MEDIA: Final[Mapping[str, Tier]] = {
+    **dict.fromkeys(("GPU", "DEVICE", "CUDA", "HBM", "NPU", "XPU", "TPU"), Tier.DEVICE),
+    **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "HOST_PINNED"), Tier.HOST),
+    **dict.fromkeys(("CPU_TIER2", "DISK", "NVME", "SSD", "STORAGE"), Tier.DISK),
+    **dict.fromkeys(("EXTERNAL", "NETWORK", "REMOTE", "SHARED"), Tier.EXTERNAL),
+}
+
+# Of these every token's KV is kept, so that a block tells that the prefix is there.
+_PREFIX_KINDS: Final = frozenset({"full", "full_attention", "mla_attention", "sink_full_attention"})
+_NO_KINDS: Final = frozenset({"", "unknown"})
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizeMismatch:
+    """The engine's blocks are of another size than those that routers hash."""
+
+    expected: int
+    found: int
+
+    def __str__(self) -> str:
+        return (
+            f"the engine's blocks have {self.found} tokens, but {self.expected} are configured: "
+            "nothing that it holds can be found. Configure the block size that the engine has "
+            "(vLLM: --block-size, times the context parallelism of its decode; SGLang: --page-size)"
+        )
+
+
+@dataclass(slots=True)
+class _Block:
+    block_hash: int
+    parent: int | None
+    salt: str | None
+    tiers: int
+
+
+class Translation:
+    """Translates the events of one rank.
+
+    Args:
+        block_size: tokens of a block, as routers hash them.
+        lora_names: names of the adapters that the engine gives by number only.
+
+    Attributes:
+        mismatch: set by the first blocks of another size; nothing is translated from then on.
+        filtered: events of KV-cache groups that tell nothing of a prefix, by their kind.
+        unknown_parents, incomplete_blocks, unknown_media: how many there were.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        lora_names: Mapping[int, str] | None = None,
+        max_blocks: int = MAX_BLOCKS,
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size = {block_size}: a block has one token at least")
+        self._block_size = block_size
+        self._lora_names = lora_names or {}
+        self._max_blocks = max_blocks
+        self._blocks: dict[int, _Block] = {}
+        self._prefix_group: int | None = None
+        self._other_groups: dict[int, str] = {}
+        self._size_seen = False
+        self.mismatch: BlockSizeMismatch | None = None
+        self.filtered: Counter[str] = Counter()
+        self.unknown_parents = 0
+        self.incomplete_blocks = 0
+        self.unknown_media = 0
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the rank holds, as far as is known."""
+        return len(self._blocks)
+
+    @property
+    def without_prefix_group(self) -> bool:
+        """Whether all groups that were seen are of kinds that tell nothing of a prefix."""
+        return bool(self.filtered) and not self._size_seen
+
+    def forget(self) -> None:
+        """Begin anew: the engine did, or it is not known any longer what it holds."""
+        self._blocks.clear()
+        self._size_seen = False
+        self.mismatch = None
+
+    def translate(self, event: EngineEvent) -> list[KvEvent]:
+        """Our events that say what the engine's does; none for one that is filtered.
+
+        Raises:
+            Quarantined: the event cannot be used.
+        """
+        if self.mismatch is not None:
+            return []
+        if isinstance(event, EngineCleared):
+            self._blocks.clear()
+            return [AllBlocksCleared()]
+        if self._is_other_group(event):
+            return []
+        if isinstance(event, EngineRemoved):
+            return self._removed(event)
+        tier = self._tier(event.medium, event.remote)
+        if not event.hashes:
+            return []
+        if not event.tokens:
+            return self._stored_again(event, tier)
+        return self._stored(event, tier)
+
+    # Groups ---------------------------------------------------------------------------------
+
+    def _is_other_group(self, event: EngineStored | EngineRemoved) -> bool:
+        """Whether the event is of a group that is not the one that tells of prefixes.
+
+        That is the first group of full attention. Hashes do not tell groups apart, and those
+        of sliding windows and Mamba keep only the end of a sequence. Where the kind is not
+        said, as older engines do not, everything counts.
+        """
+        kind = (event.kind or "").lower()
+        if kind in _NO_KINDS and isinstance(event, EngineStored) and event.sliding_window:
+            kind = "sliding_window"
+        if kind in _NO_KINDS:
+            # Removals name their group only: the kind is that of what was stored there.
+            kind = "" if event.group is None else self._other_groups.get(event.group, "")
+        elif kind in _PREFIX_KINDS:
+            if event.group is not None and self._prefix_group is None:
+                self._prefix_group = event.group
+            if event.group == self._prefix_group or event.group is None:
+                kind = ""
+        if not kind:
+            return False
+        if event.group is not None:
+            self._other_groups[event.group] = kind
+        self.filtered[kind] += 1
+        return True
+
+    def _tier(self, medium: str | None, remote: bool) -> Tier:
+        if remote:
+            return Tier.EXTERNAL
+        if medium is None:
+            return Tier.DEVICE
+        tier = _MEDIA.get(medium.upper())
+        if tier is None:
+            # A connector's own word: too far away is the harmless side to err on.
+            self.unknown_media += 1
+            return Tier.EXTERNAL
+        return tier
+
+    # Stored ---------------------------------------------------------------------------------
+
+    def _stored(self, event: EngineStored, tier: Tier) -> list[KvEvent]:
+        complete = self._complete_blocks(event, tier)
+        if not complete:
+            return []
+        parent = None
+        if event.parent is not None:
+            parent = self._blocks.get(event.parent)
+            self.unknown_parents += parent is None
+        keys = ExtraKeys()
+        if event.extra_keys is not None:
+            keys = read_extra_keys(
+                event.extra_keys,
+                lora_id=event.lora_id,
+                lora_name=event.lora_name,
+                begins=event.parent is None,
+            )
+        salt = event.salt or keys.salt
+        if salt is None and parent is not None:
+            salt = parent.salt
+        hashes = event.hashes[:complete]
+        found = block_hashes(
+            event.tokens[: 4 * self._block_size * complete],
+            self._block_size,
+            lora_name=self._lora_name(event),
+            salt=salt,
+            multimodal=keys.multimodal,
+        )
+        before = event.parent
+        for engine_hash, block_hash in zip(hashes, found.tolist(), strict=True):
+            self._remember(engine_hash, block_hash, before, salt, tier)
+            before = engine_hash
+        return [BlockStored(event.parent, hashes, found, tier)]
+
+    def _complete_blocks(self, event: EngineStored, tier: Tier) -> int:
+        """How many of the event's blocks are complete; 0 with `mismatch` set if none can be.
+
+        What the tokens say counts, not the engine's `block_size`: hybrid models report that of
+        another group there.
+        """
+        blocks = len(event.hashes)
+        tokens = len(event.tokens) // 4
+        size = self._block_size
+        if tokens == blocks * size:
+            self._size_seen = True
+            return blocks
+        said = event.block_size or size
+        if said == size and tokens > blocks * size and blocks > 1 and tokens % blocks == 0:
+            said = tokens // blocks
+        if said != size and tier != Tier.DEVICE:
+            # Offloading may join blocks; those of the device are right nevertheless.
+            raise Quarantined(
+                QuarantineReason.BLOCK_SIZE,
+                f"blocks of {said} tokens in tier {tier.name.lower()}, not of {size}",
+            )
+        if said != size and (blocks > 1 or said > size or not self._size_seen):
+            self.mismatch = BlockSizeMismatch(size, said)
+            self._blocks.clear()
+            return 0
+        complete = tokens // size
+        if not blocks - 1 <= complete <= blocks or tokens > blocks * size:
+            raise Quarantined(
+                QuarantineReason.BLOCK_COUNT, f"{tokens} token ids in {blocks} blocks of {size}"
+            )
+        self.incomplete_blocks += blocks - complete
+        return complete
+
+    def _stored_again(self, event: EngineStored, tier: Tier) -> list[KvEvent]:
+        """Blocks without their tokens: those of a known sequence, copied to another tier."""
+        runs: list[tuple[int | None, list[int], list[int]]] = []
+        before: int | None = None
+        for engine_hash in event.hashes:
+            block = self._blocks.get(engine_hash)
+            if block is None:
+                raise Quarantined(
+                    QuarantineReason.UNKNOWN_BLOCK,
+                    f"block {engine_hash:#x} comes without token ids, and was not seen before",
+                )
+            if not runs or block.parent != before:
+                runs.append((block.parent, [], []))
+            runs[-1][1].append(engine_hash)
+            runs[-1][2].append(block.block_hash)
+            before = engine_hash
+        for engine_hash in event.hashes:
+            self._blocks[engine_hash].tiers |= 1 << tier
+        return [BlockStored(parent, hashes, found, tier) for parent, hashes, found in runs]
+
+    def _lora_name(self, event: EngineStored) -> str | None:
+        if event.lora_name or not event.lora_id:
+            return event.lora_name
+        if isinstance(event.lora_id, str):
+            return event.lora_id
+        # A name of its own keeps its blocks from those of the base model.
+        return self._lora_names.get(event.lora_id, f"lora_id={event.lora_id}")
+
+    def _remember(
+        self, engine_hash: int, block_hash: int, parent: int | None, salt: str | None, tier: Tier
+    ) -> None:
+        known = self._blocks.get(engine_hash)
+        if known is None:
+            self._blocks[engine_hash] = _Block(block_hash, parent, salt, 1 << tier)
+            if len(self._blocks) > self._max_blocks:
+                del self._blocks[next(iter(self._blocks))]
+            return
+        known.block_hash, known.parent, known.salt = block_hash, parent, salt
+        known.tiers |= 1 << tier
+
+    # Removed --------------------------------------------------------------------------------
+
+    def _removed(self, event: EngineRemoved) -> list[KvEvent]:
+        tier = self._tier(event.medium, event.remote)
+        if not event.hashes:
+            return []
+        for engine_hash in event.hashes:
+            block = self._blocks.get(engine_hash)
+            if block is not None:
+                block.tiers &= ~(1 << tier)
+                if not block.tiers:
+                    del self._blocks[engine_hash]
+        return [BlockRemoved(event.hashes, tier)]
