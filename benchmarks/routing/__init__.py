@@ -1,0 +1,1 @@
+"""Routing policies on a trace, and the simulator beside Dynamo's."""

@@ -1,0 +1,1 @@
+"""Engines that serve language models, and the replay of their traffic."""

@@ -1,0 +1,123 @@
+"""`dynbus replay`: what a routing policy would have made of a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import click
+
+from dynbus.bus import exit_codes
+from dynbus.bus.commands.terminal import json_option, print_json
+
+_HELP: Final = """Simulate a fleet of mock engines on a trace, with one policy after the other.
+
+    TRACE is in Mooncake's format: lines of JSON with timestamp (ms), input_length,
+    output_length and hash_ids of blocks of 512 tokens. Time is virtual: an hour of traffic
+    takes seconds.
+
+    Policies: round_robin, random, dynamo (Dynamo's cost function), kv (that of dynbus), or
+    your own as module:function: it gets a request and its candidates, and returns one cost
+    for each.
+
+    \b
+    dynbus replay trace.jsonl --instances 8 --policy round_robin,dynamo,kv --speed 4
+    dynbus replay trace.jsonl --policy dynamo,my_costs:cost --plot ttft.svg
+    """
+
+
+@click.command(help=_HELP, short_help="Compare routing policies.", epilog=exit_codes.GENERAL)
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--instances", type=click.IntRange(1), default=8, show_default=True)
+@click.option(
+    "--policy",
+    "policies",
+    default="round_robin,dynamo,kv",
+    show_default=True,
+    metavar="NAME[,NAME...]",
+    help="The policies to compare.",
+)
+@click.option(
+    "--speed",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="How many times faster requests arrive than in the trace.",
+)
+@click.option("--limit", type=click.IntRange(1), help="Only so many of the first requests.")
+@click.option(
+    "--block-size", type=click.IntRange(1), default=64, show_default=True, help="Tokens of a block."
+)
+@click.option(
+    "--blocks", type=click.IntRange(1), default=16384, show_default=True, help="Of each engine."
+)
+@click.option("--max-num-seqs", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=8192, show_default=True)
+@click.option(
+    "--event-delay",
+    type=click.FloatRange(0),
+    default=5.0,
+    show_default=True,
+    metavar="MS",
+    help="Until the router knows what an engine stored or removed.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of random choices.")
+@click.option(
+    "--slo-ttft", type=float, default=2000.0, show_default=True, metavar="MS", help="For goodput."
+)
+@click.option(
+    "--slo-itl", type=float, default=50.0, show_default=True, metavar="MS", help="For goodput."
+)
+@click.option(
+    "--plot",
+    "plot_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the times to the first token as an SVG image.",
+)
+@json_option
+def replay(
+    trace: Path,
+    instances: int,
+    policies: str,
+    speed: float,
+    limit: int | None,
+    block_size: int,
+    blocks: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    event_delay: float,
+    seed: int,
+    slo_ttft: float,
+    slo_itl: float,
+    plot_path: Path | None,
+    as_json: bool,
+) -> None:
+    from dynbus.bus.errors import DynbusError
+    from dynbus.llm.mock.engine import EngineConfig
+    from dynbus.llm.replay import Objective, Simulation
+
+    from .replaying import print_reports, replay_trace, write_plot
+
+    objective = Objective(slo_ttft / 1000.0, slo_itl / 1000.0)
+    try:
+        engine = EngineConfig(
+            block_size=block_size,
+            blocks=blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        simulation = Simulation(
+            instances, engine, speed=speed, event_delay=event_delay / 1000.0, seed=seed
+        )
+        replays = replay_trace(trace, simulation, policies.split(","), objective, limit=limit)
+        if plot_path is not None:
+            write_plot(plot_path, replays)
+    except DynbusError:
+        raise
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    reports = [each.report for each in replays]
+    if as_json:
+        print_json([report.as_json() for report in reports])
+    else:
+        print_reports(reports)

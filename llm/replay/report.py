@@ -1,0 +1,145 @@
+"""The figures of a replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .fleet import Outcome, RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A mean and two percentiles, in milliseconds."""
+
+    mean: float
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a request must keep to count as good, in seconds.
+
+    Attributes:
+        ttft: the most until its first token.
+        itl: the most between two of its tokens, on average.
+    """
+
+    ttft: float = 2.0
+    itl: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a policy made of a trace.
+
+    Attributes:
+        duration_s: from the first arrival to the last token.
+        ttft_ms: from arrival to the first token, over the requests.
+        itl_ms: between two tokens of a request, over all pairs.
+        hit_rate: the part of the prompt tokens that was found in a cache.
+        output_tokens_per_s: of all instances together.
+        balance: the mean of the instances' busy time over the longest; 1 is even.
+        goodput: requests each second that keep the objective.
+    """
+
+    policy: str
+    requests: int
+    duration_s: float
+    ttft_ms: Distribution
+    itl_ms: Distribution
+    hit_rate: float
+    output_tokens_per_s: float
+    balance: float
+    goodput: float
+    preempted: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures that `dynbus replay --json` prints."""
+        return {
+            "policy": self.policy,
+            "requests": self.requests,
+            "duration_s": round(self.duration_s, 3),
+            "ttft_ms": _rounded(self.ttft_ms),
+            "itl_ms": _rounded(self.itl_ms),
+            "hit_rate": round(self.hit_rate, 6),
+            "output_tokens_per_s": round(self.output_tokens_per_s, 3),
+        }
+
+
+def summarize(
+    policy: str, outcome: Outcome, *, skip: int = 0, objective: Objective | None = None
+) -> Report:
+    """The figures of an outcome.
+
+    Args:
+        skip: leave out so many of the first requests: figures of the part of a trace on which
+            nothing was chosen. The time between tokens, the balance and the preemptions are
+            those of the whole replay.
+
+    Raises:
+        ValueError: no request is left.
+    """
+    records = outcome.records[skip:]
+    if not records:
+        raise ValueError(f"skip = {skip} leaves none of {len(outcome.records)} requests")
+    objective = objective or Objective()
+    first = ttft_seconds(records)
+    duration = max(record.last_token for record in records) - records[0].arrival
+    between = np.array(
+        [
+            (record.last_token - record.first_token) / max(1, record.output_tokens - 1)
+            for record in records
+        ]
+    )
+    good = int(np.count_nonzero((first <= objective.ttft) & (between <= objective.itl)))
+    prompt_tokens = sum(record.prompt_tokens for record in records)
+    return Report(
+        policy=policy,
+        requests=len(records),
+        duration_s=duration,
+        ttft_ms=_distribution(first),
+        itl_ms=_weighted(*outcome.intervals),
+        hit_rate=sum(record.cached_tokens for record in records) / prompt_tokens,
+        output_tokens_per_s=sum(record.output_tokens for record in records) / duration,
+        balance=float(np.mean(outcome.busy)) / max(outcome.busy),
+        goodput=good / duration,
+        preempted=outcome.preempted,
+    )
+
+
+def ttft_seconds(records: list[RequestRecord]) -> NDArray[np.float64]:
+    """The times to the first token; of shape [requests]."""
+    return np.array([record.first_token - record.arrival for record in records])
+
+
+def _distribution(seconds: NDArray[np.float64]) -> Distribution:
+    p50, p99 = np.percentile(seconds, (50, 99))
+    return Distribution(1000 * float(seconds.mean()), 1000 * float(p50), 1000 * float(p99))
+
+
+def _weighted(seconds: NDArray[np.float64], counts: NDArray[np.int64]) -> Distribution:
+    """The same of values that occur several times; zeros for none."""
+    if not len(seconds):
+        return Distribution(0.0, 0.0, 0.0)
+    order = np.argsort(seconds)
+    ordered, until = seconds[order], np.cumsum(counts[order])
+
+    def percentile(part: float) -> float:
+        """The least value up to which so many of all lie."""
+        return float(ordered[int(until.searchsorted(part * float(until[-1])))])
+
+    mean = float(np.average(seconds, weights=counts))
+    return Distribution(1000 * mean, 1000 * percentile(0.5), 1000 * percentile(0.99))
+
+
+def _rounded(distribution: Distribution) -> dict[str, float]:
+    return {
+        "mean": round(distribution.mean, 3),
+        "p50": round(distribution.p50, 3),
+        "p99": round(distribution.p99, 3),
+    }

@@ -1,0 +1,92 @@
+"""A fleet and its load, on which policies are compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from dynbus.llm.mock.engine import EngineConfig
+
+from .fleet import EVENT_DELAY, Fleet, Outcome
+from .policies import Policy, make_policy
+from .trace import Trace
+
+AT_ONCE: Final = 1e9
+"""A speed at which all requests of a trace are there at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What is the same for all policies.
+
+    Attributes:
+        speed: the trace passes so many times faster; the engines do not.
+        event_delay: seconds until the router knows what an instance stored or removed.
+        seed: of what policies leave to chance.
+
+    Raises:
+        ValueError: there is no instance, `speed` is not above 0, or `event_delay` below 0.
+    """
+
+    instances: int
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    speed: float = 1.0
+    event_delay: float = EVENT_DELAY
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.instances < 1:
+            raise ValueError(f"instances = {self.instances}: a fleet has one at least")
+        if not 0.0 < self.speed < math.inf:
+            raise ValueError(f"speed = {self.speed}: it must be above 0")
+        if not self.event_delay >= 0.0:
+            raise ValueError(f"event_delay = {self.event_delay}: it must be 0 or more")
+
+    @property
+    def names(self) -> list[str]:
+        """Of the instances."""
+        return [f"engine-{number}" for number in range(self.instances)]
+
+    def policy(self, name: str) -> Policy:
+        """The policy of a name, for this fleet.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        return make_policy(
+            name,
+            self.names,
+            block_size=self.engine.block_size,
+            total_blocks=self.engine.blocks,
+            max_batched_tokens=self.engine.max_num_batched_tokens,
+            seed=self.seed,
+        )
+
+    def run(
+        self, trace: Trace, policy: str, *, progress: Callable[[int], None] | None = None
+    ) -> Outcome:
+        """Replay a trace with the policy of a name.
+
+        Raises:
+            ConfigError: there is no such policy.
+            RequestTooLong: a request does not fit into an engine.
+            ValueError: the blocks of the trace are not those of the engine.
+        """
+        if trace.block_size != self.engine.block_size:
+            raise ValueError(
+                f"the trace has blocks of {trace.block_size} tokens and the engine of "
+                f"{self.engine.block_size}: read the trace with the engine's block size"
+            )
+        fleet = Fleet(self.names, self.policy(policy), self.engine, event_delay=self.event_delay)
+        return fleet.run(trace, speed=self.speed, progress=progress)
+
+    def saturating_speed(self, trace: Trace, policy: str = "round_robin") -> float:
+        """The speed at which a trace brings as much work as this fleet can do.
+
+        With all requests there at once the fleet needs some time for them. A trace that takes
+        less than this for their arrival brings more than the fleet can do.
+        """
+        outcome = replace(self, speed=AT_ONCE).run(trace, policy)
+        return trace.duration / max(record.last_token for record in outcome.records)

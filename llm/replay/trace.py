@@ -1,0 +1,198 @@
+"""Traces in Mooncake's format: one JSON object for each request, in lines.
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
+
+`timestamp` is in milliseconds, and each of `hash_ids` names a block of 512 tokens with all
+blocks before it; the last one may be incomplete. The tokens themselves are not known: block `h`
+is taken to hold the ids `512 * h`, `512 * h + 1`, ..., so that equal ids are equal tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dynbus.kvrouter.hashing import block_hashes, sequence_hashes
+
+TRACE_BLOCK: Final = 512
+"""Tokens of a block in the trace."""
+
+_MOST_IDS: Final = (1 << 32) // TRACE_BLOCK
+
+
+class InvalidTrace(ValueError):
+    """A line is not a request, or the lines are not in the order of their time."""
+
+
+class _Line(msgspec.Struct, frozen=True):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        arrival: seconds after the beginning of the trace.
+        hash_ids: of its blocks of 512 tokens; shape [blocks].
+        block_hashes, sequence_hashes: of its complete blocks of the engine's size.
+    """
+
+    id: str
+    arrival: float
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: NDArray[np.int64]
+    block_hashes: NDArray[np.uint64]
+    sequence_hashes: NDArray[np.uint64]
+
+    @property
+    def tokens(self) -> NDArray[np.uint32]:
+        """The token ids of the prompt; of shape [prompt_tokens]."""
+        return _tokens(self.hash_ids).reshape(-1)[: self.prompt_tokens]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Requests in the order of their arrival.
+
+    Attributes:
+        block_size: tokens of the blocks that are hashed.
+    """
+
+    requests: list[TraceRequest]
+    block_size: int
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the first arrival to the last."""
+        return self.requests[-1].arrival - self.requests[0].arrival
+
+
+def read_trace(
+    path: Path,
+    *,
+    block_size: int,
+    limit: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Trace:
+    """Read a trace, and hash its prompts in blocks of the engine's size.
+
+    Args:
+        block_size: a part of 512 without remainder.
+        limit: take only so many of the first requests.
+        progress: is told how many requests are read.
+
+    Raises:
+        InvalidTrace: a line is none, with its number; or there is none at all.
+        OSError: the file cannot be read.
+        ValueError: `block_size` does not divide 512.
+    """
+    if block_size < 1 or TRACE_BLOCK % block_size:
+        raise ValueError(
+            f"block_size = {block_size}: a block of the trace has {TRACE_BLOCK} tokens, choose a "
+            "size that divides it"
+        )
+    with path.open("rb") as lines:
+        parsed = list(_parse(lines, path, limit))
+    if not parsed:
+        raise InvalidTrace(f"{path} has no request")
+    known = _BlockHashes(block_size)
+    requests: list[TraceRequest] = []
+    for at, line in enumerate(parsed):
+        ids = np.array(line.hash_ids, dtype=np.int64)
+        blocks = known.of(ids)[: line.input_length // block_size]
+        requests.append(
+            TraceRequest(
+                f"r{at}",
+                (line.timestamp - parsed[0].timestamp) / 1000.0,
+                line.input_length,
+                line.output_length,
+                ids,
+                blocks,
+                sequence_hashes(blocks),
+            )
+        )
+        if progress is not None and at % 256 == 0:
+            progress(at)
+    return Trace(requests, block_size)
+
+
+def _parse(lines: Iterable[bytes], path: Path, limit: int | None) -> Iterator[_Line]:
+    decoder = msgspec.json.Decoder(_Line)
+    before = -np.inf
+    count = 0
+    for number, text in enumerate(lines, 1):
+        if limit is not None and count >= limit:
+            return
+        if not text.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            line = decoder.decode(text)
+        except msgspec.MsgspecError as error:
+            raise InvalidTrace(f"{where} is no request: {error}") from None
+        _check(line, where)
+        if line.timestamp < before:
+            raise InvalidTrace(
+                f"{where}: timestamp {line.timestamp:g} is before {before:g} of the line above: "
+                "sort the trace by time"
+            )
+        before = line.timestamp
+        count += 1
+        yield line
+
+
+def _check(line: _Line, where: str) -> None:
+    if line.input_length < 1 or line.output_length < 1:
+        raise InvalidTrace(
+            f"{where}: input_length = {line.input_length} and output_length = "
+            f"{line.output_length} must both be 1 at least"
+        )
+    wanted = -(-line.input_length // TRACE_BLOCK)
+    if len(line.hash_ids) != wanted:
+        raise InvalidTrace(
+            f"{where}: {len(line.hash_ids)} hash_ids for {line.input_length} tokens, which are "
+            f"{wanted} blocks of {TRACE_BLOCK}"
+        )
+    for hash_id in line.hash_ids:
+        if not 0 <= hash_id < _MOST_IDS:
+            raise InvalidTrace(f"{where}: hash id {hash_id} is not from 0 to {_MOST_IDS - 1}")
+
+
+def _tokens(hash_ids: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """The token ids of blocks; of shape [blocks, 512]."""
+    first = (hash_ids * TRACE_BLOCK)[:, np.newaxis]
+    return (first + np.arange(TRACE_BLOCK)).astype(np.uint32)
+
+
+class _BlockHashes:
+    """The block hashes of trace blocks, each made once."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._rows: dict[int, int] = {}
+        self._hashes = np.empty((1024, TRACE_BLOCK // block_size), dtype=np.uint64)
+
+    def of(self, hash_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The hashes of the engine's blocks in these blocks of the trace, one after the other."""
+        rows = self._rows
+        ids: list[int] = hash_ids.tolist()
+        new = [each for each in dict.fromkeys(ids) if each not in rows]
+        if new:
+            first, last = len(rows), len(rows) + len(new)
+            while last > len(self._hashes):
+                self._hashes = np.concatenate((self._hashes, np.empty_like(self._hashes)))
+            made = block_hashes(_tokens(np.array(new)).reshape(-1), self._block_size)
+            self._hashes[first:last] = made.reshape(len(new), -1)
+            rows.update(zip(new, range(first, last), strict=True))
+        return self._hashes[[rows[each] for each in ids]].reshape(-1)

@@ -1,0 +1,205 @@
+"""The mock engine as an actor: its tokens, its time, what it tells, and how it is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+
+import pytest
+from tests.conditions import eventually
+
+from dynbus import InvalidRequest
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.transport import StoredMessage
+from dynbus.kvrouter.event_stream import EventStream
+from dynbus.kvrouter.events import BlockStored, KvEvent
+from dynbus.kvrouter.hashing import block_hashes
+from dynbus.kvrouter.index import RadixIndex
+from dynbus.kvrouter.profile import read_profile
+from dynbus.llm.mock.actor import GenerateRequest, MockWorker
+from dynbus.llm.mock.engine import MockEngine
+from dynbus.llm.mock.runner import EventSink
+from dynbus.llm.mock.timing import Timing
+from dynbus.testing import TestKit, run
+
+PROMPT = list(range(100, 260))
+
+
+class Recorder:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.events: list[KvEvent] = []
+
+    def publish(self, events: Sequence[KvEvent], *, dp_rank: int = 0) -> None:
+        assert dp_rank == 0
+        self.events += events
+
+
+class RecordedWorker(MockWorker, namespace="mock"):
+    """A worker whose events stay here."""
+
+    recorder: Recorder
+
+    def event_sink(self) -> AbstractAsyncContextManager[EventSink]:
+        self.recorder = Recorder()
+
+        @asynccontextmanager
+        async def sink() -> AsyncGenerator[EventSink, None]:
+            yield self.recorder
+
+        return sink()
+
+
+def actor_of(kit: TestKit) -> RecordedWorker:
+    [instance] = kit.started.values()
+    assert isinstance(instance.actor, RecordedWorker)
+    return instance.actor
+
+
+def engine_of(kit: TestKit) -> MockEngine:
+    runner = actor_of(kit)._runner  # pyright: ignore[reportPrivateUsage]
+    assert runner is not None
+    return runner.engine
+
+
+def test_a_continued_request_gives_the_rest_of_the_tokens() -> None:
+    async def story() -> tuple[list[int], list[int]]:
+        async with TestKit() as kit:
+            await kit.start(RecordedWorker, block_size=16)
+            client = kit.client(RecordedWorker)
+            whole = [token async for token in client.generate(GenerateRequest(PROMPT, 40, seed=7))]
+            continued = GenerateRequest(PROMPT + whole[:15], 25, seed=7)
+            return whole, [token async for token in client.generate(continued)]
+
+    whole, rest = run(story())
+
+    assert len(whole) == 40
+    assert rest == whole[15:]
+
+
+def test_tokens_come_in_the_time_that_the_steps_take() -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            await kit.start(RecordedWorker, speedup_ratio=2.0)
+            client = kit.client(RecordedWorker)
+            begun = monotonic()
+            async for _ in client.generate(GenerateRequest(PROMPT, 3)):
+                pass
+            return monotonic() - begun
+
+    timing = Timing(speedup_ratio=2.0)
+    capacity = 64 * 16_384
+    expected = timing.prefill(160) + timing.decode(161, capacity) + timing.decode(162, capacity)
+    assert run(story()) == pytest.approx(expected, abs=0.001)
+
+
+def test_the_sink_is_told_which_blocks_the_cache_has() -> None:
+    async def story() -> list[KvEvent]:
+        async with TestKit() as kit:
+            await kit.start(RecordedWorker, block_size=16)
+            client = kit.client(RecordedWorker)
+            async for _ in client.generate(GenerateRequest(PROMPT, 1)):
+                pass
+            return actor_of(kit).recorder.events
+
+    [event] = run(story())
+
+    assert isinstance(event, BlockStored)
+    assert list(event.block_hashes) == block_hashes(PROMPT, 16).tolist()
+
+
+def test_an_index_learns_from_the_stream_what_a_worker_holds() -> None:
+    async def story() -> tuple[str, RadixIndex]:
+        index = RadixIndex()
+
+        def apply(message: StoredMessage) -> None:
+            index.apply(worker.id, message.data)
+
+        async with TestKit() as kit:
+            worker = await kit.start(MockWorker, block_size=16)
+            async for _ in kit.client(MockWorker).generate(GenerateRequest(PROMPT, 20)):
+                pass
+            connection = await kit.bus.connect()
+            stream = EventStream("llm").name
+            consumer = await connection.jetstream.consume(stream, apply)
+            await eventually(lambda: index.lookup(block_hashes(PROMPT, 16)))
+            await consumer.stop()
+            await connection.close()
+            return worker.id, index
+
+    worker_id, index = run(story())
+
+    assert index.lookup(block_hashes(PROMPT, 16)) == {worker_id: 10}
+
+
+def test_a_reader_that_leaves_frees_the_blocks_at_once() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            await kit.start(RecordedWorker, block_size=16, blocks=64)
+            manager = engine_of(kit).manager
+            stream = kit.client(RecordedWorker).generate(GenerateRequest(PROMPT, 800))
+            async with aclosing(stream):
+                await anext(stream)
+                assert manager.free < 64
+            left = monotonic()
+            await eventually(lambda: manager.free == 64)
+            # Sooner than the kill, which comes a second after the stop.
+            assert monotonic() - left < 0.5
+
+    run(story())
+
+
+def test_a_request_that_waits_for_its_turn_can_be_left_too() -> None:
+    async def story() -> list[int]:
+        async with TestKit() as kit:
+            await kit.start(RecordedWorker, block_size=16, blocks=64, max_num_seqs=1)
+            client = kit.client(RecordedWorker)
+            first = client.generate(GenerateRequest(PROMPT, 30))
+            async with aclosing(first):
+                await anext(first)
+                second = asyncio.create_task(anext(client.generate(GenerateRequest(PROMPT, 5))))
+                await eventually(lambda: engine_of(kit).waiting == 1)
+                second.cancel()
+                await asyncio.wait({second})
+                await eventually(lambda: engine_of(kit).waiting == 0)
+                return [token async for token in first]
+
+    assert len(run(story())) == 29
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (GenerateRequest([], 1), "prompt is empty"),
+        (GenerateRequest([1], 0), "max_tokens = 0"),
+        (GenerateRequest([-1], 1), "not from 0 to 2^32"),
+        (GenerateRequest([1] * 2000, 1), "shorten the prompt"),
+    ],
+)
+def test_a_request_that_cannot_be_served_says_why(request_: GenerateRequest, reason: str) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            await kit.start(RecordedWorker, block_size=16, blocks=64)
+            async for _ in kit.client(RecordedWorker).generate(request_):
+                pass
+
+    with pytest.raises(InvalidRequest) as raised:
+        run(story())
+    assert reason in str(raised.value)
+
+
+def test_routers_learn_the_size_of_the_cache() -> None:
+    metadata = MockWorker(block_size=32, blocks=128, max_num_batched_tokens=4096)
+
+    profile = read_profile("a", metadata.instance_metadata())
+
+    assert (profile.block_size, profile.total_blocks) == (32, 128)
+    assert (profile.max_batched_tokens, profile.has_events) == (4096, True)
+
+
+def test_limits_that_contradict_each_other_stop_the_start() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        MockWorker(max_num_seqs=512, max_num_batched_tokens=256)

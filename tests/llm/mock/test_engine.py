@@ -1,0 +1,308 @@
+"""Steps of the engine: what runs, what waits, what is reused, and what is told of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynbus.kvrouter.events import encode_events
+from dynbus.kvrouter.hashing import block_hashes
+from dynbus.kvrouter.index import RadixIndex, Verdict
+from dynbus.llm.mock.engine import (
+    EngineConfig,
+    EngineRequest,
+    MockEngine,
+    RequestTooLong,
+    StepResult,
+)
+
+
+def engine(**changed: Any) -> MockEngine:
+    settings: dict[str, Any] = {"block_size": 4, "blocks": 64}
+    return MockEngine(EngineConfig(**(settings | changed)))
+
+
+def request(
+    name: str, length: int, max_tokens: int = 1, *, first: int = 0, seed: int = 0
+) -> EngineRequest:
+    return EngineRequest(name, np.arange(first, first + length), max_tokens, seed)
+
+
+def drain(running: MockEngine) -> list[StepResult]:
+    """Step until nothing is left."""
+    results: list[StepResult] = []
+    while not running.is_idle:
+        results.append(running.step())
+        assert len(results) < 10_000
+    return results
+
+
+def tokens_of(results: list[StepResult]) -> dict[str, list[int]]:
+    made: dict[str, list[int]] = {}
+    for result in results:
+        for output in result.outputs:
+            made.setdefault(output.request_id, []).extend(output.tokens)
+    return made
+
+
+def test_a_long_prompt_is_computed_in_chunks() -> None:
+    running = engine(max_num_batched_tokens=40, max_num_seqs=4)
+    running.add(request("a", 100))
+
+    results = drain(running)
+
+    assert [len(result.outputs) for result in results] == [0, 0, 1]
+    timing = running.config.timing
+    durations = [result.duration for result in results]
+    assert durations == [timing.prefill(40), timing.prefill(40), timing.prefill(20)]
+
+
+def test_without_chunks_a_prompt_waits_for_a_step_of_its_own() -> None:
+    running = engine(max_num_batched_tokens=40, max_num_seqs=4, chunked_prefill=False)
+    running.add(request("a", 30))
+    running.add(request("b", 30, first=1000))
+
+    results = drain(running)
+
+    assert [output.request_id for result in results for output in result.outputs] == ["a", "b"]
+    assert len(results) == 2
+
+
+def test_running_requests_go_before_the_prompt_that_waits() -> None:
+    running = engine(max_num_batched_tokens=16, max_num_seqs=4)
+    running.add(request("a", 8, max_tokens=4))
+    running.step()
+    running.add(request("b", 30, first=1000))
+
+    result = running.step()
+
+    assert [output.request_id for output in result.outputs] == ["a"]
+    timing, capacity = running.config.timing, running.config.capacity_tokens
+    assert result.duration == timing.prefill(15) + timing.decode(9, capacity)
+
+
+def test_no_more_requests_run_than_the_engine_has_places() -> None:
+    running = engine(max_num_seqs=2)
+    for name in "abc":
+        running.add(request(name, 8, max_tokens=3, first=ord(name)))
+
+    running.step()
+
+    assert (running.running, running.waiting) == (2, 1)
+    assert set(tokens_of(drain(running))) == {"a", "b", "c"}
+
+
+def test_a_prompt_that_was_seen_is_reused_but_for_its_last_token() -> None:
+    running = engine()
+    running.add(request("a", 16))
+    drain(running)
+    running.add(request("b", 16))
+
+    [result] = drain(running)
+
+    assert result.outputs[0].cached_tokens == 12
+    assert result.duration == running.config.timing.prefill(4)
+
+
+def test_a_request_of_the_same_step_reuses_what_the_one_before_computes() -> None:
+    running = engine()
+    running.add(request("a", 16))
+    running.add(request("b", 17))
+
+    [result] = drain(running)
+
+    assert [output.cached_tokens for output in result.outputs] == [0, 16]
+
+
+def test_a_request_that_lost_its_blocks_gives_the_same_tokens() -> None:
+    crowded = engine(blocks=12)
+    alone = engine(blocks=12)
+    for name in "ab":
+        crowded.add(request(name, 16, max_tokens=20, first=ord(name) * 100))
+
+    results = drain(crowded)
+
+    assert sum(result.preempted for result in results) > 0
+    alone.add(request("b", 16, max_tokens=20, first=ord("b") * 100))
+    assert tokens_of(results)["b"] == tokens_of(drain(alone))["b"]
+    assert len(tokens_of(results)["a"]) == 20
+
+
+def test_the_request_that_came_last_loses_its_blocks_first() -> None:
+    crowded = engine(blocks=12)
+    for name in "ab":
+        crowded.add(request(name, 16, max_tokens=20, first=ord(name) * 100))
+
+    ended = [
+        output.request_id
+        for result in drain(crowded)
+        for output in result.outputs
+        if output.is_last
+    ]
+
+    assert ended == ["a", "b"]
+
+
+def test_a_request_waits_until_its_whole_prompt_has_room() -> None:
+    running = engine(blocks=12)
+    running.add(request("a", 32, max_tokens=2))
+    running.step()
+    running.add(request("b", 32, first=1000))
+
+    running.step()
+    assert (running.running, running.waiting) == (0, 1)
+    running.step()
+
+    assert running.is_idle
+
+
+def test_cancelling_frees_the_blocks_of_a_request_that_runs_or_waits() -> None:
+    running = engine(max_num_seqs=1)
+    running.add(request("a", 32, max_tokens=9))
+    running.add(request("b", 32, first=1000))
+    running.step()
+
+    assert running.cancel("b")
+    assert running.cancel("a")
+
+    assert running.manager.free == 64
+    assert running.is_idle
+    assert not running.cancel("a")
+
+
+def test_the_index_learns_from_the_events_what_the_cache_holds() -> None:
+    running, index = engine(), RadixIndex()
+    running.add(request("a", 22, max_tokens=12))
+    results = drain(running)
+    whole = [*range(22), *tokens_of(results)["a"]]
+    next_id = 0
+    for result in results:
+        message = encode_events(result.events, event_epoch=1, first_id=next_id)
+        next_id += len(result.events)
+        assert index.apply("engine", message).verdict is Verdict.APPLIED
+
+    # The last token was never computed, so its block is not complete.
+    assert index.lookup(block_hashes(whole, 4)) == {"engine": 8}
+
+
+WORKLOADS = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=8
+)
+
+
+def run_to_the_end(
+    workload: list[tuple[int, int, int]], until: float | None
+) -> tuple[dict[str, list[int]], float, int, dict[str, float]]:
+    running = engine(blocks=24, max_num_batched_tokens=32, max_num_seqs=4)
+    for number, (length, max_tokens, first) in enumerate(workload):
+        # Equal seeds would make equal output, of which only one copy stays: which one depends
+        # on the order of evictions within the steps that are taken at once.
+        running.add(request(str(number), length, max_tokens, first=first * 1000, seed=number))
+    now, made, ended = 0.0, dict[str, list[int]](), dict[str, float]()
+    while not running.is_idle:
+        result = running.step(now, until)
+        now += result.duration
+        for output in result.outputs:
+            assert output.count == len(output.tokens)
+            made.setdefault(output.request_id, []).extend(output.tokens)
+            if output.is_last:
+                ended[output.request_id] = now
+    return made, now, running.manager.cached, ended
+
+
+@given(WORKLOADS)
+@settings(deadline=None)
+def test_many_steps_at_once_are_the_same_as_one_by_one(
+    workload: list[tuple[int, int, int]],
+) -> None:
+    made, now, cached, ended = run_to_the_end(workload, None)
+
+    many = run_to_the_end(workload, math.inf)
+
+    assert many[0] == made
+    assert many[1] == pytest.approx(now)
+    assert many[2] == cached
+    assert many[3] == pytest.approx(ended)
+    assert {name: len(tokens) for name, tokens in made.items()} == {
+        str(number): max_tokens for number, (_, max_tokens, _) in enumerate(workload)
+    }
+
+
+def test_steps_at_once_are_those_that_begin_before_the_given_time() -> None:
+    running = engine()
+    running.add(request("a", 8, max_tokens=30))
+    running.step()
+    timing, capacity = running.config.timing, running.config.capacity_tokens
+    first, second = timing.decode(9, capacity), timing.decode(10, capacity)
+
+    result = running.step(5.0, 5.0 + first + second / 2)
+
+    assert result.outputs[0].count == 2
+    assert result.duration == pytest.approx(first + second)
+
+
+def test_steps_at_once_end_with_the_first_request_that_ends() -> None:
+    running = engine()
+    running.add(request("a", 8, max_tokens=6))
+    running.add(request("b", 8, max_tokens=30, first=1000))
+    running.step()
+
+    end = running.quiet_until(2.0)
+    result = running.step(2.0, math.inf)
+
+    assert end == pytest.approx(2.0 + result.duration)
+    assert [(output.count, output.is_last) for output in result.outputs] == [(5, True), (5, False)]
+
+
+def test_a_prompt_that_waits_ends_the_quiet() -> None:
+    running = engine()
+    running.add(request("a", 8, max_tokens=6))
+    running.step()
+    running.add(request("b", 8, first=1000))
+
+    assert running.quiet_until(0.0) is None
+
+
+def test_a_request_that_never_fits_is_refused() -> None:
+    running = engine(blocks=12)
+
+    with pytest.raises(RequestTooLong, match="49 tokens in the cache, which holds 48"):
+        running.add(request("a", 40, max_tokens=10))
+    running.add(request("a", 40, max_tokens=9))
+    assert len(tokens_of(drain(running))["a"]) == 9
+
+
+def test_the_watermark_counts_for_what_fits() -> None:
+    running = engine(blocks=12, watermark=0.25)
+
+    with pytest.raises(RequestTooLong, match="which holds 36"):
+        running.add(request("a", 37))
+
+
+def test_an_id_is_used_once_at_a_time() -> None:
+    running = engine()
+    running.add(request("a", 8))
+
+    with pytest.raises(ValueError, match="'a' is in the engine already"):
+        running.add(request("a", 8))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"blocks": 0}, "blocks = 0: it must be 1 at least"),
+        ({"max_num_seqs": 300, "max_num_batched_tokens": 200}, "is less than max_num_seqs = 300"),
+        ({"watermark": 1.0}, "leaves none of 64 blocks"),
+        ({"watermark": -0.1}, "leaves none of 64 blocks"),
+    ],
+)
+def test_limits_that_contradict_each_other_are_refused(
+    changed: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        engine(**changed)

@@ -1,0 +1,194 @@
+"""A fleet in virtual time: Dynamo's figures, and what the router knows of it when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from dynbus.kvrouter.cost import RequestShape
+from dynbus.kvrouter.index import RadixIndex
+from dynbus.llm.mock.engine import EngineConfig
+from dynbus.llm.replay.fleet import Fleet
+from dynbus.llm.replay.policies import RoundRobin
+from dynbus.llm.replay.report import summarize
+from dynbus.llm.replay.simulation import Simulation
+from dynbus.llm.replay.trace import Trace, read_trace
+
+EXCERPT = Path(__file__).parents[2] / "data" / "mooncake" / "conversation.jsonl"
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return read_trace(EXCERPT, block_size=64)
+
+
+class Golden(NamedTuple):
+    """What ai-dynamo-runtime 1.6.1 says of the excerpt on two engines, round robin.
+
+    `run_mocker_trace_replay([...], num_workers=2, arrival_speedup_ratio=speed,
+    trace_block_size=512, extra_engine_args={"engine": {"num_gpu_blocks": blocks}})`.
+    """
+
+    speed: float
+    blocks: int
+    duration_ms: float
+    mean_ttft_ms: float
+    p99_ttft_ms: float
+    mean_itl_ms: float
+    first_admission_prefix_cache_reused_ratio: float
+    output_throughput_tok_s: float
+
+
+GOLDEN = [
+    Golden(1, 16384, 124717.499, 1068.5489, 4156.6319, 26.52026, 0.04508508371602524, 906.6811),
+    Golden(2, 16384, 97474.5374, 4685.9918, 21496.8106, 61.89889, 0.05815496170817085, 1160.0876),
+    Golden(4, 16384, 96498.4939, 14171.3535, 45278.6450, 68.21366, 0.05671607605765941, 1171.8214),
+    Golden(4, 2048, 361676.4286, 118550.4239, 305168.0946, 37.37630, 0.03573232698770085, 312.6524),
+]
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: f"{golden.speed}-{golden.blocks}")
+def test_round_robin_agrees_with_dynamos_replay(trace: Trace, golden: Golden) -> None:
+    simulation = Simulation(2, EngineConfig(blocks=golden.blocks), speed=golden.speed)
+
+    report = summarize("round_robin", simulation.run(trace, "round_robin"))
+
+    assert report.duration_s == pytest.approx(golden.duration_ms / 1000, rel=1e-4)
+    assert report.ttft_ms.mean == pytest.approx(golden.mean_ttft_ms, rel=1e-4)
+    assert report.ttft_ms.p99 == pytest.approx(golden.p99_ttft_ms, rel=5e-3)
+    assert report.itl_ms.mean == pytest.approx(golden.mean_itl_ms, rel=1e-3)
+    assert report.hit_rate == pytest.approx(
+        golden.first_admission_prefix_cache_reused_ratio, rel=1e-9
+    )
+    assert report.output_tokens_per_s == pytest.approx(golden.output_throughput_tok_s, rel=1e-4)
+
+
+class Watching(RoundRobin):
+    """Round robin that notes how much of each prompt the index knows where."""
+
+    def __init__(self, instances: int) -> None:
+        super().__init__(instances)
+        self.index: RadixIndex | None = RadixIndex()
+        self.known: list[dict[str, int]] = []
+        self.told: list[str] = []
+
+    def choose(self, request_id: str, shape: RequestShape, sequence_hashes: Sequence[int]) -> int:
+        assert self.index is not None
+        self.known.append(self.index.lookup(shape.block_hashes))
+        return super().choose(request_id, shape, sequence_hashes)
+
+    def first_token(self, request_id: str) -> None:
+        self.told.append(f"first {request_id}")
+
+    def ended(self, request_id: str) -> None:
+        self.told.append(f"ended {request_id}")
+
+
+def written(path: Path, *lines: tuple[int, int, int, list[int]]) -> Trace:
+    path.write_text(
+        "".join(
+            f'{{"timestamp": {time}, "input_length": {length}, "output_length": {output}, '
+            f'"hash_ids": {ids}}}\n'
+            for time, length, output, ids in lines
+        )
+    )
+    return read_trace(path, block_size=64)
+
+
+def test_the_index_knows_a_prompt_when_its_step_has_ended_and_the_delay_passed(
+    tmp_path: Path,
+) -> None:
+    # A prefill of 512 tokens takes 24.4 ms.
+    trace = written(
+        tmp_path / "trace.jsonl",
+        *((time, 512, 1, [1]) for time in (0, 24, 34, 36)),
+    )
+    policy = Watching(4)
+
+    Fleet(["a", "b", "c", "d"], policy, EngineConfig(), event_delay=0.010).run(trace)
+
+    assert policy.known == [{}, {}, {}, {"a": 8}]
+
+
+def test_the_policy_is_told_of_the_first_and_the_last_token_in_the_order_of_time(
+    tmp_path: Path,
+) -> None:
+    trace = written(
+        tmp_path / "trace.jsonl", (0, 512, 30, [1]), (1, 512, 2, [2]), (2000, 512, 1, [3])
+    )
+    policy = Watching(2)
+
+    Fleet(["a", "b"], policy, EngineConfig()).run(trace)
+
+    assert policy.told == [
+        "first r0",
+        "first r1",
+        "ended r1",
+        "ended r0",
+        "first r2",
+        "ended r2",
+    ]
+
+
+def test_a_request_that_arrives_during_a_step_begins_with_the_next_one(tmp_path: Path) -> None:
+    trace = written(tmp_path / "trace.jsonl", (0, 8192, 100, [*range(16)]), (10, 512, 1, [99]))
+    config = EngineConfig()
+    timing = config.timing
+
+    outcome = Fleet(["a"], RoundRobin(1), config).run(trace)
+
+    begins = timing.prefill(8192)
+    expected = begins + timing.prefill(512) + timing.decode(8193, config.capacity_tokens)
+    assert outcome.records[1].first_token == pytest.approx(expected)
+
+
+def test_a_request_that_arrives_while_others_decode_begins_with_the_next_step(
+    tmp_path: Path,
+) -> None:
+    trace = written(tmp_path / "trace.jsonl", (0, 512, 300, [1]), (1000, 512, 1, [99]))
+    config = EngineConfig()
+    timing, capacity = config.timing, config.capacity_tokens
+    begins, context = timing.prefill(512), 513
+    while begins < 1.0:
+        begins += timing.decode(context, capacity)
+        context += 1
+
+    outcome = Fleet(["a"], RoundRobin(1), config).run(trace)
+
+    expected = begins + timing.prefill(512) + timing.decode(context, capacity)
+    assert outcome.records[1].first_token == pytest.approx(expected)
+
+
+def test_requests_of_one_moment_share_the_first_step(tmp_path: Path) -> None:
+    trace = written(tmp_path / "trace.jsonl", (0, 512, 1, [1]), (0, 512, 1, [2]))
+    config = EngineConfig()
+
+    outcome = Fleet(["a"], RoundRobin(1), config).run(trace)
+
+    assert [record.first_token for record in outcome.records] == pytest.approx(
+        [config.timing.prefill(1024)] * 2
+    )
+
+
+def test_every_token_but_the_first_has_an_interval(trace: Trace) -> None:
+    outcome = Simulation(2, EngineConfig(blocks=2048), speed=4).run(trace, "round_robin")
+
+    _, counts = outcome.intervals
+    assert outcome.preempted > 0
+    assert int(counts.sum()) == sum(record.output_tokens - 1 for record in outcome.records)
+    assert all(math.isfinite(record.last_token) for record in outcome.records)
+
+
+def test_the_intervals_of_a_request_add_up_to_its_time(tmp_path: Path) -> None:
+    trace = written(tmp_path / "trace.jsonl", (0, 512, 300, [1]))
+
+    outcome = Fleet(["a"], RoundRobin(1), EngineConfig()).run(trace)
+
+    seconds, counts = outcome.intervals
+    [record] = outcome.records
+    assert float((seconds * counts).sum()) == pytest.approx(record.last_token - record.first_token)
+    assert outcome.busy == pytest.approx([record.last_token])
