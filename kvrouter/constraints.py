@@ -1,0 +1,93 @@
+"""What a request asks of the instance that serves it: tags, and an adapter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from dynbus.bus.errors import InvalidRequest
+
+from .profile import InstanceProfile, split_words
+
+REQUIRED_KEY: Final = "kv_required_tags"
+PREFERRED_KEY: Final = "kv_preferred_tags"
+
+LoraMode = Literal["prefer", "require"]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """Tags and an adapter that instances must have, or had better have.
+
+    Attributes:
+        required: tags without which an instance gets nothing.
+        preferred: tags with the weight of each; a negative one is better avoided.
+        lora_name: the adapter of the request; empty for none.
+        lora_required: whether only instances with the adapter may get it.
+    """
+
+    required: frozenset[str] = frozenset()
+    preferred: Mapping[str, float] = field(default_factory=dict[str, float])
+    lora_name: str = ""
+    lora_required: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.required or self.preferred or self.lora_name)
+
+    @property
+    def narrows(self) -> bool:
+        """Whether an instance may be excluded."""
+        return bool(self.required) or (self.lora_required and bool(self.lora_name))
+
+    def refusal(self, profile: InstanceProfile) -> str | None:
+        """Why an instance may not get the request; None when it may."""
+        missing = self.required - profile.tags
+        if missing:
+            return f"lacks the tags {', '.join(sorted(missing))}"
+        if self.lora_required and self.lora_name and self.lora_name not in profile.loras:
+            return f"has not loaded the adapter {self.lora_name}"
+        return None
+
+    def multiplier(self, profile: InstanceProfile) -> float:
+        """What the cost of an instance is multiplied by: `exp(-tanh(sum of weights))`."""
+        total = sum(weight for tag, weight in self.preferred.items() if tag in profile.tags)
+        if self.lora_name and self.lora_name in profile.loras:
+            total += 1.0
+        return math.exp(-math.tanh(total)) if total else 1.0
+
+
+NO_CONSTRAINTS: Final = Constraints()
+
+
+def read_constraints(
+    metadata: Mapping[str, str], *, lora_name: str = "", lora: LoraMode = "prefer"
+) -> Constraints:
+    """The constraints of a call, from its metadata.
+
+    `kv_required_tags` has tags with commas between, `kv_preferred_tags` the same with an
+    optional weight each: `eu, fast=0.5`.
+
+    Raises:
+        InvalidRequest: a weight is no finite number.
+    """
+    if not lora_name and REQUIRED_KEY not in metadata and PREFERRED_KEY not in metadata:
+        return NO_CONSTRAINTS
+    preferred: dict[str, float] = {}
+    for item in split_words(metadata.get(PREFERRED_KEY, "")):
+        tag, equals, text = item.partition("=")
+        try:
+            weight = float(text) if equals else 1.0
+        except ValueError:
+            weight = math.nan
+        if not math.isfinite(weight):
+            raise InvalidRequest(
+                f"metadata {PREFERRED_KEY}: the weight of {tag.strip()!r} is {text!r}, "
+                "which is no number: write tag or tag=number",
+                started=False,
+            )
+        preferred[tag.strip()] = weight
+    return Constraints(
+        split_words(metadata.get(REQUIRED_KEY, "")), preferred, lora_name, lora == "require"
+    )

@@ -1,0 +1,90 @@
+"""Where a request has its token ids, and what else routing reads of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from dynbus.actors.brief_repr import brief_repr
+from dynbus.actors.routing import RouteRequest
+from dynbus.bus.errors import InvalidRequest
+
+from .cost import RequestShape
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFields:
+    """Names of attributes of a request, or keys of a mapping; dots lead into a field.
+
+    Attributes:
+        token_ids: integers, or bytes that hold them as little-endian u32.
+        lora_name: the adapter; absent or empty for none.
+        salt: what keeps the blocks of one tenant from those of others.
+        expected_output_tokens: how long the output will be, or may be.
+    """
+
+    token_ids: str = "token_ids"
+    lora_name: str = "lora_name"
+    salt: str = "cache_salt"
+    expected_output_tokens: str = "max_tokens"
+
+    def read(self, request: RouteRequest, block_size: int) -> tuple[RequestShape, str]:
+        """The shape of a call's request, and the name of its adapter or "".
+
+        Raises:
+            InvalidRequest: it has no token ids, or a field of another kind.
+        """
+        body = request.request
+        tokens = field_of(body, self.token_ids)
+        if tokens is None:
+            raise InvalidRequest(
+                f"{request.endpoint} is routed by token ids, and {brief_repr(body)} has no "
+                f"{self.token_ids!r}: give RequestFields(token_ids=...) to the router",
+                request_id=request.request_id,
+                started=False,
+            )
+        lora_name = _text(request, self.lora_name, field_of(body, self.lora_name))
+        salt = _text(request, self.salt, field_of(body, self.salt))
+        expected = field_of(body, self.expected_output_tokens)
+        try:
+            shape = RequestShape.of(
+                tokens,
+                block_size,
+                lora_name=lora_name,
+                salt=salt,
+                expected_output_tokens=expected if isinstance(expected, int) else None,
+                priority=request.priority,
+                metadata=request.metadata,
+            )
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"{request.endpoint}: {self.token_ids} of the request: {error}",
+                request_id=request.request_id,
+                started=False,
+            ) from None
+        return shape, lora_name
+
+
+def field_of(value: Any, path: str) -> Any:
+    """An attribute, or a mapping's value, by its dotted path; None when there is none."""
+    for name in path.split("."):
+        if isinstance(value, Mapping):
+            value = cast(Mapping[str, Any], value).get(name)
+        else:
+            value = getattr(value, name, None)
+        if value is None:
+            return None
+    return value
+
+
+def _text(request: RouteRequest, name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise InvalidRequest(
+            f"{request.endpoint}: {name} of the request is {brief_repr(value)}, not a string",
+            request_id=request.request_id,
+            started=False,
+        )
+    return value

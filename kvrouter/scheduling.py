@@ -1,0 +1,172 @@
+"""What a scheduler is given and gives: its configuration, requests, tickets and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .active_load import RankLoad
+from .affinity import DEFAULT_OVERLOAD
+from .affinity import DEFAULT_TTL as DEFAULT_SESSION_TTL
+from .approximate import DEFAULT_TTL, PREDICTION_TTL
+from .awareness import AwarenessLevel, CacheAwareness
+from .constraints import NO_CONSTRAINTS, Constraints
+from .cost import RequestShape
+from .decision import MAX_DECISIONS
+from .index import Overlap, Rank
+from .profile import InstanceProfile
+from .waiting import MAX_WAITING
+
+
+class StreamPosition(Protocol):
+    """How far a stream of events was applied."""
+
+    @property
+    def sequence(self) -> int: ...
+
+
+class Follower(Protocol):
+    """An index that follows the events of engines, as `IndexFollower` does."""
+
+    @property
+    def position(self) -> StreamPosition: ...
+    def overlaps(self, block_hashes: NDArray[np.uint64]) -> Mapping[Rank, Overlap]:
+        """`RadixIndex.overlaps`, for the instances that are there."""
+        ...
+
+    def awareness(self) -> CacheAwareness:
+        """How far the index can be relied on."""
+        ...
+
+    def ask_resync(self, rank: Rank, reason: str) -> None:
+        """Have a rank say again what it holds."""
+        ...
+
+
+class LoadRecord(Protocol):
+    """Keeps what runs where: an `ActiveLoad`, or one that is shared with other routers."""
+
+    def add(
+        self,
+        request_id: str,
+        rank: Rank,
+        sequence_hashes: Sequence[int],
+        prompt_tokens: int,
+        cached_tokens: int,
+        expected_output_tokens: int | None = None,
+    ) -> None: ...
+    def prefill_completed(self, request_id: str) -> bool: ...
+    def grow(self, request_id: str, output_tokens: int) -> bool: ...
+    def free(self, request_id: str) -> bool: ...
+    def remove_instance(self, instance: str) -> None: ...
+    def load(self, rank: Rank) -> RankLoad: ...
+    def added_blocks(self, rank: Rank, sequence_hashes: Sequence[int]) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How a scheduler decides, beside its cost function.
+
+    Attributes:
+        temperature: 0 takes the lowest cost; above it, costs are probabilities (`choose`).
+        queue_threshold: requests wait while every candidate has more prompt tokens to compute
+            than this times its `max_batched_tokens`; None for no queue.
+        queue_limit: how many may wait.
+        session_ttl: seconds after its last request until a session is forgotten.
+        session_overload: see `SessionAffinity`.
+        prediction_ttl: seconds to believe, beside exact events, what own decisions will have
+            stored; 0 for not at all.
+        approximate_ttl: the same for engines without events; None keeps as much as an
+            instance says that it has room for.
+        decisions: how many are kept.
+        track_output: whether a request's output counts as blocks of its rank while it grows;
+            each item is taken for a token. A request may say otherwise.
+    """
+
+    temperature: float = 0.0
+    queue_threshold: float | None = None
+    queue_limit: int = MAX_WAITING
+    session_ttl: float = DEFAULT_SESSION_TTL
+    session_overload: float = DEFAULT_OVERLOAD
+    prediction_ttl: float = PREDICTION_TTL
+    approximate_ttl: float | None = DEFAULT_TTL
+    decisions: int = MAX_DECISIONS
+    track_output: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SchedulingRequest:
+    """A request, and who may serve it.
+
+    Attributes:
+        profiles: the instances that may be chosen.
+        excluded: why others may not, by id.
+        arrived: seconds of the scheduler's clock.
+    """
+
+    request_id: str
+    shape: RequestShape
+    profiles: Sequence[InstanceProfile]
+    arrived: float
+    attempt: int = 1
+    session: str = ""
+    constraints: Constraints = NO_CONSTRAINTS
+    excluded: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request that waits.
+
+    Attributes:
+        place: in the queue.
+    """
+
+    request: SchedulingRequest
+    place: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatistics:
+    """Figures of a scheduler since it began.
+
+    Attributes:
+        running: requests that were sent somewhere and did not end.
+        waiting: requests in the queue now.
+        waited: decisions that were made after a time in the queue.
+        refused: requests that found the queue full.
+        prompt_tokens: of all decisions.
+        best_tokens, expected_tokens: prompt tokens that the best candidate, and the chosen
+            one, were taken to hold.
+        reused_tokens: what engines said that they found, of the `compared_tokens` that were
+            expected of the same requests.
+        resyncs: how often a rank was asked for one because its engine reused something else.
+        agreements: by shadow policy, in how many decisions it would have chosen the same.
+    """
+
+    decisions: int
+    running: int
+    waiting: int
+    waited: int
+    refused: int
+    sessions_kept: int
+    prompt_tokens: int
+    best_tokens: int
+    expected_tokens: int
+    reused_tokens: int
+    compared_tokens: int
+    resyncs: int
+    agreements: Mapping[str, int]
+
+
+def base_awareness(follower: Follower | None, config: SchedulerConfig) -> CacheAwareness:
+    """What a follower says, or what own decisions are worth without one."""
+    if follower is not None:
+        return follower.awareness()
+    if config.approximate_ttl == 0:
+        return CacheAwareness(AwarenessLevel.OFF, "no events are followed, approximate_ttl is 0")
+    return CacheAwareness(AwarenessLevel.APPROXIMATE, "own decisions alone, no events are followed")

@@ -1,0 +1,130 @@
+"""Load sharing over a bus: new routers, lost messages, dead routers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from dynbus.bus.errors import ConfigError
+from dynbus.kvrouter.index import Rank
+from dynbus.kvrouter.load_sharing import LoadSharing, load_subject
+from dynbus.kvrouter.shared_load import SharedLoad
+from dynbus.testing import TestKit, run
+
+from .routing_fixtures import until
+
+A = Rank("a", 0)
+
+
+class Stage:
+    """Routers of one component, each on a connection of its own."""
+
+    def __init__(self, kit: TestKit) -> None:
+        self.kit = kit
+        self.changes = 0
+        self.connections: dict[str, Any] = {}
+
+    async def router(self, name: str) -> LoadSharing:
+        connection = (await self.kit.runtime()).bus.data
+        self.connections[name] = connection
+        return LoadSharing(connection, "llm", "Worker", SharedLoad(16, name), self._note_change)
+
+    def _note_change(self) -> None:
+        self.changes += 1
+
+
+def requests(sharing: LoadSharing) -> int:
+    return sharing.load.load(A).requests
+
+
+def test_what_one_router_decides_is_known_to_others_within_milliseconds() -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            stage = Stage(kit)
+            async with await stage.router("one") as one, await stage.router("two") as two:
+                one.load.add("1", A, [1, 2], 32, 0)
+                one.notify()
+                spent = await until(lambda: requests(two) == 1)
+                one.load.free("1")
+                one.notify()
+                await until(lambda: requests(two) == 0)
+                assert stage.changes
+                return spent
+
+    assert run(story()) < 0.01
+
+
+def test_a_new_router_learns_what_runs_already() -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            stage = Stage(kit)
+            async with await stage.router("one") as one:
+                for number in range(50):
+                    one.load.add(str(number), A, [number], 16, 0)
+                one.notify()
+                async with await stage.router("late") as late:
+                    return await until(lambda: requests(late) == 50)
+
+    assert run(story()) < 0.1
+
+
+def test_what_is_said_while_cut_off_is_known_soon_after() -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            stage = Stage(kit)
+            async with await stage.router("one") as one, await stage.router("two") as two:
+                await until(lambda: bool(two.load.routers()))
+                connection = stage.connections["one"]
+                connection.disconnect()
+                one.load.add("1", A, [1], 16, 0)
+                one.notify()
+                await asyncio.sleep(0.01)
+                connection.reconnect()
+                return await until(lambda: requests(two) == 1)
+
+    assert run(story()) < 2.0
+
+
+def test_a_router_that_dies_takes_its_load_along_and_one_that_leaves_at_once() -> None:
+    async def story() -> tuple[float, float]:
+        async with TestKit() as kit:
+            stage = Stage(kit)
+            async with await stage.router("stays") as stays:
+                async with await stage.router("leaves") as leaves:
+                    leaves.load.add("1", A, [1], 16, 0)
+                    leaves.notify()
+                    await until(lambda: requests(stays) == 1)
+                left = await until(lambda: requests(stays) == 0)
+                async with await stage.router("dies") as dies:
+                    dies.load.add("1", A, [1], 16, 0)
+                    dies.notify()
+                    await until(lambda: requests(stays) == 1)
+                    stage.connections["dies"].disconnect()
+                    died = await until(lambda: requests(stays) == 0)
+                return left, died
+
+    left, died = run(story())
+
+    assert left < 0.1
+    assert 4.0 < died < 6.5
+
+
+def test_a_message_that_is_none_is_counted_and_harms_nobody() -> None:
+    async def story() -> tuple[int, int]:
+        async with TestKit() as kit:
+            stage = Stage(kit)
+            async with await stage.router("one") as one, await stage.router("two") as two:
+                kit.caller.bus.data.publish(load_subject("llm", "Worker"), b"nonsense")
+                one.load.add("1", A, [1], 16, 0)
+                one.notify()
+                await until(lambda: requests(two) == 1)
+                return one.dropped, two.dropped
+
+    assert run(story()) == (1, 1)
+
+
+def test_a_name_that_is_no_part_of_a_subject_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a\.b"):
+        load_subject("a.b", "Worker")
