@@ -18,6 +18,7 @@ from .errors import ConfigError
 from .heartbeats import Heartbeats
 from .lane import ControlLane, InlineLane, ThreadLane
 from .names import ReplySubjects
+from .process_status import ProcessStatus
 from .tokens import random_id
 from .transport import Connection, ConnectionState, Message
 
@@ -39,6 +40,7 @@ class Bus:
         replies: the subjects under which this process hears from others.
         incarnation: random per process start.
         drops: messages that were dropped, by reason.
+        status: what the process says of how it is.
         known_instances: how many instances there were on the bus when they were last counted;
             0 in a process that serves none.
     """
@@ -59,6 +61,7 @@ class Bus:
         self.loop = asyncio.get_running_loop()
         self.incarnation = secrets.token_hex(8)
         self.drops: Counter[DropReason] = Counter()
+        self.status = ProcessStatus()
         self.bounce_handlers: dict[str, Callable[[], None]] = {}
         self.known_instances = 0
         self.heartbeats = Heartbeats(self)

@@ -37,9 +37,11 @@ class Status:
 
     Attributes:
         problems: what is not well, and why; empty when all is well.
+        details: what else there is to know, which changes nothing.
     """
 
     problems: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    details: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def ok(self) -> bool:
@@ -243,7 +245,12 @@ def _answer_check(path: str, check: Callable[[], Status]) -> _Response:
         logger.exception("the health check of %s raised", path)
         found = Status({"check": type(error).__name__})
     status = HTTPStatus.OK if found.ok else HTTPStatus.SERVICE_UNAVAILABLE
-    body = {"status": "ok" if found.ok else "unavailable", "problems": dict(found.problems)}
+    body: dict[str, object] = {
+        "status": "ok" if found.ok else "unavailable",
+        "problems": dict(found.problems),
+    }
+    if found.details:
+        body["details"] = dict(found.details)
     return _Response(status, json.dumps(body).encode() + b"\n")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from .drops import DropReason
@@ -73,11 +73,56 @@ class Tally:
         return [Observation(count, dict(labels)) for labels, count in counts]
 
 
+class Readings:
+    """Values that are put here when they change, and read at each export.
+
+    Values of several sources that have the same labels are combined.
+
+    Args:
+        combine: `sum`, or `max` for what does not add up.
+        lasting: whether what a source counted stays when it is gone, as of a counter.
+    """
+
+    def __init__(self, combine: Callable[[Iterable[float]], float], *, lasting: bool) -> None:
+        self._combine = combine
+        self.lasting = lasting
+        self._values: dict[str, dict[Labels, float]] = {}
+        self._gone: dict[Labels, float] = {}
+        self._lock = threading.Lock()
+
+    def put(self, source: str, values: Mapping[Labels, float]) -> None:
+        """Replace all that a source has."""
+        with self._lock:
+            self._values[source] = dict(values)
+
+    def remove(self, source: str) -> None:
+        """A source is gone."""
+        with self._lock:
+            last = self._values.pop(source, {})
+            if self.lasting:
+                for labels, value in last.items():
+                    self._gone[labels] = self._gone.get(labels, 0) + value
+
+    def observe(self, options: CallbackOptions) -> Iterable[Observation]:
+        """What the SDK reads at each export."""
+        from opentelemetry.metrics import Observation
+
+        together: dict[Labels, list[float]] = {}
+        with self._lock:
+            for values in (self._gone, *self._values.values()):
+                for labels, value in values.items():
+                    together.setdefault(labels, []).append(value)
+        return [
+            Observation(self._combine(values), dict(labels)) for labels, values in together.items()
+        ]
+
+
 class Metrics:
     """Every instrument of dynbus; one object per meter provider, which refuses doubles."""
 
     def __init__(self, provider: MeterProvider) -> None:
-        meter = provider.get_meter("dynbus")
+        meter = self._meter = provider.get_meter("dynbus")
+        self._readings: dict[str, Readings] = {}
 
         def tally(name: str, unit: str, text: str) -> Tally:
             counter = Tally()
@@ -109,3 +154,30 @@ class Metrics:
         self.duration = histogram("call.duration", "Seconds from a call's start to its end.")
         self.first_item = histogram("call.time_to_first_item", "Seconds to a stream's first item.")
         self.credit_stall = histogram("credit.stall.duration", "Seconds a writer had no credit.")
+
+    def counter(self, name: str, unit: str, text: str) -> Readings:
+        """The counter `dynbus.{name}` of another folder, made once."""
+        return self._reading(name, unit, text, Readings(sum, lasting=True))
+
+    def gauge(
+        self,
+        name: str,
+        unit: str,
+        text: str,
+        combine: Callable[[Iterable[float]], float] = sum,
+    ) -> Readings:
+        """The gauge `dynbus.{name}` of another folder, made once; `combine` as of `Readings`."""
+        return self._reading(name, unit, text, Readings(combine, lasting=False))
+
+    def _reading(self, name: str, unit: str, text: str, new: Readings) -> Readings:
+        known = self._readings.get(name)
+        if known is not None:
+            return known
+        make = (
+            self._meter.create_observable_counter
+            if new.lasting
+            else self._meter.create_observable_gauge
+        )
+        make(f"dynbus.{name}", [new.observe], unit=unit, description=text)
+        self._readings[name] = new
+        return new

@@ -6,6 +6,7 @@ the code. Tokens that start with `_` belong to dynbus; a user's token never does
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Final, NamedTuple
 
@@ -21,6 +22,7 @@ ANONYMOUS: Final = "-"
 INSTANCES_BUCKET: Final = "dynbus_instances"
 KV_EVENTS: Final = "_kv"
 KV_RESYNC: Final = "_kv_resync"
+KV_ELECTION_BUCKET: Final = "dynbus_kv_snapshots"
 
 DEFAULT_REPLY_PREFIXES: Final = ("_R.", "_INBOX.", "_R_.", "_GR_.")
 
@@ -110,6 +112,23 @@ def kv_event_subject(namespace: str, component: str, instance_id: str, dp_rank: 
 def kv_resync_subject(namespace: str, component: str, instance_id: str, dp_rank: int | str) -> str:
     """Where one rank is asked to send all that it holds; `*` for any."""
     return f"{namespace}.{component}.{KV_RESYNC}.{instance_id}.{dp_rank}"
+
+
+def kv_snapshot_bucket(namespace: str) -> str:
+    """The object bucket with the snapshots of a namespace's KV indexes.
+
+    A bucket's name is a token: where the namespace is too long for that, its end gives way to
+    a digest of it.
+    """
+    name = f"DYNBUS_SNAPSHOTS_{namespace}"
+    if TOKEN.fullmatch(name):
+        return name
+    return f"{name[:46]}_{hashlib.blake2s(namespace.encode(), digest_size=8).hexdigest()}"
+
+
+def kv_election_subject(namespace: str, component: str) -> str:
+    """Where the router is stored that takes the snapshots of a component."""
+    return f"$KV.{KV_ELECTION_BUCKET}.{namespace}.{component}"
 
 
 class ReplySubjects:

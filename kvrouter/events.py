@@ -21,6 +21,7 @@ All numbers are little-endian.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -53,6 +54,7 @@ class Operation(IntEnum):
     STORED = 0
     REMOVED = 1
     CLEARED = 2
+    DIGEST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,19 @@ class BlockRemoved:
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
     """All blocks of this rank were removed, from all tiers."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDigest:
+    """What the rank holds after the events before this one, to compare an index with.
+
+    Attributes:
+        blocks: how many blocks, counted once for each tier.
+        digest: of these blocks, see `digest.block_digest`.
+    """
+
+    blocks: int
+    digest: int
 
 
 KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -117,7 +132,7 @@ class EventBatch:
 
 
 def encode_events(
-    events: Sequence[KvEvent], *, event_epoch: int, first_id: int, dp_rank: int = 0
+    events: Sequence[KvEvent | CacheDigest], *, event_epoch: int, first_id: int, dp_rank: int = 0
 ) -> bytes:
     """The events of one rank as a message.
 
@@ -150,6 +165,9 @@ def encode_events(
         elif isinstance(event, BlockRemoved):
             codes.append(Operation.REMOVED | event.tier << 3)
             engine.append(event.engine_hashes)
+        elif isinstance(event, CacheDigest):
+            codes.append(Operation.DIGEST)
+            engine.append((event.blocks, event.digest))
         else:
             codes.append(Operation.CLEARED)
             engine.append(())
@@ -192,6 +210,8 @@ def _join(
 
 
 def _hash_bytes(hashes: Hashes) -> bytes:
+    if isinstance(hashes, array) and hashes.typecode == "Q":
+        return hashes.tobytes()
     if isinstance(hashes, np.ndarray):
         if hashes.dtype.kind != "u":
             raise TypeError(f"an array of {hashes.dtype}, not of uint64")
@@ -225,8 +245,13 @@ def decode_events(message: bytes) -> EventBatch:
     found_parents = view[parents_at:engine_at].cast("Q").tolist()
     operations = list(codes.translate(_OPERATIONS))
     tiers = list(codes.translate(_TIERS))
-    if max(operations, default=0) > Operation.CLEARED or max(tiers, default=0) > Tier.EXTERNAL:
-        raise InvalidEvents("an operation or tier that version 1 does not have")
+    if max(tiers, default=0) > Tier.EXTERNAL:
+        raise InvalidEvents("a tier that version 1 does not have")
+    if Operation.DIGEST in operations and any(
+        operation == Operation.DIGEST and count != _DIGEST_NUMBERS
+        for operation, count in zip(operations, counts, strict=True)
+    ):
+        raise InvalidEvents("a digest that is not two numbers")
     if bounds[-1] != engine_count or codes.translate(_HAS_PARENT).count(1) != parent_count:
         raise InvalidEvents("the counts of its events do not add up")
     if stored != engine_count and stored != sum(
@@ -254,6 +279,21 @@ def decode_events(message: bytes) -> EventBatch:
     )
 
 
+def closing_digest(message: bytes) -> CacheDigest | None:
+    """The digest that a message of events ends with; None when it ends with something else.
+
+    Args:
+        message: one that `decode_events` takes.
+    """
+    _, _, _, events, _, _, _, _, stored, _ = HEADER.unpack_from(message)
+    if not events or message[HEADER.size + events - 1] & 3 != Operation.DIGEST:
+        return None
+    end = len(message) - 8 * stored
+    return CacheDigest(*_DIGEST.unpack_from(message, end - _DIGEST.size))
+
+
+_DIGEST: Final = struct.Struct("<QQ")
+_DIGEST_NUMBERS: Final = 2
 _OPERATIONS: Final = bytes(code & 3 for code in range(256))
 _HAS_PARENT: Final = bytes(code >> 2 & 1 for code in range(256))
 _TIERS: Final = bytes(code >> 3 for code in range(256))

@@ -243,7 +243,7 @@ class RadixIndex:
                 unknown = self.tree.remove(self._holder(rank, state, tier), removed)
                 self._blocks -= len(removed) - unknown
                 self._unknown_removals += unknown
-            else:
+            elif operation == Operation.CLEARED:
                 self._empty(rank, state)
                 state.partial = False
             at = last
@@ -319,10 +319,19 @@ class RadixIndex:
         A block counts for the nearest tier that has it. The count ends with the first block
         that the rank has nowhere.
         """
-        path, end = self.tree.descend(np.asarray(block_hashes, dtype="<u8").tobytes())
+        blocks = np.asarray(block_hashes, dtype="<u8").tobytes()
+        owners = self._owners
+        if self._is_plain:
+            found = self.tree.find(blocks)
+            return {
+                owners[number]: Overlap(held, 0, 0, 0)
+                for number, held in found.items()
+                if number in owners
+            }
+        path, end = self.tree.descend(blocks)
         if not path:
             return {}
-        ranks = {self._owners[number] for number in path[0].ends if number in self._owners}
+        ranks = {owners[number] for number in path[0].ends if number in owners}
         return {rank: _overlap(self.ranks[rank].holders, path, end) for rank in ranks}
 
     def statistics(self) -> Statistics:

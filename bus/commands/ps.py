@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import click
@@ -20,6 +21,7 @@ _HELP: Final = """List the instances of all actors.
            silent    it is listed and does not answer: frozen, cut off or just killed
            unlisted  it answers and has no record: just starting, or no JetStream
     LOAD   calls that run / that wait
+    STATUS what the instance's process says of how it is, if any says something
 
     \b
     dynbus ps --namespace demo
@@ -53,8 +55,10 @@ def ps(namespace: str | None, as_json: bool, nats: str | None) -> None:
     if not rows:
         notice("no instance" + (f" in {namespace}" if namespace else ""))
         return
+    says = any(row.status for row in rows)
+    columns = ("COMPONENT", "INSTANCE", "STATE", "AGE", "LOAD", "ENDPOINTS", "ADDRESS")
     print_table(
-        ("COMPONENT", "INSTANCE", "STATE", "AGE", "LOAD", "ENDPOINTS", "ADDRESS"),
+        (*columns, "STATUS") if says else columns,
         [
             (
                 plain(f"{row.namespace}.{row.component}"),
@@ -64,7 +68,12 @@ def ps(namespace: str | None, as_json: bool, nats: str | None) -> None:
                 f"{row.running}/{row.waiting}" if row.answers else "-",
                 plain(", ".join(sorted(row.endpoints))),
                 plain(row.address or "-"),
+                *([_status(row.status)] if says else []),
             )
             for row in rows
         ],
     )
+
+
+def _status(status: Mapping[str, str]) -> str:
+    return "\n".join(plain(f"{key}={text}") for key, text in status.items()) or "-"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -29,12 +30,15 @@ QUIET_SECONDS: Final = 0.4
 READ_SECONDS: Final = 3.0
 """Seconds within which all records must have been read."""
 
+NO_STATUS: Final[Mapping[str, str]] = MappingProxyType({})
+
 
 class Answer(NamedTuple):
     """What an instance said of itself.
 
     Attributes:
         started: Unix time.
+        status: what its process says of how it is.
     """
 
     namespace: str
@@ -45,6 +49,7 @@ class Answer(NamedTuple):
     running: int
     waiting: int
     draining: bool
+    status: Mapping[str, str] = NO_STATUS
 
 
 class Row(NamedTuple):
@@ -55,6 +60,7 @@ class Row(NamedTuple):
         started: Unix time; 0 when unknown.
         answers: whether `running` and `waiting` are known.
         metadata: what its record says; empty without one.
+        status: what its process says of how it is; empty without an answer.
     """
 
     namespace: str
@@ -68,10 +74,11 @@ class Row(NamedTuple):
     endpoints: tuple[str, ...]
     address: str
     metadata: Mapping[str, str]
+    status: Mapping[str, str] = NO_STATUS
 
     def to_json(self, now: float) -> dict[str, Any]:
         """The row for programs; `age` is in seconds."""
-        fields = self._asdict()
+        fields = self._asdict() | {"status": dict(self.status)}
         fields["age"] = round(max(0.0, now - self.started), 1) if self.started else None
         if not self.answers:
             fields["running"] = fields["waiting"] = None
@@ -135,12 +142,15 @@ def join(records: Iterable[InstanceRecord], answers: Iterable[Answer]) -> list[R
                 tuple(record.endpoints),
                 record.address,
                 record.metadata,
+                answer.status if answer is not None else NO_STATUS,
             )
         )
     for key, answer in by_key.items():
         state = "draining" if answer.draining else "unlisted"
         load = (answer.running, answer.waiting)
-        rows.append(Row(*key, state, answer.started, True, *load, answer.endpoints, "", {}))
+        endpoints, status = answer.endpoints, answer.status
+        row = Row(*key, state, answer.started, True, *load, endpoints, "", {}, status)
+        rows.append(row)
     return sorted(rows, key=lambda row: (row.namespace, row.component, row.started))
 
 
@@ -164,6 +174,7 @@ def parse_answer(data: bytes) -> Answer | None:
         sum(endpoint.data.running for endpoint in found.endpoints),
         sum(endpoint.data.waiting for endpoint in found.endpoints),
         any(endpoint.data.draining for endpoint in found.endpoints),
+        next((one.data.status for one in found.endpoints if one.data.status), NO_STATUS),
     )
 
 
@@ -175,6 +186,7 @@ class _Load(msgspec.Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     draining: bool = False
+    status: dict[str, str] = {}
 
 
 class _Endpoint(msgspec.Struct, frozen=True):

@@ -91,6 +91,8 @@ class ServiceResponder:
     def stats(self) -> dict[str, Any]:
         """The answer to `$SRV.STATS`; times are in nanoseconds."""
         server = self._server
+        status = server.bus.status.read()
+        said = {"status": status} if status else {}
         return self._identity("stats") | {
             "started": _timestamp(self._started),
             "endpoints": [
@@ -109,6 +111,7 @@ class ServiceResponder:
                         "running": served.admission.running,
                         "waiting": served.admission.waiting,
                         "draining": server.draining,
+                        **said,
                     },
                 }
                 for served in server.served.values()

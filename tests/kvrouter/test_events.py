@@ -14,13 +14,16 @@ from dynbus.kvrouter.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    CacheDigest,
     InvalidEvents,
     KvEvent,
     Operation,
     Tier,
+    closing_digest,
     decode_events,
     encode_events,
 )
+from dynbus.kvrouter.index import RadixIndex, Verdict
 
 from .event_strategies import removed_events, stored_events
 
@@ -152,3 +155,38 @@ def test_a_changed_byte_is_refused_or_gives_a_sound_batch(
     assert len(batch.blocks) == 8 * count
     assert batch.bounds[-1] == len(batch.engine_hashes)
     assert len(batch.parents) == len(batch)
+
+
+def test_a_digest_is_an_event_of_its_own_and_found_at_the_end_of_its_message() -> None:
+    digest = CacheDigest(2, (1 << 64) - 1)
+    events: list[KvEvent | CacheDigest] = [BlockStored(None, [1, 2], [3, 4]), digest]
+
+    message = encode_events(events, event_epoch=1, first_id=0)
+
+    batch = decode_events(message)
+    assert batch.operations == [Operation.STORED, Operation.DIGEST]
+    assert closing_digest(message) == digest
+    first = encode_events([digest, events[0]], event_epoch=1, first_id=0)
+    assert closing_digest(first) is None
+    assert closing_digest(encode_events([], event_epoch=1, first_id=0)) is None
+
+
+def test_a_digest_changes_nothing_in_an_index_and_takes_an_id() -> None:
+    index = RadixIndex()
+
+    message = encode_events(
+        [BlockStored(None, [1], [1]), CacheDigest(9, 9)], event_epoch=1, first_id=0
+    )
+    index.apply("a", message)
+    following = index.apply("a", encode_events([BlockRemoved([1])], event_epoch=1, first_id=2))
+
+    assert following.verdict is Verdict.APPLIED
+    assert index.lookup([1]) == {}
+
+
+def test_a_digest_that_is_not_two_numbers_is_refused() -> None:
+    removed = bytearray(encode_events([BlockRemoved([1, 2, 3])], event_epoch=1, first_id=0))
+    removed[HEADER.size] = Operation.DIGEST
+
+    with pytest.raises(InvalidEvents, match="two numbers"):
+        decode_events(bytes(removed))

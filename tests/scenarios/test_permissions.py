@@ -33,7 +33,8 @@ INSTANCE = [
     f"$JS.API.STREAM.MSG.GET.{BUCKET}",
 ]
 CLIENT = [
-    "scenario.>",
+    "scenario.*.*",
+    "scenario.*.*.*",
     f"$JS.API.STREAM.CREATE.{BUCKET}",
     f"$JS.API.STREAM.INFO.{BUCKET}",
     f"$JS.API.CONSUMER.CREATE.{BUCKET}.>",
@@ -52,6 +53,7 @@ FOREIGN_SUBSCRIPTIONS = ["_INBOX.>", "_R.>", "_R.{other}.>", "other.>", f"{STORE
 FOREIGN_PUBLICATIONS = [
     f"{STORE}.other.Source.forged",
     "other.Source.where",
+    "scenario.Source._kv.forged.0",
     f"$JS.API.STREAM.DELETE.{BUCKET}",
     f"$JS.API.STREAM.PURGE.{BUCKET}",
     f"$JS.API.STREAM.MSG.DELETE.{BUCKET}",

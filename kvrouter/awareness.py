@@ -1,0 +1,115 @@
+"""How far routing can rely on what it knows of the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+MAX_BEHIND: Final = 256
+"""Messages behind the stream's end up to which an index counts as current."""
+
+
+class AwarenessLevel(StrEnum):
+    """How good the knowledge of caches is.
+
+    Attributes:
+        EXACT: what each instance says that it holds, but for messages under way.
+        APPROXIMATE: for some instances only what the router's own decisions suggest.
+        DEGRADED: blocks are missing, or what is known is old; the reason says which.
+        OFF: nothing is known.
+    """
+
+    EXACT = "exact"
+    APPROXIMATE = "approximate"
+    DEGRADED = "degraded"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAwareness:
+    """How far routing can rely on what it knows of the caches, and why not further.
+
+    Attributes:
+        reason: empty for `exact`.
+    """
+
+    level: AwarenessLevel
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level.value} ({self.reason})" if self.reason else self.level.value
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an index's follower sees of itself.
+
+    Attributes:
+        following: whether it reads the stream at all.
+        connected: whether it reaches the server.
+        caught_up: whether it has read what the stream held when it started.
+        behind: messages that the stream has for it beyond what was applied.
+        ranks: whose events it has.
+        unsettled: ranks of these that miss blocks, or whose state is on its way.
+        silent: instances that are there and whose events are not.
+        evicted: blocks that were forgotten for the sake of the memory limit.
+        approximates: whether the router stands in for silent instances with its own decisions.
+        trouble: of an unsettled rank, what is wrong with it.
+    """
+
+    following: bool
+    connected: bool = True
+    caught_up: bool = True
+    behind: int = 0
+    ranks: int = 0
+    unsettled: int = 0
+    silent: int = 0
+    evicted: int = 0
+    approximates: bool = False
+    trouble: str = ""
+
+
+def doubted(awareness: CacheAwareness, doubts: Mapping[str, str]) -> CacheAwareness:
+    """The awareness when some ranks are not to be believed.
+
+    Args:
+        doubts: why, by the name of the rank.
+    """
+    if not doubts or awareness.level is AwarenessLevel.OFF:
+        return awareness
+    name, why = next(iter(doubts.items()))
+    others = f" and {len(doubts) - 1} more" if len(doubts) > 1 else ""
+    reasons = [f"{name}{others}: {why}"]
+    if awareness.reason:
+        reasons.insert(0, awareness.reason)
+    return CacheAwareness(AwarenessLevel.DEGRADED, ", ".join(reasons))
+
+
+def cache_awareness(seen: Observation) -> CacheAwareness:
+    """What an observation amounts to: the worst that is true of it."""
+    if not seen.following:
+        return CacheAwareness(AwarenessLevel.OFF, "no events are followed")
+    reasons: list[str] = []
+    if not seen.connected:
+        reasons.append("the server is out of reach")
+    elif not seen.caught_up:
+        reasons.append("the stream is still being read")
+    if seen.behind > MAX_BEHIND:
+        reasons.append(f"{seen.behind} messages behind")
+    if seen.unsettled:
+        trouble = f": {seen.trouble}" if seen.trouble else ""
+        reasons.append(f"{seen.unsettled} of {seen.ranks} ranks being resent{trouble}")
+    if seen.evicted:
+        reasons.append(f"{seen.evicted} blocks forgotten at max_blocks")
+    silent = f"{seen.silent} instances send no events"
+    if seen.silent and not seen.approximates:
+        reasons.append(silent)
+    if not seen.ranks and seen.silent and not seen.approximates:
+        return CacheAwareness(AwarenessLevel.OFF, ", ".join(reasons))
+    if reasons:
+        return CacheAwareness(AwarenessLevel.DEGRADED, ", ".join(reasons))
+    if seen.silent:
+        return CacheAwareness(AwarenessLevel.APPROXIMATE, silent)
+    return CacheAwareness(AwarenessLevel.EXACT)

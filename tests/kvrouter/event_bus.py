@@ -1,0 +1,123 @@
+"""A publisher and its followers over a bus in memory, on a clock that jumps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from dynbus.bus.clock import monotonic
+from dynbus.bus.memory.bus import MemoryBus
+from dynbus.kvrouter.awareness import AwarenessLevel
+from dynbus.kvrouter.digest import index_digest
+from dynbus.kvrouter.event_log import EpochClock, EventLog
+from dynbus.kvrouter.events import BlockStored, Tier
+from dynbus.kvrouter.follower import IndexFollower, Instances
+from dynbus.kvrouter.index import Rank
+from dynbus.kvrouter.publisher import KvEventPublisher
+
+STREAM = "DYNBUS_EVENTS_demo"
+
+
+def stored(*hashes: int, parent: int | None = None, tier: Tier = Tier.DEVICE) -> BlockStored:
+    """Blocks whose engine hash is their block hash."""
+    return BlockStored(parent, list(hashes), list(hashes), tier)
+
+
+def event_subject(instance_id: str, dp_rank: int = 0) -> str:
+    return f"demo.Engine._kv.{instance_id}.{dp_rank}"
+
+
+def resync_subject(instance_id: str, dp_rank: int = 0) -> str:
+    return f"demo.Engine._kv_resync.{instance_id}.{dp_rank}"
+
+
+class EventBus:
+    """The bus, and what was made on it."""
+
+    def __init__(self) -> None:
+        self.bus = MemoryBus()
+        self.logs: dict[tuple[str, int], EventLog] = {}
+        self._ticks = 0
+        self._epochs = EpochClock(self._count)
+
+    def _count(self) -> int:
+        self._ticks += 1
+        return self._ticks
+
+    @asynccontextmanager
+    async def publisher(
+        self,
+        instance_id: str = "a",
+        *,
+        ranks: Sequence[int] = (0,),
+        max_waiting_bytes: int = 1 << 20,
+        max_batch_bytes: int = 1 << 18,
+    ) -> AsyncGenerator[KvEventPublisher]:
+        """A publisher on a connection of its own."""
+
+        def make_log(dp_rank: int) -> EventLog:
+            log = EventLog(
+                dp_rank,
+                self._epochs,
+                max_waiting_bytes=max_waiting_bytes,
+                max_batch_bytes=max_batch_bytes,
+            )
+            self.logs[instance_id, dp_rank] = log
+            return log
+
+        connection = await self.bus.connect(name=f"publisher {instance_id}")
+        try:
+            async with KvEventPublisher(
+                connection,
+                "demo",
+                "Engine",
+                instance_id,
+                ranks=ranks,
+                make_log=make_log,
+            ) as publisher:
+                yield publisher
+        finally:
+            await connection.close()
+
+    @asynccontextmanager
+    async def follower(self, instances: Instances | None = None) -> AsyncGenerator[IndexFollower]:
+        """A follower on a connection of its own."""
+        connection = await self.bus.connect(name="follower")
+        try:
+            async with IndexFollower(connection, "demo", "Engine", instances=instances) as follower:
+                yield follower
+        finally:
+            await connection.close()
+
+    def agrees(self, follower: IndexFollower) -> bool:
+        """Whether an index holds exactly what each rank's engine does."""
+        return all(
+            log.is_idle
+            and Rank(*rank) in follower.index.ranks
+            and index_digest(follower.index, Rank(*rank)) == log.mirror.digest()
+            for rank, log in self.logs.items()
+        )
+
+    async def settled(self, *followers: IndexFollower, within: float = 2.0) -> float:
+        """Wait until every follower agrees and knows it; returns the seconds that it took."""
+        return await eventually(
+            lambda: all(
+                self.agrees(follower) and follower.awareness().level is AwarenessLevel.EXACT
+                for follower in followers
+            ),
+            within,
+        )
+
+
+async def eventually(condition: Callable[[], object], within: float = 2.0) -> float:
+    """Wait until `condition()` is true; returns the virtual seconds that it took.
+
+    Raises:
+        AssertionError: it still is not after `within` seconds.
+    """
+    begun = monotonic()
+    while not condition():
+        assert monotonic() - begun < within, f"not within {within} s: {condition}"
+        await asyncio.sleep(0.002)
+    return monotonic() - begun

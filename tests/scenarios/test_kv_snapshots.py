@@ -1,0 +1,233 @@
+"""Snapshots outlive the router that takes them, and make a new one warm, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.conditions import eventually
+
+from dynbus.bus.nats.connection import NatsConnection, connect
+from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.object_records import ObjectBucket, bucket_stream
+from dynbus.bus.transport import NoStream
+from dynbus.kvrouter.awareness import AwarenessLevel
+from dynbus.kvrouter.digest import index_digest
+from dynbus.kvrouter.event_stream import EventStream
+from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
+from dynbus.kvrouter.follower import IndexFollower
+from dynbus.kvrouter.index import Rank
+from dynbus.kvrouter.publisher import KvEventPublisher
+from dynbus.kvrouter.snapshot_plan import SnapshotPlan
+from dynbus.kvrouter.snapshot_writer import SnapshotWriter
+from dynbus.kvrouter.snapshots import SnapshotStore
+from dynbus.kvrouter.warm_start import WarmStart, warm_index
+
+from .processes import Process
+
+pytestmark = pytest.mark.anyio
+
+BUCKET = bucket_stream(ObjectBucket("DYNBUS_SNAPSHOTS_demo")).name
+PROMPT = 64
+RANK = Rank("engine", 0)
+
+
+class Engine:
+    """A cache that stores prompts and removes the oldest when it is full."""
+
+    def __init__(self, seed: int, capacity: int) -> None:
+        self._chance = random.Random(seed)
+        self._capacity = capacity
+        self.prompts: list[list[int]] = []
+
+    def step(self) -> list[KvEvent]:
+        prompt = [self._chance.randrange(1, 1 << 63) for _ in range(PROMPT)]
+        self.prompts.append(prompt)
+        events: list[KvEvent] = [BlockStored(None, prompt, prompt)]
+        if len(self.prompts) > self._capacity:
+            events.append(BlockRemoved(self.prompts.pop(0)[::-1]))
+        return events
+
+
+@pytest.fixture
+async def connection(own_server: RunningServer) -> AsyncIterator[NatsConnection]:
+    opened = await connect([own_server.url], name="test")
+    try:
+        yield opened
+    finally:
+        await opened.close()
+
+
+@asynccontextmanager
+async def engine_publisher(
+    connection: NatsConnection, stream: EventStream | None = None
+) -> AsyncGenerator[KvEventPublisher]:
+    async with KvEventPublisher(
+        connection, "demo", "Engine", RANK.instance, stream=stream
+    ) as publisher:
+        yield publisher
+
+
+async def begin_warm(
+    connection: NatsConnection, exits: AsyncExitStack, stream: EventStream | None = None
+) -> tuple[WarmStart, IndexFollower]:
+    """A router that has just started."""
+    jetstream = connection.jetstream
+    start = await warm_index(
+        jetstream, "Engine", SnapshotStore(jetstream, "demo"), "DYNBUS_EVENTS_demo"
+    )
+    follower = IndexFollower(
+        connection, "demo", "Engine", stream=stream, index=start.index, position=start.position
+    )
+    return start, await exits.enter_async_context(follower)
+
+
+async def settled(*followers: IndexFollower, within: float = 10.0) -> None:
+    await eventually(
+        lambda: (
+            all(one.awareness().level is AwarenessLevel.EXACT for one in followers)
+            and len({one.position.sequence for one in followers}) == 1
+        ),
+        within,
+    )
+
+
+def assert_equal(one: IndexFollower, other: IndexFollower, engine: Engine) -> None:
+    """Both answer alike for every prompt, and hold the same."""
+    assert index_digest(one.index, RANK) == index_digest(other.index, RANK)
+    for prompt in engine.prompts:
+        assert one.lookup(prompt) == other.lookup(prompt) == {RANK.instance: PROMPT}
+        assert one.overlaps(prompt) == other.overlaps(prompt)
+    ours, theirs = one.index.statistics(), other.index.statistics()
+    assert (ours.instances, ours.blocks, ours.detached, ours.runs) == (
+        theirs.instances,
+        theirs.blocks,
+        theirs.detached,
+        theirs.runs,
+    )
+
+
+async def chunks(connection: NatsConnection) -> int:
+    try:
+        return (await connection.jetstream.stream_info(BUCKET)).messages
+    except NoStream:
+        return 0
+
+
+async def test_another_router_finishes_what_one_that_was_killed_in_a_snapshot_did_not(
+    own_server: RunningServer, connection: NatsConnection, tmp_path: Path
+) -> None:
+    engine = Engine(1, capacity=400)
+    store = SnapshotStore(connection.jetstream, "demo")
+    async with AsyncExitStack() as exits:
+        publisher = await exits.enter_async_context(engine_publisher(connection))
+        for _ in range(300):
+            publisher.publish(engine.step())
+        await publisher.flush()
+        first = Process(
+            tmp_path / "router.log",
+            "tests.scenarios.snapshot_process",
+            *(own_server.url, "demo", "Engine", "64"),
+        )
+        exits.callback(first.kill)
+
+        async def is_writing() -> bool:
+            return await chunks(connection) >= 20
+
+        await eventually(is_writing, 20.0)
+        follower = await exits.enter_async_context(IndexFollower(connection, "demo", "Engine"))
+        second = await exits.enter_async_context(
+            SnapshotWriter(connection.jetstream, follower, store=store, ttl=2.0)
+        )
+        first.kill()
+        assert await store.snapshots() == []
+        left_over = await chunks(connection)
+
+        took = await eventually(lambda: second.status().written, 20.0)
+
+        assert took < 8.0
+        start, late = await begin_warm(connection, exits)
+        await settled(follower, late)
+        latest = second.status().latest
+        assert start.snapshot is not None
+        assert latest is not None
+        assert start.snapshot.coverage == latest.coverage
+        assert_equal(follower, late, engine)
+        assert late.status().requests == 0
+        assert await store.drop_abandoned(older_than=0.0) == 1
+        assert await chunks(connection) < left_over
+
+
+async def test_a_snapshot_of_which_a_chunk_is_gone_is_skipped(connection: NatsConnection) -> None:
+    engine = Engine(2, capacity=100)
+    store = SnapshotStore(connection.jetstream, "demo", chunk_size=4096)
+    async with AsyncExitStack() as exits:
+        publisher = await exits.enter_async_context(engine_publisher(connection))
+        follower = await exits.enter_async_context(IndexFollower(connection, "demo", "Engine"))
+        writer = await exits.enter_async_context(
+            SnapshotWriter(
+                connection.jetstream,
+                follower,
+                store=store,
+                plan=SnapshotPlan(messages=1),
+                ttl=2.0,
+            )
+        )
+        for number in (1, 2):
+            for _ in range(50):
+                publisher.publish(engine.step())
+            await publisher.flush()
+            await eventually(lambda number=number: writer.status().written >= number, 10.0)
+        await writer.close()
+        older, newest = (await store.snapshots("Engine"))[-2:]
+        stored = await connection.jetstream.last(BUCKET, "$O.*.C.>")
+        assert stored is not None
+        all_but_one = {"filter": stored.subject, "keep": 1}
+        await connection.jetstream.api(f"STREAM.PURGE.{BUCKET}", all_but_one, timeout=5.0)
+
+        start, late = await begin_warm(connection, exits)
+
+        assert (start.snapshot, start.skipped) == (older, 1)
+        assert newest.coverage.sequence > older.coverage.sequence
+        await settled(follower, late)
+        assert_equal(follower, late, engine)
+
+
+async def test_after_the_limits_cut_the_stream_a_new_router_is_warm_and_asks_nobody(
+    connection: NatsConnection,
+) -> None:
+    engine = Engine(3, capacity=200)
+    limited = EventStream("demo", max_bytes=1024 * 1024)
+    async with AsyncExitStack() as exits:
+        publisher = await exits.enter_async_context(engine_publisher(connection, limited))
+        witness = await exits.enter_async_context(
+            IndexFollower(connection, "demo", "Engine", stream=limited)
+        )
+        writer = await exits.enter_async_context(
+            SnapshotWriter(connection.jetstream, witness, ttl=2.0)
+        )
+
+        async def is_cut() -> bool:
+            for _ in range(10):
+                publisher.publish(engine.step())
+            await publisher.flush()
+            await asyncio.sleep(0.05)
+            info = await connection.jetstream.stream_info("DYNBUS_EVENTS_demo")
+            return info.first_sequence > 60 and writer.status().written >= 2
+
+        await eventually(is_cut, 40.0)
+        start, late = await begin_warm(connection, exits, limited)
+        for _ in range(5):
+            publisher.publish(engine.step())
+        await publisher.flush()
+        await settled(witness, late)
+
+        assert start.snapshot is not None
+        assert start.is_connected
+        assert_equal(witness, late, engine)
+        assert late.status().requests == witness.status().requests == 0
+        assert publisher.status().ranks[0].statistics.resyncs == 0
