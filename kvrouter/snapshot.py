@@ -6,11 +6,14 @@ sequence answer alike, and stay alike with the messages that follow.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Final
 
 import msgspec
 import numpy as np
-from xxhash import xxh3_128_digest
+from numpy.typing import NDArray
+from xxhash import xxh3_128, xxh3_128_digest
 
 from .index import RadixIndex, Rank, RankState
 from .intervals import Interval
@@ -19,6 +22,9 @@ from .runs import Holder, Run
 
 MAGIC: Final = b"dynbus-kv-index\x01"
 CHECKSUM_BYTES: Final = 16
+SLICE_BLOCKS: Final = 16_384
+SLICE_RUNS: Final = 512
+"""What is dumped in one turn of the loop: a millisecond or two."""
 
 
 class TornSnapshot(ValueError):
@@ -66,17 +72,79 @@ _decoder = msgspec.msgpack.Decoder(_Snapshot)
 
 def dump_index(index: RadixIndex, sequence: int) -> bytes:
     """A snapshot of an index that has applied the stream up to `sequence`."""
-    index.sweep()
-    tree = index.tree
-    snapshot = _Snapshot(
-        sequence,
-        tree.next_run,
-        tree.next_holder,
-        [_rank_record(rank, state) for rank, state in index.ranks.items()],
-        [_run_record(run) for run in tree.by_level() if run.parent is not None],
-    )
-    body = msgspec.msgpack.encode(snapshot)
-    return b"".join((MAGIC, xxh3_128_digest(body), body))
+    dump = IndexDump(index, sequence)
+    for _ in dump.slices():
+        pass
+    return bytes(dump.data)
+
+
+class IndexDump:
+    """A snapshot in the making, for a loop that has other things to do.
+
+    Attributes:
+        data: the snapshot, once `slices` has come to its end.
+    """
+
+    def __init__(self, index: RadixIndex, sequence: int) -> None:
+        self.data = bytearray()
+        self._index = index
+        self._sequence = sequence
+        self._checksum = xxh3_128()
+
+    def slices(self) -> Iterator[None]:
+        """Go on by a slice with each step. The index must not change meanwhile."""
+        index, tree = self._index, self._index.tree
+        while not index.sweep(SLICE_BLOCKS):
+            yield
+        self.data += MAGIC + bytes(CHECKSUM_BYTES)
+        self._add(_array_head(len(_Snapshot.__struct_fields__)))
+        for number in (self._sequence, tree.next_run, tree.next_holder):
+            self._add(msgspec.msgpack.encode(number))
+        self._add(_array_head(len(index.ranks)))
+        for rank, state in index.ranks.items():
+            yield from self._add_rank(rank, state)
+        runs = (run for run in tree.by_level() if run.parent is not None)
+        self._add(_array_head(len(tree.runs) - 1))
+        while records := [_run_record(run) for run in islice(runs, SLICE_RUNS)]:
+            self._add(b"".join(map(msgspec.msgpack.encode, records)))
+            yield
+        self.data[len(MAGIC) : len(MAGIC) + CHECKSUM_BYTES] = self._checksum.digest()
+
+    def _add(self, piece: bytes) -> None:
+        self.data += piece
+        self._checksum.update(piece)
+
+    def _add_rank(self, rank: Rank, state: RankState) -> Iterator[None]:
+        holders: list[_HolderRecord] = []
+        for tier, holder in state.holders.items():
+            columns: list[bytes] = []
+            for numbers in (holder.held, holder.held.values()):
+                column = bytearray()
+                for piece in _pieces(numbers, len(holder.held)):
+                    column += piece.tobytes()
+                    yield
+                columns.append(bytes(column))
+            holders.append(_HolderRecord(holder.number, tier, columns[0], columns[1]))
+        record = _RankRecord(
+            rank.instance, rank.dp_rank, state.event_epoch, state.next_id, state.partial, holders
+        )
+        self._add(msgspec.msgpack.encode(record))
+
+
+def _pieces(numbers: Iterable[int], count: int) -> Iterator[NDArray[np.uint64]]:
+    following = iter(numbers)
+    for start in range(0, count, SLICE_BLOCKS):
+        size = min(SLICE_BLOCKS, count - start)
+        yield np.fromiter(islice(following, size), dtype="<u8", count=size)
+
+
+def _array_head(count: int) -> bytes:
+    """The bytes before the elements of a msgpack array."""
+    if count < 16:
+        return bytes([0x90 | count])
+    if count < 1 << 16:
+        return b"\xdc" + count.to_bytes(2, "big")
+    return b"\xdd" + count.to_bytes(4, "big")
 
 
 def load_index(data: bytes, *, max_blocks: int) -> tuple[RadixIndex, int]:
@@ -96,21 +164,6 @@ def load_index(data: bytes, *, max_blocks: int) -> tuple[RadixIndex, int]:
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
         raise TornSnapshot(f"a snapshot that cannot be read: {error}") from error
     return index, snapshot.sequence
-
-
-def _rank_record(rank: Rank, state: RankState) -> _RankRecord:
-    holders = [
-        _HolderRecord(
-            holder.number,
-            tier,
-            np.fromiter(holder.held, dtype="<u8", count=len(holder.held)).tobytes(),
-            np.fromiter(holder.held.values(), dtype="<u8", count=len(holder.held)).tobytes(),
-        )
-        for tier, holder in state.holders.items()
-    ]
-    return _RankRecord(
-        rank.instance, rank.dp_rank, state.event_epoch, state.next_id, state.partial, holders
-    )
 
 
 def _run_record(run: Run) -> _RunRecord:

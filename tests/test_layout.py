@@ -14,14 +14,17 @@ import dynbus
 import dynbus.actors
 import dynbus.bus
 import dynbus.kvrouter
+import dynbus.llm
 import dynbus.transfer
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("actors", "bus", "kvrouter", "transfer")
+FOLDERS = ("actors", "bus", "kvrouter", "llm", "transfer")
 SOURCE = ROOT / "src" / "dynbus"
 
 
-@pytest.mark.parametrize("package", [dynbus.actors, dynbus.bus, dynbus.kvrouter, dynbus.transfer])
+@pytest.mark.parametrize(
+    "package", [dynbus.actors, dynbus.bus, dynbus.kvrouter, dynbus.llm, dynbus.transfer]
+)
 def test_a_package_is_the_folder_of_the_same_name(package: ModuleType) -> None:
     folder = package.__name__.removeprefix("dynbus.")
 

@@ -1,0 +1,189 @@
+"""`dynbus kv`: what the engines' caches hold, now and before, as their events tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from dynbus.bus import exit_codes
+from dynbus.bus.commands.terminal import json_option, nats_option
+
+if TYPE_CHECKING:
+    from .kv_access import Where
+    from .kv_points import PointRequest
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_HELP: Final = """Look into the index of KV-cache events.
+
+    Every command reads the newest usable snapshot and the stream after it, as a router does
+    that starts, and changes nothing. Hashes are decimal, or hexadecimal with 0x.
+
+    \b
+    dynbus kv top --namespace llm
+    dynbus kv show --namespace llm 0x1f0a6c0d8a7e5b21 0x9c3d52aa01b7e644
+    dynbus kv at --namespace llm --time 10m --to now
+    """
+
+
+class KvCommands(click.Group):
+    """A group whose help lists the options of its commands too."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        records: dict[str, str] = {}
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            for parameter in command.params if command is not None else ():
+                record = parameter.get_help_record(ctx)
+                if record is not None and isinstance(parameter, click.Option):
+                    records.setdefault(*record)
+        with formatter.section("Options of the commands"):
+            formatter.write_dl(sorted(records.items()))
+
+
+@click.group(
+    cls=KvCommands, help=_HELP, short_help="Look into KV caches.", epilog=exit_codes.GENERAL
+)
+def kv() -> None:
+    pass
+
+
+def _place(command: F) -> F:
+    """The options that say which index is meant, and how it is printed."""
+    for option in (
+        nats_option,
+        json_option,
+        click.option(
+            "--timeout",
+            type=click.FloatRange(0, min_open=True),
+            default=60.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="For reading all of it.",
+        ),
+        click.option("--component", metavar="NAME", help="Default: the only one with events."),
+        click.option("--namespace", metavar="NAME", required=True, help="Whose events."),
+    ):
+        command = option(command)
+    return command
+
+
+def _where(
+    namespace: str, component: str | None, timeout: float, as_json: bool, nats: str | None
+) -> Where:
+    from .kv_access import Where
+
+    return Where(namespace, component, timeout, as_json, nats)
+
+
+@kv.command(short_help="Instances by blocks, and the prefixes that most of them hold.")
+@click.option("--limit", type=click.IntRange(0), default=10, show_default=True, help="Prefixes.")
+@_place
+def top(limit: int, **place: Any) -> None:
+    """List the instances by the blocks that they hold, and the hottest prefixes.
+
+    LEASE says whether the instance is there; the events of one that died stay in the stream.
+    A prefix is hot when many instances hold all of it.
+    """
+    from .kv_access import run
+    from .kv_reports import print_top
+
+    run(_where(**place), lambda at: print_top(at, limit))
+
+
+@kv.command(short_help="Who holds a prefix.")
+@click.argument("prefix", nargs=-1, required=True)
+@click.option("--block-size", type=click.IntRange(1), help="Default: what the instances say.")
+@click.option("--lora", metavar="NAME", help="The adapter of the token ids.")
+@click.option("--salt", metavar="TEXT", help="The cache salt of the token ids.")
+@_place
+def show(
+    prefix: tuple[str, ...],
+    block_size: int | None,
+    lora: str | None,
+    salt: str | None,
+    **place: Any,
+) -> None:
+    """Show who holds how many blocks of a prefix, from its first block on.
+
+    PREFIX is the hashes of its blocks, one after the other, or the token ids as one JSON
+    array.
+
+    \b
+    dynbus kv show --namespace llm 0x1f0a6c0d8a7e5b21 0x9c3d52aa01b7e644
+    dynbus kv show --namespace llm --block-size 16 "$(cat tokens.json)"
+    """
+    from .kv_access import run
+    from .kv_prefix import Prefix, parse_prefix
+    from .kv_reports import print_holders
+
+    try:
+        hashes, tokens = parse_prefix(prefix)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="PREFIX") from None
+    asked = Prefix(hashes, tokens, block_size, lora, salt)
+    run(_where(**place), lambda at: print_holders(at, asked))
+
+
+@kv.command(short_help="All of the index, as lines of JSON.")
+@_place
+def dump(**place: Any) -> None:
+    """Print the whole index as lines of JSON, whether --json is given or not.
+
+    The first line is of `kind` index, then there is one of kind rank for each data-parallel
+    rank, and one of kind run for each stretch of blocks without a branch, parents first.
+    """
+    from .kv_access import run
+    from .kv_reports import print_dump
+
+    run(_where(**place), print_dump)
+
+
+@kv.command(short_help="The index as it was, or what changed since.")
+@click.option("--time", "time_text", metavar="TIME", help="ISO 8601, Unix seconds, or 10m: ago.")
+@click.option("--seq", "sequence", type=click.IntRange(0), metavar="N", help="Of the stream.")
+@click.option("--to", "to_text", metavar="POINT", help="A later one of the same kind, or now.")
+@_place
+def at(time_text: str | None, sequence: int | None, to_text: str | None, **place: Any) -> None:
+    """Show what instances held at a point of the stream, or gained and lost from there to
+    another one.
+
+    \b
+    dynbus kv at --namespace llm --time 2026-01-31T12:00:00Z
+    dynbus kv at --namespace llm --time 10m --to 5m
+    dynbus kv at --namespace llm --seq 1200 --to now --json
+    """
+    from .kv_access import run
+    from .kv_points import parse_points
+    from .kv_reports import print_changes, print_past
+
+    try:
+        points: PointRequest = parse_points(time_text, sequence, to_text)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    before, after = points
+    if after is None:
+        run(_where(**place), lambda where: print_past(where, before))
+    else:
+        run(_where(**place), lambda where: print_changes(where, before, after))
+
+
+@kv.command(short_help="The snapshots that routers have taken.")
+@click.option("--check", is_flag=True, help="Read each of them whole.")
+@_place
+def snapshots(check: bool, **place: Any) -> None:
+    """List the snapshots, of all components unless one is named.
+
+    \b
+    STATE  usable   a new router can begin with it
+           cut off  the stream has lost what follows it: ranks would be asked
+           foreign  it is of a stream that was deleted
+           torn     it cannot be read (with --check)
+    """
+    from .kv_access import run
+    from .kv_reports import print_snapshots
+
+    run(_where(**place), lambda where: print_snapshots(where, check=check))

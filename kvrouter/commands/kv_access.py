@@ -1,0 +1,162 @@
+"""How the commands of `dynbus kv` reach the index and the instances."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Final, NamedTuple
+
+from dynbus.bus.commands.terminal import notice
+from dynbus.bus.config import load_config
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.leases import INSTANCES_STREAM, record_subject
+from dynbus.bus.logs import configure_logging
+from dynbus.bus.names import ReplySubjects, check_token
+from dynbus.bus.nats.connecting import connect_as
+from dynbus.bus.tokens import random_id
+from dynbus.bus.transport import JetStream, NoStream, StoredMessage
+from dynbus.bus.wire import decode_record
+from dynbus.kvrouter.history import (
+    NOW,
+    PastIndex,
+    Point,
+    components_of,
+    index_at,
+    no_events,
+)
+from dynbus.kvrouter.profile import BLOCK_SIZE_KEY
+from dynbus.kvrouter.snapshots import SnapshotStore
+
+MAX_COMPONENTS_NAMED: Final = 10
+
+
+class Where(NamedTuple):
+    """Which index a command is about, and how it prints.
+
+    Attributes:
+        component: None for the only one that has events.
+        timeout: seconds for reading.
+    """
+
+    namespace: str
+    component: str | None
+    timeout: float
+    as_json: bool
+    nats: str | None
+
+
+class Opened(NamedTuple):
+    """Where a command looks, once the server was reached."""
+
+    jetstream: JetStream
+    where: Where
+
+
+Report = Callable[[Opened], Awaitable[None]]
+
+
+def run(where: Where, report: Report) -> None:
+    """Connect, print the report, and close the connection.
+
+    Raises:
+        ConfigError, NoHistory, NoStream, PermissionDenied, Unavailable: it cannot be told, and why.
+    """
+    configure_logging("console", "error")
+    check_token("namespace", where.namespace)
+    if where.component is not None:
+        check_token("component", where.component)
+    asyncio.run(_run(where, report))
+
+
+async def _run(where: Where, report: Report) -> None:
+    config = load_config({"servers": where.nats} if where.nats else {})
+    replies = ReplySubjects(config.principal, random_id())
+    connection = await connect_as(config, name="dynbus-kv", inbox=replies.server_api)
+    async with AsyncExitStack() as exits:
+        exits.push_async_callback(connection.close)
+        await report(Opened(connection.jetstream, where))
+
+
+async def component_of(at: Opened) -> str:
+    """The component that is meant.
+
+    Raises:
+        ConfigError: there are several, or none.
+        NoStream: there is no stream of events.
+    """
+    if at.where.component is not None:
+        return at.where.component
+    namespace = at.where.namespace
+    found = await components_of(at.jetstream, namespace, timeout=at.where.timeout)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        # The stream may have outlived its messages, and snapshots may have, too.
+        kept = {one.component for one in await SnapshotStore(at.jetstream, namespace).snapshots()}
+        if len(kept) == 1:
+            return kept.pop()
+        raise no_events(namespace)
+    named = ", ".join(found[:MAX_COMPONENTS_NAMED])
+    raise ConfigError(
+        f"several components of {namespace} have events: give --component, of {named}"
+    )
+
+
+async def past_index(at: Opened, component: str, point: Point = NOW) -> PastIndex:
+    """The index at a point; what is missing of it is said on standard error."""
+    past = await index_at(
+        at.jetstream, at.where.namespace, component, point, timeout=at.where.timeout
+    )
+    if not past.is_whole:
+        named = ", ".join(f"{rank.instance}/{rank.dp_rank}" for rank in past.partial[:5])
+        notice(
+            f"the stream begins at sequence {past.first_sequence}: what was said before it is not "
+            f"known, so that blocks may be missing{f' ({named})' if named else ''}"
+        )
+    return past
+
+
+async def leases_of(at: Opened, component: str) -> dict[str, Mapping[str, str]] | None:
+    """The metadata of the instances with a lease; None when there are no leases to read."""
+    found: dict[str, Mapping[str, str]] = {}
+    read = asyncio.Event()
+
+    def take(message: StoredMessage) -> None:
+        record = None if message.is_marker else decode_record(message.data)
+        if record is not None:
+            found[record.instance_id] = record.metadata
+
+    try:
+        async with asyncio.timeout(at.where.timeout):
+            consumer = await at.jetstream.consume(
+                INSTANCES_STREAM.name,
+                take,
+                subject=record_subject(at.where.namespace, component, "*"),
+                last_per_subject=True,
+                on_caught_up=read.set,
+            )
+            try:
+                await read.wait()
+            finally:
+                await consumer.stop()
+    except NoStream:
+        return None
+    except TimeoutError:
+        notice("the instances' records could not be read in time: leases are not known")
+        return None
+    return found
+
+
+def block_size_of(leases: Mapping[str, Mapping[str, str]] | None) -> int:
+    """The block size that all instances say.
+
+    Raises:
+        ConfigError: they say none, or several.
+    """
+    sizes = {metadata.get(BLOCK_SIZE_KEY, "") for metadata in (leases or {}).values()} - {""}
+    if len(sizes) == 1 and (size := sizes.pop()).isdecimal() and int(size):
+        return int(size)
+    raise ConfigError(
+        "the instances do not say one block size: give --block-size, the tokens of a block"
+    )

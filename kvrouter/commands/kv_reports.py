@@ -1,0 +1,279 @@
+"""What the commands of `dynbus kv` print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+import msgspec
+
+from dynbus.bus.clock import unix_time
+from dynbus.bus.commands.terminal import duration, notice, plain, print_json, print_table
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.names import kv_event_stream
+from dynbus.bus.transport import NoStream, StreamInfo
+from dynbus.kvrouter.contents import dump_lines, hottest_prefixes, rank_rows
+from dynbus.kvrouter.history import PastIndex, Point, changes, no_events
+from dynbus.kvrouter.index import DEFAULT_MAX_BLOCKS
+from dynbus.kvrouter.snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
+
+from .kv_access import Opened, Where, block_size_of, component_of, leases_of, past_index
+from .kv_prefix import Prefix
+
+# Reports ----------------------------------------------------------------------------------
+
+
+async def print_top(at: Opened, limit: int) -> None:
+    """Instances by blocks, and the hottest prefixes."""
+    component = await component_of(at)
+    past = await past_index(at, component)
+    leases = await leases_of(at, component)
+    rows = rank_rows(past.index)
+    prefixes = hottest_prefixes(past.index, limit)
+    if at.where.as_json:
+        print_json(
+            _head(at, component, past)
+            | {
+                "ranks": [
+                    row | {"lease": None if leases is None else row["instance"] in leases}
+                    for row in rows
+                ],
+                "prefixes": prefixes,
+            }
+        )
+        return
+    _print_ranks(rows, leases)
+    if prefixes:
+        click.echo()
+        print_table(
+            ("HOLDERS", "BLOCKS", "FIRST BLOCK", "LAST BLOCK", "INSTANCES"),
+            [
+                (
+                    str(len(prefix["instances"])),
+                    str(len(prefix["block_hashes"])),
+                    prefix["block_hashes"][0],
+                    prefix["block_hashes"][-1],
+                    plain(_some(prefix["instances"])),
+                )
+                for prefix in prefixes
+            ],
+        )
+
+
+async def print_holders(at: Opened, prefix: Prefix) -> None:
+    """Who holds how much of a prefix."""
+    component = await component_of(at)
+    leases = await leases_of(at, component)
+    block_size = prefix.block_size or (block_size_of(leases) if prefix.tokens is not None else 1)
+    blocks = prefix.block_hashes(block_size)
+    if not len(blocks):
+        raise ConfigError(
+            f"{len(prefix.tokens or ())} token ids make no block of {block_size}: an incomplete "
+            "block is never held"
+        )
+    past = await past_index(at, component)
+    found = sorted(past.index.overlaps(blocks).items(), key=lambda one: -one[1].total)
+    rows = [
+        {
+            "instance": rank.instance,
+            "dp_rank": rank.dp_rank,
+            "lease": None if leases is None else rank.instance in leases,
+            "blocks": overlap.total,
+            **overlap._asdict(),
+        }
+        for rank, overlap in found
+    ]
+    if at.where.as_json:
+        asked = [f"{number:#018x}" for number in blocks.tolist()]
+        print_json(_head(at, component, past) | {"block_hashes": asked, "holders": rows})
+        return
+    if not rows:
+        notice(f"nobody holds the first of these {len(blocks)} blocks")
+        return
+    print_table(
+        ("INSTANCE", "RANK", "LEASE", "BLOCKS", "DEVICE", "HOST", "DISK", "EXTERNAL"),
+        [
+            (
+                plain(str(row["instance"])),
+                str(row["dp_rank"]),
+                _yes_no(leases, str(row["instance"])),
+                f"{row['blocks']} of {len(blocks)}",
+                *(str(row[tier]) for tier in ("device", "host", "disk", "external")),
+            )
+            for row in rows
+        ],
+    )
+
+
+async def print_dump(at: Opened) -> None:
+    """The whole index, as lines of JSON."""
+    component = await component_of(at)
+    past = await past_index(at, component)
+    click.echo(msgspec.json.encode({"kind": "index"} | _head(at, component, past)))
+    for line in dump_lines(past.index):
+        click.echo(msgspec.json.encode(line))
+
+
+async def print_past(at: Opened, point: Point) -> None:
+    """What instances held at a point."""
+    component = await component_of(at)
+    past = await past_index(at, component, point)
+    rows = rank_rows(past.index)
+    if at.where.as_json:
+        print_json(_head(at, component, past) | {"ranks": rows})
+        return
+    click.echo(_title(past))
+    _print_ranks(rows, None)
+
+
+async def print_changes(at: Opened, before: Point, after: Point) -> None:
+    """What instances gained and lost between two points."""
+    component = await component_of(at)
+    first = await past_index(at, component, before)
+    second = await past_index(at, component, after)
+    found = changes(first.index, second.index)
+    if at.where.as_json:
+        print_json(
+            {
+                "from": _head(at, component, first),
+                "to": _head(at, component, second),
+                "changes": [
+                    one.rank._asdict()
+                    | {key: value for key, value in one._asdict().items() if key != "rank"}
+                    for one in found
+                ],
+            }
+        )
+        return
+    click.echo(f"from {_title(first)}\nto   {_title(second)}")
+    if not found:
+        notice("nothing changed")
+        return
+    print_table(
+        ("INSTANCE", "RANK", "GAINED", "LOST", "BEFORE", "AFTER"),
+        [
+            (
+                plain(one.rank.instance),
+                str(one.rank.dp_rank),
+                f"+{one.gained}",
+                f"-{one.lost}",
+                str(one.blocks_before),
+                str(one.blocks_after),
+            )
+            for one in found
+        ],
+    )
+
+
+async def print_snapshots(at: Opened, *, check: bool) -> None:
+    """The snapshots, and whether a new router can begin with them."""
+    store = SnapshotStore(at.jetstream, at.where.namespace)
+    try:
+        stream = await at.jetstream.stream_info(kv_event_stream(at.where.namespace))
+    except NoStream:
+        raise no_events(at.where.namespace) from None
+    found = await store.snapshots(at.where.component)
+    rows = [(one, await _state(store, one, stream, at.where, check=check)) for one in found]
+    if at.where.as_json:
+        print_json(
+            [
+                {
+                    "component": one.component,
+                    "sequence": one.coverage.sequence,
+                    "stream_created": one.coverage.created,
+                    "written": one.written,
+                    "size": one.size,
+                    "blocks": one.blocks,
+                    "instances": one.instances,
+                    "state": state,
+                }
+                for one, state in rows
+            ]
+        )
+        return
+    if not rows:
+        notice("no snapshot yet: a router that follows the events takes one")
+        return
+    now = unix_time()
+    print_table(
+        ("COMPONENT", "SEQUENCE", "AGE", "BLOCKS", "INSTANCES", "BYTES", "STATE"),
+        [
+            (
+                plain(one.component),
+                str(one.coverage.sequence),
+                duration(now - one.written),
+                str(one.blocks),
+                str(one.instances),
+                str(one.size),
+                state,
+            )
+            for one, state in rows
+        ],
+    )
+
+
+async def _state(
+    store: SnapshotStore, info: SnapshotInfo, stream: StreamInfo, where: Where, *, check: bool
+) -> str:
+    if not info.fits(stream):
+        return "foreign"
+    if check:
+        try:
+            await store.read(info, max_blocks=DEFAULT_MAX_BLOCKS, timeout=where.timeout)
+        except UnusableSnapshot:
+            return "torn"
+    return "usable" if info.is_connected(stream) else "cut off"
+
+
+# Parts ------------------------------------------------------------------------------------
+
+
+def _head(at: Opened, component: str, past: PastIndex) -> dict[str, Any]:
+    return {
+        "namespace": at.where.namespace,
+        "component": component,
+        "sequence": past.sequence,
+        "time": past.time,
+        "snapshot": None if past.snapshot is None else past.snapshot.name,
+        "whole": past.is_whole,
+    }
+
+
+def _title(past: PastIndex) -> str:
+    when = (
+        ""
+        if past.time is None
+        else f", {datetime.fromtimestamp(past.time, UTC):%Y-%m-%d %H:%M:%S}Z"
+    )
+    return f"sequence {past.sequence}{when}"
+
+
+def _print_ranks(rows: list[dict[str, Any]], leases: Mapping[str, object] | None) -> None:
+    if not rows:
+        notice("no instance holds anything")
+        return
+    print_table(
+        ("INSTANCE", "RANK", "LEASE", "BLOCKS", "DEVICE", "HOST", "DISK", "EXTERNAL", "STATE"),
+        [
+            (
+                plain(row["instance"]),
+                str(row["dp_rank"]),
+                _yes_no(leases, row["instance"]),
+                str(row["blocks"]),
+                *(str(row[tier]) for tier in ("device", "host", "disk", "external")),
+                "[yellow]partial[/]" if row["partial"] else "whole",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _yes_no(leases: Mapping[str, object] | None, instance: str) -> str:
+    return "-" if leases is None else "yes" if instance in leases else "[yellow]no[/]"
+
+
+def _some(instances: list[str]) -> str:
+    shown = ", ".join(instances[:5])
+    return f"{shown}, ..." if len(instances) > 5 else shown
