@@ -10,6 +10,7 @@ from .instance import ActorInstance
 from .json_object import JsonObject
 from .options import call_options
 from .routing import (
+    ItemObserver,
     LeastLoaded,
     Load,
     PowerOfTwo,
@@ -31,6 +32,7 @@ __all__ = [
     "EndpointClient",
     "EndpointName",
     "Instance",
+    "ItemObserver",
     "JsonObject",
     "LeastLoaded",
     "Load",

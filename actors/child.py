@@ -73,6 +73,7 @@ class Child:
         self.instance_id = ""
         self.failure: Failure | None = None
         self.problems: Mapping[str, str] = {}
+        self.details: Mapping[str, str] = {}
         self.has_been_ready = asyncio.Event()
         self.ended = asyncio.Event()
         self._last_word: DrainInstance | StopInstance | None = None
@@ -170,12 +171,13 @@ class Child:
             self.state = ChildState.LOADED
             loaded()
         elif isinstance(report, InstanceReady):
-            self.state, self.instance_id, self.problems = ChildState.READY, report.instance_id, {}
+            self.state, self.instance_id = ChildState.READY, report.instance_id
+            self.problems, self.details = {}, {}
             self.has_been_ready.set()
         elif isinstance(report, InstanceFailed):
             self.failure = Failure(report.code, report.message, report.traceback)
         elif isinstance(report, HealthChanged):
-            self.problems = report.problems
+            self.problems, self.details = report.problems, report.details
         elif self._metrics is not None and not self._metrics.done():
             self._metrics.set_result(report.page)
 

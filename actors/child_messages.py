@@ -70,10 +70,12 @@ class InstanceFailed(msgspec.Struct, frozen=True, tag="instance_failed"):
     traceback: str = ""
 
 
-class HealthChanged(msgspec.Struct, frozen=True, tag="health_changed"):
-    """At each change: what keeps the instance from taking calls."""
+class HealthChanged(msgspec.Struct, frozen=True, omit_defaults=True, tag="health_changed"):
+    """At each change: what keeps the instance from taking calls, and what else its process says
+    of how it is."""
 
     problems: dict[str, str]
+    details: dict[str, str] = {}
 
 
 class MetricsCollected(msgspec.Struct, frozen=True, tag="metrics_collected"):

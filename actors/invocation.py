@@ -124,7 +124,8 @@ class Invocation:
     @property
     def is_direct(self) -> bool:
         """Whether items may be read from `call` without passing here: nothing counts them."""
-        return self._observation is None
+        observation = self._selection.observation
+        return self._observation is None and (observation is None or not observation.sees_items)
 
     async def learn_kind(self) -> None:
         """Find out whether the endpoint streams, from the records of its instances.
@@ -175,6 +176,8 @@ class Invocation:
         self.instance_id = instance_id
         self._attempt += 1
         selection.check_kind(instance_id)
+        if selection.metadata is not None:
+            fields = {**fields, headers.METADATA: selection.metadata}
         head = CallHead(
             self.endpoint,
             self.request_id,
@@ -209,7 +212,7 @@ class Invocation:
                 except DynbusError as error:
                     await self._prepare_retry(error)
             if self._selection.observation is not None:
-                self._selection.observation.first_item()
+                self._selection.observation.arrived((data,))
             try:
                 result = decode(data)
             except Misfit as error:
@@ -251,7 +254,7 @@ class Invocation:
         if self._observation is not None:
             self._observation.items(len(items))
         if self._selection.observation is not None:
-            self._selection.observation.first_item()
+            self._selection.observation.arrived(items)
         return items
 
     def abandon(self, error: DynbusError | None = None) -> None:

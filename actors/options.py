@@ -139,10 +139,15 @@ def _check(options: CallOptions) -> None:
     priority: Any = options.priority
     if priority is not None and not (isinstance(priority, int) and -9999 <= priority <= 99999):
         raise ConfigError(f"priority={priority!r} must be a number from -9999 to 99999")
-    _check_metadata(options.metadata or {})
+    check_metadata(options.metadata or {})
 
 
-def _check_metadata(metadata: Mapping[Any, Any]) -> None:
+def check_metadata(metadata: Mapping[Any, Any]) -> None:
+    """Check that a call can carry metadata.
+
+    Raises:
+        ConfigError: keys or values are no strings, or they are too many or too long.
+    """
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise ConfigError(f"metadata {key!r}={value!r}: keys and values must be strings")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from dynbus.bus.errors import Cancelled, DynbusError
@@ -23,13 +23,22 @@ class RouteObservation:
         AttributeError: the observer lacks a method.
     """
 
-    __slots__ = ("_ended", "_first_item", "_saw_item", "_started")
+    __slots__ = ("_arrived", "_ended", "_first_item", "_saw_item", "_started")
 
     def __init__(self, observer: RouteObserver) -> None:
         self._started = _method(observer, "started")
         self._first_item = _method(observer, "first_item")
         self._ended = _method(observer, "ended")
+        try:
+            self._arrived = _method(observer, "arrived")
+        except AttributeError:
+            self._arrived = None
         self._saw_item = False
+
+    @property
+    def sees_items(self) -> bool:
+        """Whether the observer wants the next items."""
+        return self._arrived is not None
 
     def started(self) -> None:
         """The request was sent."""
@@ -40,6 +49,12 @@ class RouteObservation:
         if not self._saw_item:
             self._saw_item = True
             _notify(self._first_item)
+
+    def arrived(self, items: Sequence[bytes]) -> None:
+        """Items, or the unary result, arrived: the first ones, or more."""
+        self.first_item()
+        if self._arrived is not None and not _notify(self._arrived, items):
+            self._arrived = None
 
     def ended(self, error: BaseException | None) -> None:
         """The attempt is over; to be called once."""
@@ -68,10 +83,10 @@ def _method(observer: RouteObserver, name: str) -> Callable[..., Any] | None:
     return method
 
 
-def _notify(method: Callable[..., Any] | None, *event: Any) -> None:
-    """Call a method of a user; whatever it raises is logged and harms no call."""
+def _notify(method: Callable[..., Any] | None, *event: Any) -> Any:
+    """What a method of a user returns; whatever it raises is logged and harms no call."""
     if method is None:
-        return
+        return None
     try:
         returned = method(*event)
     except KeyboardInterrupt:
@@ -79,10 +94,12 @@ def _notify(method: Callable[..., Any] | None, *event: Any) -> None:
     except BaseException:
         # No cancellation of the task comes this way: that is raised where the task waits.
         logger.exception("%s of a router raised", getattr(method, "__qualname__", method))
-        return
+        return None
     if inspect.iscoroutine(returned):
         returned.close()
         logger.error(
             "%s of a router did nothing, since it is asynchronous: write `def`",
             getattr(method, "__qualname__", method),
         )
+        return None
+    return returned

@@ -84,15 +84,31 @@ class RouteObserver(Protocol):
         ...
 
 
+class ItemObserver(RouteObserver, Protocol):
+    """An observer that also sees what reaches the caller."""
+
+    def arrived(self, items: Sequence[bytes]) -> bool:
+        """The next items of a stream, or the unary result, as JSON; after `first_item`.
+
+        Returns:
+            Whether it wants to see more. Streams are read faster once it does not.
+        """
+        ...
+
+
 class Route(NamedTuple):
     """A router's choice together with who is told how it goes.
 
     Attributes:
         instance_id: of one of the offered instances.
+        observer: sees the items as well when it has the method of an `ItemObserver`.
+        metadata: added to the metadata of the call for this attempt alone; of a key that both
+            have, this value counts.
     """
 
     instance_id: str
     observer: RouteObserver | None = None
+    metadata: Mapping[str, str] = NO_METADATA
 
 
 @runtime_checkable

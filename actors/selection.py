@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dynbus.bus import headers
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
 from dynbus.bus.discovery import Instance, InstanceView
@@ -18,6 +19,7 @@ from dynbus.bus.names import EndpointName
 
 from .brief_repr import brief_repr
 from .endpoint_kind import first_kind, wrong_kind
+from .options import check_metadata
 from .route_observation import EVENTS, RouteObservation
 from .routing import OWN_POLICIES, ROUTE_TIMEOUT, Load, Route, Router, RouteRequest
 
@@ -37,6 +39,8 @@ class Selection:
         streaming: whether the call is a stream; for an untyped one known once an instance is.
         observation: of the last choice, when its router wants to be told how it goes. To be
             ended and taken away by whoever makes the call.
+        metadata: the header value of the last choice, when its router gave metadata: that of
+            the call and its own. None for that of the call.
     """
 
     __slots__ = (
@@ -48,6 +52,7 @@ class Selection:
         "_router",
         "_runtime",
         "_tried",
+        "metadata",
         "observation",
         "streaming",
     )
@@ -64,6 +69,7 @@ class Selection:
     ) -> None:
         self.streaming = streaming
         self.observation: RouteObservation | None = None
+        self.metadata: str | None = None
         self._runtime = runtime
         self._endpoint = endpoint
         self._router = router
@@ -111,6 +117,7 @@ class Selection:
             DeadlineExceeded: none was picked in time.
             DynbusError: what the router raised of the kind.
         """
+        self.metadata = None
         instances: Sequence[Instance] = self._known()
         if not instances:
             begun = monotonic()
@@ -137,6 +144,8 @@ class Selection:
         answer = await self._route(request, instances, left)
         if isinstance(answer, Route):
             self._observe(answer)
+            if answer.metadata:
+                self.metadata = self._joined(metadata, answer.metadata)
             answer = answer.instance_id
         return self._check_offered(answer, instances)
 
@@ -214,6 +223,18 @@ class Selection:
             raise self._failed(
                 f"gave an observer without the methods {', '.join(EVENTS)}: {error}"
             ) from None
+
+    def _joined(self, metadata: Mapping[str, str], added: Any) -> str:
+        """The metadata of a call and what a router adds, as one header value."""
+        given = added  # which a check leaves untyped, unlike what is checked
+        if not isinstance(given, Mapping):
+            raise self._failed(f"gave metadata {brief_repr(added)}: give a dict of strings")
+        joined: dict[Any, Any] = {**metadata, **added}
+        try:
+            check_metadata(joined)
+            return headers.encode_metadata(joined)
+        except ConfigError as error:
+            raise self._failed(f"gave metadata that the call cannot carry: {error}") from None
 
     def _check_offered(self, chosen: Any, instances: Sequence[Instance]) -> str:
         """What a router picked, when it is one of the instances that it may pick."""

@@ -114,6 +114,14 @@ class Supervisor:
             found["run"] = "draining"
         return found
 
+    def details(self) -> dict[str, str]:
+        """What the processes of the children say of how they are, by child."""
+        return {
+            child.label: "; ".join(f"{key}: {text}" for key, text in child.details.items())
+            for child in self.children
+            if child.state is ChildState.READY and child.details
+        }
+
     async def metrics(self, timeout: float = 2.0) -> list[tuple[Child, str]]:
         """The metrics page of each child that gives one within `timeout` seconds."""
         asked = {

@@ -189,13 +189,14 @@ class Worker:
     def _watch_health(self, runtime: Runtime) -> None:
         loop = asyncio.get_running_loop()
         known: dict[str, str] = {}
+        told: dict[str, str] = {}
 
         def look() -> None:
-            nonlocal known
-            found = problems_of(runtime)
-            if found.keys() != known.keys():
-                known = found
-                self._channel.send(HealthChanged(found))
+            nonlocal known, told
+            found, details = problems_of(runtime), runtime.bus.status.read()
+            if found.keys() != known.keys() or details != told:
+                known, told = found, details
+                self._channel.send(HealthChanged(found, details))
             loop.call_later(HEALTH_INTERVAL, look)
 
         look()

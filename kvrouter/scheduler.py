@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Final
 
-from dynbus.actors.brief_repr import brief_repr
-from dynbus.bus.errors import ConfigError, DynbusError, NoInstances, Overloaded
+from dynbus.bus.errors import DynbusError, Overloaded
 from dynbus.bus.tokens import jitter
 
 from .active_load import ActiveLoad
@@ -34,6 +33,7 @@ from .scheduling import (
     Ticket,
     base_awareness,
 )
+from .scoring import apply_constraints, scored
 from .shadows import Shadows
 from .waiting import WaitingQueue
 
@@ -106,7 +106,7 @@ class KvScheduler:
             Overloaded: the queue is full, or the policy finds every candidate unfit.
             ConfigError: the policy does not return one cost for each candidate.
         """
-        self._apply_constraints(request)
+        apply_constraints(request)
         if not self._is_held(request):
             return self._decide(request, now)
         ticket = Ticket(request)
@@ -249,24 +249,6 @@ class KvScheduler:
 
     # Who may ------------------------------------------------------------------------------
 
-    def _apply_constraints(self, request: SchedulingRequest) -> None:
-        if not request.constraints.narrows:
-            return
-        refusals = {
-            profile.instance: refusal
-            for profile in request.profiles
-            if (refusal := request.constraints.refusal(profile)) is not None
-        }
-        request.profiles = [one for one in request.profiles if one.instance not in refusals]
-        request.excluded = {**request.excluded, **refusals}
-        if not request.profiles:
-            shown = "; ".join(f"{instance} {why}" for instance, why in list(refusals.items())[:3])
-            raise NoInstances(
-                f"the request's constraints leave none of {len(refusals)} instances: {shown}",
-                request_id=request.request_id,
-                started=False,
-            )
-
     def _is_held(self, request: SchedulingRequest) -> bool:
         if self.config.queue_threshold is None:
             return False
@@ -293,7 +275,7 @@ class KvScheduler:
     def _decide(self, request: SchedulingRequest, now: float) -> Decision:
         shape = request.shape
         candidates, predicted = self._candidates(request, now)
-        costs = self._costs(request, candidates)
+        costs = scored(self._policy, self._policy_name, request, candidates)
         at, reason = self._choose(request, candidates, costs, now)
         chosen = candidates[at]
         self._number += 1
@@ -377,34 +359,6 @@ class KvScheduler:
                 predicted.append(guessed)
         self._counts["best"] += min(best * self.block_size, shape.prompt_tokens)
         return candidates, predicted
-
-    def _costs(
-        self, request: SchedulingRequest, candidates: Sequence[Candidate]
-    ) -> Sequence[float]:
-        try:
-            costs = self._policy(request.shape, candidates)
-            fit = len(costs) == len(candidates) and not any(map(math.isnan, costs))
-        except Exception as error:
-            raise ConfigError(
-                f"policy {self._policy_name} raised {type(error).__name__}: {error}",
-                request_id=request.request_id,
-                started=False,
-            ) from error
-        if not fit:
-            raise ConfigError(
-                f"policy {self._policy_name} returned {brief_repr(costs)} for {len(candidates)} "
-                "candidates: return one number for each",
-                request_id=request.request_id,
-                started=False,
-            )
-        constraints = request.constraints
-        if constraints:
-            factors = {one.instance: constraints.multiplier(one) for one in request.profiles}
-            return [
-                cost * factors[candidate.rank.instance]
-                for cost, candidate in zip(costs, candidates, strict=True)
-            ]
-        return costs
 
     def _choose(
         self,

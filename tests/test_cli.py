@@ -13,7 +13,7 @@ import pytest
 from dynbus import cli
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 
-COMMANDS = ["bench", "call", "doctor", "ps", "run", "version"]
+COMMANDS = ["bench", "call", "doctor", "kv", "ps", "replay", "run", "version", "why"]
 
 NOT_A_COMMAND = "no command"
 
@@ -161,7 +161,10 @@ def test_an_unknown_command_is_wrong_usage_and_the_message_lists_those_there_are
     code = run("serve")
 
     assert code == 2
-    assert "There are: bench, call, doctor, ps, run, version." in capsys.readouterr().err
+    assert (
+        "There are: bench, call, doctor, kv, ps, replay, run, version, why."
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,12 @@ async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | N
 
             if metrics:
                 stack.enter_context(exposed(supervisor))
-            server = _health(options, Status, lambda: Status(supervisor.problems()), metrics)
+            server = _health(
+                options,
+                Status,
+                lambda: Status(supervisor.problems(), supervisor.details()),
+                metrics,
+            )
             await _open_health(server)
             stack.push_async_callback(server.aclose)
             _tell_health(server)
@@ -169,7 +174,7 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
             server = _health(
                 options,
                 lambda: Status(stalls_of(runtime)),
-                lambda: Status(problems_of(runtime)),
+                lambda: Status(problems_of(runtime), runtime.bus.status.read()),
                 metrics,
             )
             # On the control thread: it answers while a handler blocks this loop.

@@ -57,6 +57,11 @@ class Below(Actor, namespace="supervised"):
 class Above(Below, namespace="supervised"):
     below = depends(Below)
 
+class Telling(Below, namespace="supervised"):
+    async def on_start(self) -> None:
+        await super().on_start()
+        self.runtime.bus.status.put("1", "x", {"mode": "slow", "since": "noon"})
+
 class Blocked(Below, namespace="supervised"):
     async def on_start(self) -> None:
         asyncio.get_running_loop().call_later(0.3, time.sleep, 60)
@@ -148,6 +153,21 @@ async def test_children_wait_for_the_word_to_begin(
         await all_ready(supervisor)
 
         assert waiting == {"supervised.Below/1": "loaded"}
+        assert supervisor.problems() == {}
+
+
+@pytest.mark.anyio
+async def test_what_the_process_of_a_child_says_of_how_it_is_is_known_here(
+    nats_server: RunningServer, folder: Path
+) -> None:
+    supervisor = supervise(nats_server, folder, "Telling", "Below")
+
+    async with running(supervisor):
+        supervisor.begin()
+        await all_ready(supervisor)
+        await until(supervisor.details)
+
+        assert supervisor.details() == {"supervised.Telling/1": "mode: slow; since: noon"}
         assert supervisor.problems() == {}
 
 

@@ -334,3 +334,20 @@ def test_an_address_is_host_and_port(text: str, address: tuple[str, int]) -> Non
 def test_anything_else_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match=r"write HOST:PORT, for example 127\.0\.0\.1:9090"):
         parse_address(text)
+
+
+def test_details_are_in_the_answer_and_change_nothing() -> None:
+    async def story() -> tuple[str, bytes]:
+        said = Status(details={"cache": "degraded"})
+        async with server(ready=check(said)) as opened:
+            line, _, body = await send(opened, b"GET /ready HTTP/1.1\r\n\r\n")
+            return line, body
+
+    line, body = asyncio.run(story())
+
+    assert " 200 " in line
+    assert json.loads(body) == {
+        "status": "ok",
+        "problems": {},
+        "details": {"cache": "degraded"},
+    }

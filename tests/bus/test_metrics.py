@@ -139,3 +139,30 @@ def test_every_instrument_has_its_name_unit_and_bounds() -> None:
 
 def test_the_bounds_ascend() -> None:
     assert list(SECONDS) == sorted(set(SECONDS))
+
+
+def test_readings_of_several_sources_are_combined_and_go_with_them() -> None:
+    metrics = Metrics(MeterProvider(shutdown_on_exit=False))
+    total = metrics.gauge("test.total", "1", "Adds up.")
+    worst = metrics.gauge("test.worst", "s", "Does not.", max)
+
+    for readings in (total, worst):
+        readings.put("one", {LABELS: 2.0})
+        readings.put("two", {LABELS: 3.0})
+
+    assert [observation.value for observation in total.observe(CallbackOptions())] == [5.0]
+    assert [observation.value for observation in worst.observe(CallbackOptions())] == [3.0]
+    total.remove("two")
+    assert [observation.value for observation in total.observe(CallbackOptions())] == [2.0]
+    assert metrics.gauge("test.total", "1", "Adds up.") is total
+
+
+def test_what_a_source_has_counted_stays_when_it_is_gone() -> None:
+    counter = Metrics(MeterProvider(shutdown_on_exit=False)).counter("test.count", "1", "Counts.")
+    counter.put("one", {LABELS: 2})
+    counter.put("two", {LABELS: 3})
+
+    counter.remove("two")
+    counter.put("one", {LABELS: 4})
+
+    assert [observation.value for observation in counter.observe(CallbackOptions())] == [7]

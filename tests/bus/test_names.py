@@ -14,6 +14,7 @@ from dynbus.bus.names import (
     check_token,
     control_subject,
     is_safe_reply,
+    kv_snapshot_bucket,
     split_number,
 )
 
@@ -126,3 +127,13 @@ def test_an_inbox_may_be_answered(reply: str) -> None:
 )
 def test_anything_else_may_not(reply: str) -> None:
     assert not is_safe_reply(reply, DEFAULT_REPLY_PREFIXES)
+
+
+def test_the_bucket_of_snapshots_has_a_legal_name_of_its_own_whatever_the_namespace() -> None:
+    long = ["n" * 63, "n" * 62 + "m"]
+
+    names = [kv_snapshot_bucket(namespace) for namespace in ("demo", *long)]
+
+    assert names[0] == "DYNBUS_SNAPSHOTS_demo"
+    assert len(set(names)) == 3
+    assert [check_token("bucket", name) for name in names] == names

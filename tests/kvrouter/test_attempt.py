@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -10,12 +11,18 @@ from pydantic import BaseModel
 
 from dynbus import Actor, InvalidRequest, call_options, context, handler
 from dynbus.kvrouter.attempt import AttemptObserver, reused_in
+from dynbus.kvrouter.awareness import AwarenessLevel
+from dynbus.kvrouter.cost import Candidate, RequestShape
+from dynbus.kvrouter.events import BlockStored
+from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.index import Rank
+from dynbus.kvrouter.opening import open_router
+from dynbus.kvrouter.publisher import KvEventPublisher
 from dynbus.kvrouter.router import KvRouter
 from dynbus.kvrouter.scheduling import SchedulerConfig
 from dynbus.testing import TestKit, run
 
-from .routing_fixtures import HandIndex
+from .routing_fixtures import HandIndex, until
 
 BLOCK = 16
 
@@ -217,3 +224,60 @@ def test_a_wish_to_track_output_that_is_none_is_refused() -> None:
                 await anext(engine.generate(PROMPT))
 
     run(story())
+
+
+class Publishing(Actor, namespace="llm", component="Publishing"):
+    """Says that it holds the prompt; what it reuses is another thing."""
+
+    def __init__(self, reuses: int) -> None:
+        self.reuses = reuses
+
+    async def on_start(self) -> None:
+        self.events = KvEventPublisher.of(self)
+        await self.events.__aenter__()
+        blocks = block_hashes(PROMPT.token_ids, BLOCK)
+        self.events.publish([BlockStored(None, blocks, blocks)])
+
+    async def on_stop(self) -> None:
+        await self.events.close()
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        return {"kv_block_size": str(BLOCK), "kv_events": "true"}
+
+    @handler
+    async def embed(self, prompt: Prompt) -> dict[str, int]:
+        return {"cached_tokens": self.reuses}
+
+    @property
+    def resyncs(self) -> int:
+        return sum(rank.statistics.resyncs for rank in self.events.status().ranks)
+
+
+def test_a_lying_instance_gets_the_request_for_a_resync_and_an_honest_one_none() -> None:
+    async def story() -> tuple[int, int, str]:
+        async with TestKit() as kit:
+            actors: list[Publishing] = []
+            for reuses in (0, 4 * BLOCK):
+                actor = (await kit.start(Publishing, reuses=reuses)).actor
+                assert isinstance(actor, Publishing)
+                actors.append(actor)
+            lying, honest = actors
+            turns = count()
+
+            def in_turn(request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
+                turn = next(turns) % 2
+                return [float(number != turn) for number in range(len(candidates))]
+
+            async with open_router(kit.caller, Publishing, policy=in_turn) as router:
+                await until(lambda: router.awareness().level is AwarenessLevel.EXACT)
+                client = kit.client(Publishing, routing=router)
+                for _ in range(60):
+                    await client.embed(PROMPT)
+                await until(lambda: lying.resyncs > 0)
+                await until(lambda: "being resent" not in router.awareness().reason)
+                return lying.resyncs, honest.resyncs, router.awareness().reason
+
+    lying, honest, reason = run(story())
+
+    assert (lying, honest) == (1, 0)
+    assert "it reuses 64 tokens fewer than it says that it holds" in reason

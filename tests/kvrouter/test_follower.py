@@ -277,6 +277,31 @@ def test_an_instance_that_sends_nothing_is_asked_and_named_as_silent() -> None:
     assert run(story()) == ("off (1 instances send no events)", 1)
 
 
+def test_an_instance_whose_publisher_died_is_asked_and_named_as_silent() -> None:
+    async def story() -> tuple[str, AwarenessLevel]:
+        at = EventBus()
+        async with at.follower(instances=lambda: ["a"]) as follower:
+            async with at.publisher() as publisher:
+                publisher.publish([stored(1, 2)])
+                await at.settled(follower)
+                # An idle one is heard all the same.
+                await asyncio.sleep(60.0)
+                assert follower.status().requests == 0
+            await eventually(
+                lambda: follower.awareness().level is AwarenessLevel.DEGRADED, within=30.0
+            )
+            dead = follower.awareness()
+            await eventually(lambda: follower.status().requests > 1)
+            async with at.publisher() as publisher:
+                await at.settled(follower)
+            return dead.reason, follower.awareness().level
+
+    reason, level = run(story())
+
+    assert reason == "1 of 1 ranks being resent: a/0: nothing heard for 25 s"
+    assert level is AwarenessLevel.EXACT
+
+
 def test_a_follower_says_that_the_server_is_out_of_reach_and_heals_after_it() -> None:
     async def story() -> tuple[str, float]:
         at = EventBus()

@@ -72,3 +72,53 @@ def test_an_instance_that_does_not_say_its_size_is_costed_without_it() -> None:
 def test_a_weight_that_is_none_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match="work_weight = "):
         KvCost(work_weight=value)
+
+
+def chosen(function: KvCost, blocks: list[int], held: dict[str, int]) -> str:
+    """Who gets a prompt of these blocks of 10 tokens."""
+    request = RequestShape(10 * len(blocks), 10, np.array(blocks, dtype=np.uint64))
+    candidates = [
+        Candidate(Rank(name, 0), Overlap(count, 0, 0, 0), active_blocks=100.0 * (name == "a"))
+        for name, count in held.items()
+    ]
+    costs = function(request, candidates)
+    return candidates[costs.index(min(costs))].rank.instance
+
+
+def test_a_prefix_that_everybody_sends_is_copied_to_who_is_free() -> None:
+    function = KvCost()
+    shared = list(range(50))
+
+    went = [
+        chosen(function, [*shared, 1000 + number], {"a": 50, "b": 0, "c": 0})
+        for number in range(200)
+    ]
+
+    assert went[0] == "a"
+    assert went[-1] != "a"
+
+
+def test_the_prefix_of_one_of_many_sessions_stays_where_it_is() -> None:
+    function = KvCost()
+
+    went = {
+        chosen(function, [10_000 * (turn % 100) + at for at in range(50)], {"a": 50, "b": 0})
+        for turn in range(2000)
+    }
+
+    assert went == {"a"}
+
+
+def test_a_prefix_of_which_there_are_enough_copies_is_not_copied_further() -> None:
+    function = KvCost()
+    shared = list(range(50))
+
+    went = set()
+    for number in range(1000):
+        blocks = shared if number % 2 else [100_000 + 50 * number + at for at in range(50)]
+        held = {"a": 50, "b": 50, "c": 0, "d": 0} if number % 2 else dict.fromkeys("abcd", 0)
+        name = chosen(function, blocks, held)
+        if number % 2:
+            went.add(name)
+
+    assert went == {"b"}

@@ -17,7 +17,7 @@ from dynbus.kvrouter.index import Rank
 from dynbus.kvrouter.scheduler import KvScheduler
 from dynbus.kvrouter.shared_load import ASK_AGAIN, SILENCE, SharedLoad
 
-from .routing_fixtures import BLOCK, profile, request
+from .routing_fixtures import BLOCK, HandIndex, profile, request
 
 A, B = Rank("a", 0), Rank("b", 0)
 
@@ -239,7 +239,7 @@ def test_all_agree_in_the_end_however_many_messages_were_lost(
 
 
 @pytest.mark.parametrize("delay", [0.002, 0.02])
-def test_two_routers_under_the_same_traffic_do_not_herd(delay: float) -> None:
+def test_two_routers_stay_even_although_each_learns_late_of_the_other(delay: float) -> None:
     """Each sees the other's choices `delay` late, at 1000 requests a second each."""
     instances = [profile(f"i{number}") for number in range(8)]
     shared = [SharedLoad(BLOCK, f"router {number}") for number in range(2)]
@@ -276,6 +276,34 @@ def test_two_routers_under_the_same_traffic_do_not_herd(delay: float) -> None:
     # 400 requests run, 50 on each of 8 instances when all is even. Herding would send what
     # comes within a delay, 40 requests at 20 ms, to one instance.
     assert worst <= 50 + 10
+
+
+@pytest.mark.parametrize("number", [2, 8])
+@pytest.mark.parametrize("shares", [True, False])
+def test_routers_under_the_same_traffic_herd_unless_they_share_their_load(
+    shares: bool, number: int
+) -> None:
+    """Large prompts with one prefix, which one instance holds, come to the routers in turn. To
+    each that instance looks like the best place, until it knows what the others sent there."""
+    instances = [profile(f"i{at}") for at in range(8)]
+    loads = [SharedLoad(BLOCK, f"router {at}") for at in range(number)]
+    routers = [
+        KvScheduler(BLOCK, load=load, follower=HandIndex(i0=100), random=Random(at))
+        for at, load in enumerate(loads)
+    ]
+    exchange(loads)
+
+    running: Counter[str] = Counter()
+    for step in range(8):
+        wanted = request(f"r{step}", instances, blocks=400, of=step)
+        decision = routers[step % number].submit(wanted, step * 0.005)
+        assert isinstance(decision, Decision)
+        running[decision.chosen.instance] += 1
+        if shares:
+            exchange(loads)
+
+    most = max(running.values())
+    assert most == 1 if shares else most >= number
 
 
 @pytest.mark.parametrize("knows", [True, False])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dynbus.kvrouter.events import BlockStored, KvEvent, Tier, encode_events
 from dynbus.kvrouter.index import RadixIndex
-from dynbus.kvrouter.snapshot import TornSnapshot, dump_index, load_index
+from dynbus.kvrouter.snapshot import IndexDump, TornSnapshot, dump_index, load_index
 
 from .event_strategies import removed_events, stored_events
 
@@ -59,6 +59,22 @@ def test_a_loaded_index_answers_like_the_one_that_was_dumped(
     ours, theirs = loaded.statistics(), original.statistics()
     assert (ours.blocks, ours.detached, ours.runs) == (theirs.blocks, theirs.detached, theirs.runs)
     assert dump_index(loaded, 1) == dump_index(original, 1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 70_000])
+def test_an_index_of_any_number_of_runs_is_dumped_in_slices_and_loaded(count: int) -> None:
+    index = RadixIndex()
+    blocks = list(range(1, count + 1))
+    chains: list[KvEvent] = [BlockStored(None, [block], [block]) for block in blocks]
+    index.apply("a", encode_events(chains, event_epoch=1, first_id=0))
+    dump = IndexDump(index, 5)
+
+    slices = sum(1 for _ in dump.slices())
+
+    loaded, _ = load_index(bytes(dump.data), max_blocks=100_000)
+    assert loaded.statistics().runs == count
+    assert all(loaded.lookup([block]) == {"a": 1} for block in blocks[:: max(1, count // 50)])
+    assert slices >= count // 512
 
 
 def test_an_instance_that_left_is_not_in_the_snapshot() -> None:

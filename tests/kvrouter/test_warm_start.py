@@ -46,6 +46,9 @@ class Router:
         self.writer = writer
         self.store = store
 
+    async def has_written(self, count: int) -> None:
+        await eventually(lambda: self.writer.status().written >= count, within=9.0)
+
     async def snapshots(self) -> list[int]:
         return [one.coverage.sequence for one in await self.store.snapshots("Engine")]
 
@@ -110,9 +113,7 @@ def test_only_the_latest_snapshots_are_kept_and_nothing_of_the_stream_goes() -> 
             for number in range(1, 7):
                 publisher.publish([stored(number)])
                 await publisher.flush()
-                await eventually(
-                    lambda number=number: one.writer.status().written >= number, within=9.0
-                )
+                await one.has_written(number)
             return (
                 await one.snapshots(),
                 await messages(at, STREAM),
@@ -197,9 +198,7 @@ def test_a_snapshot_whose_chunks_are_gone_is_skipped_for_the_one_before() -> Non
             for number in (1, 2):
                 publisher.publish([stored(number)])
                 await publisher.flush()
-                await eventually(
-                    lambda number=number: one.writer.status().written >= number, within=9.0
-                )
+                await one.has_written(number)
             sequences = await one.snapshots()
             chunk = await one.connection.jetstream.last(BUCKET, "$O.*.C.>")
             assert chunk is not None

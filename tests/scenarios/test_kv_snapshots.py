@@ -111,6 +111,10 @@ def assert_equal(one: IndexFollower, other: IndexFollower, engine: Engine) -> No
     )
 
 
+async def has_written(writer: SnapshotWriter, count: int) -> None:
+    await eventually(lambda: writer.status().written >= count, 10.0)
+
+
 async def chunks(connection: NatsConnection) -> int:
     try:
         return (await connection.jetstream.stream_info(BUCKET)).messages
@@ -181,7 +185,7 @@ async def test_a_snapshot_of_which_a_chunk_is_gone_is_skipped(connection: NatsCo
             for _ in range(50):
                 publisher.publish(engine.step())
             await publisher.flush()
-            await eventually(lambda number=number: writer.status().written >= number, 10.0)
+            await has_written(writer, number)
         await writer.close()
         older, newest = (await store.snapshots("Engine"))[-2:]
         stored = await connection.jetstream.last(BUCKET, "$O.*.C.>")

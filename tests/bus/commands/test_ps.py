@@ -49,6 +49,7 @@ def test_a_record_without_an_answering_instance_is_silent_and_its_load_unknown()
         "endpoints": ("greet",),
         "address": "host:1",
         "metadata": {},
+        "status": {},
         "age": 60.0,
     }
 

@@ -1,0 +1,204 @@
+"""What `dynbus why` asks and prints."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import click
+import msgspec
+
+from dynbus.bus.commands.survey import survey
+from dynbus.bus.commands.terminal import duration, plain, print_table, printable
+from dynbus.bus.config import BusConfig
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.names import ReplySubjects
+from dynbus.bus.nats.connecting import connect_as
+from dynbus.bus.tokens import random_id
+from dynbus.bus.transport import Message
+from dynbus.kvrouter.observing import TARGET_KEY
+from dynbus.kvrouter.why import MAX_REQUEST_ID, Answer, Question, why_subject
+
+ANSWER_SECONDS: Final = 1.5
+"""Seconds that routers have to answer."""
+QUIET_SECONDS: Final = 0.5
+"""Seconds without a further answer after which nobody else is expected."""
+
+_decoder = msgspec.json.Decoder(Answer)
+
+
+async def ask_routers(config: BusConfig, request_id: str, component: str | None) -> list[Answer]:
+    """What the routers know of a request, within bounded time.
+
+    Args:
+        component: `namespace.component` that they route to; None for all that can be found.
+
+    Raises:
+        ConfigError: the id or the component is none.
+        PermissionDenied, Unavailable: the server cannot be used.
+    """
+    if not 0 < len(request_id) <= MAX_REQUEST_ID:
+        raise ConfigError(f"a request id has 1 to {MAX_REQUEST_ID} characters")
+    if component is not None:
+        subjects = {_subject(component)}
+    else:
+        rows = (await survey(config)).rows
+        targets = {f"{row.namespace}.{row.component}" for row in rows}
+        targets |= {row.status[TARGET_KEY] for row in rows if TARGET_KEY in row.status}
+        subjects = {_subject(target) for target in targets if target.count(".") == 1}
+    return await _ask(config, subjects, msgspec.json.encode(Question(request_id)))
+
+
+def _subject(component: str) -> str:
+    namespace, dot, name = component.partition(".")
+    if not dot:
+        raise ConfigError(f"{component!r} is no component: write namespace.component")
+    return why_subject(namespace, name)
+
+
+async def _ask(config: BusConfig, subjects: Iterable[str], question: bytes) -> list[Answer]:
+    replies = ReplySubjects(config.principal, random_id())
+    connection = await connect_as(config, name="dynbus-why", inbox=replies.server_api)
+    found: dict[str, Answer] = {}
+    heard = asyncio.Event()
+
+    def take(message: Message) -> None:
+        try:
+            answer = _decoder.decode(message.data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            # The server's own answer where nobody listens, which is empty.
+            return
+        found[answer.router] = answer
+        heard.set()
+
+    try:
+        inbox = f"{replies.base}.why"
+        connection.subscribe(inbox, take)
+        await connection.barrier()
+        for subject in subjects:
+            connection.publish(subject, question, reply=inbox)
+        async with asyncio.timeout(ANSWER_SECONDS):
+            while True:
+                heard.clear()
+                async with asyncio.timeout(QUIET_SECONDS):
+                    await heard.wait()
+    except TimeoutError:
+        pass
+    finally:
+        await connection.close()
+    return sorted(found.values(), key=lambda answer: (answer.target, answer.process))
+
+
+def nobody_knows(request_id: str, answers: Sequence[Answer]) -> str:
+    """Why there is no decision to show, and what to do."""
+    if not answers:
+        return (
+            f"no router answered for {request_id}: routers answer while they are open "
+            "(open_router, Router); name what they route to with --component"
+        )
+    routers = "1 router" if len(answers) == 1 else f"{len(answers)} routers"
+    lines = [f"{routers} answered, none knows {request_id}:"]
+    for answer in answers:
+        oldest = "none yet" if answer.oldest_s is None else f"back to {duration(answer.oldest_s)}"
+        lines.append(
+            f"  {answer.target} in {answer.process} keeps its latest {answer.limit} decisions: "
+            f"{answer.kept}, {oldest}" + (" ago" if answer.oldest_s is not None else "")
+        )
+    lines.append("the request is older, was not routed by its tokens, or has another id")
+    return "\n".join(lines)
+
+
+def print_answer(answer: Answer) -> None:
+    """All that one router decided for a request."""
+    for decision in answer.decisions:
+        _print_decision(answer, decision)
+
+
+def _print_decision(answer: Answer, decision: Mapping[str, Any]) -> None:
+    chosen = decision["chosen"]
+    waited = f", after {decision['waited_s']:.3f} s in the queue" if decision["waited_s"] else ""
+    sampled = f" at temperature {decision['temperature']}" if decision["temperature"] else ""
+    session = f", session {decision['session']}" if decision["session"] else ""
+    lines = [
+        f"{decision['request_id']}, attempt {decision['attempt']}: {_name(chosen)}",
+        f"  by      router {answer.router[:8]} in {answer.process}, "
+        f"{duration(decision['ago_s'])} ago{waited}",
+        f"  why     {decision['reason']} by policy {decision['policy']}{sampled}{session}",
+        f"  prompt  {decision['prompt_tokens']} tokens, {decision['prompt_blocks']} blocks of "
+        f"{decision['block_size']}; {decision['expected_reuse']} tokens expected in the cache",
+        f"  index   {decision['awareness']}, events followed to {decision['index_sequence']}",
+    ]
+    click.echo("\n".join(map(printable, lines)))
+    _print_candidates(decision)
+    after: list[str] = []
+    if decision.get("left_out"):
+        after.append(f"  and {decision['left_out']} candidates that cost more")
+    after += [f"  not     {instance}: {why}" for instance, why in decision["excluded"].items()]
+    after += [f"  trial   {_trial(shadow, chosen)}" for shadow in decision["shadows"]]
+    after.append(f"  after   {_outcome(decision)}")
+    click.echo("\n".join(map(printable, after)))
+
+
+def _print_candidates(decision: Mapping[str, Any]) -> None:
+    columns = (
+        "CANDIDATE",
+        "COST",
+        "DEVICE",
+        "HOST",
+        "DISK",
+        "EXTERNAL",
+        "GUESSED",
+        "PREFILL",
+        "BLOCKS",
+        "ADDED",
+        "REQUESTS",
+    )
+    chosen = _name(decision["chosen"])
+    print_table(
+        columns,
+        [
+            (
+                plain(("> " if _name(one) == chosen else "  ") + _name(one)),
+                "never" if one["cost"] is None else f"{one['cost']:.4g}",
+                *(str(one["overlap"][tier]) for tier in ("device", "host", "disk", "external")),
+                str(one["predicted_blocks"]),
+                str(one["active_prefill_tokens"]),
+                f"{one['active_blocks']:g}",
+                str(one["added_blocks"]),
+                str(one["active_requests"]),
+            )
+            for one in decision["candidates"]
+        ],
+    )
+
+
+def _trial(shadow: Mapping[str, Any], decided: Mapping[str, Any]) -> str:
+    if shadow["error"]:
+        return f"{shadow['policy']} raised {shadow['error']}"
+    chosen = "none" if shadow["chosen"] is None else _name(shadow["chosen"])
+    if shadow["chosen"] == decided:
+        return f"{shadow['policy']} would have chosen the same"
+    regret = "never" if shadow["regret"] is None else f"{shadow['regret']:.4g} more"
+    return f"{shadow['policy']} would have chosen {chosen}; to it, what was chosen costs {regret}"
+
+
+def _outcome(decision: Mapping[str, Any]) -> str:
+    outcome = decision["outcome"]
+    told: list[str] = []
+    if outcome["first_item_s"] is not None:
+        told.append(f"first item after {outcome['first_item_s']:.3f} s")
+    if outcome["reused_tokens"] is not None:
+        less = decision["expected_reuse"] - outcome["reused_tokens"]
+        compared = f"{abs(less)} {'fewer' if less > 0 else 'more'} than" if less else "as"
+        told.append(f"{outcome['reused_tokens']} tokens reused, {compared} expected")
+    if outcome["ended_s"] is None:
+        told.append("it still runs")
+    else:
+        how = f" with {outcome['error']}" if outcome["error"] else ""
+        told.append(f"ended{how} after {outcome['ended_s']:.3f} s")
+    return ", ".join(told)
+
+
+def _name(rank: Mapping[str, Any]) -> str:
+    return f"{rank['instance']}/{rank['dp_rank']}"

@@ -1,0 +1,138 @@
+"""`dynbus why` finds the routers by itself and shows the whole decision."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from pydantic import BaseModel
+
+from dynbus import Actor, Runtime, call_options, handler
+from dynbus.bus.config import load_config
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.nats.server_process import RunningServer
+from dynbus.kvrouter.commands.why import why
+from dynbus.kvrouter.commands.why_report import ask_routers
+from dynbus.kvrouter.opening import open_router
+from dynbus.kvrouter.router_actor import Router
+
+NAMESPACE = f"why{secrets.token_hex(4)}"
+
+
+class Prompt(BaseModel):
+    token_ids: list[int]
+
+
+class Engine(Actor, namespace=NAMESPACE):
+    def instance_metadata(self) -> Mapping[str, str]:
+        return {"kv_block_size": "16", "kv_tags": self.instance_id}
+
+    @handler
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[dict[str, int], None]:
+        yield {"cached_tokens": 16}
+
+
+class Front(Router, namespace=NAMESPACE):
+    pass
+
+
+PROMPT = {"token_ids": list(range(64))}
+
+
+async def command(url: str, *arguments: str) -> Result:
+    """`dynbus why` in a thread, while the routers go on."""
+    return await asyncio.to_thread(CliRunner().invoke, why, [*arguments, "--nats", url])
+
+
+async def ask_both(url: str, *arguments: str) -> tuple[Result, str]:
+    """What the command says of a request that a client-side router and a Router actor decided."""
+    request_id = secrets.token_hex(8)
+    async with Runtime.connect(url) as runtime:
+        await runtime.start(Engine, instance_id="a")
+        await runtime.start(Engine, instance_id="b")
+        front = await runtime.start(Front, target=f"{NAMESPACE}.Engine.generate", exact=False)
+        async with open_router(runtime, Engine, exact=False, shadows={"trial": "dynamo"}) as router:
+            with call_options(request_id=request_id, wait=10.0):
+                engine = runtime.client(Engine, routing=router)
+                with call_options(metadata={"kv_required_tags": "b"}):
+                    assert [item async for item in engine.generate(Prompt(**PROMPT))]
+                assert [item async for item in runtime.client(Front).generate(PROMPT)]
+            result = await command(url, request_id, *arguments)
+        await front.stop()
+    return result, request_id
+
+
+def test_the_decisions_of_all_routers_are_shown_with_candidates_and_outcome(
+    nats_server: RunningServer,
+) -> None:
+    result, request_id = asyncio.run(ask_both(nats_server.url))
+
+    assert result.exit_code == 0, result.output
+    text = result.stdout
+    assert text.count(f"{request_id}, attempt 1: ") == 2
+    assert "only_candidate by policy dynamo" in text
+    assert "lowest_cost by policy dynamo" in text
+    assert "64 tokens, 4 blocks of 16" in text
+    assert "not     a: " in text
+    assert "trial would have chosen the same" in text
+    assert "16 tokens reused, 16 more than expected" in text
+    assert "ended after " in text
+    assert "> b/0" in text
+
+
+def test_json_has_every_field_of_every_decision(nats_server: RunningServer) -> None:
+    result, request_id = asyncio.run(ask_both(nats_server.url, "--json"))
+
+    answers: list[dict[str, Any]] = json.loads(result.stdout)
+    decisions = [decision for answer in answers for decision in answer["decisions"]]
+    assert [answer["target"] for answer in answers] == [f"{NAMESPACE}.Engine"] * 2
+    assert {decision["request_id"] for decision in decisions} == {request_id}
+    assert sorted(len(decision["candidates"]) for decision in decisions) == [1, 2]
+    assert all("overlap" in one for decision in decisions for one in decision["candidates"])
+
+
+def test_a_router_whose_engines_are_all_gone_is_found_by_its_own_word(
+    nats_server: RunningServer,
+) -> None:
+    async def story() -> Result:
+        async with Runtime.connect(nats_server.url) as runtime:
+            await runtime.start(Front, target=f"{NAMESPACE}.Engine.generate", exact=False)
+            return await command(nats_server.url, "unknown")
+
+    result = asyncio.run(story())
+
+    assert result.exit_code == 1
+    assert "1 router answered, none knows unknown" in result.stderr
+    assert f"{NAMESPACE}.Engine in " in result.stderr
+    assert "keeps its latest 512 decisions: 0, none yet" in result.stderr
+
+
+def test_where_no_router_answers_the_command_says_so_within_bounds(
+    nats_server: RunningServer,
+) -> None:
+    async def story() -> Result:
+        async with asyncio.timeout(10):
+            return await command(nats_server.url, "unknown", "--component", "nobody.Here")
+
+    result = asyncio.run(story())
+
+    assert result.exit_code == 1
+    assert "no router answered for unknown" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("request_id", "component", "wrong"),
+    [("", None, "1 to 128"), ("x" * 129, None, "1 to 128"), ("x", "Engine", "no component")],
+)
+def test_a_question_that_makes_no_sense_is_refused_before_it_is_asked(
+    request_id: str, component: str | None, wrong: str
+) -> None:
+    config = load_config({"servers": "nats://127.0.0.1:1"})
+
+    with pytest.raises(ConfigError, match=wrong):
+        asyncio.run(ask_routers(config, request_id, component))
