@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import ConfigError, DynbusError, PayloadTooLarge, Unavailable
 from dynbus.bus.transport import Callback, ConnectionState, Message, Statistics
+from dynbus.bus.watched_connection import WatchedConnection
 
 from .jetstream import MemoryJetStream
 from .subscription import MemorySubscription
@@ -27,20 +28,17 @@ logger = logging.getLogger(__name__)
 LOW_BACKLOG: Final = 1024 * 1024
 
 
-class MemoryConnection:
+class MemoryConnection(WatchedConnection):
     """A connection to a `MemoryBus`; made by `MemoryBus.connect`."""
 
     def __init__(self, bus: MemoryBus, name: str, number: int) -> None:
-        self.name = name
+        super().__init__(name, ConnectionState.CONNECTED)
         self.inbox = f"_INBOX.{number}"
         self._bus = bus
-        self._loop = asyncio.get_running_loop()
-        self._state = ConnectionState.CONNECTED
         self._kept_away = False
         self._partitioned = False
         self._session = 0
         self._subscriptions: dict[int, MemorySubscription] = {}
-        self._listeners: list[Callable[[ConnectionState], None]] = []
         self._outbound: deque[tuple[int, Callable[[], None]]] = deque()
         self._inbound: deque[Callable[[], None]] = deque()
         self._backlog = 0
@@ -51,9 +49,6 @@ class MemoryConnection:
         self._numbers = itertools.count(1)
         self._sent = 0
         self._received = 0
-        self._drops: Counter[DropReason] = Counter()
-        self._drop_listeners: list[Callable[[DropReason], None]] = []
-        self._callback_errors = 0
         self._jetstream = MemoryJetStream(self, bus.jetstream, bus.store)
 
     def __repr__(self) -> str:
@@ -61,10 +56,6 @@ class MemoryConnection:
             f"<MemoryConnection {self.name} [{self._state.value} | "
             f"subscriptions: {len(self._subscriptions)}, reconnects: {self._session}]>"
         )
-
-    @property
-    def state(self) -> ConnectionState:
-        return self._state
 
     @property
     def max_payload(self) -> int:
@@ -93,26 +84,8 @@ class MemoryConnection:
             self._callback_errors,
         )
 
-    def on_state(self, listener: Callable[[ConnectionState], None]) -> Callable[[], None]:
-        self._listeners.append(listener)
-
-        def end() -> None:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
-
-        return end
-
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
         """In memory no subject is refused, so `listener` is never called."""
-
-    def on_drop(self, listener: Callable[[DropReason], None]) -> None:
-        self._drop_listeners.append(listener)
-
-    def drop(self, reason: DropReason) -> None:
-        """Count a message that is dropped, and why."""
-        self._drops[reason] += 1
-        for listener in self._drop_listeners:
-            listener(reason)
 
     def publish(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"") -> None:
         message = Message(subject, reply, bytes(headers), bytes(data))
@@ -334,14 +307,9 @@ class MemoryConnection:
         self._answers.clear()
         self._set_state(state)
 
-    def _set_state(self, state: ConnectionState) -> None:
-        self._state = state
-        for listener in list(self._listeners):
-            listener(state)
-
     async def _ask(self, serve: Callable[[Callable[[T], None]], None]) -> T:
         """What `serve` answers; ConnectionResetError when the connection breaks before."""
-        await self._connected()
+        await self.wait_connected()
         done: asyncio.Future[None] = self._loop.create_future()
         results: list[T] = []
         session = self._session
@@ -363,26 +331,9 @@ class MemoryConnection:
             self._answers.discard(done)
         return results[0]
 
-    async def _connected(self) -> None:
-        while self._state is not ConnectionState.CONNECTED:
-            if self._state is ConnectionState.CLOSED:
-                raise Unavailable("the connection is closed")
-            waiter: asyncio.Future[None] = self._loop.create_future()
-            listener = partial(_wake, waiter)
-            self._listeners.append(listener)
-            try:
-                await waiter
-            finally:
-                self._listeners.remove(listener)
-
     @staticmethod
     def _release(waiters: list[asyncio.Future[None]]) -> None:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
         waiters.clear()
-
-
-def _wake(waiter: asyncio.Future[None], _state: ConnectionState) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -28,6 +27,7 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.tokens import jitter
 from dynbus.bus.transport import Callback, ConnectionState, Message, Statistics
+from dynbus.bus.watched_connection import WatchedConnection
 
 from .api_requests import ServerRequests
 from .jetstream import NatsJetStream
@@ -47,7 +47,7 @@ CANCEL_AGAIN: Final = 0.25
 CANCEL_TRIES: Final = 20
 
 
-class NatsConnection:
+class NatsConnection(WatchedConnection):
     """A connection that is open until `close`, through any number of sessions.
 
     Make one with `connect`.
@@ -56,18 +56,14 @@ class NatsConnection:
     def __init__(
         self, servers: Sequence[str], *, name: str, inbox: str, options: Mapping[str, Any]
     ) -> None:
-        self.name = name
+        super().__init__(name, ConnectionState.CONNECTING)
         self._servers = list(servers)
         self._options = dict(options)
         self.inbox = inbox
-        self._loop = asyncio.get_running_loop()
-        self._state = ConnectionState.CONNECTING
         self._session: NatsSession | None = None
         self._subscriptions: dict[int, NatsSubscription] = {}
         self._numbers = itertools.count(1)
-        self._listeners: list[Callable[[ConnectionState], None]] = []
         self._error_listeners: list[Callable[[DynbusError, str], None]] = []
-        self._drop_listeners: list[Callable[[DropReason], None]] = []
         self._output = NatsOutput(self._loop)
         self._denied: dict[str, str] = {}
         self._lame_duck = False
@@ -76,9 +72,7 @@ class NatsConnection:
         self._reconnects = 0
         self._sent = 0
         self._received = 0
-        self._drops: Counter[DropReason] = Counter()
         self._malformed = 0
-        self._callback_errors = 0
         self._pings = Pings(self._loop, self._output.write)
         self._requests = ServerRequests(self)
         self._jetstream = NatsJetStream(self)
@@ -90,10 +84,6 @@ class NatsConnection:
         )
 
     # What callers see -----------------------------------------------------------------
-
-    @property
-    def state(self) -> ConnectionState:
-        return self._state
 
     @property
     def max_payload(self) -> int:
@@ -127,26 +117,8 @@ class NatsConnection:
             self._callback_errors,
         )
 
-    def on_state(self, listener: Callable[[ConnectionState], None]) -> Callable[[], None]:
-        self._listeners.append(listener)
-
-        def end() -> None:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
-
-        return end
-
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
         self._error_listeners.append(listener)
-
-    def on_drop(self, listener: Callable[[DropReason], None]) -> None:
-        self._drop_listeners.append(listener)
-
-    def drop(self, reason: DropReason) -> None:
-        """Count a message that is dropped, and why."""
-        self._drops[reason] += 1
-        for listener in self._drop_listeners:
-            listener(reason)
 
     def publish(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"") -> None:
         size = len(data) + len(headers)
@@ -186,29 +158,6 @@ class NatsConnection:
         """Have the server send nothing more for this number."""
         if self._state is ConnectionState.CONNECTED:
             self._output.write(f"UNSUB {number}\r\n".encode())
-
-    async def wait_connected(self) -> None:
-        """Wait until there is a session.
-
-        Raises:
-            Unavailable: the connection is closed.
-        """
-        if self._state is ConnectionState.CONNECTED:
-            return
-        if self._state is ConnectionState.CLOSED:
-            raise Unavailable("the connection is closed")
-        waiter: asyncio.Future[None] = self._loop.create_future()
-
-        def listen(state: ConnectionState) -> None:
-            if state is not ConnectionState.DISCONNECTED and not waiter.done():
-                waiter.set_result(None)
-
-        self._listeners.append(listen)
-        try:
-            await waiter
-        finally:
-            self._listeners.remove(listen)
-        await self.wait_connected()
 
     async def barrier(self, *, timeout: float = 5.0) -> None:
         # SUB and PING go through one buffer in order, so one PONG proves all SUBs before it.
@@ -436,17 +385,6 @@ class NatsConnection:
                 logger.info("%s: the server is going away, moving on", self.name)
                 self._output.flush()
                 self._loop.call_later(jitter.uniform(0, 0.5), session.abort)
-
-    def _set_state(self, state: ConnectionState) -> None:
-        if state is not self._state and self._state is not ConnectionState.CLOSED:
-            self._state = state
-            for listener in list(self._listeners):
-                try:
-                    listener(state)
-                except Exception:
-                    # One listener must not keep the others, or the reader, from going on.
-                    self._callback_errors += 1
-                    logger.exception("%s: a listener to the state raised", self.name)
 
 
 async def connect(

@@ -113,7 +113,7 @@ def test_a_prefix_of_which_there_are_enough_copies_is_not_copied_further() -> No
     function = KvCost()
     shared = list(range(50))
 
-    went = set()
+    went: set[str] = set()
     for number in range(1000):
         blocks = shared if number % 2 else [100_000 + 50 * number + at for at in range(50)]
         held = {"a": 50, "b": 50, "c": 0, "d": 0} if number % 2 else dict.fromkeys("abcd", 0)
