@@ -39,7 +39,7 @@ from .event_stream import EventStream, ensure_stream
 from .events import HEADER, CacheDigest, closing_digest
 from .follower_status import FollowerStatus, Position
 from .index import DEFAULT_MAX_BLOCKS, Overlap, RadixIndex, Rank, Verdict
-from .membership import Membership, live_instances
+from .membership import QUIET_AFTER, Membership, live_instances
 from .resync import ResyncPlan, ResyncRequest, encode_resync
 from .staleness import StalenessWindow
 
@@ -324,7 +324,7 @@ class IndexFollower:
             self._note_stale(rank, now)
             return
         self._stale.pop(rank, None)
-        self._members.heard(rank.instance)
+        self._members.heard(rank, now)
         if is_new and not first_id:
             self._plan.answer(rank)
         elif applied.needs_resync or is_new:
@@ -432,11 +432,16 @@ class IndexFollower:
         for rank in [rank for rank in self._plan.ranks() if not self._members.is_known(rank[0])]:
             if rank not in self.index.ranks:
                 self._plan.forget(rank.instance)
-        if self._caught_up:
-            for instance in self._members.to_ask(now):
-                # Of its ranks, the one that each instance has.
-                if (rank := Rank(instance, 0)) not in self._plan:
-                    self._need(rank, "no events", now)
+        if not self._caught_up or self._connection.state is not ConnectionState.CONNECTED:
+            self._members.not_listening()
+            return
+        for instance in self._members.to_ask(now):
+            # Of its ranks, the one that each instance has.
+            if (rank := Rank(instance, 0)) not in self._plan:
+                self._need(rank, "no events", now)
+        for rank in self._members.quiet(self.index.ranks, now):
+            if rank not in self._plan:
+                self._need(rank, f"nothing heard for {QUIET_AFTER:g} s", now)
 
     def _ask(self, now: float) -> None:
         if self._connection.state is not ConnectionState.CONNECTED or not self._caught_up:

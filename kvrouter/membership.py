@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Collection, Iterable, Set
 from typing import Final
 
 from dynbus.actors import Runtime
 from dynbus.bus.clock import monotonic
 
+from .index import Rank
+
 UNKNOWN_GRACE: Final = 15.0
 """Seconds for which blocks of an instance without a lease are kept: it may be about to get one."""
 SILENCE_GRACE: Final = 1.0
 """Seconds that an instance has to send its first event before it is asked."""
+QUIET_AFTER: Final = 25.0
+"""Seconds without a message after which a rank is asked whether its publisher still runs: an idle
+one sends a digest every 10 s."""
 
 
 class Membership:
@@ -25,6 +30,8 @@ class Membership:
         self.known: Collection[str] | None = None
         self._without_lease: dict[str, float] = {}
         self._silent: dict[str, float] = {}
+        self._heard: dict[Rank, float] = {}
+        self._listening_since: float | None = None
 
     def is_known(self, instance: str) -> bool:
         return self.known is None or instance in self.known
@@ -60,9 +67,27 @@ class Membership:
             if instance in lost or now - since > UNKNOWN_GRACE
         ]
 
-    def heard(self, instance: str) -> None:
-        """An instance has sent an event."""
-        self._silent.pop(instance, None)
+    def heard(self, rank: Rank, now: float) -> None:
+        """A rank has sent events, or a digest."""
+        self._silent.pop(rank.instance, None)
+        self._heard[rank] = now
+
+    def quiet(self, ranks: Iterable[Rank], now: float) -> list[Rank]:
+        """Those of the ranks of known instances that were not heard for too long.
+
+        To be asked again and again, or `not_listening` said: what nobody could hear is no silence.
+        """
+        if self._listening_since is None:
+            self._listening_since = now
+        if now - self._listening_since <= QUIET_AFTER:
+            return []
+        known = [rank for rank in ranks if self.is_known(rank.instance)]
+        self._heard = {rank: self._heard[rank] for rank in known if rank in self._heard}
+        return [rank for rank in known if now - self._heard.get(rank, 0.0) > QUIET_AFTER]
+
+    def not_listening(self) -> None:
+        """Nobody can be heard at present."""
+        self._listening_since = None
 
     def to_ask(self, now: float) -> list[str]:
         """Instances that have been silent for too long."""

@@ -43,6 +43,17 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
+class GeneratedToken(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A token of the output.
+
+    Attributes:
+        cached_tokens: of the prompt, found in the cache. The first token has it; None for others.
+    """
+
+    token_id: int
+    cached_tokens: int | None = None
+
+
 class MockWorker(Actor, namespace="llm"):
     """Serves tokens that no model made, in the time and with the cache of a real engine.
 
@@ -103,7 +114,7 @@ class MockWorker(Actor, namespace="llm"):
         }
 
     @handler(concurrency=None)
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[int, None]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GeneratedToken, None]:
         """The tokens that continue a prompt, one by one."""
         runner = self._runner
         if runner is None:
@@ -114,11 +125,13 @@ class MockWorker(Actor, namespace="llm"):
         try:
             if running.is_stopped():
                 return
-            tokens = runner.generate(_engine_request(name, request))
-            async with aclosing(tokens):
-                async for made in tokens:
-                    for token in made:
-                        yield token
+            outputs = runner.generate(_engine_request(name, request))
+            async with aclosing(outputs):
+                async for output in outputs:
+                    cached = output.cached_tokens if output.is_first else None
+                    for token in output.tokens:
+                        yield GeneratedToken(token, cached)
+                        cached = None
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
         finally:

@@ -13,7 +13,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import Unavailable
 from dynbus.kvrouter.events import KvEvent
 
-from .engine import EngineConfig, EngineRequest, MockEngine, StepResult
+from .engine import EngineConfig, EngineRequest, MockEngine, Output, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class EngineRunner:
         self.engine = MockEngine(config)
         self._sink = sink
         self._dp_rank = dp_rank
-        self._readers: dict[str, asyncio.Queue[list[int] | None]] = {}
+        self._readers: dict[str, asyncio.Queue[Output | None]] = {}
         self._has_work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
@@ -75,8 +75,8 @@ class EngineRunner:
             self._failure = Unavailable("the engine was stopped")
         self._end_readers()
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[list[int], None]:
-        """The tokens of a request, those of each step together.
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Output, None]:
+        """What each step makes for a request.
 
         Leaving it frees the blocks of the request, as does `cancel`, after which it just ends.
 
@@ -88,19 +88,19 @@ class EngineRunner:
         if self._failure is not None:
             raise self._unavailable()
         self.engine.add(request)
-        queue: asyncio.Queue[list[int] | None] = asyncio.Queue()
+        queue: asyncio.Queue[Output | None] = asyncio.Queue()
         self._readers[request.id] = queue
         self._has_work.set()
         try:
             left = request.max_tokens
             while left:
-                tokens = await queue.get()
-                if tokens is None:
+                output = await queue.get()
+                if output is None:
                     if self._failure is not None:
                         raise self._unavailable()
                     return
-                left -= len(tokens)
-                yield tokens
+                left -= output.count
+                yield output
         finally:
             self.cancel(request.id)
 
@@ -144,6 +144,6 @@ class EngineRunner:
         for output in result.outputs:
             queue = self._readers.get(output.request_id)
             if queue is not None:
-                queue.put_nowait(output.tokens)
+                queue.put_nowait(output)
         if self._sink is not None and result.events:
             self._sink.publish(result.events, dp_rank=self._dp_rank)

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -27,7 +28,7 @@ class Example:
         output: what the actors have written; complete after `stop`.
     """
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(self, folder: Path, url: str, options: Sequence[str]) -> None:
         self.output = ""
         self._folder = folder
         self._environment = {
@@ -37,7 +38,7 @@ class Example:
             # For a checkout that is on the path by a relative name, without being installed.
             "PYTHONPATH": str(EXAMPLES.parent / "src"),
         }
-        command = [sys.executable, "-m", "dynbus", "run", "actors.py", "--nats", url]
+        command = [sys.executable, "-m", "dynbus", "run", "actors.py", "--nats", url, *options]
         self._process = subprocess.Popen(
             command,
             cwd=folder,
@@ -49,8 +50,15 @@ class Example:
 
     def run_client(self) -> str:
         """What `python client.py` prints."""
+        return self._run("client.py")
+
+    def run_command(self, *arguments: str) -> str:
+        """What `dynbus` with these arguments prints."""
+        return self._run("-m", "dynbus", *arguments)
+
+    def _run(self, *arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, "client.py"],
+            [sys.executable, *arguments],
             cwd=self._folder,
             env=self._environment,
             capture_output=True,
@@ -82,19 +90,21 @@ class Example:
 
 async def _wait_until_ready(url: str, example: Example, endpoints: tuple[str, ...]) -> None:
     async with asyncio.timeout(READY_TIMEOUT), Runtime.connect(url) as runtime:
-        for name in endpoints:
+        for name, count in Counter(endpoints).items():
             client = await runtime.endpoint(name).client()
-            while not client.instance_ids():
+            while len(client.instance_ids()) < count:
                 example.check_alive()
                 try:
-                    await client.wait_for_instances(timeout=0.5)
+                    await client.wait_for_instances(timeout=0.5, count=count)
                 except NoInstances:
                     continue
 
 
 @contextmanager
-def _running(name: str, url: str, endpoints: tuple[str, ...]) -> Generator[Example]:
-    example = Example(EXAMPLES / name, url)
+def _running(
+    name: str, url: str, endpoints: tuple[str, ...], options: Sequence[str]
+) -> Generator[Example]:
+    example = Example(EXAMPLES / name, url, options)
     try:
         asyncio.run(_wait_until_ready(url, example, endpoints))
         yield example
@@ -107,10 +117,13 @@ RunExample = Callable[..., Example]
 
 @pytest.fixture
 def run_example(nats_server: RunningServer) -> Iterator[RunExample]:
-    """Starts the actors of an example and waits for the endpoints that are named."""
+    """Starts the actors of an example and waits for the endpoints that are named.
+
+    One that is named three times is waited for until it has three instances.
+    """
     with ExitStack() as stack:
 
-        def run(name: str, *endpoints: str) -> Example:
-            return stack.enter_context(_running(name, nats_server.url, endpoints))
+        def run(name: str, *endpoints: str, options: Sequence[str] = ()) -> Example:
+            return stack.enter_context(_running(name, nats_server.url, endpoints, options))
 
         yield run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from dynbus import Runtime, handler
 from dynbus.bus.lane import new_event_loop
@@ -20,6 +20,8 @@ BLOCKS = 512
 
 class Engine(MockWorker, namespace="scenario"):
     """An engine whose cache is soon full, and whose publisher can be killed alone."""
+
+    publisher: KvEventPublisher
 
     def __init__(self) -> None:
         super().__init__(block_size=BLOCK_SIZE, blocks=BLOCKS)
@@ -36,7 +38,7 @@ class Engine(MockWorker, namespace="scenario"):
     async def kill_publisher(self) -> int:
         """Its events stop; returns how many messages it had published."""
         await self.publisher.close()
-        return self.publisher.status().ranks[0].statistics.messages
+        return self.publisher.status().ranks[0].statistics.batches
 
 
 class Front(Router, namespace="scenario"):

@@ -65,19 +65,37 @@ def engine_of(kit: TestKit) -> MockEngine:
     return runner.engine
 
 
+async def tokens_of(client: MockWorker, request: GenerateRequest) -> list[int]:
+    return [token.token_id async for token in client.generate(request)]
+
+
 def test_a_continued_request_gives_the_rest_of_the_tokens() -> None:
     async def story() -> tuple[list[int], list[int]]:
         async with TestKit() as kit:
             await kit.start(RecordedWorker, block_size=16)
             client = kit.client(RecordedWorker)
-            whole = [token async for token in client.generate(GenerateRequest(PROMPT, 40, seed=7))]
+            whole = await tokens_of(client, GenerateRequest(PROMPT, 40, seed=7))
             continued = GenerateRequest(PROMPT + whole[:15], 25, seed=7)
-            return whole, [token async for token in client.generate(continued)]
+            return whole, await tokens_of(client, continued)
 
     whole, rest = run(story())
 
     assert len(whole) == 40
     assert rest == whole[15:]
+
+
+def test_the_first_token_says_how_much_of_the_prompt_was_in_the_cache() -> None:
+    async def story() -> list[list[int | None]]:
+        async with TestKit() as kit:
+            await kit.start(RecordedWorker, block_size=16)
+            client = kit.client(RecordedWorker)
+            return [
+                [token.cached_tokens async for token in client.generate(GenerateRequest(PROMPT, 3))]
+                for _ in range(2)
+            ]
+
+    # The last token of a prompt is computed in any case, and so its whole block.
+    assert run(story()) == [[0, None, None], [144, None, None]]
 
 
 def test_tokens_come_in_the_time_that_the_steps_take() -> None:
@@ -165,7 +183,7 @@ def test_a_request_that_waits_for_its_turn_can_be_left_too() -> None:
                 second.cancel()
                 await asyncio.wait({second})
                 await eventually(lambda: engine_of(kit).waiting == 0)
-                return [token async for token in first]
+                return [token.token_id async for token in first]
 
     assert len(run(story())) == 29
 

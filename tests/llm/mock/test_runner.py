@@ -12,7 +12,7 @@ import pytest
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import Unavailable
 from dynbus.kvrouter.events import KvEvent
-from dynbus.llm.mock.engine import EngineConfig, EngineRequest
+from dynbus.llm.mock.engine import EngineConfig, EngineRequest, Output
 from dynbus.llm.mock.runner import EngineRunner
 from dynbus.testing import run
 
@@ -24,11 +24,11 @@ def request(name: str = "a", max_tokens: int = 20) -> EngineRequest:
 
 
 async def read(runner: EngineRunner, wanted: EngineRequest) -> list[int]:
-    return [token async for tokens in runner.generate(wanted) for token in tokens]
+    return [token async for output in runner.generate(wanted) for token in output.tokens]
 
 
-async def drain(tokens: AsyncGenerator[list[int], None]) -> None:
-    async for _ in tokens:
+async def drain(outputs: AsyncGenerator[Output, None]) -> None:
+    async for _ in outputs:
         pass
 
 
