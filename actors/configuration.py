@@ -308,12 +308,18 @@ def _remedy(name: str, annotation: Any, error: pydantic.ValidationError) -> str:
 
 
 def _read_text(adapter: pydantic.TypeAdapter[Any], text: Text) -> Any:
-    """A value written as text: itself where that fits (`,`, `3`, `true`), else JSON (`[1, 2]`)."""
+    """A value written as text: itself where that fits (`,`, `3`, `true`), else JSON (`[1, 2]`),
+    else the elements of a list with commas between them (`1,2`)."""
     try:
         return adapter.validate_strings(str(text))
     except pydantic.ValidationError:
         if text[:1] in ("[", "{", '"'):
             return adapter.validate_json(text)
+        parts = filter(None, map(str.strip, text.split(",")))
+        try:
+            return adapter.validate_python(list(parts))
+        except pydantic.ValidationError:
+            pass
         raise
 
 

@@ -13,7 +13,8 @@ from dynbus.bus.names import EndpointName
 from dynbus.bus.tokens import jitter
 
 ROUTE_TIMEOUT: Final = 60.0
-"""Seconds that a router may take for a call, even when the call has no deadline."""
+"""Seconds that a router may take for a call unless it says otherwise, even when the call has no
+deadline."""
 
 NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -120,7 +121,9 @@ class Router(Protocol):
 
         Asked once per attempt. A `DynbusError` raised here is the call's; any other exception,
         and an id that was not offered, is a `ConfigError`. It may wait until the call's
-        deadline, and for `ROUTE_TIMEOUT` at most.
+        deadline, and for `ROUTE_TIMEOUT` at most, or for as long as an attribute
+        `route_timeout` of the router says in seconds, None for no limit of its own. What it adds
+        as notes to the `CancelledError` that ends its waiting is told in the call's error.
         """
         ...
 

@@ -192,7 +192,8 @@ class Selection:
         self, request: RouteRequest, instances: Sequence[Instance], left: float | None
     ) -> Any:
         """What a router of a user returns, or the reason why it returns nothing."""
-        limit = ROUTE_TIMEOUT if left is None else min(left, ROUTE_TIMEOUT)
+        most: float | None = getattr(self._router, "route_timeout", ROUTE_TIMEOUT)
+        limit = min((one for one in (left, most) if one is not None), default=None)
         time = asyncio.timeout(limit)
         try:
             async with time:
@@ -204,9 +205,11 @@ class Selection:
             raise
         except Exception as error:
             if time.expired() and isinstance(error, TimeoutError):
+                # What it was about when it was cancelled.
+                notes = getattr(error.__cause__, "__notes__", ())
                 raise DeadlineExceeded(
                     f"router {self._router_name} picked no instance for {self._endpoint} "
-                    f"within {limit:.3g} s",
+                    f"within {limit or 0.0:.3g} s" + "".join(f": {note}" for note in notes),
                     request_id=self._request_id,
                     started=False,
                 ) from None

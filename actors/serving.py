@@ -208,7 +208,10 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, StartFailed):
         return Failure(exit_codes.START_FAILED, str(error), users_traceback(error.__cause__))
     if isinstance(error, ConfigError):
-        return Failure(exit_codes.CONFIG_ERROR, str(error), users_traceback(error.__cause__))
+        cause = error.__cause__
+        # The message says what to do; of the way there, users want their own lines alone.
+        shown = users_traceback(cause) if cause is not None and _is_users(cause) else ""
+        return Failure(exit_codes.CONFIG_ERROR, str(error), shown)
     if isinstance(error, Unavailable | PermissionDenied):
         return Failure(exit_codes.NO_SERVER, str(error))
     text = f"{type(error).__name__}: {error}"
@@ -234,6 +237,14 @@ def users_traceback(error: BaseException | None) -> str:
     if mine:
         del told.stack[: mine[0]]
     return "".join(told.format())
+
+
+def _is_users(error: BaseException) -> bool:
+    """Whether an exception is of the user's code, or of a file that cannot be parsed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, SyntaxError) or not all(
+        _is_machinery(frame.filename) for frame in frames
+    )
 
 
 def _is_machinery(file: str) -> bool:

@@ -22,6 +22,7 @@ ANONYMOUS: Final = "-"
 INSTANCES_BUCKET: Final = "dynbus_instances"
 KV_EVENTS: Final = "_kv"
 KV_RESYNC: Final = "_kv_resync"
+KV_LOAD: Final = "_kv_load"
 KV_ELECTION_BUCKET: Final = "dynbus_kv_snapshots"
 
 DEFAULT_REPLY_PREFIXES: Final = ("_R.", "_INBOX.", "_R_.", "_GR_.")
@@ -112,6 +113,15 @@ def kv_event_subject(namespace: str, component: str, instance_id: str, dp_rank: 
 def kv_resync_subject(namespace: str, component: str, instance_id: str, dp_rank: int | str) -> str:
     """Where one rank is asked to send all that it holds; `*` for any."""
     return f"{namespace}.{component}.{KV_RESYNC}.{instance_id}.{dp_rank}"
+
+
+def kv_load_subject(namespace: str, component: str, router: str) -> str:
+    """Where one router tells the others what it sends where; `*` for any.
+
+    It has a token more than any subject that callers may publish to, so none of them can speak
+    for a router.
+    """
+    return f"{namespace}.{component}.{KV_LOAD}.{router}.all"
 
 
 def kv_snapshot_bucket(namespace: str) -> str:

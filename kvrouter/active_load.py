@@ -9,6 +9,19 @@ from typing import Final, NamedTuple
 
 from .index import Rank
 
+MOST_TOKENS: Final = 2**24
+"""Tokens of a prompt or an output, more of which count as so many: one whose ids fit into a
+message has fewer."""
+
+
+def expected_tokens(said: int | None) -> int | None:
+    """How much output a request may have, as a number that can be reckoned with.
+
+    Callers write what they like there: none at all or less is no expectation, and a number
+    without meaning stands for much.
+    """
+    return None if said is None or said < 1 else min(said, MOST_TOKENS)
+
 
 class RankLoad(NamedTuple):
     """What runs on a rank.
@@ -33,7 +46,7 @@ class ActiveRequest:
     Attributes:
         sequence_hashes: of the complete blocks of its prompt.
         prefill_tokens: prompt tokens still to compute; 0 once its prefill is completed.
-        expected_output_tokens: None when nobody said.
+        expected_output_tokens: from 1 on; None when nobody said.
         output_blocks: what its output counts for.
     """
 
@@ -103,7 +116,7 @@ class ActiveLoad:
             raise ValueError(f"request {request_id!r} is active already: free it first")
         prefill_tokens = max(0, prompt_tokens - cached_tokens)
         self._requests[request_id] = ActiveRequest(
-            rank, sequence_hashes, prefill_tokens, expected_output_tokens
+            rank, sequence_hashes, prefill_tokens, expected_tokens(expected_output_tokens)
         )
         state = self._ranks.get(rank)
         if state is None:

@@ -65,5 +65,5 @@ class SessionAffinity:
         sessions = self._sessions
         sessions[session] = (rank, now + self._ttl)
         sessions.move_to_end(session)
-        while len(sessions) > self._limit or next(iter(sessions.values()))[1] <= now:
+        while sessions and (len(sessions) > self._limit or next(iter(sessions.values()))[1] <= now):
             sessions.popitem(last=False)

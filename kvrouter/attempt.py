@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from dynbus.bus.errors import DynbusError
 
 from .request_fields import field_of
-
-OUTPUT_KEY: Final = "kv_track_output"
-"""Key of a call's metadata: whether its output counts as load while it grows."""
 
 
 class AttemptSink(Protocol):
@@ -31,11 +28,19 @@ class AttemptObserver:
         reused_field: where an item, or the result, says how many tokens of the prompt the engine
             found in its cache: names with dots; empty for nowhere.
         block_size: tokens after which the output has grown by a block; 0 to count none.
+        waited: seconds in the queue, which the error of the attempt tells.
     """
 
-    __slots__ = ("_block_size", "_key", "_number", "_output", "_reused_field", "_sink")
+    __slots__ = ("_block_size", "_key", "_number", "_output", "_reused_field", "_sink", "_waited")
 
-    def __init__(self, sink: AttemptSink, number: int, reused_field: str, block_size: int) -> None:
+    def __init__(
+        self,
+        sink: AttemptSink,
+        number: int,
+        reused_field: str,
+        block_size: int,
+        waited: float = 0.0,
+    ) -> None:
         self._sink = sink
         self._number = number
         self._reused_field = reused_field
@@ -43,6 +48,7 @@ class AttemptObserver:
         self._key = f'"{reused_field.rpartition(".")[2]}"'.encode() if reused_field else b""
         self._block_size = block_size
         self._output = 0
+        self._waited = waited
 
     def started(self) -> None:
         """The load was charged when it was decided."""
@@ -69,6 +75,14 @@ class AttemptObserver:
 
     def ended(self, error: DynbusError | None) -> None:
         self._sink.ended(self._number, "" if error is None else error.code)
+        if error is not None and self._waited:
+            # The time that is missing was not spent where the error arose.
+            error.message = f"{error.message or error.code}; before, it {queued(self._waited)}"
+
+
+def queued(seconds: float) -> str:
+    """What errors say of a call that waited."""
+    return f"waited {seconds:.3g} s in the router's queue"
 
 
 def reused_in(item: bytes, path: str) -> int | None:

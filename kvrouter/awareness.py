@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 MAX_BEHIND: Final = 256
 """Messages behind the stream's end up to which an index counts as current."""
+MOST_NAMED: Final = 3
+"""Instances that are named in a reason."""
 
 
 class AwarenessLevel(StrEnum):
@@ -53,7 +55,9 @@ class Observation:
         behind: messages that the stream has for it beyond what was applied.
         ranks: whose events it has.
         unsettled: ranks of these that miss blocks, or whose state is on its way.
-        silent: instances that are there and whose events are not.
+        target: `namespace.component` of the instances.
+        instances: how many are there; None when that is not known.
+        silent: those of them whose events are not there, by id.
         evicted: blocks that were forgotten for the sake of the memory limit.
         approximates: whether the router stands in for silent instances with its own decisions.
         trouble: of an unsettled rank, what is wrong with it.
@@ -65,7 +69,9 @@ class Observation:
     behind: int = 0
     ranks: int = 0
     unsettled: int = 0
-    silent: int = 0
+    target: str = ""
+    instances: int | None = None
+    silent: Sequence[str] = ()
     evicted: int = 0
     approximates: bool = False
     trouble: str = ""
@@ -87,10 +93,24 @@ def doubted(awareness: CacheAwareness, doubts: Mapping[str, str]) -> CacheAwaren
     return CacheAwareness(AwarenessLevel.DEGRADED, ", ".join(reasons))
 
 
+def no_instances(target: str) -> CacheAwareness:
+    """The awareness of a router that has nobody to route to."""
+    return CacheAwareness(AwarenessLevel.OFF, f"no instances of {target}")
+
+
+def named(instances: Sequence[str]) -> str:
+    """The first of some ids, and how many more there are."""
+    shown = ", ".join(sorted(instances)[:MOST_NAMED])
+    more = len(instances) - MOST_NAMED
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
 def cache_awareness(seen: Observation) -> CacheAwareness:
     """What an observation amounts to: the worst that is true of it."""
     if not seen.following:
         return CacheAwareness(AwarenessLevel.OFF, "no events are followed")
+    if seen.instances == 0:
+        return no_instances(seen.target)
     reasons: list[str] = []
     if not seen.connected:
         reasons.append("the server is out of reach")
@@ -103,9 +123,9 @@ def cache_awareness(seen: Observation) -> CacheAwareness:
         reasons.append(f"{seen.unsettled} of {seen.ranks} ranks being resent{trouble}")
     if seen.evicted:
         reasons.append(f"{seen.evicted} blocks forgotten at max_blocks")
-    silent = f"{seen.silent} instances send no events"
+    silent = f"no events from {named(seen.silent)}"
     if seen.silent and not seen.approximates:
-        reasons.append(silent)
+        reasons.append(f"{silent}: open a KvEventPublisher in each engine")
     if not seen.ranks and seen.silent and not seen.approximates:
         return CacheAwareness(AwarenessLevel.OFF, ", ".join(reasons))
     if reasons:

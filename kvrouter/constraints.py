@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from dynbus.bus.config import suggestion
 from dynbus.bus.errors import InvalidRequest
 
-from .profile import InstanceProfile, split_words
+from .profile import InstanceProfile, split_words, unknown_key
 
 REQUIRED_KEY: Final = "kv_required_tags"
 PREFERRED_KEY: Final = "kv_preferred_tags"
+OUTPUT_KEY: Final = "kv_track_output"
+DP_RANK_KEY: Final = "kv_dp_rank"
+OVERLAP_KEY: Final = "kv_overlap_blocks"
+REQUEST_KEYS: Final = (REQUIRED_KEY, PREFERRED_KEY, OUTPUT_KEY)
+"""What the metadata of a call may say to routing."""
+ROUTED_KEYS: Final = (DP_RANK_KEY, OVERLAP_KEY)
+"""What routing itself has added to the metadata of a call that was routed before: the
+data-parallel rank that was chosen, and how many blocks of the prompt it was taken to hold."""
+
+_TAG_WITH_NUMBER: Final = re.compile(r".+[:*]\s*-?[\d.]+")
 
 LoraMode = Literal["prefer", "require"]
 
@@ -70,24 +82,47 @@ def read_constraints(
     optional weight each: `eu, fast=0.5`.
 
     Raises:
-        InvalidRequest: a weight is no finite number.
+        InvalidRequest: a weight is no finite number, or a `kv_` key is none of those known.
     """
+    if metadata:
+        _check_keys(metadata)
     if not lora_name and REQUIRED_KEY not in metadata and PREFERRED_KEY not in metadata:
         return NO_CONSTRAINTS
-    preferred: dict[str, float] = {}
-    for item in split_words(metadata.get(PREFERRED_KEY, "")):
-        tag, equals, text = item.partition("=")
-        try:
-            weight = float(text) if equals else 1.0
-        except ValueError:
-            weight = math.nan
-        if not math.isfinite(weight):
-            raise InvalidRequest(
-                f"metadata {PREFERRED_KEY}: the weight of {tag.strip()!r} is {text!r}, "
-                "which is no number: write tag or tag=number",
-                started=False,
-            )
-        preferred[tag.strip()] = weight
     return Constraints(
-        split_words(metadata.get(REQUIRED_KEY, "")), preferred, lora_name, lora == "require"
+        split_words(metadata.get(REQUIRED_KEY, "")),
+        dict(map(_weighted, split_words(metadata.get(PREFERRED_KEY, "")))),
+        lora_name,
+        lora == "require",
     )
+
+
+def _check_keys(metadata: Mapping[str, str]) -> None:
+    unknown = unknown_key(metadata, (*REQUEST_KEYS, *ROUTED_KEYS))
+    if unknown is not None:
+        raise InvalidRequest(
+            f"metadata {unknown} is unknown to routing{suggestion(unknown, REQUEST_KEYS)}: there "
+            f"are {', '.join(REQUEST_KEYS)}; give keys of your own names without kv_",
+            started=False,
+        )
+
+
+def _weighted(item: str) -> tuple[str, float]:
+    """A tag and its weight, of `tag` or `tag=number`."""
+    tag, equals, text = map(str.strip, item.partition("="))
+    if not equals and _TAG_WITH_NUMBER.fullmatch(tag):
+        raise InvalidRequest(
+            f"metadata {PREFERRED_KEY}: {item!r} has no weight: write tag=number; a tag that "
+            f"really ends so is written {tag}=1",
+            started=False,
+        )
+    try:
+        weight = float(text) if equals else 1.0
+    except ValueError:
+        weight = math.nan
+    if not tag or not math.isfinite(weight):
+        raise InvalidRequest(
+            f"metadata {PREFERRED_KEY}: the weight of {tag!r} is {text!r}, where a tag and a "
+            "number belong: write tag or tag=number",
+            started=False,
+        )
+    return tag, weight

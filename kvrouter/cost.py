@@ -195,5 +195,8 @@ def choose(costs: Sequence[float], temperature: float, random: Random) -> int | 
     unit = (max(costs[at] for at in possible) - least) * temperature
     if unit <= 0.0:
         return random.choice(possible)
+    if unit == math.inf:
+        # The range of the costs is no number: what is a half of it is as far apart.
+        return choose([cost / 2 / max(1.0, temperature) for cost in costs], temperature, random)
     weights = [math.exp((least - costs[at]) / unit) for at in possible]
     return random.choices(possible, weights)[0]

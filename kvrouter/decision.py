@@ -7,10 +7,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import starmap
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
+
+from dynbus.bus.clock import monotonic, unix_time
 
 from .cost import Candidate
 from .index import Overlap, Rank
@@ -81,9 +83,20 @@ class CandidateTable:
 
     def rows(self) -> list[Candidate]:
         """The candidates."""
-        overlaps = starmap(Overlap, zip(*self._overlaps, strict=True))
+        return [self[at] for at in range(len(self))]
+
+    def __getitem__(self, at: int) -> Candidate:
         ranks, *numbers = self._columns
-        return [Candidate(*row) for row in zip(ranks, overlaps, *numbers, strict=True)]
+        overlap = Overlap(*(column[at] for column in self._overlaps))
+        return Candidate(ranks[at], overlap, *(column[at] for column in numbers))
+
+    def position(self, rank: Rank) -> int:
+        """The position of a rank.
+
+        Raises:
+            ValueError: it is no candidate.
+        """
+        return self._columns[0].index(rank)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +105,7 @@ class Decision:
 
     Attributes:
         number: counts the decisions of a scheduler; names the decision to it.
-        decided_at: seconds of the clock that the scheduler is given.
+        decided_at: seconds of the clock that the scheduler is given; `monotonic` in a router.
         table, costs: who could have got it, and at what cost, in one order. A cost is that of
             the policy times the preference for the instance.
         expected_reuse: tokens of the prompt that the chosen rank was taken to hold.
@@ -138,17 +151,32 @@ class Decision:
         """The decision as a JSON object; an infinite cost is null."""
         return msgspec.json.encode(self.as_dict())
 
-    def as_dict(self) -> dict[str, Any]:
-        """The decision as plain values, candidates from the lowest cost to the highest."""
+    def as_dict(self, most: int | None = None) -> dict[str, Any]:
+        """The decision as plain values, candidates from the lowest cost to the highest.
+
+        `decided_at` is in Unix seconds here: whoever reads it has another monotonic clock.
+
+        Args:
+            most: of how many candidates to tell, the chosen one among them, and of how many
+                excluded ones; from 1 on. What is missing is counted in `left_out` and
+                `excluded_left_out`.
+        """
         predicted = self.predicted or (0,) * len(self.table)
-        rows = sorted(
-            zip(self.costs, self.candidates, predicted, strict=True), key=lambda row: row[0]
-        )
+        order = sorted(range(len(self.costs)), key=self.costs.__getitem__)
+        kept = order[:most]
+        chosen = self.table.position(self.chosen)
+        if chosen not in kept:
+            kept[-1] = chosen
+        excluded = dict(islice(self.excluded.items(), most))
+        left_out = {
+            "left_out": len(order) - len(kept),
+            "excluded_left_out": len(self.excluded) - len(excluded),
+        }
         return {
             "number": self.number,
             "request_id": self.request_id,
             "attempt": self.attempt,
-            "decided_at": self.decided_at,
+            "decided_at": round(unix_time() - (monotonic() - self.decided_at), 3),
             "prompt_tokens": self.prompt_tokens,
             "prompt_blocks": self.prompt_blocks,
             "block_size": self.block_size,
@@ -158,8 +186,11 @@ class Decision:
             "temperature": self.temperature,
             "expected_reuse": self.expected_reuse,
             "told_reuse": self.told_reuse,
-            "candidates": [_candidate(*row) for row in rows],
-            "excluded": dict(self.excluded),
+            "candidates": [
+                _candidate(self.costs[at], self.table[at], predicted[at]) for at in kept
+            ],
+            "excluded": excluded,
+            **{key: count for key, count in left_out.items() if count},
             "index_sequence": self.index_sequence,
             "awareness": self.awareness,
             "session": self.session,

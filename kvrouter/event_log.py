@@ -20,7 +20,15 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from .cache_mirror import CacheMirror
-from .events import HEADER, BlockRemoved, BlockStored, CacheDigest, KvEvent, encode_events
+from .events import (
+    EPOCH_LIMIT,
+    HEADER,
+    BlockRemoved,
+    BlockStored,
+    CacheDigest,
+    KvEvent,
+    encode_events,
+)
 
 DEFAULT_BATCH_BYTES: Final = 256 * 1024
 DEFAULT_WAITING_BYTES: Final = 32 * 1024 * 1024
@@ -32,8 +40,8 @@ DIGEST_INTERVAL: Final = 10.0
 RESYNC_INTERVAL: Final = 0.5
 """Seconds between two resends that were asked for."""
 
-MAX_ASKED_EPOCH: Final = 1 << 63
-"""Higher ones are taken for forged: epochs must go on growing above them."""
+MAX_ASKED_EPOCH: Final = EPOCH_LIMIT - (1 << 32)
+"""This one and those above are taken for forged: epochs must go on growing above the others."""
 
 BLOCK_BYTES: Final = 16
 EVENT_BYTES: Final = 13

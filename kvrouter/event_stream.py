@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isclose, isfinite
 from typing import Final, NamedTuple
 
 from dynbus.bus.errors import ConfigError
@@ -29,7 +30,7 @@ class EventStream:
         in_memory: whether they are lost with the server, instead of stored in files.
 
     Raises:
-        ConfigError: the namespace is no legal name, or a limit is not above 0.
+        ConfigError: the namespace is no legal name, or a limit is not a number above 0.
     """
 
     namespace: str
@@ -45,7 +46,8 @@ class EventStream:
             ("max_age", self.max_age),
             ("replicas", self.replicas),
         ):
-            if value <= 0:
+            # Not a number is not above 0 either.
+            if not (value > 0 and isfinite(value)):
                 raise ConfigError(f"event stream of {self.namespace}: {name} = {value}: give > 0")
 
     @property
@@ -74,6 +76,13 @@ class _Setting(NamedTuple):
     found: object
     wanted: object
 
+    @property
+    def is_met(self) -> bool:
+        if isinstance(self.found, float) and isinstance(self.wanted, float):
+            # The server keeps whole nanoseconds: a third of a second comes back as another float.
+            return isclose(self.found, self.wanted, rel_tol=1e-12, abs_tol=2e-9)
+        return self.found == self.wanted
+
 
 async def ensure_stream(jetstream: JetStream, stream: EventStream, *, timeout: float = 5.0) -> None:
     """Make the stream, or check that the one that is there fits.
@@ -85,7 +94,7 @@ async def ensure_stream(jetstream: JetStream, stream: EventStream, *, timeout: f
     wanted = stream.config
     await jetstream.ensure_stream(wanted, timeout=timeout)
     found = await jetstream.stream_config(wanted.name, timeout=timeout)
-    differing = [setting for setting in _settings(found, wanted) if setting.found != setting.wanted]
+    differing = [setting for setting in _settings(found, wanted) if not setting.is_met]
     if differing:
         listed = ", ".join(f"{name} = {has}, not {want}" for name, has, want in differing)
         raise ConfigError(

@@ -36,6 +36,11 @@ HEADER: Final = struct.Struct("<BBHIQQIIII")
 """Version, 0, data-parallel rank, events, event epoch, first id, parents, engine hashes, block
 hashes, 0."""
 
+EPOCH_LIMIT: Final = 1 << 63
+"""Above all event epochs."""
+ID_LIMIT: Final = 1 << 64
+"""Above the ids of all events, and the one behind the last."""
+
 Hashes: TypeAlias = Sequence[int] | NDArray[np.uint64]
 
 
@@ -137,7 +142,7 @@ def encode_events(
     """The events of one rank as a message.
 
     Args:
-        event_epoch: grows whenever the cache or its numbering begins anew.
+        event_epoch: grows whenever the cache or its numbering begins anew; below `EPOCH_LIMIT`.
         first_id: the id of the first event; the others follow.
 
     Raises:
@@ -192,6 +197,7 @@ def _join(
 ) -> bytes:
     stored = sum(map(len, blocks))
     events = len(codes)
+    _check_numbers(event_epoch, first_id, events)
     head = HEADER.pack(
         VERSION, 0, dp_rank, events, event_epoch, first_id, len(parents), sum(counts), stored, 0
     )
@@ -207,6 +213,14 @@ def _join(
             *map(_hash_bytes, blocks),
         )
     )
+
+
+def _check_numbers(event_epoch: int, first_id: int, events: int) -> None:
+    if event_epoch >= EPOCH_LIMIT or first_id + events >= ID_LIMIT:
+        raise InvalidEvents(
+            f"epoch {event_epoch}, {events} events from id {first_id} on: an epoch is below 2^63, "
+            "and the id behind the last event below 2^64"
+        )
 
 
 def _hash_bytes(hashes: Hashes) -> bytes:
@@ -231,6 +245,7 @@ def decode_events(message: bytes) -> EventBatch:
     _, _, rank, events, epoch, first, parent_count, engine_count, stored, _ = HEADER.unpack_from(
         message
     )
+    _check_numbers(epoch, first, events)
     counts_at = HEADER.size + events + -events % 4
     parents_at = counts_at + 4 * events
     parents_at += -parents_at % 8

@@ -236,7 +236,9 @@ class IndexFollower:
                 behind=self._behind,
                 ranks=len(self.index.ranks.keys() | set(unsettled)),
                 unsettled=len(unsettled),
-                silent=len(self._members.silent),
+                target=f"{self.namespace}.{self.component}",
+                instances=None if self._members.known is None else len(self._members.known),
+                silent=tuple(self._members.silent),
                 evicted=self.index.statistics().evicted,
                 approximates=self._approximates,
                 trouble=""

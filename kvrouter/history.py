@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -139,7 +140,17 @@ async def index_at(
     store = store or SnapshotStore(jetstream, namespace)
     snapshot, index = await _newest_before(store, component, point, stream, max_blocks, end)
     covered = 0 if snapshot is None else snapshot.coverage.sequence
-    if snapshot is None and point.sequence is not None and point.sequence < stream.first_sequence:
+    if point.time is not None and point.time < stream.created:
+        raise NoHistory(
+            f"nothing is known of {_utc(point.time)}: the stream {kv_event_stream(namespace)} was "
+            f"made at {_utc(stream.created)}"
+        )
+    if (
+        snapshot is None
+        and point.sequence is not None
+        # Before the very first message nothing was held: that is known.
+        and stream.first_sequence > max(1, point.sequence)
+    ):
         raise NoHistory(
             f"sequence {point.sequence} is gone: the stream {kv_event_stream(namespace)} begins at "
             f"{stream.first_sequence}, and no snapshot is as old"
@@ -164,6 +175,10 @@ async def index_at(
     # What the stream says of other components changes nothing, but is passed all the same.
     reached = last if point.time is None else max(covered, tail.sequence)
     return PastIndex(index, reached, tail.time, snapshot, tail.messages, stream.first_sequence)
+
+
+def _utc(time: float) -> str:
+    return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}Z"
 
 
 async def _stream_info(jetstream: JetStream, namespace: str) -> StreamInfo:
@@ -306,4 +321,5 @@ def _held(index: RadixIndex, rank: Rank, tier: Tier) -> NDArray[np.uint64]:
     holder = None if state is None else state.holders.get(tier)
     if holder is None:
         return np.empty(0, dtype=np.uint64)
-    return np.fromiter(holder.held, dtype=np.uint64, count=len(holder.held))
+    pieces = [hashes for hashes, _ in index.kernel.columns(holder, max(1, holder.blocks))]
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint64)

@@ -55,6 +55,7 @@ def mark(holder: Holder, run: Run, start: int, end: int, connected: bool) -> Non
     if detached is not None and not detached:
         _forget_detached(run, number)
     run.ends[number] = reached
+    run.stamp += 1
     if holder.detached and reached == run.end:
         _attach_below(holder, run)
 
@@ -91,6 +92,7 @@ def _attach_below(holder: Holder, run: Run) -> None:
                 continue
             first, reached = spans.pop(0)
             child.ends[number] = reached
+            child.stamp += 1
             holder.detached -= reached - first
             if not spans:
                 _forget_detached(child, number)
@@ -129,6 +131,7 @@ def cut(holder: Holder, run: Run, depth: int) -> None:
         run.ends[number] = depth
     else:
         del run.ends[number]
+    run.stamp += 1
     if reached > depth + 1:
         _detach(holder, run, depth + 1, reached)
     whole = [run] if reached == run.end else []
@@ -136,6 +139,7 @@ def cut(holder: Holder, run: Run, depth: int) -> None:
         for child in (whole.pop().children or {}).values():
             end = child.ends.pop(number, None)
             if end is not None:
+                child.stamp += 1
                 _detach(holder, child, child.start, end)
                 if end == child.end:
                     whole.append(child)
@@ -143,6 +147,7 @@ def cut(holder: Holder, run: Run, depth: int) -> None:
 
 def forget(run: Run, number: int) -> bool:
     known = run.ends.pop(number, None) is not None
+    run.stamp += 1
     if run.detached is not None and run.detached.pop(number, None) is not None:
         known = True
         if not run.detached:

@@ -8,18 +8,17 @@ that may be gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .events import EventBatch, InvalidEvents, Operation, Tier, decode_events
-from .holdings import next_start, reach
-from .prefix_tree import PrefixTree
-from .runs import Holder, Run
+from .events import InvalidEvents, Tier
+from .kernel import Answers, Batch, CacheHolder, KernelName, make_kernel
 
 SWEEP_BLOCKS: Final = 256
 """Blocks of instances that left to free with each message."""
@@ -115,12 +114,12 @@ class RankState:
     event_epoch: int
     next_id: int
     partial: bool
-    holders: dict[int, Holder] = field(default_factory=dict[int, Holder])
+    holders: dict[int, CacheHolder] = field(default_factory=dict[int, CacheHolder])
 
     @property
     def blocks(self) -> int:
         """How many blocks it holds, over all tiers."""
-        return sum(len(holder.held) for holder in self.holders.values())
+        return sum(holder.blocks for holder in self.holders.values())
 
 
 class RadixIndex:
@@ -128,15 +127,24 @@ class RadixIndex:
 
     Args:
         max_blocks: beyond this many held blocks the least recently used are forgotten.
+        kernel: "python", "compiled" (with the extra `dynbus[fast]`), or "auto" for the compiled
+            one where it is ready, see `kernel.load_compiled`.
+
+    Raises:
+        ConfigError: the compiled kernel is asked for and cannot be had.
     """
 
-    def __init__(self, *, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
-        self.tree = PrefixTree()
+    def __init__(
+        self, *, max_blocks: int = DEFAULT_MAX_BLOCKS, kernel: KernelName = "auto"
+    ) -> None:
+        self.kernel = make_kernel(kernel)
         self.ranks: dict[Rank, RankState] = {}
         self._of_instance: dict[str, list[Rank]] = {}
         # By the number of a holder in device memory.
         self._names: dict[int, str] = {}
         self._owners: dict[int, Rank] = {}
+        self._by_instance = Answers(self._names, _whole)
+        self._by_rank = Answers(self._owners, _device_overlap)
         self._is_plain = True  # one rank per instance and one tier
         self._verdicts = dict.fromkeys(Verdict, 0)
         self._unknown_removals = 0
@@ -145,24 +153,24 @@ class RadixIndex:
         self._max_blocks = max_blocks
 
     def __repr__(self) -> str:
-        return f"<RadixIndex [{len(self._of_instance)} instances, {len(self.tree.runs) - 1} runs]>"
+        return f"<RadixIndex [{len(self._of_instance)} instances, {self.kernel.run_count} runs]>"
 
     # Events ---------------------------------------------------------------------------
 
     def apply(self, instance: str, message: bytes) -> Applied:
         """Take in a message of an instance's events."""
         try:
-            batch = decode_events(message)
+            batch: Batch = self.kernel.decode(message)
         except InvalidEvents:
             applied = Applied(Verdict.MALFORMED, 0)
         else:
             applied = self._apply(Rank(instance, batch.dp_rank), batch)
         self._verdicts[applied.verdict] += 1
-        if not self.tree.is_swept:
-            self.tree.sweep(SWEEP_BLOCKS + 2 * applied.events)
+        if not self.kernel.is_swept:
+            self.kernel.sweep(SWEEP_BLOCKS + 2 * applied.events)
         return applied
 
-    def _apply(self, rank: Rank, batch: EventBatch) -> Applied:
+    def _apply(self, rank: Rank, batch: Batch) -> Applied:
         state = self.ranks.get(rank)
         verdict = Verdict.APPLIED
         skip = 0
@@ -186,7 +194,7 @@ class RadixIndex:
             verdict = Verdict.UNKNOWN_PARENT
         return Applied(verdict, len(batch) - skip - orphans)
 
-    def _begin(self, rank: Rank, batch: EventBatch) -> RankState:
+    def _begin(self, rank: Rank, batch: Batch) -> RankState:
         """An epoch begins: whatever the rank held is gone."""
         before = self.ranks.get(rank)
         if before is not None:
@@ -208,50 +216,29 @@ class RadixIndex:
         for holder in state.holders.values():
             self._names.pop(holder.number, None)
             del self._owners[holder.number]
-            self.tree.drop_holder(holder)
+            self.kernel.drop_holder(holder)
         state.holders.clear()
+        # An answer may name who is gone.
+        self._by_instance.remembered.clear()
+        self._by_rank.remembered.clear()
 
-    def _carry_out(self, rank: Rank, state: RankState, batch: EventBatch, skip: int) -> int:
+    def _carry_out(self, rank: Rank, state: RankState, batch: Batch, skip: int) -> int:
         """Apply the events from number `skip` on; returns how many chains had no parent."""
-        operations, tiers, bounds = batch.operations, batch.tiers, batch.bounds
-        orphans = 0
-        stored = sum(bounds[i + 1] - bounds[i] for i in range(skip) if not operations[i])
-        at, end = skip, len(operations)
-        while at < end:
-            operation, tier = operations[at], tiers[at]
-            last = at + 1
-            while last < end and operations[last] == operation and tiers[last] == tier:
-                last += 1
-            first_block, last_block = bounds[at], bounds[last]
-            if operation == Operation.STORED:
-                count = last_block - first_block
-                holder = self._holder(rank, state, tier)
-                before = len(holder.held)
-                orphans += len(
-                    self.tree.store(
-                        holder,
-                        batch.parents[at:last],
-                        [bound - first_block for bound in bounds[at : last + 1]],
-                        batch.engine_hashes[first_block:last_block],
-                        batch.blocks[8 * stored : 8 * (stored + count)],
-                    )
-                )
-                self._blocks += len(holder.held) - before
-                stored += count
-            elif operation == Operation.REMOVED:
-                removed = batch.engine_hashes[first_block:last_block]
-                unknown = self.tree.remove(self._holder(rank, state, tier), removed)
-                self._blocks -= len(removed) - unknown
-                self._unknown_removals += unknown
-            elif operation == Operation.CLEARED:
-                self._empty(rank, state)
-                state.partial = False
-            at = last
-        return orphans
+
+        def clear() -> None:
+            self._empty(rank, state)
+            state.partial = False
+
+        changes = self.kernel.apply(
+            batch, skip, lambda tier: self._holder(rank, state, tier), clear
+        )
+        self._blocks += changes.blocks
+        self._unknown_removals += changes.unknown
+        return changes.orphans
 
     def _evict(self) -> None:
         """Make room for some time: it costs a look at everything that is held."""
-        evicted = self.tree.evict(
+        evicted = self.kernel.evict(
             self._all_holders(), self._blocks - int(self._max_blocks * EVICT_TO)
         )
         self._blocks -= evicted
@@ -260,10 +247,10 @@ class RadixIndex:
             # What was forgotten may be named as a parent; its instance need not send it again.
             state.partial = True
 
-    def _holder(self, rank: Rank, state: RankState, tier: int) -> Holder:
+    def _holder(self, rank: Rank, state: RankState, tier: int) -> CacheHolder:
         holder = state.holders.get(tier)
         if holder is None:
-            holder = state.holders[tier] = self.tree.add_holder()
+            holder = state.holders[tier] = self.kernel.add_holder()
             self._own(rank, tier, holder)
         return holder
 
@@ -274,7 +261,7 @@ class RadixIndex:
         for tier, holder in state.holders.items():
             self._own(rank, tier, holder)
 
-    def _own(self, rank: Rank, tier: int, holder: Holder) -> None:
+    def _own(self, rank: Rank, tier: int, holder: CacheHolder) -> None:
         self._owners[holder.number] = rank
         if tier == Tier.DEVICE:
             self._names[holder.number] = rank.instance
@@ -288,8 +275,8 @@ class RadixIndex:
 
     def sweep(self, limit: int = 1 << 30) -> bool:
         """Free up to `limit` blocks of what has left; returns whether that was all."""
-        self.tree.sweep(limit)
-        return self.tree.is_swept
+        self.kernel.sweep(limit)
+        return self.kernel.is_swept
 
     # Questions ------------------------------------------------------------------------
 
@@ -302,12 +289,11 @@ class RadixIndex:
         Returns:
             Instances that hold one block at least; of several ranks the one with the most.
         """
-        found = self.tree.find(np.asarray(block_hashes, dtype="<u8").tobytes())
-        names = self._names
         if self._is_plain:
-            return {names[number]: held for number, held in found.items() if number in names}
+            return self.kernel.find(block_hashes, self._by_instance)
+        names = self._names
         best: dict[str, int] = {}
-        for number, held in found.items():
+        for number, held in self.kernel.find_holders(block_hashes).items():
             instance = names.get(number)
             if instance is not None and held > best.get(instance, 0):
                 best[instance] = held
@@ -319,20 +305,17 @@ class RadixIndex:
         A block counts for the nearest tier that has it. The count ends with the first block
         that the rank has nowhere.
         """
-        blocks = np.asarray(block_hashes, dtype="<u8").tobytes()
-        owners = self._owners
         if self._is_plain:
-            found = self.tree.find(blocks)
-            return {
-                owners[number]: Overlap(held, 0, 0, 0)
-                for number, held in found.items()
-                if number in owners
-            }
-        path, end = self.tree.descend(blocks)
-        if not path:
-            return {}
-        ranks = {owners[number] for number in path[0].ends if number in owners}
-        return {rank: _overlap(self.ranks[rank].holders, path, end) for rank in ranks}
+            return self.kernel.find(block_hashes, self._by_rank)
+        owners = self._owners
+        found = self.kernel.find_holders(block_hashes)
+        ranks = list({owners[number] for number in found if number in owners})
+        numbers = [
+            [holders[tier].number if tier in holders else 0 for tier in Tier]
+            for holders in (self.ranks[rank].holders for rank in ranks)
+        ]
+        counts = self.kernel.count_tiers(block_hashes, numbers) if ranks else ()
+        return {rank: Overlap(*of_rank) for rank, of_rank in zip(ranks, counts, strict=True)}
 
     def statistics(self) -> Statistics:
         """Figures of this index."""
@@ -341,34 +324,20 @@ class RadixIndex:
             instances=len(self._of_instance),
             blocks=self._blocks,
             detached=sum(holder.detached for holder in holders),
-            runs=len(self.tree.runs) - 1,
+            runs=self.kernel.run_count,
             verdicts=dict(self._verdicts),
             unknown_removals=self._unknown_removals,
             evicted=self._evicted,
         )
 
-    def _all_holders(self) -> list[Holder]:
+    def _all_holders(self) -> list[CacheHolder]:
         return [holder for state in self.ranks.values() for holder in state.holders.values()]
 
 
-def _overlap(holders: Mapping[int, Holder], path: Iterable[Run], end: int) -> Overlap:
-    counts = [0] * len(Tier)
-    at = 0
-    for run in path:
-        while at < min(run.end, end):
-            stop = min(run.end, end)
-            for tier in Tier:
-                holder = holders.get(tier)
-                if holder is None:
-                    continue
-                reached = reach(run, holder.number, at)
-                if reached is not None:
-                    break
-                # A farther tier counts only up to where this one has something again.
-                stop = min(stop, next_start(run, holder.number, at))
-            else:
-                return Overlap(*counts)
-            reached = min(reached, stop)
-            counts[tier] += reached - at
-            at = reached
-    return Overlap(*counts)
+def _whole(held: int) -> int:
+    return held
+
+
+@lru_cache(maxsize=1 << 14)
+def _device_overlap(held: int) -> Overlap:
+    return Overlap(held, 0, 0, 0)

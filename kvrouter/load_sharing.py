@@ -10,7 +10,7 @@ from typing import Final
 
 from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
-from dynbus.bus.names import check_token
+from dynbus.bus.names import check_token, kv_load_subject
 from dynbus.bus.transport import Connection, Message, Subscription
 
 from .shared_load import SharedLoad
@@ -23,17 +23,15 @@ BATCH_TIME: Final = 0.001
 HEARTBEAT: Final = 0.5
 
 
-def load_subject(namespace: str, component: str) -> str:
-    """Where the routers of a component share its load."""
-    return f"{check_token('namespace', namespace)}.{check_token('component', component)}._kv_load"
-
-
 class LoadSharing:
     """Shares the load of one component with its other routers, while in the `async with`.
 
     Args:
         connection: of the running loop.
         changed: called when other routers' requests ended, so that waiting ones may go on.
+
+    Raises:
+        ConfigError: namespace, component or the router's id is no token of a subject.
     """
 
     def __init__(
@@ -47,7 +45,10 @@ class LoadSharing:
         self.load = load
         self.dropped = 0
         self._connection = connection
-        self._subject = load_subject(namespace, component)
+        check_token("namespace", namespace)
+        check_token("component", component)
+        self._subject = kv_load_subject(namespace, component, check_token("router", load.router))
+        self._subjects = kv_load_subject(namespace, component, "*")
         self._changed = changed
         self._subscription: Subscription | None = None
         self._flush: asyncio.TimerHandle | None = None
@@ -57,7 +58,7 @@ class LoadSharing:
         return f"<LoadSharing {self._subject} [{len(self.load.routers())} other routers]>"
 
     async def __aenter__(self) -> LoadSharing:
-        self._subscription = self._connection.subscribe(self._subject, self._receive)
+        self._subscription = self._connection.subscribe(self._subjects, self._receive)
         try:
             # Whoever is asked answers at once, and must be heard.
             await self._connection.barrier()
@@ -96,9 +97,13 @@ class LoadSharing:
     async def _live(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT)
-            if self.load.expire(monotonic()):
-                self._changed()
-            self._publish(alive=True)
+            try:
+                if self.load.expire(monotonic()):
+                    self._changed()
+                self._publish(alive=True)
+            except Exception:
+                # Without signs of life the others would forget what runs of this router.
+                logger.exception("%r: the load was not told", self)
 
     def _publish(self, *, alive: bool = False) -> None:
         if self._flush is not None:
@@ -109,10 +114,11 @@ class LoadSharing:
 
     def _receive(self, message: Message) -> None:
         try:
-            changed = self.load.receive(message.data, monotonic())
+            sender = message.subject.split(".")[3]
+            changed = self.load.receive(message.data, monotonic(), sender=sender)
         except ValueError as error:
             self.dropped += 1
-            logger.warning("a message on %s was dropped: %s", self._subject, error)
+            logger.warning("a message on %s was dropped: %s", message.subject, error)
             return
         if changed:
             self._changed()

@@ -21,7 +21,7 @@ from .awareness import AwarenessLevel, CacheAwareness
 from .decision import Decision
 from .router_metrics import RouterMetrics
 from .scheduling import Follower, SchedulerStatistics
-from .why import Answer, encode_answer, process_name, read_question, why_subject
+from .why import Answer, Question, encode_answer, process_name, read_question, tell, why_subject
 
 logger = logging.getLogger(__name__)
 
@@ -146,25 +146,31 @@ class RouterWatch:
     # Questions ----------------------------------------------------------------------------
 
     def _answer(self, message: Message) -> None:
-        request_id = read_question(message.data)
-        if request_id is None:
+        question = read_question(message.data)
+        if question is None:
             self._bus.drop(DropReason.MALFORMED)
             return
         if not is_safe_reply(message.reply, self._bus.config.reply_prefixes):
             self._bus.drop(DropReason.UNSAFE_REPLY if message.reply else DropReason.NO_REPLY)
             return
         try:
-            data = encode_answer(self.explain(request_id), self._bus.data.max_payload)
+            data = encode_answer(self.explain(question), self._bus.data.max_payload)
             self._bus.data.publish(message.reply, data)
         except (DynbusError, ValueError) as error:
-            logger.warning("%r: a question for %s was not answered: %s", self, request_id, error)
+            logger.warning("%r: %s was not answered: %s", self, question, error)
 
-    def explain(self, request_id: str) -> Answer:
-        """What the router knows of a request."""
+    def explain(self, question: Question) -> Answer:
+        """What the router knows of a request, or has decided of late."""
         now = monotonic()
         router = self._router
         limit = router.decisions_limit
         kept = router.latest_decisions(limit)
+        asked = (
+            router.decisions(question.request_id)
+            if question.request_id
+            else kept[: question.latest]
+        )
+        told = tell(asked, now)
         return Answer(
             self.id,
             process_name(),
@@ -173,10 +179,8 @@ class RouterWatch:
             len(kept),
             limit,
             round(now - kept[-1].decided_at, 3) if kept else None,
-            [
-                {**decision.as_dict(), "ago_s": round(now - decision.decided_at, 3)}
-                for decision in router.decisions(request_id)
-            ],
+            told,
+            len(asked) - len(told),
         )
 
 

@@ -19,14 +19,13 @@ depth`. When a run is split, its lower part is its `tail`, so that old locations
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from .holdings import cut, forget, mark, remove_copy, split_detached
+from .records import DEPTH_BITS, MAX_DEPTH
 from .runs import Holder, Run, common_bytes
-
-DEPTH_BITS: Final = 24
-MAX_DEPTH: Final = (1 << DEPTH_BITS) - 1
 
 
 class PrefixTree:
@@ -107,6 +106,8 @@ class PrefixTree:
         start = bounds[0]
         for chain, parent in enumerate(parents):
             end = bounds[chain + 1]
+            if start == end:
+                continue
             if parent is None:
                 run, depth = self.root, 0
             elif parent != last:
@@ -122,10 +123,7 @@ class PrefixTree:
                     saved = start = end
                     last = None
                     continue
-                run, depth = self._run_at(location), (location & MAX_DEPTH) + 1
-            if start == end:
-                last = parent
-                continue
+                run, depth = self.run_at(location), (location & MAX_DEPTH) + 1
             if (
                 depth == run.end
                 and run.children is None
@@ -134,6 +132,7 @@ class PrefixTree:
             ):
                 run.blocks += blocks[start * 8 : end * 8]
                 stop = run.end = run.ends[number] = depth + end - start
+                run.stamp += 1
                 base = run.id << DEPTH_BITS
                 locations += range(base | depth, base | stop)
             else:
@@ -264,6 +263,7 @@ class PrefixTree:
                 lower.ends[number] = end
         for number in lower.ends:
             run.ends[number] = at
+        run.stamp += 1
         if run.detached is not None:
             split_detached(run, lower, at)
         if run.copies is not None:
@@ -282,7 +282,7 @@ class PrefixTree:
             if location is None:
                 unknown += 1
                 continue
-            run, depth = self._run_at(location), location & MAX_DEPTH
+            run, depth = self.run_at(location), location & MAX_DEPTH
             if run.copies is not None and remove_copy(run, number, depth):
                 continue
             last = run.ends.get(number) == depth + 1
@@ -291,6 +291,7 @@ class PrefixTree:
                     run.ends[number] = depth
                 else:
                     del run.ends[number]
+                run.stamp += 1
             else:
                 cut(holder, run, depth)
             if depth + 1 == run.end and run.children is None:
@@ -319,7 +320,7 @@ class PrefixTree:
 
     # Finding --------------------------------------------------------------------------
 
-    def _run_at(self, location: int) -> Run:
+    def run_at(self, location: int) -> Run:
         """The run of a location that its holder holds."""
         run = self._find_run(location)
         assert run is not None
@@ -334,7 +335,7 @@ class PrefixTree:
 
     def _locate(self, holder: Holder, engine_hash: int) -> tuple[Run, int]:
         location = holder.held[engine_hash]
-        run, depth = self._run_at(location), location & MAX_DEPTH
+        run, depth = self.run_at(location), location & MAX_DEPTH
         holder.held[engine_hash] = run.id << DEPTH_BITS | depth
         return run, depth
 
@@ -384,6 +385,30 @@ class PrefixTree:
 
     # Limits ---------------------------------------------------------------------------
 
+    def _forget_names(
+        self, holder: Holder, victims: Mapping[int, Run], leading: Container[int]
+    ) -> int:
+        """Take the blocks of some runs from a holder's names; returns how many.
+
+        Args:
+            leading: the runs whose locations may lead to one of them.
+        """
+        held = holder.held
+        if not held:
+            return 0
+        numbers = np.fromiter(held.values(), dtype=np.int64, count=len(held)) >> DEPTH_BITS
+        # Blocks that were stored together are neighbours: few stretches are looked at closely.
+        bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+        names = list(held)
+        for start, number, end in zip(
+            bounds[:-1], numbers[bounds[:-1]].tolist(), bounds[1:], strict=True
+        ):
+            if number in leading:
+                for name in names[start:end]:
+                    if self.run_at(held[name]).id in victims:
+                        del held[name]
+        return len(names) - len(held)
+
     def evict(self, holders: Sequence[Holder], count: int) -> int:
         """Forget `count` held blocks or more, of the leaves that were used the longest ago.
 
@@ -405,14 +430,9 @@ class PrefixTree:
                 end - start for spans in (run.detached or {}).values() for start, end in spans
             )
         forgotten = 0
+        leading = _leading_to(victims.values())
         for holder in holders:
-            kept = {
-                engine_hash: location
-                for engine_hash, location in holder.held.items()
-                if self._run_at(location).id not in victims
-            }
-            forgotten += len(holder.held) - len(kept)
-            holder.held = kept
+            forgotten += self._forget_names(holder, victims, leading)
             for run in victims.values():
                 if run.detached is not None:
                     spans = run.detached.get(holder.number, ())
@@ -422,3 +442,16 @@ class PrefixTree:
             run.detached = run.copies = None
             self._trim(run)
         return forgotten
+
+
+def _leading_to(runs: Iterable[Run]) -> set[int]:
+    """The numbers of runs whose locations may lead to one of `runs`: its own, and from above."""
+    found: set[int] = set()
+    for run in runs:
+        above = run
+        while above.id not in found:
+            found.add(above.id)
+            if above.parent is None or above.parent.tail is not above:
+                break
+            above = above.parent
+    return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
 
 from .index import Rank
@@ -18,6 +19,19 @@ EVENTS_KEY: Final = "kv_events"
 TOKENIZER_KEY: Final = "kv_tokenizer_id"
 TAGS_KEY: Final = "kv_tags"
 LORAS_KEY: Final = "kv_loras"
+
+PROFILE_KEYS: Final = (
+    BLOCK_SIZE_KEY,
+    TOTAL_BLOCKS_KEY,
+    MAX_BATCHED_TOKENS_KEY,
+    DP_SIZE_KEY,
+    EVENTS_KEY,
+    TOKENIZER_KEY,
+    TAGS_KEY,
+    LORAS_KEY,
+)
+KEY_PREFIX: Final = "kv_"
+"""Keys that begin so are routing's: one that it does not know is a mistake."""
 
 MAX_DP_SIZE: Final = 1024
 
@@ -50,8 +64,15 @@ def read_profile(instance: str, metadata: Mapping[str, str]) -> InstanceProfile:
     """The profile of an instance, from its metadata.
 
     Raises:
-        ConfigError: a value is not what its key is for.
+        ConfigError: a value is not what its key is for, or a `kv_` key is none of those known.
     """
+    unknown = unknown_key(metadata, PROFILE_KEYS)
+    if unknown is not None:
+        near = suggestion(unknown, PROFILE_KEYS)
+        raise ConfigError(
+            f"instance {instance} says {unknown}, which is unknown{near}: "
+            f"there are {', '.join(PROFILE_KEYS)}"
+        )
     dp_size = _number(instance, metadata, DP_SIZE_KEY) or 1
     if dp_size > MAX_DP_SIZE:
         raise ConfigError(
@@ -101,7 +122,13 @@ def agreed_block_size(
             )
         if size is not None and agreed is None:
             agreed, said_by = size, f"instance {profile.instance}"
-        if tokenizer_id and profile.tokenizer_id and profile.tokenizer_id != tokenizer_id:
+        if tokenizer_id and not profile.tokenizer_id:
+            raise ConfigError(
+                f"the router's token ids are of {tokenizer_id!r}, instance {profile.instance} "
+                f"does not say what its own are of: give {TOKENIZER_KEY} in its "
+                "instance_metadata(), or no tokenizer_id to the router"
+            )
+        if tokenizer_id and profile.tokenizer_id != tokenizer_id:
             raise ConfigError(
                 f"tokenizers differ: the router's token ids are of {tokenizer_id!r}, instance "
                 f"{profile.instance} has {TOKENIZER_KEY} = {profile.tokenizer_id!r}: use the "
@@ -110,8 +137,9 @@ def agreed_block_size(
         if needs_events and not profile.has_events:
             raise ConfigError(
                 f"instance {profile.instance} publishes no KV events ({EVENTS_KEY} is not true) "
-                "and the router has mode 'exact': turn the engine's events on, or use mode "
-                "'approximate'"
+                "and the router follows events: open a KvEventPublisher in the engine and say "
+                f"{EVENTS_KEY} = true, or let the router guess from its own decisions "
+                "(open_router(..., exact=False); a Router actor: exact=false)"
             )
     if agreed is None:
         raise ConfigError(
@@ -128,6 +156,14 @@ def _number(instance: str, metadata: Mapping[str, str], key: str) -> int | None:
     if not (text.isascii() and text.isdigit() and len(text) <= 15 and int(text) > 0):
         raise ConfigError(f"instance {instance} says {key} = {text!r}: a number from 1 on")
     return int(text)
+
+
+def unknown_key(metadata: Mapping[str, str], known: Collection[str]) -> str | None:
+    """A key that begins with `kv_` and is none of the known ones; None when there is none."""
+    for key in metadata:
+        if key.startswith(KEY_PREFIX) and key not in known:
+            return key
+    return None
 
 
 def split_words(text: str) -> frozenset[str]:

@@ -37,6 +37,8 @@ class Profiles:
         self._needs_events = needs_events
         self._read: dict[str, tuple[Mapping[str, str], InstanceProfile | ConfigError]] = {}
         self._offered_at: dict[str, float] = {}
+        self._incarnations: dict[str, str] = {}
+        self._restarted: set[str] = set()
         self._sweep_at = 0.0
 
     def __repr__(self) -> str:
@@ -70,8 +72,12 @@ class Profiles:
             instance_id, metadata = instance.id, instance.metadata
             self._offered_at[instance_id] = now
             known = self._read.get(instance_id)
-            if known is None or (known[0] is not metadata and known[0] != metadata):
-                known = self._read[instance_id] = (metadata, self._check(instance))
+            if known is None or known[0] is not metadata:
+                # A new record; as a rule it says again what the one before it said.
+                self._look_at_incarnation(instance)
+                same = known is not None and known[0] == metadata
+                read = known[1] if known is not None and same else self._check(instance)
+                known = self._read[instance_id] = (metadata, read)
             if isinstance(known[1], InstanceProfile):
                 found.append(known[1])
             else:
@@ -79,6 +85,11 @@ class Profiles:
         if not found:
             raise ConfigError(next(iter(misfits.values())), started=False)
         return found, misfits
+
+    def restarted(self) -> set[str]:
+        """Instances that began anew under their old id since this was asked the last time."""
+        restarted, self._restarted = self._restarted, set()
+        return restarted
 
     def gone(self, now: float) -> list[str]:
         """Instances that were not offered for long; they are forgotten by that."""
@@ -89,7 +100,15 @@ class Profiles:
         for name in gone:
             del self._offered_at[name]
             self._read.pop(name, None)
+            self._incarnations.pop(name, None)
         return gone
+
+    def _look_at_incarnation(self, instance: Instance) -> None:
+        incarnation = instance.record.incarnation
+        before = self._incarnations.get(instance.id)
+        if before is not None and before != incarnation:
+            self._restarted.add(instance.id)
+        self._incarnations[instance.id] = incarnation
 
     def _agree(self, instances: Sequence[Instance]) -> None:
         self._agreed = agreed_block_size(

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from operator import index
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, SupportsIndex
 
 from dynbus.actors import Actor
 from dynbus.bus import headers
@@ -25,10 +26,10 @@ from dynbus.bus.errors import ConfigError, DynbusError, PayloadTooLarge, Unavail
 from dynbus.bus.names import check_token, kv_event_subject, kv_resync_subject
 from dynbus.bus.transport import Connection, ConnectionState, Message, NoStream
 
-from .event_log import Batch, EpochClock, EventLog
+from .event_log import MAX_ASKED_EPOCH, Batch, EpochClock, EventLog
 from .event_stream import EventStream, ensure_stream
 from .events import HEADER, KvEvent
-from .own_events import own_event
+from .own_events import own_events
 from .publisher_status import PublisherStatus, rank_status
 from .resync import decode_resync
 
@@ -174,31 +175,48 @@ class KvEventPublisher:
     def publish(self, events: Sequence[KvEvent], *, dp_rank: int = 0) -> None:
         """Hand over events of one rank, in order. Never blocks; callable from any thread.
 
-        Lists of hashes must not be changed afterwards; arrays are copied.
+        Hashes are copied, so that lists and arrays of them may be changed afterwards.
+
+        After `close` they are dropped and counted as `refused`: an engine may end a step late.
 
         Raises:
-            InvalidEvents: one of them cannot be encoded. None is taken then.
+            InvalidEvents: one of them cannot be encoded, and which. None is taken then.
+            RuntimeError: the publisher was not entered yet.
         """
-        taken = [own_event(event) for event in events]
+        taken = own_events(events)
         self._hand_over(_check_rank(dp_rank), taken)
 
     def reset(self, dp_rank: int = 0) -> None:
-        """The rank's engine was started anew with an empty cache. Callable from any thread."""
+        """The rank's engine was started anew with an empty cache. Callable from any thread.
+
+        Raises:
+            RuntimeError: the publisher was not entered yet.
+        """
         self._hand_over(_check_rank(dp_rank), None)
 
     def _hand_over(self, dp_rank: int, events: Sequence[KvEvent] | None) -> None:
         if self._closed:
-            self._refused += 1
+            self._refuse()
             return
+        if self._loop is None:
+            raise RuntimeError(
+                f"{self!r} was not entered, so that nothing would ever be sent: enter it with "
+                "`async with`, or in on_start with `await publisher.__aenter__()`, and publish then"
+            )
         self._inbox.append((dp_rank, unix_time(), events))
         # Set before it is scheduled: at worst the loop is woken once too often.
-        if not self._is_woken and self._loop is not None:
+        if not self._is_woken:
             self._is_woken = True
             try:
                 self._loop.call_soon_threadsafe(self._notify)
             except RuntimeError:
                 # The loop is closed, and with it the instance.
-                self._refused += 1
+                self._refuse()
+
+    def _refuse(self) -> None:
+        if not self._refused:
+            logger.warning("%r is closed: events that still come are dropped", self)
+        self._refused += 1
 
     # On the loop ----------------------------------------------------------------------
 
@@ -262,7 +280,7 @@ class KvEventPublisher:
         if stored is None or len(stored.data) < HEADER.size:
             return 0
         epoch: int = HEADER.unpack_from(stored.data)[4]
-        return min(epoch, (1 << 63) - 1)
+        return epoch if epoch < MAX_ASKED_EPOCH else 0
 
     async def _run(self) -> None:
         while True:
@@ -279,12 +297,16 @@ class KvEventPublisher:
                     log.begin_anew()
             self._progress.set()
 
+    @property
+    def _is_connected(self) -> bool:
+        return self._connection.state is ConnectionState.CONNECTED
+
     async def _step(self) -> None:
         self._take_inbox()
         now = self._stepped = monotonic()
         for log in self._logs.values():
             log.append_digest(unix_time(), now)
-        if now < self._retry_at or self._connection.state is not ConnectionState.CONNECTED:
+        if now < self._retry_at or not self._is_connected:
             return
         if self._lacks_stream:
             try:
@@ -299,6 +321,10 @@ class KvEventPublisher:
         for log in self._logs.values():
             while (batch := log.next_batch(now)) is not None:
                 self._send(log, batch)
+                # A resend has many batches, and each takes some milliseconds to encode.
+                await asyncio.sleep(0)
+                if self._retry_at > now or not self._is_connected:
+                    return
         for batch, (log, task) in self._sending.items():
             if not log.is_current(batch):
                 task.cancel()
@@ -396,7 +422,8 @@ async def _end(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
 
 
-def _check_rank(dp_rank: int) -> int:
-    if not 0 <= dp_rank <= MAX_RANK:
-        raise ConfigError(f"dp_rank = {dp_rank}: give a number from 0 to {MAX_RANK}")
-    return dp_rank
+def _check_rank(dp_rank: object) -> int:
+    rank = index(dp_rank) if isinstance(dp_rank, SupportsIndex) else -1
+    if not 0 <= rank <= MAX_RANK:
+        raise ConfigError(f"dp_rank = {dp_rank!r}: give a number from 0 to {MAX_RANK}")
+    return int(rank)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
+
+from pydantic import ConfigDict
 
 from dynbus.actors.brief_repr import brief_repr
 from dynbus.actors.routing import RouteRequest
-from dynbus.bus.errors import InvalidRequest
+from dynbus.bus.errors import ConfigError, InvalidRequest
 
+from .active_load import expected_tokens
 from .cost import RequestShape
 
 
@@ -22,12 +25,27 @@ class RequestFields:
         lora_name: the adapter; absent or empty for none.
         salt: what keeps the blocks of one tenant from those of others.
         expected_output_tokens: how long the output will be, or may be.
+
+    Raises:
+        ConfigError: a name is none.
     """
+
+    # A name that is misspelt in a file would leave the default in force.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     token_ids: str = "token_ids"
     lora_name: str = "lora_name"
     salt: str = "cache_salt"
     expected_output_tokens: str = "max_tokens"
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            path: Any = getattr(self, name)
+            if not isinstance(path, str) or not all(path.split(".")):
+                raise ConfigError(
+                    f"RequestFields({name}={path!r}): give the name of a field, or names with "
+                    "dots between them, for example 'prompt.ids'"
+                )
 
     def read(self, request: RouteRequest, block_size: int) -> tuple[RequestShape, str]:
         """The shape of a call's request, and the name of its adapter or "".
@@ -40,7 +58,8 @@ class RequestFields:
         if tokens is None:
             raise InvalidRequest(
                 f"{request.endpoint} is routed by token ids, and {brief_repr(body)} has no "
-                f"{self.token_ids!r}: give RequestFields(token_ids=...) to the router",
+                f"{self.token_ids!r}: give fields=RequestFields(token_ids=...) to the router, or "
+                'to a Router actor the field\'s name as fields={"token_ids": ...}',
                 request_id=request.request_id,
                 started=False,
             )
@@ -53,7 +72,11 @@ class RequestFields:
                 block_size,
                 lora_name=lora_name,
                 salt=salt,
-                expected_output_tokens=expected if isinstance(expected, int) else None,
+                expected_output_tokens=expected_tokens(
+                    expected
+                    if isinstance(expected, int) and not isinstance(expected, bool)
+                    else None
+                ),
                 priority=request.priority,
                 metadata=request.metadata,
             )

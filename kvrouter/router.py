@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from dynbus.actors.routing import Route, RouteRequest
 from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
+from dynbus.bus.config import suggestion
 from dynbus.bus.discovery import Instance
 from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.names import EndpointName
@@ -19,9 +20,9 @@ from dynbus.bus.tokens import random_id
 from dynbus.bus.transport import Connection
 
 from .affinity import SESSION_KEY
-from .attempt import OUTPUT_KEY, AttemptObserver
-from .awareness import CacheAwareness
-from .constraints import LoraMode, read_constraints
+from .attempt import AttemptObserver
+from .awareness import CacheAwareness, no_instances
+from .constraints import DP_RANK_KEY, OUTPUT_KEY, OVERLAP_KEY, LoraMode, read_constraints
 from .cost import CostFunction
 from .decision import Decision
 from .index import Rank
@@ -40,16 +41,14 @@ from .scheduling import (
     base_awareness,
 )
 from .shared_load import MESSAGE_BYTES, SharedLoad
+from .waiting_calls import WaitingCalls
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_POLICY: Final = "dynamo"
+DEFAULT_POLICY: Final = "kv"
 REUSED_FIELD: Final = "cached_tokens"
-
-DP_RANK_KEY: Final = "kv_dp_rank"
-OVERLAP_KEY: Final = "kv_overlap_blocks"
-"""Keys of the metadata with which a request reaches the engine: the data-parallel rank that was
-chosen, and how many blocks of the prompt it was taken to hold."""
+Instances = Callable[[], Collection[str] | None]
+"""The ids of the instances that there are; None while that is not known."""
 
 
 class KvRouter:
@@ -57,12 +56,15 @@ class KvRouter:
 
     Use it with `async with` when it has a `connection`; without one it needs no closing.
 
+    Attributes:
+        route_timeout: it bounds no call, since one may wait in the queue until its deadline.
+
     Args:
         follower: the index that follows the engines' events, entered by whoever gives it. None
             guesses from own decisions what engines hold.
         connection: of the running loop, over which routers of the component share their load;
             None for a router that is alone.
-        policy: a cost function, or its name: `dynamo`, or `module:function`.
+        policy: a cost function, or its name: `kv`, `dynamo`, or `module:function`.
         shadows: policies by name that score every request and decide nothing.
         fields: where requests have their token ids and the like.
         block_size: what all instances must have; None for what they say.
@@ -71,10 +73,16 @@ class KvRouter:
         reused_field: where an item of a stream, or a result, says how many tokens of the prompt
             the engine found in its cache: names with dots, for example
             `usage.prompt_tokens_details.cached_tokens`. Empty for nowhere.
+        target: `namespace.component` that it is for; that of the first call unless given.
+        instances: those of the target, without which `awareness` is off.
+        offered: those of them that may be chosen just now, for calls that wait while one comes.
+            None has them wait for the next call, which is offered them.
 
     Raises:
-        ConfigError: a policy cannot be loaded.
+        ConfigError: a policy cannot be loaded, or a value is not usable.
     """
+
+    route_timeout: float | None = None
 
     def __init__(
         self,
@@ -89,7 +97,14 @@ class KvRouter:
         tokenizer_id: str = "",
         lora: LoraMode = "prefer",
         reused_field: str = REUSED_FIELD,
+        target: str = "",
+        instances: Instances | None = None,
+        offered: Callable[[], Sequence[Instance]] | None = None,
     ) -> None:
+        _check(block_size, tokenizer_id, lora, reused_field)
+        self._target = target
+        self._instances = instances
+        self._offered = offered
         self._follower = follower
         self._connection = connection
         self._policy, self._policy_name = _resolve(policy)
@@ -106,11 +121,11 @@ class KvRouter:
         self._sharing: LoadSharing | None = None
         self._starting = asyncio.Lock()
         self._exits: AsyncExitStack | None = None
-        self._waiting: dict[Ticket, asyncio.Future[Decision]] = {}
+        self._waiting: WaitingCalls | None = None
 
     def __repr__(self) -> str:
         where = ".".join(self._component) if self._component else "not used yet"
-        return f"<KvRouter {where} [{self._policy_name} | {len(self._waiting)} waiting]>"
+        return f"<KvRouter {where} [{self._policy_name} | {len(self._waiting or ())} waiting]>"
 
     async def __aenter__(self) -> KvRouter:
         self._exits = AsyncExitStack()
@@ -159,14 +174,20 @@ class KvRouter:
             ),
             now,
         )
-        decision = await self._wait(scheduler, answer) if isinstance(answer, Ticket) else answer
+        decision = answer
+        if isinstance(decision, Ticket):
+            decision = await self._calls.wait(decision, request)
         self._tell()
         block_size = scheduler.block_size
         rank = decision.chosen
         return Route(
             rank.instance,
             AttemptObserver(
-                self, decision.number, self._reused_field, block_size if tracks_output else 0
+                self,
+                decision.number,
+                self._reused_field,
+                block_size if tracks_output else 0,
+                decision.waited_s,
             ),
             {
                 DP_RANK_KEY: str(rank.dp_rank),
@@ -199,9 +220,16 @@ class KvRouter:
 
     def awareness(self) -> CacheAwareness:
         """How far it can rely on what it knows of the caches at this moment."""
+        if self._instances is not None and (known := self._instances()) is not None and not known:
+            return no_instances(self._target)
         if self._scheduler is None:
             return base_awareness(self._follower, self._config)
         return self._scheduler.awareness()
+
+    @property
+    def policy(self) -> str:
+        """The name of the cost function that decides now."""
+        return self._policy_name
 
     @property
     def decisions_limit(self) -> int:
@@ -239,10 +267,12 @@ class KvRouter:
     async def _start(self, endpoint: EndpointName) -> KvScheduler:
         component = (endpoint.namespace, endpoint.component)
         async with self._starting:
-            if self._component not in (None, component):
+            asked = ".".join(component)
+            target = ".".join(self._component) if self._component else self._target or asked
+            if target != asked:
                 raise ConfigError(
-                    f"this KvRouter is for {'.'.join(self._component or ())} and was asked for "
-                    f"{'.'.join(component)}: make one for each component"
+                    f"this KvRouter is for {target} and was asked for {asked}: make one for each "
+                    "component"
                 )
             if self._scheduler is not None:
                 return self._scheduler
@@ -260,6 +290,7 @@ class KvRouter:
                 shadows=self._shadows,
             )
             scheduler.use_policy(self._policy, self._policy_name)
+            self._waiting = WaitingCalls(scheduler, self._look_again)
             return scheduler
 
     async def _share(
@@ -280,36 +311,20 @@ class KvRouter:
         self._sharing = await self._exits.enter_async_context(sharing)
         return load
 
-    async def _wait(self, scheduler: KvScheduler, ticket: Ticket) -> Decision:
-        future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
-        self._waiting[ticket] = future
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                # Decided in the same turn in which the caller left.
-                scheduler.ended(future.result().number, monotonic(), "Cancelled")
-                self._release()
-            raise
-        finally:
-            scheduler.withdraw(ticket)
-            del self._waiting[ticket]
-
     def _release(self) -> None:
-        """Let those go on who have waited long enough."""
-        scheduler = self._scheduler
-        if scheduler is None or not self._waiting:
-            return
-        now = monotonic()
-        for ticket, answer in scheduler.release(now):
-            future = self._waiting[ticket]
-            if future.done():
-                if isinstance(answer, Decision):
-                    scheduler.ended(answer.number, now, "Cancelled")
-            elif isinstance(answer, Decision):
-                future.set_result(answer)
-            else:
-                future.set_exception(answer)
+        """Let calls go on that have waited long enough."""
+        if self._waiting is not None:
+            self._waiting.release()
+
+    def _look_again(self) -> None:
+        """Whether calls that wait may go on because of what no call has told."""
+        try:
+            instances = () if self._offered is None else self._offered()
+            profiles = self._profiles.of(instances)[0] if instances else ()
+        except ConfigError:
+            # Each that does not fit was logged; those that calls wait for may be free.
+            profiles = ()
+        self._look_at_instances(self._decided, profiles, monotonic())
 
     def _note_elsewhere(self, rank: Rank, sequence_hashes: Sequence[int]) -> None:
         if self._scheduler is not None:
@@ -322,10 +337,11 @@ class KvRouter:
     def _look_at_instances(
         self, scheduler: KvScheduler, profiles: Sequence[InstanceProfile], now: float
     ) -> None:
-        """Forget instances that are gone; have those that wait know of new ones."""
-        gone = self._profiles.gone(now)
-        for instance in gone:
+        """Forget what is gone of the instances; have those that wait know of new ones."""
+        for instance in self._profiles.gone(now):
             scheduler.remove_instance(instance)
+        for instance in self._profiles.restarted():
+            scheduler.forget_cache(instance)
         if self._waiting:
             scheduler.refresh(profiles)
             self._release()
@@ -371,6 +387,39 @@ class KvRouter:
         if self._scheduler is None:
             raise RuntimeError("nothing was decided yet")
         return self._scheduler
+
+    @property
+    def _calls(self) -> WaitingCalls:
+        """The calls that wait, which come with the scheduler."""
+        if self._waiting is None:
+            raise RuntimeError("nothing was decided yet")
+        return self._waiting
+
+
+def _check(block_size: Any, tokenizer_id: Any, lora: Any, reused_field: Any) -> None:
+    """Look at what a type checker would have looked at, for those who run none.
+
+    Raises:
+        ConfigError: a value is not usable.
+    """
+    is_number = isinstance(block_size, int) and not isinstance(block_size, bool)
+    if block_size is not None and (not is_number or block_size < 1):
+        raise ConfigError(
+            f"block_size={block_size!r}: give the tokens of a block, 1 or more, or None for what "
+            "the instances say"
+        )
+    modes = get_args(LoraMode)
+    if lora not in modes:
+        raise ConfigError(
+            f"lora={lora!r}{suggestion(str(lora), modes)}: give one of {', '.join(modes)}"
+        )
+    if not isinstance(tokenizer_id, str):
+        raise ConfigError(f"tokenizer_id={tokenizer_id!r}: give a string, empty for no check")
+    if not isinstance(reused_field, str) or (reused_field and not all(reused_field.split("."))):
+        raise ConfigError(
+            f"reused_field={reused_field!r}: give names with dots between them, for example "
+            "'usage.cached_tokens', or '' for nowhere"
+        )
 
 
 def _resolve(policy: str | CostFunction, *, reload: bool = False) -> tuple[CostFunction, str]:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from typing import Any, cast
+from functools import partial
+from typing import Any, Final, cast
 
 from pydantic import BaseModel
 
 from dynbus.actors import Actor, handler
 from dynbus.actors.clients import EndpointClient
 from dynbus.actors.json_object import JsonObject
+from dynbus.actors.options import call_options
+from dynbus.actors.stream import Stream
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.names import EndpointName
 
+from .constraints import LoraMode
 from .opening import open_router
+from .request_fields import RequestFields
 from .router import DEFAULT_POLICY, REUSED_FIELD, KvRouter
 from .scheduling import SchedulerConfig
+from .why import tell
+
+DEFAULTS: Final = SchedulerConfig()
 
 
 class Router(Actor, abstract=True):
@@ -30,10 +39,14 @@ class Router(Actor, abstract=True):
         policies: those that `use_policy` may change to. Callers name one of them: nothing else
             is ever imported for them.
         shadows: policies that score every request and decide nothing.
-        exact: whether to follow the engines' events; False guesses from own decisions.
-        temperature, queue_threshold: see `SchedulerConfig`.
-        tokenizer_id: what makes the token ids; empty for no check.
-        reused_field: see `KvRouter`.
+        exact, share: see `open_router`.
+        fields: see `RequestFields`; as text a JSON object, `{"token_ids": "prompt.ids"}`.
+        block_size, tokenizer_id, lora, reused_field: see `KvRouter`.
+        temperature, queue_threshold, queue_limit, session_ttl, session_overload,
+            prediction_ttl, approximate_ttl, decisions, track_output: see `SchedulerConfig`.
+
+    Raises:
+        ConfigError: a value is not usable.
     """
 
     def __init__(
@@ -43,19 +56,48 @@ class Router(Actor, abstract=True):
         policies: Sequence[str] = (),
         shadows: Sequence[str] = (),
         exact: bool = True,
-        temperature: float = 0.0,
-        queue_threshold: float | None = None,
+        share: bool = True,
+        fields: RequestFields | None = None,
+        block_size: int | None = None,
         tokenizer_id: str = "",
+        lora: LoraMode = "prefer",
         reused_field: str = REUSED_FIELD,
+        temperature: float = DEFAULTS.temperature,
+        queue_threshold: float | None = DEFAULTS.queue_threshold,
+        queue_limit: int = DEFAULTS.queue_limit,
+        session_ttl: float = DEFAULTS.session_ttl,
+        session_overload: float = DEFAULTS.session_overload,
+        prediction_ttl: float = DEFAULTS.prediction_ttl,
+        approximate_ttl: float | None = DEFAULTS.approximate_ttl,
+        decisions: int = DEFAULTS.decisions,
+        track_output: bool = DEFAULTS.track_output,
     ) -> None:
         self._target = EndpointName.parse(target)
-        self._policy = policy
         self._policies = {policy, *policies}
-        self._shadows = shadows
-        self._exact = exact
-        self._config = SchedulerConfig(temperature=temperature, queue_threshold=queue_threshold)
-        self._tokenizer_id = tokenizer_id
-        self._reused_field = reused_field
+        config = SchedulerConfig(
+            temperature=temperature,
+            queue_threshold=queue_threshold,
+            queue_limit=queue_limit,
+            session_ttl=session_ttl,
+            session_overload=session_overload,
+            prediction_ttl=prediction_ttl,
+            approximate_ttl=approximate_ttl,
+            decisions=decisions,
+            track_output=track_output,
+        )
+        self._open = partial(
+            open_router,
+            exact=exact,
+            share=share,
+            policy=policy,
+            shadows={name: name for name in shadows},
+            config=config,
+            fields=fields,
+            block_size=block_size,
+            tokenizer_id=tokenizer_id,
+            lora=lora,
+            reused_field=reused_field,
+        )
         self._exits = AsyncExitStack()
         self._router: KvRouter | None = None
         self._client: EndpointClient | None = None
@@ -66,16 +108,7 @@ class Router(Actor, abstract=True):
         runtime = self.runtime
         async with AsyncExitStack() as exits:
             self._router = router = await exits.enter_async_context(
-                open_router(
-                    runtime,
-                    f"{namespace}.{component}",
-                    exact=self._exact,
-                    policy=self._policy,
-                    shadows={name: name for name in self._shadows},
-                    config=self._config,
-                    tokenizer_id=self._tokenizer_id,
-                    reused_field=self._reused_field,
-                )
+                self._open(runtime, f"{namespace}.{component}")
             )
             self._client = await runtime.endpoint(self._target).client(routing=router)
             known = runtime.discovery.view.everything()
@@ -91,22 +124,30 @@ class Router(Actor, abstract=True):
     async def on_stop(self) -> None:
         await self._exits.aclose()
 
-    @handler
+    # How long a call may wait for an item is the engine's to say, whose limits hold.
+    @handler(idle_timeout=None)
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """What the chosen instance gives, item by item."""
         if self._client is None:
             raise RuntimeError("the router was not started")
-        stream = await self._client.generate(request)
+        with call_options(timeout=None):
+            # Its caller's deadline holds; there is none beside it.
+            call = self._client.generate(request)
+        answer = await call
+        if not isinstance(answer, Stream):
+            yield _plain(answer)
+            return
+        stream: Stream[Any] = cast(Any, answer)
         async with aclosing(stream):
             async for item in stream:
                 yield _plain(item)
 
     @handler
     async def decisions(self, request: DecisionQuery) -> list[dict[str, Any]]:
-        """The decisions for a request, one per attempt, while they are kept."""
+        """The decisions for a request, one per attempt, while they are kept; see `Answer`."""
         router = self._router
         found = [] if router is None else router.decisions(request.request_id)
-        return [decision.as_dict() for decision in found]
+        return tell(found, monotonic())
 
     @handler
     async def use_policy(self, request: PolicyChoice) -> PolicyChoice:
@@ -120,6 +161,13 @@ class Router(Actor, abstract=True):
             self._router.use_policy(request.policy)
         return request
 
+    @handler
+    async def policy(self) -> PolicyReport:
+        """The policy that decides now, and those that `use_policy` may change to."""
+        if self._router is None:
+            raise RuntimeError("the router was not started")
+        return PolicyReport(policy=self._router.policy, policies=sorted(self._policies))
+
 
 class DecisionQuery(BaseModel):
     """Which request is meant."""
@@ -131,6 +179,13 @@ class PolicyChoice(BaseModel):
     """A policy by name."""
 
     policy: str
+
+
+class PolicyReport(BaseModel):
+    """The policy in force, and all that were configured."""
+
+    policy: str
+    policies: list[str]
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ class Run:
         ends: by holder, the end of what it holds without a gap.
         detached: by holder, what it holds behind a hole; None for nothing.
         copies: by (holder, depth), how many more engine hashes name this one block.
+        stamp: grows whenever `ends` changes.
     """
 
     __slots__ = (
@@ -30,6 +31,7 @@ class Run:
         "ends",
         "id",
         "parent",
+        "stamp",
         "start",
         "tail",
         "touched",
@@ -47,6 +49,7 @@ class Run:
         self.detached: dict[int, Intervals] | None = None
         self.copies: dict[tuple[int, int], int] | None = None
         self.touched = 0
+        self.stamp = 0
 
     def __repr__(self) -> str:
         return f"<Run {self.id} [{self.start}:{self.end} | holders: {len(self.ends)}]>"
@@ -66,6 +69,11 @@ class Holder:
         self.number = number
         self.held: dict[int, int] = {}
         self.detached = 0
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks it holds."""
+        return len(self.held)
 
 
 def common_bytes(first: bytes | bytearray, second: bytes | bytearray) -> int:

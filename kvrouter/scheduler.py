@@ -5,22 +5,24 @@ Whoever uses it tells it what happens to requests, and asks `release` after each
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Final
 
-from dynbus.bus.errors import DynbusError, Overloaded
+from dynbus.bus.errors import ConfigError, DynbusError, Overloaded
 from dynbus.bus.tokens import jitter
 
 from .active_load import ActiveLoad
 from .affinity import SessionAffinity
 from .approximate import ApproximateIndex
 from .awareness import CacheAwareness, doubted
-from .cost import NO_OVERLAP, Candidate, CostFunction, DynamoCost, choose
+from .cost import NO_OVERLAP, Candidate, CostFunction, choose
 from .decision import CandidateTable, Decision, DecisionLog, Reason
 from .index import Overlap, Rank
+from .kv_cost import KvCost
 from .policies import policy_name
 from .profile import InstanceProfile
 from .reuse import ReuseWatch
@@ -37,6 +39,8 @@ from .scoring import apply_constraints, scored
 from .shadows import Shadows
 from .waiting import WaitingQueue
 
+logger = logging.getLogger(__name__)
+
 RETRY_AFTER: Final = 0.5
 """Seconds after which a request that found the queue full has a chance."""
 
@@ -48,6 +52,7 @@ class KvScheduler:
     """Decides for the requests of one component. Times are seconds of one monotonic clock.
 
     Args:
+        policy: the cost function; `KvCost` unless given.
         load: what runs where; an own `ActiveLoad` unless given.
         follower: the exact index; None when engines send no events.
         shadows: cost functions by name that score every request and decide nothing.
@@ -83,8 +88,9 @@ class KvScheduler:
         self._running: dict[int, Decision] = {}
         self._number = 0
         self._counts: Counter[str] = Counter()
-        self._policy: CostFunction = policy or DynamoCost()
+        self._policy: CostFunction = policy or KvCost()
         self._policy_name = policy_name(self._policy)
+        self._has_failed = False
 
     def __repr__(self) -> str:
         return f"<KvScheduler [{len(self._running)} running, {len(self._queue)} waiting]>"
@@ -93,6 +99,7 @@ class KvScheduler:
         """Decide by another cost function from now on."""
         self._policy = policy
         self._policy_name = name or policy_name(policy)
+        self._has_failed = False
 
     # Requests -----------------------------------------------------------------------------
 
@@ -125,24 +132,39 @@ class KvScheduler:
     def release(self, now: float) -> list[tuple[Ticket, Decision | DynbusError]]:
         """Those that wait no longer, each with its decision, or what speaks against one.
 
-        To be asked after every `first_item` and `ended`, and after a change of the load that
-        other routers have told.
+        To be asked after every `submit` that gave a ticket, every `first_item` and `ended`, and
+        after a change of the instances or of the load that other routers have told.
         """
         released: list[tuple[Ticket, Decision | DynbusError]] = []
+        is_held = False
         for ticket in self._queue:
             request = ticket.request
+            if is_held and not request.is_narrow:
+                continue
             if self._is_busy(request.profiles):
-                if request.constraints.narrows or request.attempt > 1:
-                    continue
-                break
+                is_held = is_held or not request.is_narrow
+                continue
             self._queue.remove(ticket.place)
-            answer: Decision | DynbusError
-            try:
-                answer = self._decide(request, now)
-            except DynbusError as error:
-                answer = error
-            released.append((ticket, answer))
+            released.append((ticket, self._answer(request, now)))
         return released
+
+    def _answer(self, request: SchedulingRequest, now: float) -> Decision | DynbusError:
+        """The decision for a request that waited, or what speaks against one.
+
+        Whatever fails, fails for this request alone: others are released with it.
+        """
+        try:
+            return self._decide(request, now)
+        except DynbusError as error:
+            return error
+        except Exception as error:
+            logger.exception("request %s cannot be routed", request.request_id)
+            return ConfigError(
+                f"policy {self._policy_name} or what it was given failed: "
+                f"{type(error).__name__}: {error}",
+                request_id=request.request_id,
+                started=False,
+            )
 
     def withdraw(self, ticket: Ticket) -> bool:
         """A request waits no longer, since nobody wants it; False when it did not wait."""
@@ -183,6 +205,8 @@ class KvScheduler:
         decision = self.decisions.get(number)
         if decision is None or decision.outcome.reused_tokens is not None:
             return decision
+        # An engine may say anything; of a prompt no more than all of it can be reused.
+        tokens = min(tokens, decision.prompt_tokens)
         decision.outcome.reused_tokens = tokens
         self._counts["reused"] += tokens
         self._counts["compared"] += decision.expected_reuse
@@ -201,22 +225,30 @@ class KvScheduler:
         if self._follower is not None:
             self._predictions.store(rank, sequence_hashes, now)
             return
-        capacity = self._capacities.get(rank.instance)
-        if capacity is not None or self.config.approximate_ttl is not None:
+        # Without a time to forget in, only what is known to be an instance is remembered.
+        if rank.instance in self._capacities or self.config.approximate_ttl is not None:
+            capacity = self._capacities.get(rank.instance)
             self._guesses.store(rank, sequence_hashes, now, capacity=capacity)
 
     def refresh(self, profiles: Sequence[InstanceProfile]) -> None:
         """Other instances are there now: whoever waits may go there as well."""
         for ticket in self._queue:
             request = ticket.request
-            if request.attempt == 1:
-                fit = [one for one in profiles if request.constraints.refusal(one) is None]
-                request.profiles = fit or request.profiles
+            fit = [one for one in profiles if request.constraints.refusal(one) is None]
+            if request.attempt > 1:
+                # Others have turned the call away: they are for when there is nobody else.
+                before = {one.instance for one in request.profiles}
+                fit = [one for one in fit if one.instance in before] or fit
+            request.profiles = fit or request.profiles
 
     def remove_instance(self, instance: str) -> None:
         """An instance is gone for good: nothing is charged to it or expected of it any longer."""
         self.load.remove_instance(instance)
         self._capacities.pop(instance, None)
+        self.forget_cache(instance)
+
+    def forget_cache(self, instance: str) -> None:
+        """An instance began anew with an empty cache: what was guessed of it is void."""
         self._guesses.remove_instance(instance)
         self._predictions.remove_instance(instance)
         self._reuse.remove_instance(instance)
@@ -252,8 +284,9 @@ class KvScheduler:
     def _is_held(self, request: SchedulingRequest) -> bool:
         if self.config.queue_threshold is None:
             return False
-        narrow = request.constraints.narrows or request.attempt > 1
-        if not narrow and self._queue.has_before(request.shape.priority):
+        if not request.is_narrow and self._queue.has_before(
+            request.shape.priority, lambda ticket: not ticket.request.is_narrow
+        ):
             return True
         return self._is_busy(request.profiles)
 
@@ -275,7 +308,7 @@ class KvScheduler:
     def _decide(self, request: SchedulingRequest, now: float) -> Decision:
         shape = request.shape
         candidates, predicted = self._candidates(request, now)
-        costs = scored(self._policy, self._policy_name, request, candidates)
+        costs = self._costs(request, candidates)
         at, reason = self._choose(request, candidates, costs, now)
         chosen = candidates[at]
         self._number += 1
@@ -306,6 +339,18 @@ class KvScheduler:
         )
         self._commit(request, decision, chosen, predicted[at], now)
         return decision
+
+    def _costs(
+        self, request: SchedulingRequest, candidates: Sequence[Candidate]
+    ) -> Sequence[float]:
+        try:
+            return scored(self._policy, self._policy_name, request, candidates)
+        except ConfigError as error:
+            # Each call is told what is wrong; the way there is logged once for each policy.
+            if not self._has_failed:
+                self._has_failed = True
+                logger.error("%s", error.message, exc_info=error.__cause__)
+            raise
 
     def _known_awareness(self, now: float) -> str:
         """How far the index can be relied on, looked at now and then since that takes time."""
@@ -395,14 +440,6 @@ class KvScheduler:
         shape = request.shape
         rank = chosen.rank
         hashes = shape.sequence_hashes
-        self.load.add(
-            str(decision.number),
-            rank,
-            hashes,
-            shape.prompt_tokens,
-            decision.expected_reuse,
-            shape.expected_output_tokens,
-        )
         profile = next(one for one in request.profiles if one.instance == rank.instance)
         if self._follower is None or not profile.has_events:
             self._capacities[rank.instance] = chosen.total_blocks
@@ -412,6 +449,15 @@ class KvScheduler:
             self._predictions.store(rank, hashes, now, start=known)
         if request.session:
             self._affinity.bind(request.session, rank, now)
+        # Charged when all else is done: whoever gets no decision cannot say that it ended.
+        self.load.add(
+            str(decision.number),
+            rank,
+            hashes,
+            shape.prompt_tokens,
+            decision.expected_reuse,
+            shape.expected_output_tokens,
+        )
         self._running[decision.number] = decision
         self.decisions.add(decision)
         self._counts["waited"] += now > request.arrived

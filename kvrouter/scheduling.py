@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dynbus.bus.errors import ConfigError
 
 from .active_load import RankLoad
 from .affinity import DEFAULT_OVERLOAD
@@ -81,10 +84,13 @@ class SchedulerConfig:
         prediction_ttl: seconds to believe, beside exact events, what own decisions will have
             stored; 0 for not at all.
         approximate_ttl: the same for engines without events; None keeps as much as an
-            instance says that it has room for.
+            instance says that it has room for, and 65,536 blocks where it does not say.
         decisions: how many are kept.
         track_output: whether a request's output counts as blocks of its rank while it grows;
             each item is taken for a token. A request may say otherwise.
+
+    Raises:
+        ConfigError: a value is not usable.
     """
 
     temperature: float = 0.0
@@ -96,6 +102,33 @@ class SchedulerConfig:
     approximate_ttl: float | None = DEFAULT_TTL
     decisions: int = MAX_DECISIONS
     track_output: bool = False
+
+    def __post_init__(self) -> None:
+        # Not everyone runs a type checker, so the types are looked at as well.
+        for name, (least, whole, remedy) in _LIMITS.items():
+            value: Any = getattr(self, name)
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            is_number = isinstance(value, int if whole else int | float)
+            if not is_number or isinstance(value, bool) or not least <= value < math.inf:
+                raise ConfigError(f"{name}={value!r}: give {remedy}")
+        track: Any = self.track_output
+        if not isinstance(track, bool):
+            raise ConfigError(f"track_output={track!r}: give True or False")
+
+
+_MAY_BE_NONE: Final = ("queue_threshold", "approximate_ttl")
+_LIMITS: Final[Mapping[str, tuple[float, bool, str]]] = {
+    "temperature": (0, False, "0 for the lowest cost, or more, for example 0.2"),
+    "queue_threshold": (0, False, "a number from 0 on, for example 1.0, or None for no queue"),
+    "queue_limit": (1, True, "a whole number from 1 on; queue_threshold=None is for no queue"),
+    "session_ttl": (0, False, "seconds from 0 on"),
+    "session_overload": (1, False, "a factor from 1 on"),
+    "prediction_ttl": (0, False, "seconds, or 0 to expect nothing of own decisions"),
+    "approximate_ttl": (0, False, "seconds, or None to keep what instances have room for"),
+    "decisions": (1, True, "a whole number from 1 on"),
+}
+"""The least value of each setting, whether it is a whole number, and what to give."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +149,11 @@ class SchedulingRequest:
     session: str = ""
     constraints: Constraints = NO_CONSTRAINTS
     excluded: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it may go to some of the instances only, and so waits for itself alone."""
+        return self.constraints.narrows or self.attempt > 1
 
 
 @dataclass(slots=True, eq=False)

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final, TypeAlias, TypeVar
+from typing import Annotated, Final, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
-from .active_load import ActiveLoad, RankLoad
+from .active_load import MOST_TOKENS, ActiveLoad, RankLoad, expected_tokens
 from .index import Rank
+from .profile import MAX_DP_SIZE
 
 VERSION: Final = 1
 SILENCE: Final = 5.0
@@ -31,15 +32,21 @@ CHANGE_BYTES: Final = 512
 """What a change has at most beside its blocks, with room for the message around it."""
 
 
+# What other routers say is reckoned with: a number out of bounds makes its message malformed.
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=63)]
+
+
 class Added(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     """A request goes to a rank. `blocks` are its sequence hashes, little-endian u64."""
 
-    number: int
-    instance: str
-    dp_rank: int
-    prompt_tokens: int
-    cached_tokens: int
-    expected_output_tokens: int | None
+    number: Number
+    instance: Name
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_DP_SIZE)]
+    prompt_tokens: Tokens
+    cached_tokens: Tokens
+    expected_output_tokens: Tokens | None
     blocks: bytes
     prefill_completed: bool = False
 
@@ -47,13 +54,13 @@ class Added(msgspec.Struct, frozen=True, array_like=True, tag="a"):
 class PrefillCompleted(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     """The first output of a request came."""
 
-    number: int
+    number: Number
 
 
 class Freed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """A request ended."""
 
-    number: int
+    number: Number
 
 
 Change: TypeAlias = Added | PrefillCompleted | Freed
@@ -68,8 +75,8 @@ class Changes(msgspec.Struct, frozen=True, array_like=True, tag="c"):
     """
 
     version: int
-    router: str
-    first: int
+    router: Name
+    first: Number
     changes: list[Change]
 
 
@@ -81,10 +88,10 @@ class ActiveSet(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     """
 
     version: int
-    router: str
-    sequence: int
-    part: int
-    parts: int
+    router: Name
+    sequence: Number
+    part: Number
+    parts: Number
     requests: list[Added]
 
 
@@ -92,15 +99,15 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="?"):
     """A router wants the active sets of `routers`; of all when there is none named."""
 
     version: int
-    router: str
-    routers: list[str]
+    router: Name
+    routers: list[Name]
 
 
 class Left(msgspec.Struct, frozen=True, array_like=True, tag="l"):
     """A router is gone, and nothing of it runs."""
 
     version: int
-    router: str
+    router: Name
 
 
 LoadMessage: TypeAlias = Changes | ActiveSet | Ask | Left
@@ -173,20 +180,22 @@ class SharedLoad:
 
         Args:
             request_id: a number as text.
+
+        Raises:
+            ValueError: there is a request with this id.
         """
-        self.active.add(
-            request_id, rank, sequence_hashes, prompt_tokens, cached_tokens, expected_output_tokens
-        )
         number = int(request_id)
+        expected = expected_tokens(expected_output_tokens)
         added = Added(
             number,
             rank.instance,
             rank.dp_rank,
-            prompt_tokens,
-            cached_tokens,
-            expected_output_tokens,
+            min(prompt_tokens, MOST_TOKENS),
+            min(cached_tokens, MOST_TOKENS),
+            expected,
             np.array(sequence_hashes, dtype="<u8").tobytes(),
         )
+        self.active.add(request_id, rank, sequence_hashes, prompt_tokens, cached_tokens, expected)
         self._own[number] = added
         self._changes.append(added)
 
@@ -242,11 +251,14 @@ class SharedLoad:
         if self._is_new:
             self._is_new = False
             yield _encoder.encode(Ask(VERSION, self.router, []))
-        changes, self._changes = self._changes, []
-        for batch in _split(changes, self._message_bytes):
-            yield _encoder.encode(Changes(VERSION, self.router, self._sequence, batch))
+        said = self._sequence
+        for batch in _split(self._changes.copy(), self._message_bytes):
+            message = _encoder.encode(Changes(VERSION, self.router, self._sequence, batch))
+            # Only now: what could not be said is still to be said.
+            del self._changes[: len(batch)]
             self._sequence += len(batch)
-        if alive and not changes:
+            yield message
+        if alive and self._sequence == said:
             yield _encoder.encode(Changes(VERSION, self.router, self._sequence, []))
         if self._is_asked:
             self._is_asked = False
@@ -270,11 +282,15 @@ class SharedLoad:
 
     # What is heard ------------------------------------------------------------------------
 
-    def receive(self, data: bytes, now: float) -> bool:
+    def receive(self, data: bytes, now: float, *, sender: str | None = None) -> bool:
         """Take in a message of another router; whether `release` may find something now.
 
+        Args:
+            sender: the router that the subject names; None where there is no subject.
+
         Raises:
-            ValueError: it is no message of version 1. Nothing of it is used.
+            ValueError: it is no message of version 1, or another router's than the sender's.
+                Nothing of it is used.
         """
         try:
             message = _decoder.decode(data)
@@ -282,6 +298,8 @@ class SharedLoad:
             raise ValueError(f"no message of routers' load: {error}") from None
         if message.version != VERSION:
             raise ValueError(f"a message of version {message.version}, not {VERSION}")
+        if sender is not None and message.router != sender:
+            raise ValueError(f"{sender} speaks for router {message.router}")
         if message.router == self.router:
             return False
         if isinstance(message, Left):

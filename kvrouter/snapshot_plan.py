@@ -49,7 +49,8 @@ class SnapshotPlan:
 
     def __post_init__(self) -> None:
         for name in ("messages", "size", "seconds", "margin"):
-            if getattr(self, name) <= 0:
+            # Not a number is not above 0 either.
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"snapshot plan: {name} = {getattr(self, name)}: give > 0")
         if self.margin >= 1:
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
@@ -59,6 +59,11 @@ class WaitingQueue(Generic[T]):
         self._order.remove(place)
         return True
 
-    def has_before(self, priority: int) -> bool:
-        """Whether a request that arrives now would wait behind another."""
-        return bool(self._order) and self._order[0][0] <= -priority
+    def has_before(self, priority: int, counts: Callable[[T], bool]) -> bool:
+        """Whether a request that arrives now would wait behind one that `counts`."""
+        for place in self._order:
+            if place[0] > -priority:
+                return False
+            if counts(self._waiting[place]):
+                return True
+        return False

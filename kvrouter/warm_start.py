@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Collection
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from dynbus.actors import Runtime
+from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.transport import JetStream, NoStream, StreamInfo
 
 from .event_stream import EventStream
 from .follower import IndexFollower, Instances, Position
 from .index import DEFAULT_MAX_BLOCKS, RadixIndex
-from .membership import live_instances
+from .membership import UNKNOWN_GRACE, live_instances
 from .snapshot_plan import SnapshotPlan
 from .snapshot_writer import SnapshotWriter
 from .snapshots import READ_TIMEOUT, SnapshotInfo, SnapshotStore, UnusableSnapshot
 
 logger = logging.getLogger(__name__)
+
+LEASES_TIMEOUT: Final = 2.0
+"""Seconds that a router waits for the leases before it serves from a snapshot: without them it
+counts who is dead as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,24 @@ async def warm_index(
     return _cold(stream, skipped, max_blocks)
 
 
+def forget_dead(start: WarmStart, known: Collection[str] | None, now: float) -> list[str]:
+    """Take out of a warm index who died before the router came; returns who.
+
+    Whoever was in a snapshot that is older than the grace for a lease, and has none, had time
+    enough to get one: the follower need not wait for it once more.
+
+    Args:
+        known: instances that have a lease; None while that is not known.
+        now: Unix seconds.
+    """
+    if known is None or start.snapshot is None or now - start.snapshot.written <= UNKNOWN_GRACE:
+        return []
+    dead = sorted({rank.instance for rank in start.index.ranks}.difference(known))
+    for instance in dead:
+        start.index.remove_instance(instance)
+    return dead
+
+
 def _cold(stream: StreamInfo | None, skipped: int, max_blocks: int) -> WarmStart:
     return WarmStart(
         RadixIndex(max_blocks=max_blocks),
@@ -146,10 +171,17 @@ async def warm_follower(
     store = store or SnapshotStore(
         jetstream, namespace, in_memory=stream.in_memory, replicas=stream.replicas
     )
+    of_discovery = instances is None
     if instances is None:
         runtime.discovery.begin()
         instances = partial(live_instances, runtime, namespace, component)
     start = await _warm_or_cold(jetstream, component, store, stream.name, max_blocks, READ_TIMEOUT)
+    if start.snapshot is not None:
+        if of_discovery:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LEASES_TIMEOUT):
+                    await runtime.discovery.synchronized.wait()
+        forget_dead(start, instances(), unix_time())
     async with AsyncExitStack() as exits:
         follower = await exits.enter_async_context(
             IndexFollower(

@@ -28,6 +28,7 @@ from dynbus.bus.config import BusConfig
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.errors import ERRORS, STATUS_CODES
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.kvrouter.kernel import load_compiled
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -104,6 +105,13 @@ def test_the_readme_shows_the_example_as_it_is(path: str) -> None:
     assert shown == page(path)
 
 
+@pytest.fixture(scope="module")
+def compiled_kernel() -> None:
+    """The kernel in the user's cache: compiling it takes longer than a program may."""
+    load_compiled()
+
+
+@pytest.mark.usefixtures("compiled_kernel")
 @pytest.mark.parametrize("block", blocks("python", ""))
 def test_a_python_block_runs_on_its_own(block: Block, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(block.text)

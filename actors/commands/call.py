@@ -36,6 +36,8 @@ _HELP: Final = """Call ENDPOINT (namespace.component.endpoint) with the JSON doc
 @click.option(
     "--metadata", multiple=True, metavar="KEY=VALUE", help="Reaches every sub-call; repeatable."
 )
+@click.option("--request-id", metavar="ID", help="What `dynbus why` and logs find the call by.")
+@click.option("--verbose", is_flag=True, help="Print the id of the request on standard error.")
 @click.option(
     "--wait",
     type=click.FloatRange(0),
@@ -54,6 +56,8 @@ def call(
     timeout: float | None,
     instance: str | None,
     metadata: tuple[str, ...],
+    request_id: str | None,
+    verbose: bool,
     wait: float,
     as_json: bool,
     nats: str | None,
@@ -66,6 +70,8 @@ def call(
         timeout=timeout,
         instance=instance,
         metadata=_pairs(metadata),
+        request_id=request_id,
+        verbose=verbose,
         wait=wait,
         as_json=as_json,
         nats=nats,

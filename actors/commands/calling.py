@@ -16,12 +16,13 @@ from dynbus.actors.options import call_options
 from dynbus.actors.runtime import Runtime
 from dynbus.actors.stream import Stream
 from dynbus.bus import exit_codes
-from dynbus.bus.commands.terminal import error_line
+from dynbus.bus.commands.terminal import error_line, notice
 from dynbus.bus.config import check_variables
 from dynbus.bus.errors import ConfigError, DynbusError, Overloaded, Unavailable
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.logs import configure_logging, redact_url
 from dynbus.bus.names import EndpointName
+from dynbus.bus.tokens import random_id
 
 
 class CallRequest(NamedTuple):
@@ -35,6 +36,8 @@ class CallRequest(NamedTuple):
     wait: float
     as_json: bool
     nats: str | None
+    request_id: str | None = None
+    verbose: bool = False
 
 
 def execute(request: CallRequest) -> int:
@@ -104,8 +107,16 @@ def describe_error(error: DynbusError, *, as_json: bool) -> str:
 async def _print_answer(runtime: Runtime, request: CallRequest) -> None:
     client = await runtime.endpoint(request.endpoint).client()
     options: dict[str, Any] = {} if request.timeout is None else {"timeout": request.timeout}
+    request_id = request.request_id
+    if request.verbose:
+        request_id = request_id or random_id()
+        notice(f"request {request_id}")
     with call_options(
-        instance=request.instance, metadata=request.metadata or None, wait=request.wait, **options
+        instance=request.instance,
+        request_id=request_id,
+        metadata=request.metadata or None,
+        wait=request.wait,
+        **options,
     ):
         call = client.generate(request.request)
     was_known = _knows_instance(runtime, request)

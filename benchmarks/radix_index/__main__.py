@@ -12,10 +12,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-SIDES = ("dynbus", "dynamo")
+SIDES = ("python", "compiled", "dynamo")
 FIGURES = {
     "events_per_s": "events of 4 blocks, per s",
     "lookups_per_s": "look-ups of 64 blocks, per s",
+    "prompts_per_s": "8k tokens to scores, per s",
     "bytes_per_block": "bytes for each block held",
     "kept_after_leaving": "of that, kept after all left",
 }
@@ -29,7 +30,7 @@ FIGURES = {
 @click.option("--python-dynamo", default=sys.executable, help="The Python with ai-dynamo-runtime.")
 def main(runs: int, prefixes: int, per_message: int, shared: bool, python_dynamo: str) -> None:
     """Measure the radix index beside Dynamo's RadixTree, on the same blocks."""
-    pythons = {"dynbus": sys.executable, "dynamo": python_dynamo}
+    pythons = {"python": sys.executable, "compiled": sys.executable, "dynamo": python_dynamo}
     sharing = "shared" if shared else "unshared"
     found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as folder:
@@ -42,11 +43,21 @@ def main(runs: int, prefixes: int, per_message: int, shared: bool, python_dynamo
                     click.echo(f"{side} is left out: {done.stderr.strip()[-300:]}", err=True)
                 else:
                     found[side].append(json.loads(done.stdout))
-    table = Table("", *SIDES, "ratio", title=f"{prefixes} prefixes, medians of {runs} runs")
+    there = [side for side in SIDES if found[side]]
+    ours = [side for side in there if side != "dynamo" and found["dynamo"]]
+    ratios = [f"{side} to dynamo" for side in ours]
+    table = Table("", *there, *ratios, title=f"{prefixes} prefixes, medians of {runs} runs")
     for key, title in FIGURES.items():
-        values = [median(run[key] for run in found[side]) for side in SIDES if found[side]]
-        ratio = f"{values[0] / values[1]:.2f}" if len(values) == len(SIDES) else ""
-        table.add_row(title, *(f"{value:,.2f}" for value in values), ratio)
+        figures = [median(run[key] for run in found[side]) for side in there]
+        # Within each run, since the machine changes its speed.
+        within = [
+            median(
+                run[key] / theirs[key]
+                for run, theirs in zip(found[side], found["dynamo"], strict=True)
+            )
+            for side in ours
+        ]
+        table.add_row(title, *(f"{one:,.2f}" for one in figures + within))
     Console().print(table)
 
 

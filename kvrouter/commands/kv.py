@@ -64,34 +64,54 @@ def _place(command: F) -> F:
             metavar="SECONDS",
             help="For reading all of it.",
         ),
-        click.option("--component", metavar="NAME", help="Default: the only one with events."),
-        click.option("--namespace", metavar="NAME", required=True, help="Whose events."),
+        click.option(
+            "--component",
+            metavar="NAME",
+            help="Also as namespace.component. Default: the only one with events.",
+        ),
+        click.option("--namespace", metavar="NAME", help="Whose events."),
     ):
         command = option(command)
     return command
 
 
+_all_option = click.option(
+    "--all", "with_dead", is_flag=True, help="Instances without a lease too."
+)
+
+
 def _where(
-    namespace: str, component: str | None, timeout: float, as_json: bool, nats: str | None
+    namespace: str | None, component: str | None, timeout: float, as_json: bool, nats: str | None
 ) -> Where:
     from .kv_access import Where
 
+    if component is not None and "." in component:
+        of, _, component = component.partition(".")
+        if namespace not in (None, of):
+            raise click.UsageError(
+                f"--namespace is {namespace}, and --component names one of {of}: give one of them"
+            )
+        namespace = of
+    if namespace is None:
+        raise click.UsageError("give --namespace, or --component as namespace.component")
     return Where(namespace, component, timeout, as_json, nats)
 
 
 @kv.command(short_help="Instances by blocks, and the prefixes that most of them hold.")
 @click.option("--limit", type=click.IntRange(0), default=10, show_default=True, help="Prefixes.")
+@_all_option
 @_place
-def top(limit: int, **place: Any) -> None:
+def top(limit: int, with_dead: bool, **place: Any) -> None:
     """List the instances by the blocks that they hold, and the hottest prefixes.
 
-    LEASE says whether the instance is there; the events of one that died stay in the stream.
-    A prefix is hot when many instances hold all of it.
+    Instances without a lease are left out, since the events of one that died stay in the
+    stream; with --all they are there, and LEASE says no. A prefix is hot when many instances
+    hold all of it.
     """
     from .kv_access import run
     from .kv_reports import print_top
 
-    run(_where(**place), lambda at: print_top(at, limit))
+    run(_where(**place), lambda at: print_top(at, limit, with_dead=with_dead))
 
 
 @kv.command(short_help="Who holds a prefix.")
@@ -99,18 +119,20 @@ def top(limit: int, **place: Any) -> None:
 @click.option("--block-size", type=click.IntRange(1), help="Default: what the instances say.")
 @click.option("--lora", metavar="NAME", help="The adapter of the token ids.")
 @click.option("--salt", metavar="TEXT", help="The cache salt of the token ids.")
+@_all_option
 @_place
 def show(
     prefix: tuple[str, ...],
     block_size: int | None,
     lora: str | None,
     salt: str | None,
+    with_dead: bool,
     **place: Any,
 ) -> None:
     """Show who holds how many blocks of a prefix, from its first block on.
 
     PREFIX is the hashes of its blocks, one after the other, or the token ids as one JSON
-    array.
+    array. Instances without a lease are left out unless --all is given.
 
     \b
     dynbus kv show --namespace llm 0x1f0a6c0d8a7e5b21 0x9c3d52aa01b7e644
@@ -125,7 +147,7 @@ def show(
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="PREFIX") from None
     asked = Prefix(hashes, tokens, block_size, lora, salt)
-    run(_where(**place), lambda at: print_holders(at, asked))
+    run(_where(**place), lambda at: print_holders(at, asked, with_dead=with_dead))
 
 
 @kv.command(short_help="All of the index, as lines of JSON.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Final, NamedTuple
 
@@ -82,24 +82,30 @@ async def component_of(at: Opened) -> str:
     """The component that is meant.
 
     Raises:
-        ConfigError: there are several, or none.
-        NoStream: there is no stream of events.
+        ConfigError: there are several, or the one that was given has no events.
+        NoStream: there is no stream of events, or nothing in it.
     """
-    if at.where.component is not None:
-        return at.where.component
-    namespace = at.where.namespace
+    namespace, asked = at.where.namespace, at.where.component
     found = await components_of(at.jetstream, namespace, timeout=at.where.timeout)
-    if len(found) == 1:
+    if asked is None and len(found) == 1:
         return found[0]
-    if not found:
+    if asked in found:
+        return asked
+    if asked is not None or not found:
         # The stream may have outlived its messages, and snapshots may have, too.
         kept = {one.component for one in await SnapshotStore(at.jetstream, namespace).snapshots()}
-        if len(kept) == 1:
-            return kept.pop()
+        if asked in kept:
+            return asked
+        found = sorted(kept.union(found))
+    if asked is None and len(found) == 1:
+        return found[0]
+    if not found:
         raise no_events(namespace)
     named = ", ".join(found[:MAX_COMPONENTS_NAMED])
     raise ConfigError(
         f"several components of {namespace} have events: give --component, of {named}"
+        if asked is None
+        else f"component {asked} of {namespace} has no KV events; those that have some: {named}"
     )
 
 
@@ -148,15 +154,20 @@ async def leases_of(at: Opened, component: str) -> dict[str, Mapping[str, str]] 
     return found
 
 
-def block_size_of(leases: Mapping[str, Mapping[str, str]] | None) -> int:
+def announced_block_sizes(leases: Mapping[str, Mapping[str, str]] | None) -> list[int]:
+    """The block sizes that instances say, each once."""
+    said = {metadata.get(BLOCK_SIZE_KEY, "") for metadata in (leases or {}).values()}
+    return sorted({int(size) for size in said if size.isdecimal() and int(size)})
+
+
+def block_size_of(announced: Sequence[int]) -> int:
     """The block size that all instances say.
 
     Raises:
         ConfigError: they say none, or several.
     """
-    sizes = {metadata.get(BLOCK_SIZE_KEY, "") for metadata in (leases or {}).values()} - {""}
-    if len(sizes) == 1 and (size := sizes.pop()).isdecimal() and int(size):
-        return int(size)
+    if len(announced) == 1:
+        return announced[0]
     raise ConfigError(
         "the instances do not say one block size: give --block-size, the tokens of a block"
     )

@@ -16,26 +16,40 @@ from dynbus.bus.names import kv_event_stream
 from dynbus.bus.transport import NoStream, StreamInfo
 from dynbus.kvrouter.contents import dump_lines, hottest_prefixes, rank_rows
 from dynbus.kvrouter.history import PastIndex, Point, changes, no_events
-from dynbus.kvrouter.index import DEFAULT_MAX_BLOCKS
+from dynbus.kvrouter.index import DEFAULT_MAX_BLOCKS, RadixIndex
 from dynbus.kvrouter.snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
 
-from .kv_access import Opened, Where, block_size_of, component_of, leases_of, past_index
+from .kv_access import (
+    Opened,
+    Where,
+    announced_block_sizes,
+    block_size_of,
+    component_of,
+    leases_of,
+    past_index,
+)
 from .kv_prefix import Prefix
 
 # Reports ----------------------------------------------------------------------------------
 
 
-async def print_top(at: Opened, limit: int) -> None:
-    """Instances by blocks, and the hottest prefixes."""
+async def print_top(at: Opened, limit: int, *, with_dead: bool) -> None:
+    """Instances by blocks, and the hottest prefixes.
+
+    Args:
+        with_dead: whether instances without a lease count.
+    """
     component = await component_of(at)
     past = await past_index(at, component)
     leases = await leases_of(at, component)
+    left_out = _drop_dead(past.index, leases, with_dead=with_dead)
     rows = rank_rows(past.index)
     prefixes = hottest_prefixes(past.index, limit)
     if at.where.as_json:
         print_json(
             _head(at, component, past)
             | {
+                "left_out": left_out,
                 "ranks": [
                     row | {"lease": None if leases is None else row["instance"] in leases}
                     for row in rows
@@ -45,6 +59,7 @@ async def print_top(at: Opened, limit: int) -> None:
         )
         return
     _print_ranks(rows, leases)
+    _say_left_out(left_out)
     if prefixes:
         click.echo()
         print_table(
@@ -62,11 +77,11 @@ async def print_top(at: Opened, limit: int) -> None:
         )
 
 
-async def print_holders(at: Opened, prefix: Prefix) -> None:
-    """Who holds how much of a prefix."""
+async def print_holders(at: Opened, prefix: Prefix, *, with_dead: bool) -> None:
+    """Who holds how much of a prefix; see `print_top`."""
     component = await component_of(at)
     leases = await leases_of(at, component)
-    block_size = prefix.block_size or (block_size_of(leases) if prefix.tokens is not None else 1)
+    block_size = _block_size(prefix, leases)
     blocks = prefix.block_hashes(block_size)
     if not len(blocks):
         raise ConfigError(
@@ -74,6 +89,7 @@ async def print_holders(at: Opened, prefix: Prefix) -> None:
             "block is never held"
         )
     past = await past_index(at, component)
+    left_out = _drop_dead(past.index, leases, with_dead=with_dead)
     found = sorted(past.index.overlaps(blocks).items(), key=lambda one: -one[1].total)
     rows = [
         {
@@ -87,8 +103,12 @@ async def print_holders(at: Opened, prefix: Prefix) -> None:
     ]
     if at.where.as_json:
         asked = [f"{number:#018x}" for number in blocks.tolist()]
-        print_json(_head(at, component, past) | {"block_hashes": asked, "holders": rows})
+        print_json(
+            _head(at, component, past)
+            | {"left_out": left_out, "block_hashes": asked, "holders": rows}
+        )
         return
+    _say_left_out(left_out)
     if not rows:
         notice(f"nobody holds the first of these {len(blocks)} blocks")
         return
@@ -225,6 +245,46 @@ async def _state(
         except UnusableSnapshot:
             return "torn"
     return "usable" if info.is_connected(stream) else "cut off"
+
+
+def _block_size(prefix: Prefix, leases: Mapping[str, Mapping[str, str]] | None) -> int:
+    """The tokens of a block of a prefix; one that no instance has is told."""
+    if prefix.tokens is None:
+        return 1
+    announced = announced_block_sizes(leases)
+    if prefix.block_size is None:
+        return block_size_of(announced)
+    if announced and prefix.block_size not in announced:
+        said = " and ".join(map(str, announced))
+        notice(
+            f"--block-size {prefix.block_size} is not what the instances say ({said}): what they "
+            "hold is not found by it"
+        )
+    return prefix.block_size
+
+
+def _drop_dead(
+    index: RadixIndex, leases: Mapping[str, object] | None, *, with_dead: bool
+) -> list[str]:
+    """Take the instances without a lease out of an index; returns which these were.
+
+    While leases are not known nobody counts as dead.
+    """
+    if with_dead or leases is None:
+        return []
+    dead = sorted({rank.instance for rank in index.ranks} - leases.keys())
+    for instance in dead:
+        index.remove_instance(instance)
+    return dead
+
+
+def _say_left_out(left_out: list[str]) -> None:
+    if left_out:
+        number = len(left_out)
+        notice(
+            f"{number} instance{'s' if number > 1 else ''} without a lease left out "
+            f"({_some(left_out)}): --all has them"
+        )
 
 
 # Parts ------------------------------------------------------------------------------------

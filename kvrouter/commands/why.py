@@ -14,12 +14,15 @@ _HELP: Final = """Say why a request went where it went.
     Asks all routers, in front ends and Router actors alike, for what they decided: every
     candidate with its overlap by tier, its load and its cost, who was left out and why, what
     policies on trial would have chosen, and what happened after. The id of a request is what
-    call_options(request_id=...) gave, or context().id in its handler.
+    call_options(request_id=...) gave, or context().id in its handler; without one the latest
+    decisions are listed, newest first.
 
     Routers of components that have an instance, or of which a Router actor runs, are found by
     themselves; --component asks those of others.
 
     \b
+    dynbus why
+    dynbus why --last
     dynbus why 8c1f0a7be2d94d63
     dynbus why 8c1f0a7be2d94d63 --component llm.Engine --json
     """
@@ -28,15 +31,31 @@ _HELP: Final = """Say why a request went where it went.
 @click.command(
     help=_HELP, short_help="Say why a request went where it went.", epilog=exit_codes.GENERAL
 )
-@click.argument("request_id")
-@click.option("--component", metavar="NAME", help="Only the routers to this namespace.component.")
+@click.argument("request_id", required=False)
+@click.option("--last", is_flag=True, help="The latest decision in full.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 100),
+    default=20,
+    show_default=True,
+    help="Decisions in the list.",
+)
+@click.option("--namespace", metavar="NAME", help="Only the routers to this namespace.")
+@click.option(
+    "--component",
+    metavar="NAME",
+    help="Only the routers to this component; also as namespace.component.",
+)
 @json_option
 @nats_option
 @click.pass_context
 def why(
     ctx: click.Context,
     /,
-    request_id: str,
+    request_id: str | None,
+    last: bool,
+    limit: int,
+    namespace: str | None,
     component: str | None,
     as_json: bool,
     nats: str | None,
@@ -46,18 +65,47 @@ def why(
     from dynbus.bus.commands.terminal import notice, print_json
     from dynbus.bus.config import load_config
     from dynbus.bus.logs import configure_logging
+    from dynbus.kvrouter.why import Question
 
-    from .why_report import ask_routers, nobody_knows, print_answer
+    from .why_report import (
+        ask_routers,
+        newest_alone,
+        nobody_knows,
+        print_answer,
+        print_latest,
+    )
 
+    if last and request_id is not None:
+        raise click.UsageError("give a request id, or --last for the latest decision")
+    place = _place(namespace, component)
+    question = Question(latest=1 if last else limit) if request_id is None else Question(request_id)
     configure_logging("console", "error")
     config = load_config({"servers": nats} if nats else {})
-    answers = asyncio.run(ask_routers(config, request_id, component))
+    answers = asyncio.run(ask_routers(config, question, *place))
     knowing = [answer for answer in answers if answer.decisions]
+    if last:
+        knowing = newest_alone(knowing)
     if as_json:
         print_json(knowing)
+    elif request_id is None and not last:
+        print_latest(knowing, limit)
     else:
         for answer in knowing:
             print_answer(answer)
     if not knowing:
-        notice(nobody_knows(request_id, answers))
+        notice(nobody_knows(request_id or "", answers))
         ctx.exit(exit_codes.FAILURE)
+
+
+def _place(namespace: str | None, component: str | None) -> tuple[str | None, str | None]:
+    """Namespace and component, of which either may be None for all."""
+    if component is None:
+        return namespace, None
+    of, dot, name = component.rpartition(".")
+    if dot and namespace not in (None, of):
+        raise click.UsageError(
+            f"--namespace is {namespace}, and --component names one of {of}: give one of them"
+        )
+    if not dot and namespace is None:
+        raise click.UsageError("give --component as namespace.component, or --namespace beside it")
+    return (of or namespace), name

@@ -28,33 +28,31 @@ QUIET_SECONDS: Final = 0.5
 _decoder = msgspec.json.Decoder(Answer)
 
 
-async def ask_routers(config: BusConfig, request_id: str, component: str | None) -> list[Answer]:
-    """What the routers know of a request, within bounded time.
+async def ask_routers(
+    config: BusConfig, question: Question, namespace: str | None, component: str | None
+) -> list[Answer]:
+    """What the routers know of a request, or have decided of late, within bounded time.
 
     Args:
-        component: `namespace.component` that they route to; None for all that can be found.
+        namespace, component: what they route to; None for all that can be found.
 
     Raises:
         ConfigError: the id or the component is none.
         PermissionDenied, Unavailable: the server cannot be used.
     """
-    if not 0 < len(request_id) <= MAX_REQUEST_ID:
+    if len(question.request_id) > MAX_REQUEST_ID or not (question.request_id or question.latest):
         raise ConfigError(f"a request id has 1 to {MAX_REQUEST_ID} characters")
-    if component is not None:
-        subjects = {_subject(component)}
+    if namespace is not None and component is not None:
+        subjects = {why_subject(namespace, component)}
     else:
         rows = (await survey(config)).rows
         targets = {f"{row.namespace}.{row.component}" for row in rows}
         targets |= {row.status[TARGET_KEY] for row in rows if TARGET_KEY in row.status}
-        subjects = {_subject(target) for target in targets if target.count(".") == 1}
-    return await _ask(config, subjects, msgspec.json.encode(Question(request_id)))
-
-
-def _subject(component: str) -> str:
-    namespace, dot, name = component.partition(".")
-    if not dot:
-        raise ConfigError(f"{component!r} is no component: write namespace.component")
-    return why_subject(namespace, name)
+        places = [target.split(".") for target in targets if target.count(".") == 1]
+        subjects = {
+            why_subject(of, name) for of, name in places if namespace is None or of == namespace
+        }
+    return await _ask(config, subjects, msgspec.json.encode(question))
 
 
 async def _ask(config: BusConfig, subjects: Iterable[str], question: bytes) -> list[Answer]:
@@ -91,26 +89,73 @@ async def _ask(config: BusConfig, subjects: Iterable[str], question: bytes) -> l
 
 
 def nobody_knows(request_id: str, answers: Sequence[Answer]) -> str:
-    """Why there is no decision to show, and what to do."""
+    """Why there is no decision to show, and what to do.
+
+    Args:
+        request_id: empty when the latest decisions were asked for.
+    """
     if not answers:
         return (
-            f"no router answered for {request_id}: routers answer while they are open "
-            "(open_router, Router); name what they route to with --component"
+            f"no router answered{f' for {request_id}' if request_id else ''}: routers answer "
+            "while they are open (open_router, Router); name what they route to with --component"
         )
     routers = "1 router" if len(answers) == 1 else f"{len(answers)} routers"
-    lines = [f"{routers} answered, none knows {request_id}:"]
+    none = f"none knows {request_id}" if request_id else "none has decided anything yet"
+    lines = [f"{routers} answered, {none}:"]
     for answer in answers:
         oldest = "none yet" if answer.oldest_s is None else f"back to {duration(answer.oldest_s)}"
         lines.append(
             f"  {answer.target} in {answer.process} keeps its latest {answer.limit} decisions: "
             f"{answer.kept}, {oldest}" + (" ago" if answer.oldest_s is not None else "")
         )
-    lines.append("the request is older, was not routed by its tokens, or has another id")
+    if request_id:
+        lines.append("the request is older, was not routed by its tokens, or has another id")
     return "\n".join(lines)
+
+
+def newest_alone(answers: Sequence[Answer]) -> list[Answer]:
+    """The answer with the newest decision, and no other."""
+    if not answers:
+        return []
+    newest = min(answers, key=lambda answer: answer.decisions[0]["ago_s"])
+    return [msgspec.structs.replace(newest, decisions=newest.decisions[:1])]
+
+
+def print_latest(answers: Sequence[Answer], limit: int) -> None:
+    """A line for each of the latest decisions of all routers, newest first."""
+    rows = [(decision, answer) for answer in answers for decision in answer.decisions]
+    rows.sort(key=lambda row: row[0]["ago_s"])
+    if not rows:
+        return
+    columns = ("AGE", "REQUEST", "CHOSEN", "OVERLAP", "PROMPT", "WHY", "OUTCOME", "ROUTES TO")
+    print_table(
+        columns,
+        [
+            (
+                duration(decision["ago_s"]),
+                plain(decision["request_id"]),
+                plain(_name(decision["chosen"])),
+                str(decision["expected_reuse"]),
+                str(decision["prompt_tokens"]),
+                decision["reason"],
+                plain(_ended(decision["outcome"])),
+                plain(answer.target),
+            )
+            for decision, answer in rows[:limit]
+        ],
+    )
+
+
+def _ended(outcome: Mapping[str, Any]) -> str:
+    if outcome["ended_s"] is None:
+        return "runs"
+    return outcome["error"] or f"{outcome['ended_s']:.3f} s"
 
 
 def print_answer(answer: Answer) -> None:
     """All that one router decided for a request."""
+    if answer.decisions_left_out:
+        click.echo(f"{answer.decisions_left_out} older decisions are left out")
     for decision in answer.decisions:
         _print_decision(answer, decision)
 
@@ -135,6 +180,8 @@ def _print_decision(answer: Answer, decision: Mapping[str, Any]) -> None:
     if decision.get("left_out"):
         after.append(f"  and {decision['left_out']} candidates that cost more")
     after += [f"  not     {instance}: {why}" for instance, why in decision["excluded"].items()]
+    if decision.get("excluded_left_out"):
+        after.append(f"  and {decision['excluded_left_out']} others could not")
     after += [f"  trial   {_trial(shadow, chosen)}" for shadow in decision["shadows"]]
     after.append(f"  after   {_outcome(decision)}")
     click.echo("\n".join(map(printable, after)))

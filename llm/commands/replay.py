@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
@@ -17,13 +18,27 @@ _HELP: Final = """Simulate a fleet of mock engines on a trace, with one policy a
     takes seconds.
 
     Policies: round_robin, random, dynamo (Dynamo's cost function), kv (that of dynbus), or
-    your own as module:function: it gets a request and its candidates, and returns one cost
-    for each.
+    your own as module:function or file.py:function: it gets a request and its candidates, and
+    returns one cost for each. A module is looked for in the current folder first.
 
     \b
     dynbus replay trace.jsonl --instances 8 --policy round_robin,dynamo,kv --speed 4
     dynbus replay trace.jsonl --policy dynamo,my_costs:cost --plot ttft.svg
     """
+
+
+def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
+    """Whether an image can be written there: told before minutes of simulation, not after."""
+    if path is None:
+        return None
+    if path.suffix.lower() != ".svg":
+        raise click.BadParameter(f"{path} is no SVG file: the plot is SVG, give a name in .svg")
+    folder = path.parent
+    if not folder.is_dir():
+        raise click.BadParameter(f"there is no folder {folder}: make it, or choose another one")
+    if not os.access(folder, os.W_OK):
+        raise click.BadParameter(f"nothing can be written in {folder}: choose another folder")
+    return path
 
 
 @click.command(help=_HELP, short_help="Compare routing policies.", epilog=exit_codes.GENERAL)
@@ -71,8 +86,9 @@ _HELP: Final = """Simulate a fleet of mock engines on a trace, with one policy a
 @click.option(
     "--plot",
     "plot_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the times to the first token as an SVG image.",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_check_plot,
+    help="Write the times to the first token as an SVG image, a file named .svg.",
 )
 @json_option
 def replay(
@@ -96,7 +112,7 @@ def replay(
     from dynbus.llm.mock.engine import EngineConfig
     from dynbus.llm.replay import Objective, Simulation
 
-    from .replaying import print_reports, replay_trace, write_plot
+    from .replaying import policy_names, print_reports, replay_trace, write_plot
 
     objective = Objective(slo_ttft / 1000.0, slo_itl / 1000.0)
     try:
@@ -109,9 +125,7 @@ def replay(
         simulation = Simulation(
             instances, engine, speed=speed, event_delay=event_delay / 1000.0, seed=seed
         )
-        replays = replay_trace(trace, simulation, policies.split(","), objective, limit=limit)
-        if plot_path is not None:
-            write_plot(plot_path, replays)
+        replays = replay_trace(trace, simulation, policy_names(policies), objective, limit=limit)
     except DynbusError:
         raise
     except (OSError, ValueError) as error:
@@ -121,3 +135,8 @@ def replay(
         print_json([report.as_json() for report in reports])
     else:
         print_reports(reports)
+    if plot_path is not None:
+        try:
+            write_plot(plot_path, replays)
+        except OSError as error:
+            raise click.ClickException(f"the plot was not written: {error}") from None

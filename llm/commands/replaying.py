@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +22,13 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from dynbus.actors.loader import put_first_on_path
 from dynbus.bus.commands.terminal import plain, print_table
+from dynbus.bus.errors import ConfigError
 from dynbus.llm.replay.plot import plot_ttft
 from dynbus.llm.replay.report import Objective, Report, summarize, ttft_seconds
 from dynbus.llm.replay.simulation import Simulation
-from dynbus.llm.replay.trace import read_trace
+from dynbus.llm.replay.trace import Trace, read_trace
 
 
 class Replay(NamedTuple):
@@ -32,6 +36,45 @@ class Replay(NamedTuple):
 
     report: Report
     ttft: NDArray[np.float64]
+
+
+def policy_names(text: str) -> list[str]:
+    """The policies that `--policy` names, with commas between.
+
+    Modules are looked for in the current folder first. `my_costs.py:cost` is `my_costs:cost` with
+    the folder of that file first on the path, as in `dynbus run`.
+
+    Raises:
+        ConfigError: it names none, or a file that is not there.
+    """
+    put_first_on_path(os.getcwd())
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--policy {text!r} names no policy")
+    files = {name: file for name in names if (file := _file_of(name)) is not None}
+    for file in files.values():
+        put_first_on_path(str(file.parent))
+    for name, file in files.items():
+        found = find_spec(file.stem)
+        if found is None or found.origin is None or not file.samefile(found.origin):
+            where = "no module" if found is None else f"another module ({found.origin})"
+            raise ConfigError(
+                f"policy {name!r}: the name {file.stem!r} belongs to {where}: rename the file"
+            )
+    return [
+        f"{files[name].stem}:{name.partition(':')[2]}" if name in files else name for name in names
+    ]
+
+
+def _file_of(name: str) -> Path | None:
+    """The file of `my_costs.py:cost`; None for any other name."""
+    place, colon, _ = name.partition(":")
+    if not (colon and place.endswith(".py")):
+        return None
+    file = Path(place).absolute()
+    if not file.is_file():
+        raise ConfigError(f"policy {name!r}: there is no file {place} in {Path.cwd()}")
+    return file
 
 
 def replay_trace(
@@ -45,10 +88,10 @@ def replay_trace(
     """Replay a trace with each policy, with a progress bar on standard error.
 
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: there is no such policy, or it returns no costs.
         InvalidTrace: the trace is none.
         OSError: the trace cannot be read.
-        ValueError: the simulation does not fit the trace.
+        ValueError: the simulation does not fit the trace, and which option to change.
     """
     for policy in policies:
         # What is not known is said before anything is simulated.
@@ -63,6 +106,7 @@ def replay_trace(
             progress=partial(_show, bar, reading),
         )
         bar.update(reading, completed=len(trace.requests), total=len(trace.requests))
+        _check_room(trace, path, simulation)
         for policy in policies:
             task = bar.add_task(plain(policy), total=len(trace.requests))
             outcome = simulation.run(trace, policy, progress=partial(_show, bar, task))
@@ -70,6 +114,21 @@ def replay_trace(
             report = summarize(policy, outcome, objective=objective)
             replays.append(Replay(report, ttft_seconds(outcome.records)))
     return replays
+
+
+def _check_room(trace: Trace, path: Path, simulation: Simulation) -> None:
+    engine = simulation.engine
+    # The last token is never computed.
+    needs = [one.prompt_tokens + one.output_tokens - 1 for one in trace.requests]
+    room = (engine.blocks - engine.headroom) * engine.block_size
+    for request, needed in zip(trace.requests, needs, strict=True):
+        if needed > room:
+            enough = -(-max(needs) // engine.block_size) + engine.headroom
+            raise ValueError(
+                f"{path}, line {request.line}: the request needs {needed} tokens in the cache, and "
+                f"--blocks {engine.blocks} of {engine.block_size} tokens hold {room}: give "
+                f"--blocks {enough} or more"
+            )
 
 
 def _show(bar: Progress, task: TaskID, done: int) -> None:

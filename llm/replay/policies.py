@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final, Protocol
 
+from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter.active_load import ActiveLoad
 from dynbus.kvrouter.cost import (
     NO_OVERLAP,
@@ -21,6 +22,7 @@ from dynbus.kvrouter.cost import (
 from dynbus.kvrouter.index import Overlap, RadixIndex, Rank
 from dynbus.kvrouter.policies import POLICIES as COST_FUNCTIONS
 from dynbus.kvrouter.policies import load_policy
+from dynbus.kvrouter.scoring import costs_of
 
 POLICIES: Final = ("round_robin", "random", *COST_FUNCTIONS)
 
@@ -87,6 +89,7 @@ class ByCost:
 
     Args:
         names: of the instances, as their events have them.
+        policy_name: of the cost function, for errors.
         total_blocks: of the cache of each instance.
         max_batched_tokens: that an instance computes in one step.
     """
@@ -96,6 +99,7 @@ class ByCost:
         names: Sequence[str],
         cost: CostFunction,
         *,
+        policy_name: str,
         block_size: int,
         total_blocks: int,
         max_batched_tokens: int,
@@ -106,6 +110,7 @@ class ByCost:
         self._found = self.index
         self._ranks = [Rank(name, 0) for name in names]
         self._cost = cost
+        self._policy_name = policy_name
         self._load = ActiveLoad(block_size)
         self._block_size = block_size
         self._total_blocks = total_blocks
@@ -131,10 +136,11 @@ class ByCost:
                     self._max_batched_tokens,
                 )
             )
-        chosen = choose(self._cost(shape, candidates), self._temperature, self._random)
+        costs = costs_of(self._cost, self._policy_name, shape, candidates, request_id=request_id)
+        chosen = choose(costs, self._temperature, self._random)
         if chosen is None:
-            raise ValueError(
-                f"the cost function gives infinity to all {len(candidates)} instances for "
+            raise ConfigError(
+                f"policy {self._policy_name} gives infinity to all {len(candidates)} instances for "
                 f"request {request_id}: one of them must get it"
             )
         cached = candidates[chosen].overlap.device * self._block_size
@@ -179,7 +185,8 @@ def make_policy(
         return Uniform(len(names), seed)
     return ByCost(
         names,
-        load_policy(name),
+        load_policy(name, known_names=POLICIES),
+        policy_name=name,
         block_size=block_size,
         total_blocks=total_blocks,
         max_batched_tokens=max_batched_tokens,

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter.hashing import block_hashes, sequence_hashes
 
 TRACE_BLOCK: Final = 512
@@ -26,11 +27,11 @@ TRACE_BLOCK: Final = 512
 _MOST_IDS: Final = (1 << 32) // TRACE_BLOCK
 
 
-class InvalidTrace(ValueError):
-    """A line is not a request, or the lines are not in the order of their time."""
+class InvalidTrace(ConfigError):
+    """Raised when a line is not a request, or the lines are not in the order of their time."""
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _Record(msgspec.Struct, frozen=True):
     timestamp: float
     input_length: int
     output_length: int
@@ -42,12 +43,14 @@ class TraceRequest:
     """One request of a trace.
 
     Attributes:
+        line: its number in the file, from 1 on.
         arrival: seconds after the beginning of the trace.
         hash_ids: of its blocks of 512 tokens; shape [blocks].
         block_hashes, sequence_hashes: of its complete blocks of the engine's size.
     """
 
     id: str
+    line: int
     arrival: float
     prompt_tokens: int
     output_tokens: int
@@ -93,7 +96,7 @@ def read_trace(
         progress: is told how many requests are read.
 
     Raises:
-        InvalidTrace: a line is none, with its number; or there is none at all.
+        InvalidTrace: a line is no request, with its number; or there is none at all.
         OSError: the file cannot be read.
         ValueError: `block_size` does not divide 512.
     """
@@ -108,15 +111,17 @@ def read_trace(
         raise InvalidTrace(f"{path} has no request")
     known = _BlockHashes(block_size)
     requests: list[TraceRequest] = []
-    for at, line in enumerate(parsed):
-        ids = np.array(line.hash_ids, dtype=np.int64)
-        blocks = known.of(ids)[: line.input_length // block_size]
+    began = parsed[0][1].timestamp
+    for at, (line, record) in enumerate(parsed):
+        ids = np.array(record.hash_ids, dtype=np.int64)
+        blocks = known.of(ids)[: record.input_length // block_size]
         requests.append(
             TraceRequest(
                 f"r{at}",
-                (line.timestamp - parsed[0].timestamp) / 1000.0,
-                line.input_length,
-                line.output_length,
+                line,
+                (record.timestamp - began) / 1000.0,
+                record.input_length,
+                record.output_length,
                 ids,
                 blocks,
                 sequence_hashes(blocks),
@@ -127,8 +132,9 @@ def read_trace(
     return Trace(requests, block_size)
 
 
-def _parse(lines: Iterable[bytes], path: Path, limit: int | None) -> Iterator[_Line]:
-    decoder = msgspec.json.Decoder(_Line)
+def _parse(lines: Iterable[bytes], path: Path, limit: int | None) -> Iterator[tuple[int, _Record]]:
+    """The requests with the numbers of their lines; empty lines are left out."""
+    decoder = msgspec.json.Decoder(_Record)
     before = -np.inf
     count = 0
     for number, text in enumerate(lines, 1):
@@ -138,33 +144,33 @@ def _parse(lines: Iterable[bytes], path: Path, limit: int | None) -> Iterator[_L
             continue
         where = f"{path}, line {number}"
         try:
-            line = decoder.decode(text)
-        except msgspec.MsgspecError as error:
+            record = decoder.decode(text)
+        except (msgspec.MsgspecError, UnicodeError) as error:
             raise InvalidTrace(f"{where} is no request: {error}") from None
-        _check(line, where)
-        if line.timestamp < before:
+        _check(record, where)
+        if record.timestamp < before:
             raise InvalidTrace(
-                f"{where}: timestamp {line.timestamp:g} is before {before:g} of the line above: "
+                f"{where}: timestamp {record.timestamp:g} is before {before:g} of the line above: "
                 "sort the trace by time"
             )
-        before = line.timestamp
+        before = record.timestamp
         count += 1
-        yield line
+        yield number, record
 
 
-def _check(line: _Line, where: str) -> None:
-    if line.input_length < 1 or line.output_length < 1:
+def _check(record: _Record, where: str) -> None:
+    if record.input_length < 1 or record.output_length < 1:
         raise InvalidTrace(
-            f"{where}: input_length = {line.input_length} and output_length = "
-            f"{line.output_length} must both be 1 at least"
+            f"{where}: input_length = {record.input_length} and output_length = "
+            f"{record.output_length} must both be 1 at least"
         )
-    wanted = -(-line.input_length // TRACE_BLOCK)
-    if len(line.hash_ids) != wanted:
+    wanted = -(-record.input_length // TRACE_BLOCK)
+    if len(record.hash_ids) != wanted:
         raise InvalidTrace(
-            f"{where}: {len(line.hash_ids)} hash_ids for {line.input_length} tokens, which are "
-            f"{wanted} blocks of {TRACE_BLOCK}"
+            f"{where}: {len(record.hash_ids)} hash_ids for {record.input_length} tokens, which "
+            f"are {wanted} blocks of {TRACE_BLOCK}"
         )
-    for hash_id in line.hash_ids:
+    for hash_id in record.hash_ids:
         if not 0 <= hash_id < _MOST_IDS:
             raise InvalidTrace(f"{where}: hash id {hash_id} is not from 0 to {_MOST_IDS - 1}")
 

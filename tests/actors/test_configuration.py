@@ -370,3 +370,22 @@ async def test_a_program_goes_on_beside_a_variable_that_it_does_not_know(
         assert runtime.is_connected
 
     assert "DYNBUS_OF_A_LATER_VERSION is unknown; " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "value"),
+    [
+        (list[str], "a, b", ["a", "b"]),
+        (tuple[int, ...], "1,2", (1, 2)),
+        (list[str], "", []),
+        (list[str], '["a,b"]', ["a,b"]),
+        (list[str] | None, "a", ["a"]),
+    ],
+)
+def test_a_list_may_be_written_with_commas(annotation: Any, text: str, value: Any) -> None:
+    class Listing:
+        def __init__(self, words: Any) -> None: ...
+
+    Listing.__init__.__annotations__["words"] = annotation
+
+    assert build_arguments(Listing, {"words": Text(text)}) == {"words": value}

@@ -74,6 +74,16 @@ def test_output_of_an_expected_length_counts_for_what_is_still_to_come() -> None
     assert load.load(A).blocks == 1
 
 
+@pytest.mark.parametrize("said", [-1, 0, 10**400])
+def test_output_of_an_absurd_expected_length_never_counts_for_more_than_it_is(said: int) -> None:
+    load = ActiveLoad(16)
+    load.add("1", A, [1], 16, 0, said)
+
+    load.grow("1", 1000)
+
+    assert 62.0 <= load.load(A).blocks <= 63.0
+
+
 def test_an_instance_that_is_gone_takes_its_requests_along() -> None:
     load = ActiveLoad(SIZE)
     load.add("one", A, chain(1), 16, 0)

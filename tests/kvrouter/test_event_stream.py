@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -82,6 +83,30 @@ def test_a_limit_of_nothing_is_refused(field: str) -> None:
 
     with pytest.raises(ConfigError, match=f"event stream of demo: {field} = 0: give > 0"):
         replace(STREAM, **change)
+
+
+@pytest.mark.parametrize("age", [nan, inf])
+def test_an_age_that_is_no_number_of_seconds_is_refused(age: float) -> None:
+    with pytest.raises(ConfigError, match=f"event stream of demo: max_age = {age}: give > 0"):
+        EventStream("demo", max_age=age)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("age", [100_000 / 7, 0.1 + 0.2 + 1000, 1e9 / 7])
+async def test_an_age_of_broken_nanoseconds_fits_the_stream_that_was_made_with_it(
+    nats_server: RunningServer, age: float
+) -> None:
+    connection = await connect([nats_server.url])
+    stream = EventStream("kvages", max_age=age)
+    try:
+        await ensure_stream(connection.jetstream, stream)
+        await ensure_stream(connection.jetstream, stream)
+
+        with pytest.raises(ConfigError, match="max_age"):
+            await ensure_stream(connection.jetstream, replace(stream, max_age=age + 0.001))
+    finally:
+        await connection.jetstream.delete_stream(stream.name)
+        await connection.close()
 
 
 def test_a_namespace_that_is_no_name_is_refused() -> None:

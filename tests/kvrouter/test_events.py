@@ -59,7 +59,7 @@ def decoded(message: bytes) -> list[KvEvent]:
     return found
 
 
-@given(events, hashes, st.integers(0, 2**63), st.integers(0, 2**16 - 1))
+@given(events, st.integers(0, 2**63 - 1), st.integers(0, 2**63), st.integers(0, 2**16 - 1))
 def test_events_cross_the_wire_unchanged(
     sent: list[KvEvent], epoch: int, first_id: int, dp_rank: int
 ) -> None:
@@ -155,6 +155,26 @@ def test_a_changed_byte_is_refused_or_gives_a_sound_batch(
     assert len(batch.blocks) == 8 * count
     assert batch.bounds[-1] == len(batch.engine_hashes)
     assert len(batch.parents) == len(batch)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "first_id"), [(1 << 63, 0), ((1 << 64) - 1, 0), (1, (1 << 64) - 2)]
+)
+def test_numbers_that_nothing_could_follow_are_refused(epoch: int, first_id: int) -> None:
+    removed = [BlockRemoved([1]), BlockRemoved([2])]
+    forged = bytearray(encode_events(removed, event_epoch=1, first_id=0))
+    struct.pack_into("<QQ", forged, 8, epoch, first_id)
+
+    with pytest.raises(InvalidEvents, match=f"epoch {epoch}, 2 events from id {first_id} on"):
+        decode_events(bytes(forged))
+    with pytest.raises(InvalidEvents, match=f"epoch {epoch}, 2 events from id {first_id} on"):
+        encode_events(removed, event_epoch=epoch, first_id=first_id)
+
+
+def test_the_highest_numbers_are_those_that_something_can_follow() -> None:
+    highest = encode_events([BlockRemoved([1])], event_epoch=2**63 - 1, first_id=2**64 - 2)
+
+    assert decode_events(highest).first_id == 2**64 - 2
 
 
 def test_a_digest_is_an_event_of_its_own_and_found_at_the_end_of_its_message() -> None:

@@ -276,7 +276,7 @@ def test_an_instance_that_sends_nothing_is_asked_and_named_as_silent() -> None:
             await eventually(lambda: asked)
             return str(follower.awareness()), len(asked)
 
-    assert run(story()) == ("off (1 instances send no events)", 1)
+    assert run(story()) == ("off (no events from a: open a KvEventPublisher in each engine)", 1)
 
 
 def test_an_instance_whose_publisher_died_is_asked_and_named_as_silent() -> None:

@@ -80,6 +80,8 @@ def test_the_index_at_a_sequence_is_what_the_stream_said_up_to_there(
 def test_the_index_at_a_time_is_what_was_stored_until_then() -> None:
     async def story() -> tuple[PastIndex, PastIndex]:
         at = EventBus()
+        async with at.follower():
+            await asyncio.sleep(2.0)
         begun = unix_time()
         connection = await told(at)
         js = connection.jetstream
@@ -92,6 +94,29 @@ def test_the_index_at_a_time_is_what_was_stored_until_then() -> None:
 
     assert (later.sequence, later.index.lookup([1, 2, 3])) == (2, {"a": 3})
     assert (earlier.sequence, earlier.index.lookup([1])) == (0, {})
+
+
+def test_nothing_is_known_of_a_time_before_the_stream() -> None:
+    async def story() -> None:
+        at = EventBus()
+        begun = unix_time()
+        connection = await told(at)
+        await index_at(connection.jetstream, "demo", "Engine", Point(time=begun - 1.0))
+
+    with pytest.raises(
+        NoHistory, match=rf"nothing is known of .*Z: the stream {STREAM} was made at"
+    ):
+        run(story())
+
+
+def test_before_the_first_message_nothing_was_held() -> None:
+    async def story() -> PastIndex:
+        connection = await told(EventBus())
+        return await index_at(connection.jetstream, "demo", "Engine", Point(0))
+
+    past = run(story())
+
+    assert (past.sequence, past.is_whole, past.index.lookup([1])) == (0, True, {})
 
 
 def test_reading_begins_with_the_newest_snapshot_before_the_point() -> None:
@@ -146,7 +171,8 @@ def test_what_is_missing_between_snapshot_and_stream_is_said() -> None:
     ("point", "message"),
     [
         (Point(1), "begins at 5"),
-        (Point(time=1.0), "that time is gone"),
+        (Point(time=1.0), "nothing is known of 1970-01-01 00:00:01Z"),
+        (Point(0), "sequence 0 is gone"),
         (Point(99), "is not there yet"),
     ],
 )

@@ -15,8 +15,10 @@ from dynbus.kvrouter.events import (
     encode_events,
 )
 from dynbus.kvrouter.index import Overlap, RadixIndex, Rank, Verdict
+from dynbus.kvrouter.kernel import KernelName
 
 from .event_strategies import removed_events, stored_events
+from .kernels import each_kernel
 from .naive_caches import NaiveCaches
 
 
@@ -29,8 +31,9 @@ def stored(*hashes: int, parent: int | None = None, tier: Tier = Tier.DEVICE) ->
     return BlockStored(parent, list(hashes), list(hashes), tier)
 
 
-def test_each_instance_is_found_with_the_prefix_that_it_holds() -> None:
-    index = RadixIndex()
+@each_kernel
+def test_each_instance_is_found_with_the_prefix_that_it_holds(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
 
     index.apply("a", message(stored(1, 2, 3)))
     index.apply("b", message(stored(1, 2), stored(7, parent=2)))
@@ -41,8 +44,9 @@ def test_each_instance_is_found_with_the_prefix_that_it_holds() -> None:
     assert index.lookup([]) == {}
 
 
-def test_a_message_that_comes_twice_changes_nothing() -> None:
-    index = RadixIndex()
+@each_kernel
+def test_a_message_that_comes_twice_changes_nothing(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
     index.apply("a", message(stored(1, 2)))
     index.apply("a", message(BlockRemoved([2]), first_id=1))
 
@@ -52,8 +56,9 @@ def test_a_message_that_comes_twice_changes_nothing() -> None:
     assert index.lookup([1, 2]) == {"a": 1}
 
 
-def test_of_a_message_that_overlaps_only_the_new_events_are_applied() -> None:
-    index = RadixIndex()
+@each_kernel
+def test_of_a_message_that_overlaps_only_the_new_events_are_applied(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
     index.apply("a", message(stored(1), BlockRemoved([1])))
 
     applied = index.apply("a", message(stored(1), BlockRemoved([1]), stored(5)))
@@ -63,8 +68,9 @@ def test_of_a_message_that_overlaps_only_the_new_events_are_applied() -> None:
     assert index.lookup([5]) == {"a": 1}
 
 
-def test_after_a_gap_nothing_from_before_it_is_claimed() -> None:
-    index = RadixIndex()
+@each_kernel
+def test_after_a_gap_nothing_from_before_it_is_claimed(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
     index.apply("a", message(stored(1, 2)))
     index.apply("b", message(stored(1, 2)))
 
@@ -76,8 +82,9 @@ def test_after_a_gap_nothing_from_before_it_is_claimed() -> None:
     assert index.lookup([9]) == {"a": 1}
 
 
-def test_a_new_epoch_begins_with_nothing_and_the_old_one_is_over() -> None:
-    index = RadixIndex()
+@each_kernel
+def test_a_new_epoch_begins_with_nothing_and_the_old_one_is_over(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
     index.apply("a", message(stored(1, 2), epoch=1))
 
     index.apply("a", message(stored(3), epoch=2))
@@ -89,8 +96,9 @@ def test_a_new_epoch_begins_with_nothing_and_the_old_one_is_over() -> None:
     assert index.lookup([4]) == {}
 
 
-def test_a_block_without_its_parent_is_left_out_and_told() -> None:
-    index = RadixIndex()
+@each_kernel
+def test_a_block_without_its_parent_is_left_out_and_told(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
 
     applied = index.apply("a", message(stored(2, parent=1), stored(5)))
 
@@ -99,8 +107,9 @@ def test_a_block_without_its_parent_is_left_out_and_told() -> None:
     assert index.lookup([5]) == {"a": 1}
 
 
-def test_an_index_that_joins_late_needs_no_resync_for_what_it_missed() -> None:
-    index = RadixIndex()
+@each_kernel
+def test_an_index_that_joins_late_needs_no_resync_for_what_it_missed(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
 
     applied = index.apply("a", message(stored(2, parent=1), stored(5), first_id=100))
 
@@ -108,8 +117,9 @@ def test_an_index_that_joins_late_needs_no_resync_for_what_it_missed() -> None:
     assert index.lookup([5]) == {"a": 1}
 
 
-def test_what_is_no_message_is_counted_and_changes_nothing() -> None:
-    index = RadixIndex()
+@each_kernel
+def test_what_is_no_message_is_counted_and_changes_nothing(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
     index.apply("a", message(stored(1)))
 
     applied = index.apply("a", b"\x01 not a message")
@@ -119,8 +129,9 @@ def test_what_is_no_message_is_counted_and_changes_nothing() -> None:
     assert index.statistics().verdicts[Verdict.MALFORMED] == 1
 
 
-def test_clearing_empties_one_rank_of_all_tiers() -> None:
-    index = RadixIndex()
+@each_kernel
+def test_clearing_empties_one_rank_of_all_tiers(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
     index.apply("a", message(stored(1), stored(1, tier=Tier.HOST)))
     index.apply("a", message(stored(1, 2), dp_rank=1))
 
@@ -131,8 +142,9 @@ def test_clearing_empties_one_rank_of_all_tiers() -> None:
     assert index.lookup([8]) == {"a": 1}
 
 
-def test_of_several_ranks_the_longest_prefix_counts() -> None:
-    index = RadixIndex()
+@each_kernel
+def test_of_several_ranks_the_longest_prefix_counts(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
     index.apply("a", message(stored(1)))
     index.apply("a", message(stored(1, 2, 3), dp_rank=1))
 
@@ -143,8 +155,9 @@ def test_of_several_ranks_the_longest_prefix_counts() -> None:
     }
 
 
-def test_a_lower_tier_goes_on_where_the_device_ends_and_fills_its_holes() -> None:
-    index = RadixIndex()
+@each_kernel
+def test_a_lower_tier_goes_on_where_the_device_ends_and_fills_its_holes(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
     index.apply(
         "a",
         message(
@@ -159,8 +172,11 @@ def test_a_lower_tier_goes_on_where_the_device_ends_and_fills_its_holes() -> Non
     assert index.lookup([1, 2, 3, 4]) == {"a": 2}
 
 
-def test_an_instance_that_leaves_is_gone_at_once_and_its_memory_with_the_sweep() -> None:
-    index = RadixIndex()
+@each_kernel
+def test_an_instance_that_leaves_is_gone_at_once_and_its_memory_with_the_sweep(
+    kernel: KernelName,
+) -> None:
+    index = RadixIndex(kernel=kernel)
     index.apply("a", message(stored(*range(1, 1001))))
     index.apply("b", message(stored(1, 2)))
 
@@ -173,8 +189,9 @@ def test_an_instance_that_leaves_is_gone_at_once_and_its_memory_with_the_sweep()
     assert index.statistics().runs == 1
 
 
-def test_an_instance_may_come_back_before_it_was_swept() -> None:
-    index = RadixIndex()
+@each_kernel
+def test_an_instance_may_come_back_before_it_was_swept(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
     index.apply("a", message(stored(*range(1, 2001))))
     index.remove_instance("a")
 
@@ -185,8 +202,9 @@ def test_an_instance_may_come_back_before_it_was_swept() -> None:
         assert index.lookup([1, 2, 3]) == {"a": 2}
 
 
-def test_more_blocks_than_allowed_are_never_held() -> None:
-    index = RadixIndex(max_blocks=100)
+@each_kernel
+def test_more_blocks_than_allowed_are_never_held(kernel: KernelName) -> None:
+    index = RadixIndex(max_blocks=100, kernel=kernel)
 
     for start in range(0, 2000, 20):
         index.apply("a", message(stored(*range(start, start + 20)), first_id=start // 20))
@@ -208,12 +226,16 @@ events = st.lists(
 )
 
 
+@each_kernel
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("ab"), events, st.booleans()), max_size=15), st.data())
+@given(
+    batches=st.lists(st.tuples(st.sampled_from("ab"), events, st.booleans()), max_size=15),
+    data=st.data(),
+)
 def test_the_index_agrees_with_an_account_of_the_events_that_arrived_once(
-    batches: list[tuple[str, list[KvEvent], bool]], data: st.DataObject
+    kernel: KernelName, batches: list[tuple[str, list[KvEvent], bool]], data: st.DataObject
 ) -> None:
-    index, naive = RadixIndex(), NaiveCaches()
+    index, naive = RadixIndex(kernel=kernel), NaiveCaches()
     next_id = {"a": 0, "b": 0}
 
     for instance, batch, twice in batches:
@@ -239,9 +261,10 @@ def test_the_index_agrees_with_an_account_of_the_events_that_arrived_once(
     assert index.statistics().blocks == sum(len(held) for held in naive.paths.values())
 
 
+@each_kernel
 @pytest.mark.parametrize("blocks", [0, 3])
-def test_the_index_shows_what_it_follows(blocks: int) -> None:
-    index = RadixIndex()
+def test_the_index_shows_what_it_follows(blocks: int, kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
     if blocks:
         index.apply("a", message(stored(*range(blocks))))
 

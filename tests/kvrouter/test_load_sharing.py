@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.names import kv_load_subject
 from dynbus.kvrouter.index import Rank
-from dynbus.kvrouter.load_sharing import LoadSharing, load_subject
-from dynbus.kvrouter.shared_load import SharedLoad
+from dynbus.kvrouter.load_sharing import HEARTBEAT, LoadSharing
+from dynbus.kvrouter.shared_load import SILENCE, SharedLoad
 from dynbus.testing import TestKit, run
 
 from .routing_fixtures import until
@@ -116,7 +117,8 @@ def test_a_message_that_is_none_is_counted_and_harms_nobody() -> None:
         async with TestKit() as kit:
             stage = Stage(kit)
             async with await stage.router("one") as one, await stage.router("two") as two:
-                kit.caller.bus.data.publish(load_subject("llm", "Worker"), b"nonsense")
+                subject = kv_load_subject("llm", "Worker", "three")
+                kit.caller.bus.data.publish(subject, b"nonsense")
                 one.load.add("1", A, [1], 16, 0)
                 one.notify()
                 await until(lambda: requests(two) == 1)
@@ -125,6 +127,57 @@ def test_a_message_that_is_none_is_counted_and_harms_nobody() -> None:
     assert run(story()) == (1, 1)
 
 
+def test_nobody_speaks_for_another_router() -> None:
+    async def story() -> tuple[int, int]:
+        async with TestKit() as kit:
+            stage = Stage(kit)
+            async with await stage.router("one") as one, await stage.router("two") as two:
+                liar = SharedLoad(16, "two")
+                liar.add("7", A, [1], 16, 0)
+                for message in liar.outgoing(0.0):
+                    kit.caller.bus.data.publish(kv_load_subject("llm", "Worker", "x"), message)
+                two.load.add("1", A, [1], 16, 0)
+                two.notify()
+                await until(lambda: requests(one) == 1)
+                return one.dropped, requests(one)
+
+    assert run(story()) == (2, 1)
+
+
+def test_callers_may_not_publish_what_routers_tell_each_other() -> None:
+    subject = kv_load_subject("llm", "Worker", "one")
+
+    assert subject.count(".") > "demo.*.*.*".count(".")
+
+
+def test_a_heartbeat_goes_on_after_one_that_failed(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            stage = Stage(kit)
+            async with await stage.router("one") as one, await stage.router("two") as two:
+                expire, failed = one.load.expire, list[float]()
+
+                def fail_once(now: float) -> bool:
+                    if not failed:
+                        failed.append(now)
+                        raise OverflowError("a number that no message can have")
+                    return expire(now)
+
+                one.load.expire = fail_once  # type: ignore[method-assign]
+                await until(lambda: bool(failed))
+                await asyncio.sleep(SILENCE + 2 * HEARTBEAT)
+                assert two.load.routers() == ["one"]
+
+    run(story())
+
+    assert "the load was not told" in caplog.text
+
+
 def test_a_name_that_is_no_part_of_a_subject_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a\.b"):
-        load_subject("a.b", "Worker")
+    async def story() -> None:
+        async with TestKit() as kit:
+            connection = (await kit.runtime()).bus.data
+            with pytest.raises(ConfigError, match=r"a\.b"):
+                LoadSharing(connection, "a.b", "Worker", SharedLoad(16, "one"), print)
+
+    run(story())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -23,10 +24,11 @@ from dynbus.kvrouter.observing import LOOK_INTERVAL, RouterWatch
 from dynbus.kvrouter.opening import open_router
 from dynbus.kvrouter.router import KvRouter
 from dynbus.kvrouter.router_actor import Router
-from dynbus.kvrouter.why import Answer, Question, encode_answer, why_subject
+from dynbus.kvrouter.scheduler import KvScheduler
+from dynbus.kvrouter.why import Answer, Question, encode_answer, tell, why_subject
 from dynbus.testing import Telemetry, TestKit, run
 
-from .routing_fixtures import HandIndex, until
+from .routing_fixtures import HandIndex, profile, request, until
 
 
 class Prompt(BaseModel):
@@ -312,11 +314,16 @@ def candidate(number: int) -> dict[str, Any]:
 
 
 def answer(candidates: int, chosen: int) -> Answer:
-    decision = {
-        "candidates": [candidate(number) for number in range(candidates)],
-        "chosen": {"instance": f"instance-{chosen}", "dp_rank": 0},
-    }
-    return Answer("r", "p", "llm.Engine", "exact", 1, 512, 0.0, [decision, decision])
+    decisions: list[dict[str, Any]] = [
+        {
+            "number": number,
+            "candidates": [candidate(number) for number in range(candidates)],
+            "chosen": {"instance": f"instance-{chosen}", "dp_rank": 0},
+            "excluded": {},
+        }
+        for number in (1, 2)
+    ]
+    return Answer("r", "p", "llm.Engine", "exact", 1, 512, 0.0, decisions)
 
 
 @pytest.mark.parametrize("chosen", [0, 999])
@@ -330,6 +337,32 @@ def test_of_too_many_candidates_an_answer_keeps_the_cheapest_and_the_chosen(chos
         assert names[0] == "instance-0"
         assert len(names) > 100
         assert decision["left_out"] == 1000 - len(names)
+
+
+def test_many_decisions_with_much_in_each_are_told_as_far_as_they_fit_and_soon() -> None:
+    scheduler = KvScheduler(16)
+    profiles = [profile(f"instance-{number}") for number in range(200)]
+    why = "block sizes differ: the router has 16 tokens, the instance 32: " * 4
+    for number in range(512):
+        wanted = request("same", profiles, session=str(number) * 2000)
+        wanted.excluded = {f"other-{one}": why for one in range(100)}
+        scheduler.submit(wanted, 0.0)
+    begun = time.perf_counter()
+
+    told = tell(scheduler.decisions.find("same"), 1.0)
+    text = encode_answer(Answer("r", "p", "t", "exact", 512, 512, 1.0, told, 512 - 128), 2**18)
+
+    spent = time.perf_counter() - begun
+    found = json.loads(text)
+    numbers = [one["number"] for one in found["decisions"]]
+    assert len(text) <= 2**18
+    assert numbers == list(range(numbers[0], 513))
+    assert found["decisions_left_out"] == 512 - len(numbers)
+    newest = found["decisions"][-1]
+    assert len(newest["candidates"]) + newest["left_out"] == 200
+    assert len(newest["excluded"]) + newest["excluded_left_out"] == 100
+    assert newest["chosen"]["instance"] in [one["instance"] for one in newest["candidates"]]
+    assert spent < 0.25
 
 
 def test_an_answer_that_cannot_fit_is_an_error() -> None:

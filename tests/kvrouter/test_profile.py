@@ -97,6 +97,23 @@ def test_another_tokenizer_is_refused() -> None:
         agree(profile, tokenizer_id="llama")
 
 
+def test_an_instance_that_does_not_say_its_tokenizer_is_refused_where_the_router_says_one() -> None:
+    profile = read_profile("a", {"kv_block_size": "16"})
+
+    with pytest.raises(ConfigError, match=r"'llama', instance a does not say .* kv_tokenizer_id"):
+        agree(profile, tokenizer_id="llama")
+
+
+def test_a_key_that_is_unknown_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_profile("a", {"kv_blocksize": "16", "own": "x"})
+
+    assert "instance a says kv_blocksize, which is unknown (did you mean kv_block_size?)" in str(
+        caught.value
+    )
+    assert "kv_dp_size, kv_events" in str(caught.value)
+
+
 def test_an_exact_router_refuses_an_instance_without_events() -> None:
-    with pytest.raises(ConfigError, match="instance a publishes no KV events"):
+    with pytest.raises(ConfigError, match=r"instance a publishes no KV events .*exact=False"):
         agree(read_profile("a", {"kv_block_size": "16"}), needs_events=True)

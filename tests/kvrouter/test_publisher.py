@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import UserList
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,13 @@ import pytest
 
 from dynbus.bus.errors import ConfigError, Unavailable
 from dynbus.bus.transport import StoredMessage
+from dynbus.kvrouter.event_log import Batch
 from dynbus.kvrouter.event_stream import EventStream
 from dynbus.kvrouter.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    CacheDigest,
     InvalidEvents,
     Operation,
     closing_digest,
@@ -104,6 +108,13 @@ def test_any_thread_may_publish() -> None:
     assert run(story()) == 400
 
 
+class _Changing(UserList[int]):
+    """A list that another thread makes shorter while it is copied."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.data[0]
+
+
 @pytest.mark.parametrize(
     "event",
     [
@@ -112,6 +123,15 @@ def test_any_thread_may_publish() -> None:
         BlockStored(1 << 64, [1], [1]),
         BlockStored(None, np.array([1.5]), [1]),
         BlockRemoved(["one"]),  # type: ignore[list-item]
+        BlockStored(3.0, [1], [1]),  # type: ignore[arg-type]
+        BlockStored(None, b"12345678", [1] * 8),
+        BlockStored(None, b"12345678", b"12345678"),
+        BlockStored(None, [1], None),  # type: ignore[arg-type]
+        BlockStored(None, [1], [1], []),  # type: ignore[arg-type]
+        BlockStored(None, [1], [1], 1.0),  # type: ignore[arg-type]
+        BlockStored(None, _Changing([1, 2]), [1, 2]),
+        CacheDigest(1, 2),
+        None,
     ],
 )
 def test_what_cannot_be_encoded_is_refused_at_once_and_nothing_of_the_call_is_taken(
@@ -126,6 +146,63 @@ def test_what_cannot_be_encoded_is_refused_at_once_and_nothing_of_the_call_is_ta
             return publisher.status().ranks[0].blocks
 
     assert run(story()) == 0
+
+
+def test_lists_may_be_changed_once_they_were_handed_over() -> None:
+    async def story() -> list[int]:
+        at = EventBus()
+        async with at.publisher() as publisher:
+            await publisher.flush()
+            hashes = [1, 2, 3]
+            publisher.publish([BlockStored(None, hashes, hashes)])
+            hashes.clear()
+            await publisher.flush()
+            return decode_events((await messages(at))[-1].data).engine_hashes
+
+    assert run(story()) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dp_rank", [-1, 1 << 16, 1.5, "1", None])
+def test_a_rank_that_is_none_is_refused_at_once(dp_rank: Any) -> None:
+    async def story() -> None:
+        async with EventBus().publisher() as publisher:
+            publisher.publish([stored(1)], dp_rank=dp_rank)
+
+    with pytest.raises(ConfigError, match="dp_rank = .*: give a number from 0 to 65535"):
+        run(story())
+
+
+def test_a_resend_lets_the_loop_go_on_after_each_message() -> None:
+    async def story() -> tuple[int, int]:
+        at = EventBus()
+        turns = 0
+
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+
+        async with at.publisher(max_batch_bytes=4096) as publisher:
+            publisher.publish([stored(*range(1, 5001))])
+            await publisher.flush()
+            log = at.logs["a", 0]
+            made: list[int] = []
+            next_batch = log.next_batch
+
+            def noted(now: float) -> Batch | None:
+                if (batch := next_batch(now)) is not None:
+                    made.append(turns)
+                    asyncio.get_running_loop().call_soon(turn)
+                return batch
+
+            log.next_batch = noted  # type: ignore[method-assign]
+            publisher.reset()
+            publisher.publish([stored(*range(1, 5001))])
+            await publisher.flush()
+        return len(made), len(set(made))
+
+    messages_made, turns_taken = run(story())
+
+    assert messages_made == turns_taken > 10
 
 
 def test_a_publish_whose_acknowledgement_is_lost_is_repeated_and_stored_once() -> None:
@@ -327,15 +404,54 @@ def test_a_flush_that_cannot_end_says_why() -> None:
         run(story())
 
 
-def test_what_comes_after_the_end_is_counted() -> None:
+def test_what_comes_after_the_end_is_dropped_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def story() -> int:
         at = EventBus()
         async with at.publisher() as publisher:
             await publisher.flush()
         publisher.publish([stored(1)])
+        publisher.reset()
         return publisher.status().refused
 
-    assert run(story()) == 1
+    refused = run(story())
+
+    said = [one.message for one in caplog.records if "is closed: events" in one.message]
+    assert (refused, len(said)) == (2, 1)
+
+
+def test_a_publisher_that_was_not_entered_takes_nothing_and_says_what_to_do() -> None:
+    async def story() -> None:
+        connection = await EventBus().bus.connect()
+        publisher = KvEventPublisher(connection, "demo", "Engine", "a")
+
+        with pytest.raises(RuntimeError, match="was not entered, .*: enter it with `async with`"):
+            publisher.publish([stored(1)])
+        with pytest.raises(RuntimeError, match="was not entered"):
+            publisher.reset()
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([{"a": 1}], "event 0, {'a': 1}: it is no event: give BlockStored, BlockRemoved or All"),
+        ([AllBlocksCleared(), None], "event 1, None: it is no event"),
+        ([BlockStored(None, None, [1])], r"event 0, BlockStored\(.*NoneType"),  # type: ignore[arg-type]
+        ([BlockStored("x", [1], [1])], r"event 0, BlockStored\(parent_hash='x'"),  # type: ignore[arg-type]
+        (AllBlocksCleared(), r"AllBlocksCleared\(\) is no list of events"),
+    ],
+)
+def test_what_is_no_event_is_refused_with_its_place(events: Any, message: str) -> None:
+    async def story() -> None:
+        at = EventBus()
+        async with at.publisher() as publisher:
+            publisher.publish(events)
+
+    with pytest.raises(InvalidEvents, match=message):
+        run(story())
 
 
 def test_a_stream_of_another_namespace_is_refused() -> None:

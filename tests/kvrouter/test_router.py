@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from dynbus import (
     Actor,
     ConfigError,
+    DeadlineExceeded,
     InvalidRequest,
     NoInstances,
     Overloaded,
@@ -188,6 +189,48 @@ def test_a_call_waits_for_room_and_leaves_the_queue_when_its_caller_leaves() -> 
             return after_leaving, waiting(), await stays
 
     assert run(story()) == (1, 0, "a")
+
+
+def test_a_call_that_waits_goes_to_an_instance_that_comes_although_nobody_else_calls() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            workers = await start(kit, "a", max_batched_tokens="64")
+            config = SchedulerConfig(queue_threshold=1.0)
+            async with open_router(kit.caller, Worker, exact=False, config=config) as router:
+                client = kit.client(Worker, routing=router)
+                first = asyncio.create_task(where(client, prompt(5, 1, hold=True)))
+                await until(lambda: running(router) == 1)
+                waits = asyncio.create_task(where(client, prompt(5, 2)))
+                await until(lambda: "1 waiting" in repr(router))
+
+                await start(kit, "b", max_batched_tokens="64")
+                async with asyncio.timeout(2.0):
+                    name = await waits
+
+                workers["a"].held.set()
+                await first
+                return name
+
+    assert run(story()) == "b"
+
+
+def test_an_instance_that_began_anew_under_its_id_is_taken_to_hold_nothing() -> None:
+    async def story() -> tuple[int, int]:
+        async with TestKit() as kit:
+            await start(kit, "a")
+            router = KvRouter()
+            client = kit.client(Worker, routing=router)
+            for request_id in ("first", "again"):
+                with call_options(request_id=request_id):
+                    await where(client, prompt())
+            await kit.started["a"].stop()
+            await start(kit, "a")
+            with call_options(request_id="anew"):
+                await where(client, prompt())
+            (again,), (anew,) = router.decisions("again"), router.decisions("anew")
+            return again.expected_reuse, anew.expected_reuse
+
+    assert run(story()) == (4 * BLOCK, 0)
 
 
 def test_a_session_and_tags_are_read_from_the_metadata_of_the_call() -> None:
@@ -390,3 +433,85 @@ def test_a_router_serves_one_component() -> None:
                 await where(kit.client(Other, routing=router), prompt())
 
     run(story())
+
+
+@pytest.mark.parametrize("target", ["Worker", "llm.", ".Worker", "llm.Worker.generate", None, 3])
+def test_what_is_no_target_is_refused_with_what_to_write(target: Any) -> None:
+    async def story() -> None:
+        async with TestKit() as kit, open_router(kit.caller, target):
+            raise AssertionError("it was opened")
+
+    with pytest.raises(ConfigError, match=r"'namespace\.component'|is not a valid name"):
+        run(story())
+
+
+def test_a_client_is_no_target_but_its_class_is() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            with pytest.raises(ConfigError, match="give the class of the engine's actor") as caught:
+                async with open_router(kit.caller, kit.client(Worker)):  # type: ignore[arg-type]
+                    raise AssertionError("it was opened")
+            return str(caught.value)
+
+    assert "Worker" in run(story())
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"lora": "requier"}, r"lora='requier' \(did you mean require\?\): give one of prefer"),
+        ({"block_size": 0}, "block_size=0: give the tokens"),
+        ({"block_size": "16"}, "block_size='16': give"),
+        ({"tokenizer_id": None}, "tokenizer_id=None: give"),
+        ({"reused_field": "a..b"}, "reused_field='a..b': give"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused(setting: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        KvRouter(**setting)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_router_without_instances_is_off_and_says_whose(
+    exact: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> tuple[str, str, str]:
+        async with TestKit() as kit:
+            async with open_router(kit.caller, "llm.Workr", exact=exact) as router:
+                await until(lambda: "cache_aware is off" in caplog.text)
+                typo = str(router.awareness())
+            async with open_router(kit.caller, Worker, exact=exact) as router:
+                await start(kit, "a", events="true")
+                await until(lambda: "no instances" not in str(router.awareness()))
+                there = str(router.awareness())
+                await kit.started["a"].stop()
+                await until(lambda: "no instances" in str(router.awareness()))
+                return typo, there, str(router.awareness())
+
+    typo, there, gone = run(story())
+
+    assert typo == "off (no instances of llm.Workr)"
+    assert "a: open a KvEventPublisher" in there if exact else "own decisions" in there
+    assert gone == "off (no instances of llm.Worker)"
+    assert any(
+        record.levelname == "WARNING"
+        and record.message.startswith("llm.Workr: cache_aware is off (no instances of llm.Workr)")
+        for record in caplog.records
+    )
+
+
+def test_a_call_that_leaves_the_queue_at_its_deadline_says_that_it_was_there() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            workers = await start(kit, "a", max_batched_tokens="16")
+            router = KvRouter(config=SchedulerConfig(queue_threshold=1.0))
+            client = kit.client(Worker, routing=router)
+            first = asyncio.create_task(where(client, prompt(hold=True)))
+            await until(lambda: running(router) == 1)
+            with call_options(timeout=5.0), pytest.raises(DeadlineExceeded) as caught:
+                await where(client, prompt(of=1))
+            workers["a"].held.set()
+            await first
+            return str(caught.value)
+
+    assert "waited 5 s in the router's queue" in run(story())

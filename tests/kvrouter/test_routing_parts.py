@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,7 @@ from dynbus.kvrouter.constraints import NO_CONSTRAINTS, Constraints, read_constr
 from dynbus.kvrouter.cost import Candidate, DynamoCost
 from dynbus.kvrouter.index import Rank
 from dynbus.kvrouter.policies import load_policy, policy_name
-from dynbus.kvrouter.request_fields import field_of
+from dynbus.kvrouter.request_fields import RequestFields, field_of
 from dynbus.kvrouter.waiting import WaitingQueue
 
 from .routing_fixtures import by_name, profile, shape
@@ -27,10 +30,42 @@ def test_constraints_are_read_from_metadata() -> None:
     assert read_constraints({"other": "x"}) is NO_CONSTRAINTS
 
 
-@pytest.mark.parametrize("text", ["near=fast", "near=", "near=inf", "near=nan"])
+@pytest.mark.parametrize("text", ["near=fast", "near=", "near=inf", "near=nan", "near=1=2"])
 def test_a_weight_that_is_no_number_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="weight of 'near'"):
         read_constraints({"kv_preferred_tags": text})
+
+
+@pytest.mark.parametrize("text", ["near:0.5", "near*2", "=0.5"])
+def test_a_weight_that_is_written_otherwise_is_refused_with_how_to_write_it(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="write (tag or )?tag=number"):
+        read_constraints({"kv_preferred_tags": text})
+
+
+def test_a_tag_may_end_as_a_weight_would_when_it_has_one() -> None:
+    found = read_constraints({"kv_preferred_tags": "rack:7=1, zone:eu"})
+
+    assert found.preferred == {"rack:7": 1.0, "zone:eu": 1.0}
+
+
+def test_a_key_of_routing_that_is_unknown_is_refused_with_those_that_are() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_constraints({"kv_required_tag": "eu"})
+
+    assert "kv_required_tag is unknown to routing (did you mean kv_required_tags?)" in str(
+        caught.value
+    )
+    assert "kv_required_tags, kv_preferred_tags, kv_track_output" in str(caught.value)
+
+
+def test_what_a_router_before_has_added_is_no_mistake() -> None:
+    assert read_constraints({"kv_dp_rank": "0", "kv_overlap_blocks": "4"}) is NO_CONSTRAINTS
+
+
+@pytest.mark.parametrize("path", ["", "a..b", "a.", 3])
+def test_a_name_of_a_field_that_is_none_is_refused(path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"RequestFields\(token_ids="):
+        RequestFields(token_ids=path)
 
 
 def test_preferences_multiply_and_an_adapter_counts_as_one() -> None:
@@ -52,15 +87,50 @@ def test_a_policy_has_a_name() -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("fastest", "is unknown: use one of dynamo, or module:function"),
-        ("no.such:f", "ModuleNotFoundError"),
-        ("dynbus.kvrouter.cost:nothing", "AttributeError"),
+        ("fastest", "is unknown: use one of dynamo, kv, or module:function$"),
+        ("mypol.cost", "or module:function; did you mean mypol:cost?"),
+        ("mypol.py", "or module:function, as mypol.py:function"),
+        ("no.such:f", "there is no module 'no' in .*tests|there is no module 'no' in /"),
+        ("dynbus.kvrouter.cost:DynamoCots", r"has no 'DynamoCots' \(did you mean DynamoCost\?\)"),
         ("dynbus.kvrouter.cost:NO_OVERLAP", "is a Overlap"),
     ],
 )
 def test_a_policy_that_is_none_is_refused_with_the_reason(name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         load_policy(name)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "WEIGHT = None\nimport nothing_like_this\n",
+        "WEIGHT = None\ndef cots(r, c): return []\n",
+        "WEIGHT = None\ncost = 3\n",
+        "WEIGHT = None\nclass cost:\n    def __init__(self): raise ValueError\n",
+    ],
+)
+def test_a_policy_goes_on_unharmed_when_its_file_cannot_be_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    file = tmp_path / "weighty.py"
+    monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    file.write_text("WEIGHT = 2.0\ndef cost(r, c): return [WEIGHT] * len(c)\n")
+    try:
+        policy = load_policy("weighty:cost")
+        file.write_text(broken)
+
+        with pytest.raises(ConfigError, match="weighty:cost"):
+            load_policy("weighty:cost", reload=True)
+
+        candidates = [Candidate(Rank("a", 0))]
+        assert policy(shape(4), candidates) == [2.0]
+        assert load_policy("weighty:cost") is policy
+        file.write_text("WEIGHT = 3.0\ndef cost(r, c): return [WEIGHT] * len(c)\n# mended\n")
+        assert load_policy("weighty:cost", reload=True)(shape(4), candidates) == [3.0]
+        assert policy(shape(4), candidates) == [2.0]
+    finally:
+        sys.modules.pop("weighty", None)
 
 
 def test_sessions_are_forgotten_by_time_and_by_number() -> None:
@@ -73,6 +143,14 @@ def test_sessions_are_forgotten_by_time_and_by_number() -> None:
     assert affinity.find("two", wanted, candidates, 3.0) == 1
     assert affinity.find("two", wanted, candidates, 11.0) is None
     assert affinity.find("three", wanted, candidates[:1], 11.0) is None
+
+
+def test_a_session_that_is_forgotten_at_once_harms_nobody() -> None:
+    affinity = SessionAffinity(ttl=0.0)
+
+    affinity.bind("s", Rank("a", 0), 1.0)
+
+    assert affinity.find("s", shape(4), [Candidate(Rank("a", 0))], 1.0) is None
 
 
 def test_a_session_bears_load_up_to_a_factor() -> None:
@@ -94,8 +172,9 @@ def test_the_queue_serves_the_urgent_first_and_then_by_arrival() -> None:
     assert list(queue) == ["b", "a", "c"]
     assert queue.remove(places[1])
     assert not queue.remove(places[1])
-    assert queue.has_before(0)
-    assert not queue.has_before(1)
+    assert queue.has_before(0, lambda name: name == "c")
+    assert not queue.has_before(0, lambda name: name == "b")
+    assert not queue.has_before(1, lambda name: True)
 
 
 def test_a_full_queue_takes_no_more() -> None:

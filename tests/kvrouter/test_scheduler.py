@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from dynbus.bus.errors import ConfigError, NoInstances, Overloaded
 from dynbus.kvrouter.constraints import Constraints
-from dynbus.kvrouter.cost import Candidate, RequestShape
+from dynbus.kvrouter.cost import Candidate, CostFunction, DynamoCost, RequestShape
 from dynbus.kvrouter.decision import Decision, Reason
-from dynbus.kvrouter.index import Rank
+from dynbus.kvrouter.index import Overlap, Rank
 from dynbus.kvrouter.scheduler import KvScheduler
 from dynbus.kvrouter.scheduling import SchedulerConfig, SchedulingRequest, Ticket
 
@@ -160,8 +163,57 @@ def test_a_policy_that_raises_is_named_with_what_it_raised() -> None:
 
     scheduler = KvScheduler(BLOCK, policy=broken)
 
-    with pytest.raises(ConfigError, match="broken raised KeyError: 'weights'"):
+    with pytest.raises(ConfigError, match=r"broken raised KeyError: 'weights' \(.*\.py, line \d"):
         scheduler.submit(request("r", ABC), 0.0)
+
+
+def test_the_way_to_a_policys_mistake_is_logged_once_until_another_policy_decides(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(request: RequestShape, candidates: Sequence[Candidate]) -> Sequence[float]:
+        raise KeyError(request)
+
+    scheduler = KvScheduler(BLOCK, policy=broken)
+    for _ in range(3):
+        with pytest.raises(ConfigError):
+            scheduler.submit(request("r", ABC), 0.0)
+
+    (record,) = caplog.records
+    scheduler.use_policy(broken)
+    with pytest.raises(ConfigError):
+        scheduler.submit(request("r", ABC), 0.0)
+
+    assert record.exc_info is not None
+    assert record.exc_info[0] is KeyError
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"queue_threshold": "a"}, "queue_threshold='a': give a number from 0 on"),
+        ({"queue_threshold": -3}, "queue_threshold=-3: give"),
+        ({"queue_limit": 0}, "queue_limit=0: give a whole number from 1 on"),
+        ({"queue_limit": 1.5}, "queue_limit=1.5: give"),
+        ({"temperature": -1}, "temperature=-1: give 0"),
+        ({"temperature": math.nan}, "temperature=nan: give"),
+        ({"temperature": True}, "temperature=True: give"),
+        ({"decisions": 0}, "decisions=0: give a whole number from 1 on"),
+        ({"prediction_ttl": -1}, "prediction_ttl=-1: give seconds"),
+        ({"prediction_ttl": None}, "prediction_ttl=None: give seconds"),
+        ({"approximate_ttl": math.inf}, "approximate_ttl=inf: give seconds, or None"),
+        ({"session_ttl": -1}, "session_ttl=-1: give seconds"),
+        ({"session_overload": 0.5}, "session_overload=0.5: give a factor from 1 on"),
+        ({"track_output": "yes"}, "track_output='yes': give True or False"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused_by_name_with_what_to_give(
+    setting: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SchedulerConfig(**setting)
+
+    assert str(caught.value).startswith(told)
 
 
 def test_a_policy_may_refuse_all() -> None:
@@ -186,6 +238,65 @@ def test_shadows_are_compared_and_decide_nothing() -> None:
     assert (names.chosen, names.regret) == (Rank("a", 0), 2.0)
     assert failed.error == "ValueError: no weights"
     assert scheduler.statistics().agreements == {"names": 0, "broken": 0}
+
+
+def test_a_shadow_whose_costs_are_none_does_not_count_as_agreeing() -> None:
+    def equal(request: RequestShape, candidates: Sequence[Candidate]) -> Any:
+        return np.zeros(3, dtype=np.int64)
+
+    shadows: dict[str, CostFunction] = {
+        "long": lambda request, candidates: [1.0] * 5,
+        "nan": lambda request, candidates: [math.nan] * 3,
+        "numpy": equal,
+    }
+    scheduler = KvScheduler(BLOCK, policy=by_name, shadows=shadows)
+
+    decision = decide(scheduler, request("r", ABC))
+
+    told = json.loads(decision.to_json())["shadows"]
+    assert "returned [1.0" in told[0]["error"]
+    assert "returned [nan" in told[1]["error"]
+    assert told[2]["chosen"] == {"instance": "a", "dp_rank": 0}
+    assert scheduler.statistics().agreements == {"long": 0, "nan": 0, "numpy": 1}
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64])
+def test_costs_of_numpy_decide_and_can_be_read_afterwards(dtype: type) -> None:
+    scheduler = KvScheduler(
+        BLOCK,
+        policy=lambda request, candidates: np.arange(3, 0, -1).astype(dtype),  # type: ignore[arg-type,return-value]
+    )
+
+    decision = decide(scheduler, request("r", ABC))
+
+    told = json.loads(decision.to_json())
+    assert [one["cost"] for one in told["candidates"]] == [1.0, 2.0, 3.0]
+    assert told["chosen"] == {"instance": "c", "dp_rank": 0}
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [{1.0, 2.0, 3.0}, {0: 1, 1: 2, 2: 3}, "123", ["1", "2", "3"], np.ones((3, 1)), [-math.inf] * 3],
+)
+def test_what_is_no_list_of_numbers_is_refused(costs: object) -> None:
+    scheduler = KvScheduler(
+        BLOCK,
+        policy=lambda request, candidates: costs,  # type: ignore[arg-type,return-value]
+        config=SchedulerConfig(temperature=0.5),
+    )
+
+    with pytest.raises(ConfigError, match="for 3 candidates: return a list with one number"):
+        scheduler.submit(request("r", ABC), 0.0)
+
+
+def test_costs_as_far_apart_as_numbers_go_can_be_drawn_from() -> None:
+    scheduler = KvScheduler(
+        BLOCK,
+        policy=lambda request, candidates: [-1.7e308, 1.7e308, math.inf],
+        config=SchedulerConfig(temperature=0.01),
+    )
+
+    assert decide(scheduler, request("r", ABC)).chosen.instance == "a"
 
 
 # Constraints and sessions -------------------------------------------------------------------
@@ -215,7 +326,7 @@ def test_constraints_that_leave_none_say_so() -> None:
 
 def test_a_preferred_tag_makes_cheaper_by_its_weight() -> None:
     instances = [profile("a"), profile("b", tags="near")]
-    scheduler = KvScheduler(BLOCK, follower=HandIndex(a=1))
+    scheduler = KvScheduler(BLOCK, policy=DynamoCost(), follower=HandIndex(a=1))
     near = Constraints(preferred={"near": 1.0})
 
     decision = decide(scheduler, request("r", instances, constraints=near))
@@ -293,6 +404,111 @@ def test_who_comes_later_does_not_overtake_who_waits() -> None:
     wait(scheduler, request("second", SMALL, of=2))
 
     assert scheduler.statistics().waiting == 2
+
+
+def test_who_may_go_anywhere_does_not_wait_behind_who_waits_for_one_instance() -> None:
+    scheduler = KvScheduler(BLOCK, config=QUEUE)
+    tagged = profile("a", max_batched_tokens=64, tags="eu")
+    decide(scheduler, request("busy", [tagged], blocks=5))
+    narrow = Constraints(required=frozenset({"eu"}))
+    wait(scheduler, request("eu", [tagged, SMALL[1]], of=1, constraints=narrow))
+
+    decision = decide(scheduler, request("any", [tagged, SMALL[1]], of=2))
+
+    assert decision.chosen.instance == "b"
+
+
+def test_who_waits_for_one_instance_does_not_wait_behind_who_waits_for_any() -> None:
+    scheduler = KvScheduler(BLOCK, config=QUEUE)
+    tagged = profile("c", max_batched_tokens=64, tags="eu")
+    busy = decide(scheduler, request("busy", [tagged], blocks=5))
+    fill(scheduler)
+    wait(scheduler, request("any", SMALL, of=1, priority=1))
+    narrow = Constraints(required=frozenset({"eu"}))
+    eu = wait(scheduler, request("eu", [*SMALL, tagged], of=2, constraints=narrow))
+
+    scheduler.ended(busy.number, 1.0)
+
+    assert [ticket for ticket, _ in scheduler.release(1.0)] == [eu]
+
+
+def test_a_policy_that_fails_for_one_that_waits_fails_for_it_alone() -> None:
+    def moody(request: RequestShape, candidates: Sequence[Candidate]) -> Sequence[float]:
+        loads = [float(one.active_prefill_tokens) for one in candidates]
+        return set(loads) if request.prompt_blocks == 7 else loads  # type: ignore[return-value]
+
+    scheduler = KvScheduler(BLOCK, policy=moody, config=QUEUE)
+    running = fill(scheduler)
+    tickets = [
+        wait(scheduler, request(str(blocks), SMALL, of=blocks, blocks=blocks))
+        for blocks in (1, 7, 2)
+    ]
+    for decision in running:
+        scheduler.ended(decision.number, 1.0)
+
+    released = dict(scheduler.release(1.0))
+
+    assert list(released) == tickets
+    assert isinstance(released[tickets[1]], ConfigError)
+    assert scheduler.statistics().running == 2
+    assert scheduler.statistics().waiting == 0
+
+
+def test_what_breaks_inside_a_decision_is_told_to_the_one_that_waited(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(HandIndex):
+        def overlaps(self, block_hashes: NDArray[np.uint64]) -> Mapping[Rank, Overlap]:
+            if len(block_hashes) == 7:
+                raise IndexError("no such block")
+            return {}
+
+    scheduler = KvScheduler(BLOCK, follower=Broken(), config=QUEUE)
+    running = fill(scheduler)
+    tickets = [wait(scheduler, request(str(n), SMALL, of=n, blocks=n)) for n in (7, 1)]
+    for decision in running:
+        scheduler.ended(decision.number, 1.0)
+
+    (broken, error), (other, answer) = scheduler.release(1.0)
+
+    assert [broken, other] == tickets
+    assert isinstance(error, ConfigError)
+    assert "IndexError: no such block" in error.message
+    assert isinstance(answer, Decision)
+    assert "request 7 cannot be routed" in caplog.text
+
+
+def test_a_prompt_whose_beginning_was_told_and_lost_can_be_sent_again() -> None:
+    index = HandIndex()
+    scheduler = KvScheduler(BLOCK, follower=index)
+
+    for held, blocks, now in ((0, 10, 0.0), (4, 10, 0.5), (0, 2, 1.0), (0, 10, 1.1)):
+        index.held = {Rank("a", 0): Overlap(held, 0, 0, 0)} if held else {}
+        decision = decide(scheduler, request(f"at {now}", [A], blocks=blocks), now)
+        scheduler.ended(decision.number, now)
+
+    assert len(scheduler.load) == 0  # type: ignore[arg-type]
+
+
+def test_no_more_tokens_are_reused_than_there_are() -> None:
+    scheduler = KvScheduler(BLOCK, follower=HandIndex(a=4))
+    decision = decide(scheduler, request("r", ABC))
+
+    scheduler.note_reused(decision.number, 10**400, 1.0)
+
+    assert json.loads(decision.to_json())["outcome"]["reused_tokens"] == 4 * BLOCK
+    assert scheduler.statistics().reused_tokens == 4 * BLOCK
+
+
+def test_an_instance_that_began_anew_is_taken_to_hold_nothing() -> None:
+    scheduler = KvScheduler(BLOCK, policy=DynamoCost())
+    first = decide(scheduler, request("one", [A]))
+    scheduler.ended(first.number, 0.0)
+
+    scheduler.forget_cache("a")
+    second = decide(scheduler, request("two", [A]), 1.0)
+
+    assert second.expected_reuse == 0
 
 
 def test_a_full_queue_refuses() -> None:

@@ -6,11 +6,14 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynbus.kvrouter import shared_load
 from dynbus.kvrouter.active_load import RankLoad
 from dynbus.kvrouter.decision import Decision
 from dynbus.kvrouter.index import Rank
@@ -196,6 +199,63 @@ def test_bytes_that_are_no_message_are_refused_and_change_nothing(data: bytes) -
         two.receive(data, 0.0)
 
     assert two.load(A).requests == 1
+
+
+@pytest.mark.parametrize("said", [2**64, 10**400, 0, -1])
+def test_no_expected_output_keeps_what_ends_from_being_told(said: int) -> None:
+    one, two = pair()
+    one.add("1", A, [11], 1000, 0)
+    exchange((one, two))
+
+    one.free("1")
+    one.add("2", A, [12], 1000, 0, said)
+    one.grow("2", 32)
+    exchange((one, two))
+    seen = two.load(A).requests
+    one.free("2")
+    exchange((one, two))
+
+    assert seen == 1
+    assert one.load(A) == two.load(A) == RankLoad(0, 0, 0)
+
+
+def test_what_could_not_be_encoded_is_still_to_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = pair()
+    one.add("1", A, [11], 16, 0)
+
+    def fail(value: object) -> bytes:
+        raise OverflowError(f"{value} is too large")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_load, "_encoder", SimpleNamespace(encode=fail))
+        with pytest.raises(OverflowError):
+            list(one.outgoing(0.0))
+    exchange((one, two))
+
+    assert two.load(A).requests == 1
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        ["a", 1, "a", 0, 2**62, 0, None, b""],
+        ["a", 1, "a", 0, 16, -(2**62), None, b""],
+        ["a", 1, "a", 0, 16, 0, 2**62, b""],
+        ["a", 1, "a", -1, 16, 0, None, b""],
+        ["a", 1, "a", 2**40, 16, 0, None, b""],
+        ["a", -1, "a", 0, 16, 0, None, b""],
+        ["a", 1, "a" * 1000, 0, 16, 0, None, b""],
+    ],
+)
+def test_numbers_out_of_bounds_are_refused_and_change_nothing(added: list[object]) -> None:
+    one, two = pair()
+    one.add("1", A, [11], 16, 0)
+    exchange((one, two))
+
+    with pytest.raises(ValueError, match="no message of routers' load"):
+        two.receive(msgspec.msgpack.encode(["c", 1, "forged", 0, [added]]), 0.0)
+
+    assert two.load(A) == RankLoad(16, 1, 1)
 
 
 STEPS = st.lists(

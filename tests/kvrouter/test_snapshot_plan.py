@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import nan
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,7 +97,10 @@ def test_with_a_look_after_every_message_the_latest_is_always_connected(
             latest = Covered(last, 0.0)
 
 
-@pytest.mark.parametrize("wrong", [{"messages": 0}, {"seconds": -1.0}, {"margin": 1.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"messages": 0}, {"seconds": -1.0}, {"seconds": nan}, {"margin": 1.0}, {"margin": nan}],
+)
 def test_a_plan_that_cannot_be_kept_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="snapshot plan"):
         SnapshotPlan(**wrong)  # type: ignore[arg-type]

@@ -8,10 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from dynbus import Actor, handler
 from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.kvrouter.digest import index_digest
 from dynbus.kvrouter.follower import IndexFollower
 from dynbus.kvrouter.index import RadixIndex, Rank
+from dynbus.kvrouter.membership import UNKNOWN_GRACE
+from dynbus.kvrouter.publisher import KvEventPublisher
 from dynbus.kvrouter.snapshot import dump_index
 from dynbus.kvrouter.snapshot_plan import SnapshotPlan
 from dynbus.kvrouter.snapshot_writer import SnapshotWriter
@@ -22,13 +25,28 @@ from dynbus.kvrouter.snapshots import (
     UnusableSnapshot,
     superseded,
 )
-from dynbus.kvrouter.warm_start import WarmStart, warm_index
-from dynbus.testing import run
+from dynbus.kvrouter.warm_start import WarmStart, forget_dead, warm_follower, warm_index
+from dynbus.testing import TestKit, run
 
 from .event_bus import STREAM, EventBus, event_subject, eventually, stored
 
 BUCKET = "OBJ_DYNBUS_SNAPSHOTS_demo"
 PLAN = SnapshotPlan(messages=1)
+
+
+class Engine(Actor, namespace="demo"):
+    """Holds two blocks."""
+
+    async def on_start(self) -> None:
+        self.events = await KvEventPublisher.of(self).__aenter__()
+        self.events.publish([stored(1, 2)])
+
+    async def on_stop(self) -> None:
+        await self.events.close()
+
+    @handler
+    async def load(self) -> int:
+        return 0
 
 
 class Router:
@@ -89,6 +107,55 @@ def test_a_snapshot_is_taken_and_a_new_router_begins_with_it() -> None:
     assert start.is_connected
     assert start.skipped == 0
     assert start.position.sequence == kept
+
+
+def test_who_died_before_a_router_came_is_not_brought_back_by_a_snapshot() -> None:
+    async def story() -> tuple[list[str], list[str], list[str], set[str]]:
+        at = EventBus()
+        async with at.publisher("a") as one, at.publisher("dead") as other, router(at) as writing:
+            one.publish([stored(1, 2)])
+            other.publish([stored(1, 2)])
+            await one.flush()
+            await other.flush()
+            await writing.has_written(1)
+            start = await warm(at)
+        assert start.snapshot is not None
+        early = forget_dead(start, ["a"], start.snapshot.written + UNKNOWN_GRACE - 1.0)
+        unknown = forget_dead(start, None, start.snapshot.written + 3600.0)
+        late = forget_dead(start, ["a"], start.snapshot.written + UNKNOWN_GRACE + 1.0)
+        return early, unknown, late, {rank.instance for rank in start.index.ranks}
+
+    early, unknown, late, left = run(story())
+
+    assert (early, unknown, late, left) == ([], [], ["dead"], {"a"})
+
+
+def test_a_router_that_starts_from_a_snapshot_shows_no_dead_instance_from_the_first_moment() -> (
+    None
+):
+    async def story() -> tuple[set[str], dict[str, int]]:
+        async with TestKit() as kit:
+            engine = await kit.start(Engine, instance_id="alive")
+            dead = await kit.start(Engine, instance_id="dead")
+            writing = await kit.runtime()
+            async with warm_follower(writing, "demo", "Engine", plan=PLAN) as first:
+                await eventually(lambda: first.lookup([1, 2]) == {"alive": 2, "dead": 2}, 9.0)
+                store = SnapshotStore(writing.bus.data.jetstream, "demo")
+                await asyncio.sleep(9.0)
+                assert [one.instances for one in await store.snapshots("Engine")][-1] == 2
+            await dead.stop()
+            await asyncio.sleep(UNKNOWN_GRACE + 1.0)
+            late = await kit.runtime()
+            async with warm_follower(late, "demo", "Engine", plan=PLAN) as second:
+                seen = {rank.instance for rank in second.index.ranks}
+                await eventually(lambda: second.lookup([1, 2]) == {"alive": 2})
+                assert engine.actor.instance_id == "alive"
+                return seen, second.lookup([1, 2])
+
+    seen, found = run(story())
+
+    assert "dead" not in seen
+    assert found == {"alive": 2}
 
 
 def test_without_a_snapshot_a_new_router_begins_with_the_stream() -> None:

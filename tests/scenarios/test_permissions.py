@@ -54,6 +54,7 @@ FOREIGN_PUBLICATIONS = [
     f"{STORE}.other.Source.forged",
     "other.Source.where",
     "scenario.Source._kv.forged.0",
+    "scenario.Source._kv_load.forged.all",
     f"$JS.API.STREAM.DELETE.{BUCKET}",
     f"$JS.API.STREAM.PURGE.{BUCKET}",
     f"$JS.API.STREAM.MSG.DELETE.{BUCKET}",

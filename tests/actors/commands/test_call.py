@@ -31,7 +31,7 @@ def invoke(*words: str, text: str = "") -> Result:
 def test_every_option_reaches_the_call(made: list[CallRequest]) -> None:
     result = invoke(
         "demo.A.b", '{"x": 1}', "--timeout", "2", "--instance", "i1", "--metadata", "k=v=w",
-        "--metadata", "l=", "--wait", "3", "--json", "--nats", "nats://h:1",
+        "--metadata", "l=", "--request-id", "r1", "--verbose", "--wait", "3", "--json", "--nats", "nats://h:1",
     )  # fmt: skip
 
     assert result.exit_code == 13
@@ -45,6 +45,8 @@ def test_every_option_reaches_the_call(made: list[CallRequest]) -> None:
             wait=3.0,
             as_json=True,
             nats="nats://h:1",
+            request_id="r1",
+            verbose=True,
         )
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -203,3 +204,28 @@ def test_a_misspelt_variable_is_refused(
     assert capfd.readouterr().err.startswith(
         "dynbus: ConfigError: the environment variable DYNBUS_COLOUR is unknown; "
     )
+
+
+@pytest.mark.parametrize("given", [None, "mine"])
+def test_the_id_of_a_request_is_told_beside_the_result_when_asked_for(
+    url: str, capfd: pytest.CaptureFixture[str], given: str | None
+) -> None:
+    code = execute(
+        CallRequest(
+            endpoint=EndpointName.parse("commanded.Called.word"),
+            request="a",
+            timeout=10.0,
+            instance=None,
+            metadata={},
+            wait=10.0,
+            as_json=True,
+            nats=url,
+            request_id=given,
+            verbose=True,
+        )
+    )
+
+    output = capfd.readouterr()
+    assert code == exit_codes.OK
+    assert json.loads(output.out)["text"] == "a"
+    assert re.fullmatch(r"request (mine|[0-9a-f]{16,})\n", output.err)

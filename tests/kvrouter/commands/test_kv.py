@@ -97,7 +97,7 @@ def served(nats_server: RunningServer) -> Served:
 def test_top_lists_instances_by_blocks_and_the_prefixes_that_most_of_them_hold(
     served: Served,
 ) -> None:
-    found = served.json("top")
+    found = served.json("top", "--all")
 
     assert [
         (row["instance"], row["blocks"], row["device"], row["host"], row["lease"])
@@ -107,7 +107,22 @@ def test_top_lists_instances_by_blocks_and_the_prefixes_that_most_of_them_hold(
         "block_hashes": [f"{BLOCKS[0]:#018x}"],
         "instances": ["a", "b"],
     }
+    assert found["left_out"] == []
     assert (found["sequence"], found["snapshot"], found["whole"]) == (4, "Engine/2", True)
+
+
+@pytest.mark.parametrize("command", [["top"], ["show", *map(str, BLOCKS)]])
+def test_instances_without_a_lease_do_not_count_and_are_named(
+    command: list[str], served: Served
+) -> None:
+    found = served.json(*command)
+    ended = served.kv(*command)
+
+    rows = found["ranks"] if command == ["top"] else found["holders"]
+    assert [row["instance"] for row in rows] == ["a"]
+    assert all("b" not in prefix["instances"] for prefix in found.get("prefixes", []))
+    assert found["left_out"] == ["b"]
+    assert "1 instance without a lease left out (b): --all has them" in ended.stderr
 
 
 def test_top_is_a_table_for_people(served: Served) -> None:
@@ -131,7 +146,7 @@ def test_top_is_a_table_for_people(served: Served) -> None:
     ids=["hexadecimal", "decimal", "tokens", "block size"],
 )
 def test_show_tells_who_holds_a_prefix(prefix: list[str], served: Served) -> None:
-    found = served.json("show", *prefix)
+    found = served.json("show", "--all", *prefix)
 
     assert [(row["instance"], row["blocks"], row["device"]) for row in found["holders"]] == [
         ("a", 2, 2),
@@ -186,10 +201,56 @@ def test_at_tells_what_was_held_at_a_sequence_and_what_changed_since(served: Ser
     assert (since["from"]["sequence"], since["to"]["sequence"]) == (1, 4)
 
 
-def test_at_a_time_before_the_first_event_nothing_was_held(served: Served) -> None:
-    found = served.json("at", "--time", "30d")
+def test_nothing_can_be_told_of_a_time_before_the_stream(served: Served) -> None:
+    ended = served.kv("at", "--time", "30d")
 
-    assert (found["sequence"], found["ranks"]) == (0, [])
+    assert isinstance(ended.exception, NoHistory)
+    assert "was made at" in str(ended.exception)
+
+
+def test_before_its_first_message_nothing_was_held(served: Served) -> None:
+    found = served.json("at", "--seq", "0")
+
+    assert (found["sequence"], found["ranks"], found["whole"]) == (0, [], True)
+
+
+def test_a_block_size_that_no_instance_has_is_told(served: Served) -> None:
+    ended = served.kv("show", "--block-size", "8", json.dumps(TOKENS))
+
+    assert (ended.exit_code, ended.stdout) == (0, "")
+    assert "--block-size 8 is not what the instances say (16)" in ended.stderr
+
+
+@pytest.mark.parametrize("command", [["top"], ["dump"], ["show", "5"], ["at", "--seq", "1"]])
+def test_a_component_without_events_is_refused_with_those_that_have_some(
+    command: list[str], served: Served
+) -> None:
+    ended = served.kv(*command, "--component", "Engin")
+
+    assert isinstance(ended.exception, ConfigError)
+    assert str(ended.exception) == (
+        "component Engin of kvcommand has no KV events; those that have some: Engine"
+    )
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ["--component", f"{NAMESPACE}.Engine"],
+        ["--namespace", NAMESPACE, "--component", f"{NAMESPACE}.Engine"],
+    ],
+)
+def test_a_component_may_be_named_with_its_namespace(place: list[str], served: Served) -> None:
+    ended = CliRunner().invoke(kv, ["top", "--nats", served.url, "--json", *place])
+
+    assert json.loads(ended.stdout)["component"] == "Engine"
+
+
+def test_without_any_namespace_it_is_asked_for(served: Served) -> None:
+    ended = CliRunner().invoke(kv, ["top", "--nats", served.url, "--component", "Engine"])
+
+    assert ended.exit_code == 2
+    assert "give --namespace, or --component as namespace.component" in ended.stderr
 
 
 def test_snapshots_are_listed_with_what_they_are_good_for(served: Served) -> None:
@@ -218,7 +279,7 @@ def test_without_a_stream_it_is_asked_whether_anybody_publishes(
     [
         (["at", "--seq", "99"], NoHistory, "sequence 99 is not there yet"),
         (["show", "--block-size", "64", json.dumps(TOKENS)], ConfigError, "make no block of 64"),
-        (["top", "--component", "no.name"], ConfigError, "not a valid name"),
+        (["top", "--component", "no name"], ConfigError, "not a valid name"),
     ],
 )
 def test_what_cannot_be_told_is_said_with_the_reason(
@@ -238,6 +299,7 @@ def test_what_cannot_be_told_is_said_with_the_reason(
         (["at", "--time", "yesterday"], "is no time"),
         (["at", "--seq", "3", "--to", "2"], "--to lies before"),
         (["at", "--seq", "3", "--to", "5m"], "it is a sequence, or now"),
+        (["top", "--component", "llm.Engine"], "--component names one of llm"),
         (["show", "0xnothing"], "is no block hash"),
         (["show", "[1, -1]"], "token ids are integers"),
     ],

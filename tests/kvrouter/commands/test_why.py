@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from dynbus.kvrouter.commands.why import why
 from dynbus.kvrouter.commands.why_report import ask_routers
 from dynbus.kvrouter.opening import open_router
 from dynbus.kvrouter.router_actor import Router
+from dynbus.kvrouter.why import Question
 
 NAMESPACE = f"why{secrets.token_hex(4)}"
 
@@ -53,13 +55,13 @@ async def ask_both(url: str, *arguments: str) -> tuple[Result, str]:
     """What the command says of a request that a client-side router and a Router actor decided."""
     request_id = secrets.token_hex(8)
     async with Runtime.connect(url) as runtime:
-        await runtime.start(Engine, instance_id="a")
-        await runtime.start(Engine, instance_id="b")
+        await runtime.start(Engine, instance_id="one")
+        await runtime.start(Engine, instance_id="other")
         front = await runtime.start(Front, target=f"{NAMESPACE}.Engine.generate", exact=False)
-        async with open_router(runtime, Engine, exact=False, shadows={"trial": "dynamo"}) as router:
+        async with open_router(runtime, Engine, exact=False, shadows={"trial": "kv"}) as router:
             with call_options(request_id=request_id, wait=10.0):
                 engine = runtime.client(Engine, routing=router)
-                with call_options(metadata={"kv_required_tags": "b"}):
+                with call_options(metadata={"kv_required_tags": "other"}):
                     assert [item async for item in engine.generate(Prompt(**PROMPT))]
                 assert [item async for item in runtime.client(Front).generate(PROMPT)]
             result = await command(url, request_id, *arguments)
@@ -75,14 +77,14 @@ def test_the_decisions_of_all_routers_are_shown_with_candidates_and_outcome(
     assert result.exit_code == 0, result.output
     text = result.stdout
     assert text.count(f"{request_id}, attempt 1: ") == 2
-    assert "only_candidate by policy dynamo" in text
-    assert "lowest_cost by policy dynamo" in text
+    assert "only_candidate by policy kv" in text
+    assert "lowest_cost by policy kv" in text
     assert "64 tokens, 4 blocks of 16" in text
-    assert "not     a: " in text
+    assert "not     one: " in text
     assert "trial would have chosen the same" in text
     assert "16 tokens reused, 16 more than expected" in text
     assert "ended after " in text
-    assert "> b/0" in text
+    assert "> other/0" in text
 
 
 def test_json_has_every_field_of_every_decision(nats_server: RunningServer) -> None:
@@ -127,12 +129,76 @@ def test_where_no_router_answers_the_command_says_so_within_bounds(
 
 @pytest.mark.parametrize(
     ("request_id", "component", "wrong"),
-    [("", None, "1 to 128"), ("x" * 129, None, "1 to 128"), ("x", "Engine", "no component")],
+    [
+        ("", "Engine", "1 to 128"),
+        ("x" * 129, "Engine", "1 to 128"),
+        ("x", "En gine", "component"),
+        ("x", "", "component"),
+    ],
 )
 def test_a_question_that_makes_no_sense_is_refused_before_it_is_asked(
-    request_id: str, component: str | None, wrong: str
+    request_id: str, component: str, wrong: str
 ) -> None:
     config = load_config({"servers": "nats://127.0.0.1:1"})
 
     with pytest.raises(ConfigError, match=wrong):
-        asyncio.run(ask_routers(config, request_id, component))
+        asyncio.run(ask_routers(config, Question(request_id), "llm", component))
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--component", "Engine"], "give --component as namespace.component, or --namespace"),
+        (["--component", "a.Engine", "--namespace", "b"], "--namespace is b, and --component"),
+        (["x", "--last"], "give a request id, or --last"),
+    ],
+)
+def test_words_that_do_not_fit_together_are_refused(words: list[str], wrong: str) -> None:
+    result = CliRunner().invoke(why, words)
+
+    assert result.exit_code == 2
+    assert wrong in result.stderr
+
+
+def test_without_an_id_the_latest_decisions_of_all_routers_are_listed_newest_first(
+    nats_server: RunningServer,
+) -> None:
+    async def story() -> tuple[Result, Result, Result]:
+        async with Runtime.connect(nats_server.url) as runtime:
+            await runtime.start(Engine, instance_id="one")
+            async with open_router(runtime, Engine, exact=False) as router:
+                engine = runtime.client(Engine, routing=router)
+                for name in ("first", "second", "third"):
+                    with call_options(request_id=name, wait=10.0):
+                        assert [item async for item in engine.generate(Prompt(**PROMPT))]
+                place = ("--namespace", NAMESPACE, "--component", "Engine")
+                return (
+                    await command(nats_server.url, "--limit", "2", *place),
+                    await command(nats_server.url, "--last"),
+                    await command(nats_server.url, "--json", *place),
+                )
+
+    listed, last, as_json = asyncio.run(story())
+
+    rows = listed.stdout.splitlines()
+    assert [row.split()[1] for row in rows] == ["REQUEST", "third", "second"]
+    assert rows[1].split()[2:5] == ["one/0", "64", "64"]
+    assert last.stdout.startswith("third, attempt 1: one/0")
+    assert last.stdout.count("attempt") == 1
+    (answer,) = json.loads(as_json.stdout)
+    assert [one["request_id"] for one in answer["decisions"]] == ["third", "second", "first"]
+    assert all(abs(one["decided_at"] - time.time()) < 60 for one in answer["decisions"])
+
+
+def test_where_nothing_was_decided_the_list_says_so(nats_server: RunningServer) -> None:
+    async def story() -> Result:
+        async with (
+            Runtime.connect(nats_server.url) as runtime,
+            open_router(runtime, Engine, exact=False),
+        ):
+            return await command(nats_server.url, "--component", f"{NAMESPACE}.Engine")
+
+    result = asyncio.run(story())
+
+    assert result.exit_code == 1
+    assert "1 router answered, none has decided anything yet" in result.stderr

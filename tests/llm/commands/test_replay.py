@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +15,27 @@ from click.testing import CliRunner, Result
 from dynbus.bus.errors import ConfigError
 from dynbus.llm.commands.replay import replay
 
-EXCERPT = Path(__file__).parents[2] / "data" / "mooncake" / "conversation.jsonl"
+ROOT = Path(__file__).parents[3]
+EXCERPT = ROOT / "tests" / "data" / "mooncake" / "conversation.jsonl"
+GUIDE = ROOT / "docs" / "guides" / "replaying.md"
 
 
 def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(
         replay, [str(EXCERPT), "--limit", "40", "--instances", "2", *arguments]
+    )
+
+
+def dynbus(*arguments: str, at: Path) -> subprocess.CompletedProcess[str]:
+    """The command as its console script runs it: its folder is on the path, the current is not."""
+    return subprocess.run(
+        [sys.executable, "-P", "-c", "from dynbus.cli import main; main()", *arguments],
+        cwd=at,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
     )
 
 
@@ -64,6 +83,33 @@ def test_a_plot_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "ttft.svg").read_text().startswith("<svg")
 
 
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_simulated(
+    tmp_path: Path,
+) -> None:
+    nowhere = invoke("--policy", "round_robin", "--plot", str(tmp_path / "no" / "ttft.svg"))
+    picture = invoke("--policy", "round_robin", "--plot", str(tmp_path / "ttft.png"))
+
+    assert (nowhere.exit_code, nowhere.stdout) == (2, "")
+    assert "there is no folder" in nowhere.stderr
+    assert (picture.exit_code, picture.stdout) == (2, "")
+    assert "is no SVG file" in picture.stderr
+
+
+def test_the_figures_are_printed_when_the_plot_fails_after_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(Path, "write_text", full)
+
+    result = invoke("--policy", "round_robin", "--plot", str(tmp_path / "ttft.svg"))
+
+    assert result.exit_code == 1
+    assert "FIGURE" in result.stdout
+    assert "the plot was not written: no space is left" in result.stderr
+
+
 def test_an_unknown_policy_is_refused_before_anything_is_read() -> None:
     result = invoke("--policy", "round_robin,best")
 
@@ -75,7 +121,8 @@ def test_an_unknown_policy_is_refused_before_anything_is_read() -> None:
     ("arguments", "reason"),
     [
         (("--block-size", "48"), "block_size = 48"),
-        (("--blocks", "8"), "shorten the prompt or lower max_tokens"),
+        (("--blocks", "10"), "conversation.jsonl, line 1: the request needs 7257 tokens"),
+        (("--blocks", "10"), "--blocks 10 of 64 tokens hold 640: give --blocks"),
         (("--max-num-batched-tokens", "10"), "is less than max_num_seqs = 256"),
     ],
 )
@@ -88,11 +135,68 @@ def test_a_fleet_that_cannot_serve_the_trace_says_why(
     assert reason in result.output
 
 
-def test_a_file_that_is_no_trace_is_named_with_its_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{}\n", "line 1 is no request"),
+        ("\n\xff\n", "line 2 is no request"),
+        ("", "has no request"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_wrong_input_with_its_line(
+    text: str, reason: str, tmp_path: Path
+) -> None:
     path = tmp_path / "x.jsonl"
-    path.write_text("{}\n")
+    path.write_bytes(text.encode("latin-1"))
 
-    result = CliRunner().invoke(replay, [str(path)])
+    ended = dynbus("replay", str(path), at=tmp_path)
 
-    assert result.exit_code == 1
-    assert "x.jsonl, line 1 is no request" in result.output
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert "dynbus: ConfigError: " in ended.stderr
+    assert f"x.jsonl{', ' if 'line' in reason else ' '}{reason}" in ended.stderr
+
+
+@pytest.fixture
+def guide(tmp_path: Path) -> Path:
+    """A folder with `my_costs.py` as the guide shows it, and a trace."""
+    shown = re.search(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert shown is not None
+    (tmp_path / "my_costs.py").write_text(shown[1])
+    lines = EXCERPT.read_text().splitlines(keepends=True)
+    (tmp_path / "trace.jsonl").write_text("".join(lines[:20]))
+    return tmp_path
+
+
+@pytest.mark.parametrize("own", ["my_costs:cost", "my_costs.py:cost", "./my_costs.py:cost"])
+def test_the_guides_cost_function_in_the_current_folder_is_a_policy(own: str, guide: Path) -> None:
+    ended = dynbus("replay", "trace.jsonl", "--policy", f"round_robin, {own}", "--json", at=guide)
+
+    assert ended.returncode == 0, ended.stderr
+    assert [one["policy"] for one in json.loads(ended.stdout)] == ["round_robin", "my_costs:cost"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ("my_prices:cost", "there is no module 'my_prices' in {folder}, "),
+        ("my_prices.py:cost", "there is no file my_prices.py in {folder}"),
+        ("my_costs.cost", "did you mean my_costs:cost?"),
+        ("dynbus.py:cost", "the name 'dynbus' belongs to another module"),
+        ("my_costs.py:nothing", "{folder}/my_costs.py has no 'nothing'"),
+        ("broken:cost", "broken:cost raised KeyError: 'weights' ({folder}/broken.py, line 2)"),
+        (" , ", "names no policy"),
+    ],
+)
+def test_a_policy_that_cannot_be_used_is_one_line_that_says_why(
+    policy: str, reason: str, guide: Path
+) -> None:
+    (guide / "dynbus.py").write_text("def cost(request, candidates): ...\n")
+    (guide / "broken.py").write_text("def cost(request, candidates):\n    return {}['weights']\n")
+
+    ended = dynbus("replay", "trace.jsonl", "--policy", policy, at=guide)
+
+    assert (ended.returncode, ended.stdout) == (3, "")
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("dynbus: ConfigError: ")
+    assert reason.format(folder=guide.resolve()) in last
+    assert "Traceback" not in ended.stderr

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +35,10 @@ def choices(chosen: Policy, count: int) -> list[int]:
 def most_loaded(request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
     """A cost that gathers all requests on one instance."""
     return [-candidate.active_blocks for candidate in candidates]
+
+
+def shortest(request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
+    return [statistics.fmean([])]  # it raises here
 
 
 def nowhere(request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
@@ -78,12 +86,51 @@ def test_a_cost_function_of_ones_own_is_named_by_its_module() -> None:
 
 
 def test_a_cost_function_that_excludes_everyone_is_told() -> None:
-    with pytest.raises(ValueError, match="gives infinity to all 3 instances for request 0"):
+    with pytest.raises(ConfigError, match=":nowhere gives infinity to all 3 instances for request"):
         choices(policy(f"{__name__}:nowhere"), 1)
 
 
-def test_a_policy_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'roundrobin'"):
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        (None, "None"),
+        ([1.0, 2.0], r"\[1.0, 2.0\]"),
+        ([1.0, 2.0, math.nan], r"\[1.0, 2.0, nan\]"),
+        ([1.0, 2.0, -math.inf], r"\[1.0, 2.0, -inf\]"),
+        (["1", "2", "3"], r"\['1', '2', '3'\]"),
+        ("abc", "'abc'"),
+        ([None, 1.0, 2.0], r"\[None, 1.0, 2.0\]"),
+    ],
+)
+def test_what_a_cost_function_returns_is_checked_as_the_router_checks_it(
+    returned: Any, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(request: RequestShape, candidates: Sequence[Candidate]) -> Any:
+        return returned
+
+    monkeypatch.setattr(sys.modules[__name__], "nowhere", broken)
+
+    with pytest.raises(ConfigError, match=rf":nowhere returned {shown} for 3 candidates: return"):
+        choices(policy(f"{__name__}:nowhere"), 1)
+
+
+def test_a_cost_function_that_raises_is_told_with_its_own_line() -> None:
+    with pytest.raises(ConfigError) as raised:
+        choices(policy(f"{__name__}:shortest"), 1)
+
+    line = next(
+        number
+        for number, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if text.endswith("# it raises here")
+    )
+    assert ":shortest raised StatisticsError: " in str(raised.value)
+    assert str(raised.value).endswith(f"({__file__}, line {line})")
+
+
+def test_a_policy_that_nobody_knows_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(
+        ConfigError, match="'roundrobin' is unknown: use one of round_robin, random,"
+    ):
         policy("roundrobin")
 
 

@@ -1,0 +1,1 @@
+"""The compiled kernel: the prefix tree in arrays, and XXH3. Importing its modules compiles them."""

@@ -1,0 +1,5 @@
+"""Whatever is tested here first, the compiled kernel is there before it."""
+
+from __future__ import annotations
+
+from .kernels import KERNELS as KERNELS
