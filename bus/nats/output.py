@@ -7,7 +7,7 @@ from typing import Final
 
 from .session import NatsSession
 
-EARLY_WRITE_BYTES: Final = 4096
+EARLY_WRITE_BYTES: Final = 8192
 
 
 class NatsOutput:
