@@ -51,9 +51,10 @@ TICK: Final = 0.1
 """Seconds between two looks at instances and at what is due."""
 LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks at the stream itself."""
-SECONDS_PER_COMPARED_BLOCK: Final = 500e-6
-"""After a digest of n blocks was compared in full, the next one is n of these later: a thousandth
-of the time goes there. The numbers of blocks are compared always."""
+SECONDS_PER_HELD_BLOCK: Final = 500e-6
+"""After a digest of a rank was compared in full, its next one is so much later for each block of
+the whole index: a thousandth of the time goes there, and each rank has its turn. The numbers of
+blocks are compared always."""
 MESSAGES_PER_STEP: Final = 8
 """Messages that waited and are applied in one turn of the loop: a few milliseconds."""
 STALE_IN_A_ROW: Final = 3
@@ -121,7 +122,7 @@ class IndexFollower:
         self._consumer: OrderedConsumer | None = None
         self._exits = AsyncExitStack()
         self._wake = asyncio.Event()
-        self._compare_at = 0.0
+        self._compare_at: dict[Rank, float] = {}
         self._look_at = 0.0
         self._refused = 0
         self._mismatches = 0
@@ -352,10 +353,11 @@ class IndexFollower:
                 self._need(rank, "partial", now)
             return
         if held_blocks(self.index, rank) == digest.blocks:
-            if now < self._compare_at and rank not in self._plan:
+            if now < self._compare_at.get(rank, 0.0) and rank not in self._plan:
                 return
             self._comparisons += 1
-            self._compare_at = now + digest.blocks * SECONDS_PER_COMPARED_BLOCK
+            held = sum(state.blocks for state in self.index.ranks.values())
+            self._compare_at[rank] = now + held * SECONDS_PER_HELD_BLOCK
             if index_digest(self.index, rank) == digest:
                 self._plan.confirm(rank)
                 return
@@ -388,6 +390,7 @@ class IndexFollower:
         now = monotonic()
         if self._held_back is not None:
             self._held_back.clear()
+        self._compare_at.clear()
         ranks = list(self.index.ranks)
         self.index = RadixIndex(max_blocks=self._max_blocks)
         self._position = Position()
@@ -429,8 +432,9 @@ class IndexFollower:
         for instance in self._members.update(known, present, now):
             self.index.remove_instance(instance)
             self._plan.forget(instance)
-            for rank in [rank for rank in self._stale if rank.instance == instance]:
-                del self._stale[rank]
+            for of_rank in (self._stale, self._compare_at):
+                for rank in [rank for rank in of_rank if rank.instance == instance]:
+                    del of_rank[rank]
         for rank in [rank for rank in self._plan.ranks() if not self._members.is_known(rank[0])]:
             if rank not in self.index.ranks:
                 self._plan.forget(rank.instance)

@@ -47,7 +47,7 @@ def mark(holder: Holder, run: Run, start: int, end: int, connected: bool) -> Non
     if not connected:
         _detach(holder, run, start, end)
         return
-    reached = max(reached, end)
+    before, reached = run.ends.get(number), max(reached, end)
     while detached is not None and detached and detached[0][0] <= reached:
         first, last = detached.pop(0)
         holder.detached -= last - first
@@ -56,7 +56,7 @@ def mark(holder: Holder, run: Run, start: int, end: int, connected: bool) -> Non
         _forget_detached(run, number)
     run.ends[number] = reached
     run.stamp += 1
-    if holder.detached and reached == run.end:
+    if holder.detached and reached == run.end and reached != before:
         _attach_below(holder, run)
 
 
@@ -87,6 +87,7 @@ def _attach_below(holder: Holder, run: Run) -> None:
     whole = [run]
     while whole:
         for child in (whole.pop().children or {}).values():
+            holder.looked_at += 1
             spans = child.detached.get(number) if child.detached is not None else None
             if not spans or spans[0][0] != child.start:
                 continue
@@ -137,6 +138,7 @@ def cut(holder: Holder, run: Run, depth: int) -> None:
     whole = [run] if reached == run.end else []
     while whole:
         for child in (whole.pop().children or {}).values():
+            holder.looked_at += 1
             end = child.ends.pop(number, None)
             if end is not None:
                 child.stamp += 1

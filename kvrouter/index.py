@@ -41,6 +41,8 @@ class Verdict(StrEnum):
     """Events before it are missing: the rank was emptied, then the message applied."""
     UNKNOWN_PARENT = "unknown_parent"
     """Applied but for blocks whose parent the index does not know."""
+    EXCESSIVE = "excessive"
+    """Blocks with very many others below them came and went: the rank was emptied."""
     MALFORMED = "malformed"
     """It is no message of events."""
 
@@ -58,7 +60,7 @@ class Applied(NamedTuple):
     @property
     def needs_resync(self) -> bool:
         """Whether the index lacks blocks that only the instance can tell it again."""
-        return self.verdict in (Verdict.GAP, Verdict.UNKNOWN_PARENT)
+        return self.verdict in (Verdict.GAP, Verdict.UNKNOWN_PARENT, Verdict.EXCESSIVE)
 
 
 class Rank(NamedTuple):
@@ -188,6 +190,10 @@ class RadixIndex:
                 return Applied(Verdict.DUPLICATE, 0)
         state.next_id = batch.first_id + len(batch)
         orphans = self._carry_out(rank, state, batch, skip)
+        if orphans is None:
+            self._empty(rank, state)
+            state.partial = True
+            return Applied(Verdict.EXCESSIVE, 0)
         if self._blocks > self._max_blocks:
             self._evict()
         if orphans and verdict is Verdict.APPLIED and not state.partial:
@@ -222,8 +228,12 @@ class RadixIndex:
         self._by_instance.remembered.clear()
         self._by_rank.remembered.clear()
 
-    def _carry_out(self, rank: Rank, state: RankState, batch: Batch, skip: int) -> int:
-        """Apply the events from number `skip` on; returns how many chains had no parent."""
+    def _carry_out(self, rank: Rank, state: RankState, batch: Batch, skip: int) -> int | None:
+        """Apply the events from number `skip` on.
+
+        Returns:
+            How many chains had no parent; None where carrying on would take too long.
+        """
 
         def clear() -> None:
             self._empty(rank, state)
@@ -234,7 +244,7 @@ class RadixIndex:
         )
         self._blocks += changes.blocks
         self._unknown_removals += changes.unknown
-        return changes.orphans
+        return None if changes.is_excessive else changes.orphans
 
     def _evict(self) -> None:
         """Make room for some time: it costs a look at everything that is held."""

@@ -46,11 +46,14 @@ class Changes(NamedTuple):
         orphans: chains that were left out from a block on whose parent is not held.
         unknown: removals of blocks that were not held.
         blocks: how many more blocks are held than before, but for what was cleared.
+        is_excessive: whether the rest was left out, since blocks with very many others below
+            them came and went. What the rank held is to be dropped.
     """
 
     orphans: int
     unknown: int
     blocks: int
+    is_excessive: bool
 
 
 class Batch(Protocol):

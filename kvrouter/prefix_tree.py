@@ -24,7 +24,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from .holdings import cut, forget, mark, remove_copy, split_detached
-from .records import DEPTH_BITS, MAX_DEPTH
+from .records import DEPTH_BITS, MAX_DEPTH, MOST_LOOKED_AT
 from .runs import Holder, Run, common_bytes
 
 
@@ -155,6 +155,8 @@ class PrefixTree:
         """Store block by block: some of the engine's hashes are held already, or come twice."""
         orphans: list[int] = []
         for chain, parent in enumerate(parents):
+            if holder.looked_at > MOST_LOOKED_AT:
+                break
             before = parent
             for at in range(bounds[chain], bounds[chain + 1]):
                 engine_hash = engine_hashes[at]

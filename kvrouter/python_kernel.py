@@ -12,7 +12,7 @@ from .events import EventBatch, Operation, decode_events
 from .holdings import next_start, reach
 from .kernel import MANY, REMEMBERED, Answers, Changes, Hashes, Key, Value
 from .prefix_tree import PrefixTree
-from .records import DEPTH_BITS, MAX_DEPTH, CacheRecord, RunRecord
+from .records import DEPTH_BITS, MAX_DEPTH, MOST_LOOKED_AT, CacheRecord, RunRecord
 from .runs import Holder, Run
 
 Words = NDArray[np.uint64]
@@ -53,10 +53,10 @@ class PythonKernel:
     ) -> Changes:
         tree = self.tree
         operations, tiers, bounds = batch.operations, batch.tiers, batch.bounds
-        orphans = unknown = added = 0
+        orphans = unknown = added = looked_at = 0
         stored = sum(bounds[i + 1] - bounds[i] for i in range(skip) if not operations[i])
         at, end = skip, len(operations)
-        while at < end:
+        while at < end and looked_at <= MOST_LOOKED_AT:
             operation, tier = operations[at], tiers[at]
             last = at + 1
             while last < end and operations[last] == operation and tiers[last] == tier:
@@ -65,6 +65,7 @@ class PythonKernel:
             if operation == Operation.STORED:
                 count = last_block - first_block
                 holder = holder_of(tier)
+                holder.looked_at = 0
                 before = len(holder.held)
                 orphans += len(
                     tree.store(
@@ -77,15 +78,19 @@ class PythonKernel:
                 )
                 added += len(holder.held) - before
                 stored += count
+                looked_at += holder.looked_at
             elif operation == Operation.REMOVED:
                 removed = batch.engine_hashes[first_block:last_block]
-                missing = tree.remove(holder_of(tier), removed)
+                holder = holder_of(tier)
+                holder.looked_at = 0
+                missing = tree.remove(holder, removed)
+                looked_at += holder.looked_at
                 added -= len(removed) - missing
                 unknown += missing
             elif operation == Operation.CLEARED:
                 clear()
             at = last
-        return Changes(orphans, unknown, added)
+        return Changes(orphans, unknown, added, looked_at > MOST_LOOKED_AT)
 
     # Questions ------------------------------------------------------------------------
 

@@ -61,14 +61,16 @@ class Holder:
     Attributes:
         number: never used again, also when the holder is gone.
         detached: how many blocks of it lie behind a hole.
+        looked_at: runs below a hole that was made or filled, since this was set to 0.
     """
 
-    __slots__ = ("detached", "held", "number")
+    __slots__ = ("detached", "held", "looked_at", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.held: dict[int, int] = {}
         self.detached = 0
+        self.looked_at = 0
 
     @property
     def blocks(self) -> int:

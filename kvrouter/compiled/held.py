@@ -49,6 +49,7 @@ class Held(Structure):
         places: for pairs.
         secret: makes it hard to find hashes that meet in one place.
         swept: places that were looked at since the cache left.
+        looked_at: runs below a hole that was made or filled, since this was set to 0.
     """
 
     number: Int
@@ -58,6 +59,7 @@ class Held(Structure):
     places: Int
     secret: Word
     swept: Int
+    looked_at: Int
 
 
 HELD: Final = structure(
@@ -71,6 +73,7 @@ HELD: Final = structure(
         ("places", types.int64),
         ("secret", types.uint64),
         ("swept", types.int64),
+        ("looked_at", types.int64),
     ],
 )
 
@@ -80,7 +83,7 @@ def make_held(number: int, secret: Any) -> Held:
     """A cache that holds nothing."""
     held: Held = structref.new(HELD)
     held.number = number
-    held.count = held.detached = held.swept = 0
+    held.count = held.detached = held.swept = held.looked_at = 0
     held.places = FIRST_PLACES
     held.pairs = np.zeros(2 * FIRST_PLACES, dtype=np.uint64)
     held.secret = secret

@@ -117,6 +117,7 @@ def _attach_below(tree: Tree, held: Held, run: Int) -> None:
         pending = runs[whole, PENDING]
         child = runs[whole, CHILD]
         while child:
+            held.looked_at += 1
             spans = spans_of(tree, child, holder)
             if spans and key_of(word(tree.rows, spans, 0)) == runs[child, START]:
                 end = _take_first_span(tree, held, child, spans)
@@ -198,6 +199,7 @@ def _detach_below(tree: Tree, held: Held, run: Int) -> None:
         pending = runs[broken, PENDING]
         child = runs[broken, CHILD]
         while child:
+            held.looked_at += 1
             end = value_at(rows, runs[child, ENDS], holder)
             if end >= 0:
                 delete_key(rows, runs[child, ENDS], holder)

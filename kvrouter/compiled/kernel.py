@@ -21,7 +21,13 @@ from dynbus.kvrouter.events import (
 from dynbus.kvrouter.kernel import REMEMBERED, Answers, Changes, Hashes, Key, Value
 from dynbus.kvrouter.prefix_tree import PrefixTree
 from dynbus.kvrouter.python_kernel import add_records
-from dynbus.kvrouter.records import DEPTH_BITS, MAX_DEPTH, CacheRecord, RunRecord
+from dynbus.kvrouter.records import (
+    DEPTH_BITS,
+    MAX_DEPTH,
+    MOST_LOOKED_AT,
+    CacheRecord,
+    RunRecord,
+)
 
 from .dumping import contents_of, run_records
 from .finding import arrays_of, count_tiers, descend, find, places_of, tell
@@ -37,6 +43,7 @@ from .messages import (
     DIGEST,
     EVENT,
     HEADER_BYTES,
+    LOOKED_AT,
     ORPHANS,
     UNKNOWN,
     apply_events,
@@ -166,12 +173,19 @@ class CompiledKernel:
                 if growth != self._growth:
                     self._growth = growth
                     self._refresh()
+                if cursor[LOOKED_AT] > MOST_LOOKED_AT:
+                    break
                 at = int(cursor[EVENT])
                 continue
             skip_events(wire, cursor, 1)
             at += 1
         counts: list[int] = cursor.tolist()
-        return Changes(counts[ORPHANS], counts[UNKNOWN], counts[ADDED])
+        return Changes(
+            counts[ORPHANS],
+            counts[UNKNOWN],
+            counts[ADDED],
+            counts[LOOKED_AT] > MOST_LOOKED_AT,
+        )
 
     # Questions ------------------------------------------------------------------------
 

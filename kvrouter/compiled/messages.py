@@ -7,6 +7,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dynbus.kvrouter.records import MOST_LOOKED_AT
+
 from .held import HELD, Held
 from .jit import NUMBERS, READ_ONLY_BYTES, Int, Word, entry, inner, types
 from .storing import remove, store
@@ -26,7 +28,9 @@ ORPHANS, UNKNOWN = 4, 5
 """How many chains lacked a parent, how many removed blocks were not held."""
 ADDED: Final = 6
 """How many more blocks are held than before."""
-CURSOR_FIELDS: Final = 7
+LOOKED_AT: Final = 7
+"""How many runs below holes were looked at."""
+CURSOR_FIELDS: Final = 8
 
 _8, _63 = np.uint64(8), np.uint64(63)
 
@@ -117,7 +121,8 @@ def apply_events(tree: Tree, held: Held, message: Bytes, cursor: NDArray[np.int6
     event, parent, first, block = cursor[EVENT], cursor[PARENT], cursor[ENGINE], cursor[BLOCK]
     tier = message[HEADER_BYTES + event] >> 3
     before = held.count
-    while event < len(counts):
+    held.looked_at = cursor[LOOKED_AT]
+    while event < len(counts) and held.looked_at <= MOST_LOOKED_AT:
         code = message[HEADER_BYTES + event]
         if code >> 3 != tier or code & 3 > REMOVED:
             break
@@ -138,4 +143,5 @@ def apply_events(tree: Tree, held: Held, message: Bytes, cursor: NDArray[np.int6
         first = last
     cursor[EVENT], cursor[PARENT], cursor[ENGINE], cursor[BLOCK] = event, parent, first, block
     cursor[ADDED] += held.count - before
+    cursor[LOOKED_AT] = held.looked_at
     return tree.growth + tree.blocks.growth + tree.rows.growth

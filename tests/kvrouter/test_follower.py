@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from dynbus import Actor, handler
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.kvrouter.awareness import AwarenessLevel
@@ -16,6 +17,7 @@ from dynbus.kvrouter.event_stream import EventStream
 from dynbus.kvrouter.events import (
     AllBlocksCleared,
     BlockRemoved,
+    BlockStored,
     CacheDigest,
     KvEvent,
     encode_events,
@@ -513,3 +515,29 @@ def test_a_stream_of_another_namespace_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="namespace demo are not in the stream of other"):
         run(story())
+
+
+def test_each_rank_is_compared_in_its_turn_however_busy_another_one_is() -> None:
+    async def story() -> float:
+        at = EventBus()
+        async with at.follower() as follower, at.publisher("a") as busy, at.publisher("b") as idle:
+            busy.publish([stored(*range(1, 22_001))])
+            idle.publish([stored(1, 2)])
+            await busy.flush()
+            await idle.flush()
+            await at.settled(follower)
+            rank = Rank("b", 0)
+            mine, epoch = follower.index.ranks[rank].next_id, follower.index.ranks[rank].event_epoch
+            swapped: list[KvEvent] = [BlockRemoved([2]), BlockStored(1, [3], [3])]
+            follower.index.apply("b", encode_events(swapped, event_epoch=epoch, first_id=mine))
+            follower.index.ranks[rank].next_id = mine
+
+            begun, block = monotonic(), 22_000
+            while not follower.status().mismatches and monotonic() - begun < 120.0:
+                block += 1
+                busy.publish([stored(block)])
+                await asyncio.sleep(0.1)
+            return monotonic() - begun
+
+    # Each has its turn after 11 s, and a digest of an idle rank comes within 10 s.
+    assert run(story()) < 21.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +19,7 @@ from dynbus.kvrouter.events import (
 )
 from dynbus.kvrouter.index import Overlap, RadixIndex, Rank, Verdict
 from dynbus.kvrouter.kernel import KernelName
+from dynbus.kvrouter.snapshot import dump_index, load_index
 
 from .event_strategies import removed_events, stored_events
 from .kernels import each_kernel
@@ -269,3 +273,58 @@ def test_the_index_shows_what_it_follows(blocks: int, kernel: KernelName) -> Non
         index.apply("a", message(stored(*range(blocks))))
 
     assert repr(index) == f"<RadixIndex [{blocks // 3} instances, {blocks // 3} runs]>"
+
+
+@each_kernel
+@pytest.mark.parametrize(
+    ("epoch", "first_id"),
+    [(1 << 63, 0), ((1 << 64) - 1, 0), (1, (1 << 64) - 2), (1, (1 << 64) - 1)],
+)
+def test_a_message_with_numbers_that_nothing_could_follow_hides_no_rank(
+    epoch: int, first_id: int, kernel: KernelName
+) -> None:
+    index = RadixIndex(kernel=kernel)
+    index.apply("a", message(stored(1)))
+    forged = bytearray(message(BlockRemoved([1]), BlockRemoved([2])))
+    struct.pack_into("<QQ", forged, 8, epoch, first_id)
+
+    applied = index.apply("a", bytes(forged))
+
+    assert applied == (Verdict.MALFORMED, 0)
+    assert index.lookup([1]) == {"a": 1}
+    assert load_index(dump_index(index, 1), max_blocks=10, kernel=kernel)[0].lookup([1]) == {"a": 1}
+
+
+@each_kernel
+def test_a_block_with_very_many_below_it_that_comes_and_goes_costs_a_bounded_time(
+    kernel: KernelName,
+) -> None:
+    index = RadixIndex(kernel=kernel)
+    children = [BlockStored(1, [block], [block]) for block in range(2, 20_002)]
+    index.apply("a", message(stored(1), *children))
+    index.apply("b", message(stored(1, 2)))
+    again: list[KvEvent] = [BlockRemoved([1]), stored(1)] * 5_000
+
+    begun = time.perf_counter()
+    applied = index.apply("a", message(*again, first_id=20_001))
+
+    # All of it would take one minute or more.
+    assert time.perf_counter() - begun < 10.0
+    assert applied == (Verdict.EXCESSIVE, 0)
+    assert applied.needs_resync
+    assert index.lookup([1, 2]) == {"b": 2}
+    assert index.statistics().blocks == 2
+    assert index.ranks[Rank("a", 0)].partial
+
+
+@each_kernel
+def test_a_block_with_many_below_it_may_come_and_go(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+    children = [BlockStored(1, [block], [block]) for block in range(2, 5_002)]
+    index.apply("a", message(stored(1), *children))
+    again: list[KvEvent] = [BlockRemoved([1]), stored(1)] * 10
+
+    applied = index.apply("a", message(*again, first_id=5_001))
+
+    assert applied == (Verdict.APPLIED, 20)
+    assert index.lookup([1, 5001]) == {"a": 2}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dynbus.kvrouter.prefix_tree import PrefixTree
-from dynbus.kvrouter.runs import Holder
+from dynbus.kvrouter.runs import Holder, Run
 
 from .naive_caches import NaiveCaches, packed
 
@@ -205,3 +205,28 @@ def test_an_empty_tree_has_nothing_to_forget() -> None:
     tree = PrefixTree()
 
     assert tree.evict([tree.add_holder()], 5) == 0
+
+
+class _Counting(PrefixTree):
+    """Counts which locations are followed one by one."""
+
+    followed = 0
+
+    def run_at(self, location: int) -> Run:
+        self.followed += 1
+        return super().run_at(location)
+
+
+def test_eviction_follows_the_locations_of_few_blocks_that_stay() -> None:
+    tree = _Counting()
+    holder = tree.add_holder()
+    for chain in range(1000):
+        names = list(range(100 * chain + 1, 100 * chain + 65))
+        tree.store(holder, [None], [0, 64], names, packed(names))
+    tree.followed = 0
+
+    forgotten = tree.evict([holder, tree.add_holder()], 6400)
+
+    assert forgotten == 6400
+    assert len(holder.held) == 57_600
+    assert tree.followed == 6400

@@ -141,8 +141,9 @@ def forged(**changed: Any) -> bytes:
         "rank": ["a", 0, 1, 1, False],
         "caches": [[1, 0, words(11, 12), words(at(1, 0), at(1, 1))]],
         "ranks": None,
-        "runs": [[1, 0, 0, words(1, 2), {1: 2}, {}, []]],
-    } | changed
+        "runs": [[1, 0, 0, words(1, 2), {1: 2}, {}, ()]],
+    }
+    parts.update(changed)
     ranks = [[*parts["rank"], parts["caches"]]] if parts["ranks"] is None else parts["ranks"]
     return sealed([5, parts["next_run"], parts["next_holder"], ranks, parts["runs"]])
 
