@@ -24,7 +24,7 @@ class WatchedConnection:
         self._listeners: list[Callable[[ConnectionState], None]] = []
         self._drop_listeners: list[Callable[[DropReason], None]] = []
         self._drops: Counter[DropReason] = Counter()
-        self._callback_errors = 0
+        self._callback_errors: int = 0
 
     @property
     def state(self) -> ConnectionState:

@@ -1,9 +1,5 @@
 """KV-cache-aware routing: block hashes, KV-cache events, the radix index, and the router."""
 
-from .awareness import AwarenessLevel, CacheAwareness
-from .cost import Candidate, CostFunction, DynamoCost, RequestShape
-from .decision import Decision
-from .event_stream import EventStream
 from .events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -15,18 +11,22 @@ from .events import (
     decode_events,
     encode_events,
 )
-from .follower import IndexFollower, Position
 from .hashing import block_hashes, sequence_hashes
-from .index import Applied, Overlap, RadixIndex, Rank, Statistics, Verdict
-from .opening import open_router
-from .publisher import KvEventPublisher
-from .request_fields import RequestFields
-from .router import KvRouter
-from .router_actor import Router
-from .scheduling import SchedulerConfig
-from .snapshot import TornSnapshot, dump_index, load_index
-from .snapshot_plan import SnapshotPlan
-from .warm_start import warm_follower
+from .radix.index import Applied, Overlap, RadixIndex, Rank, Statistics, Verdict
+from .radix.snapshot import TornSnapshot, dump_index, load_index
+from .routing.cost import Candidate, CostFunction, DynamoCost, RequestShape
+from .routing.decision import Decision
+from .routing.opening import open_router
+from .routing.request_fields import RequestFields
+from .routing.router import KvRouter
+from .routing.router_actor import Router
+from .routing.scheduling import SchedulerConfig
+from .stream.awareness import AwarenessLevel, CacheAwareness
+from .stream.event_stream import EventStream
+from .stream.follower import IndexFollower, Position
+from .stream.publisher import KvEventPublisher
+from .stream.snapshot_plan import SnapshotPlan
+from .stream.warm_start import warm_follower
 
 __all__ = [
     "AllBlocksCleared",

@@ -28,7 +28,7 @@ from dynbus.bus.config import BusConfig
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.errors import ERRORS, STATUS_CODES
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.kvrouter.kernel import load_compiled
+from dynbus.kvrouter.radix.kernel import load_compiled
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [

@@ -12,11 +12,11 @@ import numpy as np
 
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.nats.connection import connect
-from dynbus.kvrouter.digest import index_digest
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
-from dynbus.kvrouter.follower import IndexFollower
-from dynbus.kvrouter.index import Rank
-from dynbus.kvrouter.publisher import KvEventPublisher
+from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.stream.digest import index_digest
+from dynbus.kvrouter.stream.follower import IndexFollower
+from dynbus.kvrouter.stream.publisher import KvEventPublisher
 
 NAMESPACE, COMPONENT, INSTANCE = "bench", "Engine", "engine"
 STEP = 0.002

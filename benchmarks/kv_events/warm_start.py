@@ -21,12 +21,12 @@ import numpy as np
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.server_process import run_server
-from dynbus.kvrouter.event_stream import EventStream, ensure_stream
 from dynbus.kvrouter.events import BlockStored, encode_events
-from dynbus.kvrouter.follower import IndexFollower
-from dynbus.kvrouter.snapshot_writer import SnapshotWriter
-from dynbus.kvrouter.snapshots import SnapshotStore
-from dynbus.kvrouter.warm_start import warm_index
+from dynbus.kvrouter.stream.event_stream import EventStream, ensure_stream
+from dynbus.kvrouter.stream.follower import IndexFollower
+from dynbus.kvrouter.stream.snapshot_writer import SnapshotWriter
+from dynbus.kvrouter.stream.snapshots import SnapshotStore
+from dynbus.kvrouter.stream.warm_start import warm_index
 
 NAMESPACE, COMPONENT = "bench", "Engine"
 PROMPTS_PER_MESSAGE = 16

@@ -13,16 +13,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dynbus.kvrouter.awareness import AwarenessLevel, CacheAwareness
-from dynbus.kvrouter.cost import RequestShape
-from dynbus.kvrouter.decision import Decision
 from dynbus.kvrouter.events import BlockStored, encode_events
-from dynbus.kvrouter.follower import Position
 from dynbus.kvrouter.hashing import block_hashes
-from dynbus.kvrouter.index import RadixIndex, Rank
-from dynbus.kvrouter.profile import InstanceProfile, read_profile
-from dynbus.kvrouter.scheduler import KvScheduler
-from dynbus.kvrouter.scheduling import SchedulingRequest
+from dynbus.kvrouter.radix.index import RadixIndex, Rank
+from dynbus.kvrouter.routing.cost import RequestShape
+from dynbus.kvrouter.routing.decision import Decision
+from dynbus.kvrouter.routing.profile import InstanceProfile, read_profile
+from dynbus.kvrouter.routing.scheduler import KvScheduler
+from dynbus.kvrouter.routing.scheduling import SchedulingRequest
+from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
+from dynbus.kvrouter.stream.follower import Position
 
 RUNNING = 8
 """Requests that run on each instance meanwhile."""

@@ -17,7 +17,8 @@ from dynbus.bus.nats.connecting import connect_as
 from dynbus.bus.tokens import random_id
 from dynbus.bus.transport import JetStream, NoStream, StoredMessage
 from dynbus.bus.wire import decode_record
-from dynbus.kvrouter.history import (
+from dynbus.kvrouter.routing.profile import BLOCK_SIZE_KEY
+from dynbus.kvrouter.stream.history import (
     NOW,
     PastIndex,
     Point,
@@ -25,8 +26,7 @@ from dynbus.kvrouter.history import (
     index_at,
     no_events,
 )
-from dynbus.kvrouter.profile import BLOCK_SIZE_KEY
-from dynbus.kvrouter.snapshots import SnapshotStore
+from dynbus.kvrouter.stream.snapshots import SnapshotStore
 
 MAX_COMPONENTS_NAMED: Final = 10
 

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Final, NamedTuple
 
 from dynbus.bus.clock import unix_time
-from dynbus.kvrouter.history import NOW, Point
+from dynbus.kvrouter.stream.history import NOW, Point
 
 _AGO: Final = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}

@@ -14,10 +14,10 @@ from dynbus.bus.commands.terminal import duration, notice, plain, print_json, pr
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.names import kv_event_stream
 from dynbus.bus.transport import NoStream, StreamInfo
-from dynbus.kvrouter.contents import dump_lines, hottest_prefixes, rank_rows
-from dynbus.kvrouter.history import PastIndex, Point, changes, no_events
-from dynbus.kvrouter.index import DEFAULT_MAX_BLOCKS, RadixIndex
-from dynbus.kvrouter.snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
+from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex
+from dynbus.kvrouter.stream.contents import dump_lines, hottest_prefixes, rank_rows
+from dynbus.kvrouter.stream.history import PastIndex, Point, changes, no_events
+from dynbus.kvrouter.stream.snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
 
 from .kv_access import (
     Opened,

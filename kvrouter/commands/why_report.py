@@ -17,8 +17,8 @@ from dynbus.bus.names import ReplySubjects
 from dynbus.bus.nats.connecting import connect_as
 from dynbus.bus.tokens import random_id
 from dynbus.bus.transport import Message
-from dynbus.kvrouter.observing import TARGET_KEY
-from dynbus.kvrouter.why import MAX_REQUEST_ID, Answer, Question, why_subject
+from dynbus.kvrouter.routing.observing import TARGET_KEY
+from dynbus.kvrouter.routing.why import MAX_REQUEST_ID, Answer, Question, why_subject
 
 ANSWER_SECONDS: Final = 1.5
 """Seconds that routers have to answer."""

@@ -13,13 +13,13 @@ from dynbus.actors import Actor, handler
 from dynbus.bus.cleanup import finish
 from dynbus.bus.context import context
 from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
-from dynbus.kvrouter.profile import (
+from dynbus.kvrouter.routing.profile import (
     BLOCK_SIZE_KEY,
     EVENTS_KEY,
     MAX_BATCHED_TOKENS_KEY,
     TOTAL_BLOCKS_KEY,
 )
-from dynbus.kvrouter.publisher import KvEventPublisher
+from dynbus.kvrouter.stream.publisher import KvEventPublisher
 
 from .engine import EngineConfig, EngineRequest
 from .runner import EngineRunner, EventSink

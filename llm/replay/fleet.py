@@ -23,8 +23,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.kvrouter.cost import RequestShape
 from dynbus.kvrouter.events import encode_events
+from dynbus.kvrouter.routing.cost import RequestShape
 from dynbus.llm.mock.engine import EngineConfig, MockEngine, Output, StepResult
 from dynbus.llm.mock.sequence import mix
 

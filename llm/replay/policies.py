@@ -11,18 +11,18 @@ from random import Random
 from typing import Final, Protocol
 
 from dynbus.bus.errors import ConfigError
-from dynbus.kvrouter.active_load import ActiveLoad
-from dynbus.kvrouter.cost import (
+from dynbus.kvrouter.radix.index import Overlap, RadixIndex, Rank
+from dynbus.kvrouter.routing.active_load import ActiveLoad
+from dynbus.kvrouter.routing.cost import (
     NO_OVERLAP,
     Candidate,
     CostFunction,
     RequestShape,
     choose,
 )
-from dynbus.kvrouter.index import Overlap, RadixIndex, Rank
-from dynbus.kvrouter.policies import POLICIES as COST_FUNCTIONS
-from dynbus.kvrouter.policies import load_policy
-from dynbus.kvrouter.scoring import costs_of
+from dynbus.kvrouter.routing.policies import POLICIES as COST_FUNCTIONS
+from dynbus.kvrouter.routing.policies import load_policy
+from dynbus.kvrouter.routing.scoring import costs_of
 
 POLICIES: Final = ("round_robin", "random", *COST_FUNCTIONS)
 

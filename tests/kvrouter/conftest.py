@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from .kernels import KERNELS as KERNELS
+from tests.kvrouter.kernels import KERNELS as KERNELS

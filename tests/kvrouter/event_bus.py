@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.kvrouter.awareness import AwarenessLevel
-from dynbus.kvrouter.digest import index_digest
-from dynbus.kvrouter.event_log import EpochClock, EventLog
 from dynbus.kvrouter.events import BlockStored, Tier
-from dynbus.kvrouter.follower import IndexFollower, Instances
-from dynbus.kvrouter.index import Rank
-from dynbus.kvrouter.publisher import KvEventPublisher
+from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.stream.awareness import AwarenessLevel
+from dynbus.kvrouter.stream.digest import index_digest
+from dynbus.kvrouter.stream.event_log import EpochClock, EventLog
+from dynbus.kvrouter.stream.follower import IndexFollower, Instances
+from dynbus.kvrouter.stream.publisher import KvEventPublisher
 
 STREAM = "DYNBUS_EVENTS_demo"
 

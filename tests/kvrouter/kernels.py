@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from dynbus.kvrouter.kernel import KernelName, load_compiled
+from dynbus.kvrouter.radix.kernel import KernelName, load_compiled
 
 HAS_NUMBA = find_spec("numba") is not None
 if HAS_NUMBA:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kvrouter.event_strategies import removed_events, stored_events
 
 from dynbus.kvrouter.events import (
     HEADER,
@@ -23,9 +24,7 @@ from dynbus.kvrouter.events import (
     decode_events,
     encode_events,
 )
-from dynbus.kvrouter.index import RadixIndex, Verdict
-
-from .event_strategies import removed_events, stored_events
+from dynbus.kvrouter.radix.index import RadixIndex, Verdict
 
 hashes = st.integers(0, 2**64 - 1)
 tiers = st.sampled_from(Tier)

@@ -10,9 +10,9 @@ import sys
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.nats.connection import connect
-from dynbus.kvrouter.cache_mirror import CacheMirror
 from dynbus.kvrouter.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from dynbus.kvrouter.publisher import KvEventPublisher
+from dynbus.kvrouter.stream.cache_mirror import CacheMirror
+from dynbus.kvrouter.stream.publisher import KvEventPublisher
 
 
 class RandomCache:

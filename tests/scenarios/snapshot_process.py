@@ -6,9 +6,9 @@ import asyncio
 import sys
 
 from dynbus.bus.nats.connection import connect
-from dynbus.kvrouter.follower import IndexFollower
-from dynbus.kvrouter.snapshot_writer import SnapshotWriter
-from dynbus.kvrouter.snapshots import SnapshotStore
+from dynbus.kvrouter.stream.follower import IndexFollower
+from dynbus.kvrouter.stream.snapshot_writer import SnapshotWriter
+from dynbus.kvrouter.stream.snapshots import SnapshotStore
 
 
 async def main(url: str, namespace: str, component: str, chunk_size: int) -> None:

@@ -14,7 +14,6 @@ from tests.conditions import eventually
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.server_process import RunningServer, run_server
-from dynbus.kvrouter.digest import index_digest
 from dynbus.kvrouter.events import (
     AllBlocksCleared,
     BlockStored,
@@ -22,8 +21,9 @@ from dynbus.kvrouter.events import (
     KvEvent,
     encode_events,
 )
-from dynbus.kvrouter.follower import IndexFollower
-from dynbus.kvrouter.index import Rank
+from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.stream.digest import index_digest
+from dynbus.kvrouter.stream.follower import IndexFollower
 
 from .processes import Process
 

@@ -20,7 +20,7 @@ from tests.conditions import eventually
 from dynbus import DynbusError, Runtime, call_options
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.kvrouter import AwarenessLevel, KvRouter, block_hashes, open_router
-from dynbus.kvrouter.router_actor import DecisionQuery
+from dynbus.kvrouter.routing.router_actor import DecisionQuery
 from dynbus.llm.mock.actor import GenerateRequest
 
 from .kv_worker import BLOCK_SIZE, Engine, Front

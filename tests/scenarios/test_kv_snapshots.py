@@ -15,17 +15,17 @@ from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.object_records import ObjectBucket, bucket_stream
 from dynbus.bus.transport import NoStream
-from dynbus.kvrouter.awareness import AwarenessLevel
-from dynbus.kvrouter.digest import index_digest
-from dynbus.kvrouter.event_stream import EventStream
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
-from dynbus.kvrouter.follower import IndexFollower
-from dynbus.kvrouter.index import Rank
-from dynbus.kvrouter.publisher import KvEventPublisher
-from dynbus.kvrouter.snapshot_plan import SnapshotPlan
-from dynbus.kvrouter.snapshot_writer import SnapshotWriter
-from dynbus.kvrouter.snapshots import SnapshotStore
-from dynbus.kvrouter.warm_start import WarmStart, warm_index
+from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.stream.awareness import AwarenessLevel
+from dynbus.kvrouter.stream.digest import index_digest
+from dynbus.kvrouter.stream.event_stream import EventStream
+from dynbus.kvrouter.stream.follower import IndexFollower
+from dynbus.kvrouter.stream.publisher import KvEventPublisher
+from dynbus.kvrouter.stream.snapshot_plan import SnapshotPlan
+from dynbus.kvrouter.stream.snapshot_writer import SnapshotWriter
+from dynbus.kvrouter.stream.snapshots import SnapshotStore
+from dynbus.kvrouter.stream.warm_start import WarmStart, warm_index
 
 from .processes import Process
 

@@ -19,12 +19,12 @@ from dynbus.bus.wire import InstanceRecord, encode_record
 from dynbus.kvrouter.commands.kv import kv
 from dynbus.kvrouter.commands.kv_points import parse_points, parse_time
 from dynbus.kvrouter.commands.kv_prefix import parse_prefix
-from dynbus.kvrouter.event_stream import EventStream, ensure_stream
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent, Tier, encode_events
 from dynbus.kvrouter.hashing import block_hashes
-from dynbus.kvrouter.history import NOW, NoHistory, Point, index_at
-from dynbus.kvrouter.snapshot import dump_index
-from dynbus.kvrouter.snapshots import Coverage, SnapshotStore
+from dynbus.kvrouter.radix.snapshot import dump_index
+from dynbus.kvrouter.stream.event_stream import EventStream, ensure_stream
+from dynbus.kvrouter.stream.history import NOW, NoHistory, Point, index_at
+from dynbus.kvrouter.stream.snapshots import Coverage, SnapshotStore
 
 NAMESPACE = "kvcommand"
 TOKENS = list(range(32))

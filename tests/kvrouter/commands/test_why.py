@@ -19,9 +19,9 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.kvrouter.commands.why import why
 from dynbus.kvrouter.commands.why_report import ask_routers
-from dynbus.kvrouter.opening import open_router
-from dynbus.kvrouter.router_actor import Router
-from dynbus.kvrouter.why import Question
+from dynbus.kvrouter.routing.opening import open_router
+from dynbus.kvrouter.routing.router_actor import Router
+from dynbus.kvrouter.routing.why import Question
 
 NAMESPACE = f"why{secrets.token_hex(4)}"
 

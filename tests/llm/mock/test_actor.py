@@ -13,11 +13,11 @@ from dynbus import InvalidRequest
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.transport import StoredMessage
-from dynbus.kvrouter.event_stream import EventStream
 from dynbus.kvrouter.events import BlockStored, KvEvent
 from dynbus.kvrouter.hashing import block_hashes
-from dynbus.kvrouter.index import RadixIndex
-from dynbus.kvrouter.profile import read_profile
+from dynbus.kvrouter.radix.index import RadixIndex
+from dynbus.kvrouter.routing.profile import read_profile
+from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.llm.mock.actor import GenerateRequest, MockWorker
 from dynbus.llm.mock.engine import MockEngine
 from dynbus.llm.mock.runner import EventSink

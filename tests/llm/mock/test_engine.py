@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dynbus.kvrouter.events import encode_events
 from dynbus.kvrouter.hashing import block_hashes
-from dynbus.kvrouter.index import RadixIndex, Verdict
+from dynbus.kvrouter.radix.index import RadixIndex, Verdict
 from dynbus.llm.mock.engine import (
     EngineConfig,
     EngineRequest,

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from dynbus.kvrouter.cost import RequestShape
-from dynbus.kvrouter.index import RadixIndex
+from dynbus.kvrouter.radix.index import RadixIndex
+from dynbus.kvrouter.routing.cost import RequestShape
 from dynbus.llm.mock.engine import EngineConfig
 from dynbus.llm.replay.fleet import Fleet
 from dynbus.llm.replay.policies import RoundRobin

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from dynbus.bus.errors import ConfigError
-from dynbus.kvrouter.cost import Candidate, RequestShape
 from dynbus.kvrouter.events import BlockStored, encode_events
+from dynbus.kvrouter.routing.cost import Candidate, RequestShape
 from dynbus.llm.replay.policies import ByCost, Policy, make_policy
 from dynbus.llm.replay.simulation import Simulation
 from dynbus.llm.replay.trace import read_trace

@@ -1,0 +1,1 @@
+"""The radix index: which instance holds which prefix."""

@@ -1,0 +1,354 @@
+"""The radix index: which instance holds which prefix, as its events tell.
+
+`RadixIndex` numbers, orders and separates: by instance, event epoch, data-parallel rank and
+tier. What it says of an instance is a pure function of the messages applied, in their order.
+It errs on one side only: after a gap it forgets what the rank had rather than claim a block
+that may be gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynbus.kvrouter.events import InvalidEvents, Tier
+
+from .kernel import Answers, Batch, CacheHolder, KernelName, make_kernel
+
+SWEEP_BLOCKS: Final = 256
+"""Blocks of instances that left to free with each message."""
+
+DEFAULT_MAX_BLOCKS: Final = 10_000_000
+
+EVICT_TO: Final = 0.9
+"""The part of `max_blocks` that is left when some were forgotten for it."""
+
+
+class Verdict(StrEnum):
+    """What became of a message."""
+
+    APPLIED = "applied"
+    DUPLICATE = "duplicate"
+    """All of its events were applied before."""
+    STALE = "stale"
+    """It belongs to an epoch that is over."""
+    GAP = "gap"
+    """Events before it are missing: the rank was emptied, then the message applied."""
+    UNKNOWN_PARENT = "unknown_parent"
+    """Applied but for blocks whose parent the index does not know."""
+    EXCESSIVE = "excessive"
+    """Blocks with very many others below them came and went: the rank was emptied."""
+    MALFORMED = "malformed"
+    """It is no message of events."""
+
+
+class Applied(NamedTuple):
+    """What became of a message.
+
+    Attributes:
+        events: how many of its events were applied.
+    """
+
+    verdict: Verdict
+    events: int
+
+    @property
+    def needs_resync(self) -> bool:
+        """Whether the index lacks blocks that only the instance can tell it again."""
+        return self.verdict in (Verdict.GAP, Verdict.UNKNOWN_PARENT, Verdict.EXCESSIVE)
+
+
+class Rank(NamedTuple):
+    """One data-parallel rank of an instance: a cache of its own."""
+
+    instance: str
+    dp_rank: int
+
+
+class Overlap(NamedTuple):
+    """How many blocks of a prefix a rank holds, counted in the nearest tier that has them."""
+
+    device: int
+    host: int
+    disk: int
+    external: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Figures of an index.
+
+    Attributes:
+        blocks: held blocks, counted once for each cache that holds them.
+        detached: those of them that lie behind a hole.
+        runs: stretches of blocks without a branch.
+        verdicts: messages by what became of them.
+        unknown_removals: removals of blocks that were not held.
+        evicted: blocks forgotten for the sake of `max_blocks`.
+    """
+
+    instances: int
+    blocks: int
+    detached: int
+    runs: int
+    verdicts: dict[Verdict, int]
+    unknown_removals: int
+    evicted: int
+
+
+@dataclass(slots=True)
+class RankState:
+    """What is known of a rank.
+
+    Attributes:
+        partial: whether blocks may be missing, since the index joined late or had a gap.
+    """
+
+    event_epoch: int
+    next_id: int
+    partial: bool
+    holders: dict[int, CacheHolder] = field(default_factory=dict[int, CacheHolder])
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks it holds, over all tiers."""
+        return sum(holder.blocks for holder in self.holders.values())
+
+
+class RadixIndex:
+    """Prefixes of blocks and the instances that hold them.
+
+    Args:
+        max_blocks: beyond this many held blocks the least recently used are forgotten.
+        kernel: "python", "compiled" (with the extra `dynbus[fast]`), or "auto" for the compiled
+            one where it is ready, see `kernel.load_compiled`.
+
+    Raises:
+        ConfigError: the compiled kernel is asked for and cannot be had.
+    """
+
+    def __init__(
+        self, *, max_blocks: int = DEFAULT_MAX_BLOCKS, kernel: KernelName = "auto"
+    ) -> None:
+        self.kernel = make_kernel(kernel)
+        self.ranks: dict[Rank, RankState] = {}
+        self._of_instance: dict[str, list[Rank]] = {}
+        # By the number of a holder in device memory.
+        self._names: dict[int, str] = {}
+        self._owners: dict[int, Rank] = {}
+        self._by_instance = Answers(self._names, _whole)
+        self._by_rank = Answers(self._owners, _device_overlap)
+        self._is_plain = True  # one rank per instance and one tier
+        self._verdicts = dict.fromkeys(Verdict, 0)
+        self._unknown_removals = 0
+        self._evicted = 0
+        self._blocks = 0
+        self._max_blocks = max_blocks
+
+    def __repr__(self) -> str:
+        return f"<RadixIndex [{len(self._of_instance)} instances, {self.kernel.run_count} runs]>"
+
+    # Events ---------------------------------------------------------------------------
+
+    def apply(self, instance: str, message: bytes) -> Applied:
+        """Take in a message of an instance's events."""
+        try:
+            batch: Batch = self.kernel.decode(message)
+        except InvalidEvents:
+            applied = Applied(Verdict.MALFORMED, 0)
+        else:
+            applied = self._apply(Rank(instance, batch.dp_rank), batch)
+        self._verdicts[applied.verdict] += 1
+        if not self.kernel.is_swept:
+            self.kernel.sweep(SWEEP_BLOCKS + 2 * applied.events)
+        return applied
+
+    def _apply(self, rank: Rank, batch: Batch) -> Applied:
+        state = self.ranks.get(rank)
+        verdict = Verdict.APPLIED
+        skip = 0
+        if state is None or batch.event_epoch > state.event_epoch:
+            state = self._begin(rank, batch)
+        elif batch.event_epoch < state.event_epoch:
+            return Applied(Verdict.STALE, 0)
+        elif batch.first_id > state.next_id:
+            self._empty(rank, state)
+            state.partial = True
+            verdict = Verdict.GAP
+        else:
+            skip = state.next_id - batch.first_id
+            if skip and skip >= len(batch):
+                return Applied(Verdict.DUPLICATE, 0)
+        state.next_id = batch.first_id + len(batch)
+        orphans = self._carry_out(rank, state, batch, skip)
+        if orphans is None:
+            self._empty(rank, state)
+            state.partial = True
+            return Applied(Verdict.EXCESSIVE, 0)
+        if self._blocks > self._max_blocks:
+            self._evict()
+        if orphans and verdict is Verdict.APPLIED and not state.partial:
+            verdict = Verdict.UNKNOWN_PARENT
+        return Applied(verdict, len(batch) - skip - orphans)
+
+    def _begin(self, rank: Rank, batch: Batch) -> RankState:
+        """An epoch begins: whatever the rank held is gone."""
+        before = self.ranks.get(rank)
+        if before is not None:
+            self._empty(rank, before)
+        state = RankState(batch.event_epoch, batch.first_id, partial=batch.first_id > 0)
+        self._follow(rank, state)
+        return state
+
+    def _follow(self, rank: Rank, state: RankState) -> None:
+        self.ranks[rank] = state
+        of_instance = self._of_instance.setdefault(rank.instance, [])
+        if rank not in of_instance:
+            of_instance.append(rank)
+        if len(of_instance) > 1:
+            self._is_plain = False
+
+    def _empty(self, rank: Rank, state: RankState) -> None:
+        self._blocks -= state.blocks
+        for holder in state.holders.values():
+            self._names.pop(holder.number, None)
+            del self._owners[holder.number]
+            self.kernel.drop_holder(holder)
+        state.holders.clear()
+        # An answer may name who is gone.
+        self._by_instance.remembered.clear()
+        self._by_rank.remembered.clear()
+
+    def _carry_out(self, rank: Rank, state: RankState, batch: Batch, skip: int) -> int | None:
+        """Apply the events from number `skip` on.
+
+        Returns:
+            How many chains had no parent; None where carrying on would take too long.
+        """
+
+        def clear() -> None:
+            self._empty(rank, state)
+            state.partial = False
+
+        changes = self.kernel.apply(
+            batch, skip, lambda tier: self._holder(rank, state, tier), clear
+        )
+        self._blocks += changes.blocks
+        self._unknown_removals += changes.unknown
+        return None if changes.is_excessive else changes.orphans
+
+    def _evict(self) -> None:
+        """Make room for some time: it costs a look at everything that is held."""
+        evicted = self.kernel.evict(
+            self._all_holders(), self._blocks - int(self._max_blocks * EVICT_TO)
+        )
+        self._blocks -= evicted
+        self._evicted += evicted
+        for state in self.ranks.values():
+            # What was forgotten may be named as a parent; its instance need not send it again.
+            state.partial = True
+
+    def _holder(self, rank: Rank, state: RankState, tier: int) -> CacheHolder:
+        holder = state.holders.get(tier)
+        if holder is None:
+            holder = state.holders[tier] = self.kernel.add_holder()
+            self._own(rank, tier, holder)
+        return holder
+
+    def restore(self, rank: Rank, state: RankState) -> None:
+        """Take in a rank whose holders are in the tree already."""
+        self._follow(rank, state)
+        self._blocks += state.blocks
+        for tier, holder in state.holders.items():
+            self._own(rank, tier, holder)
+
+    def _own(self, rank: Rank, tier: int, holder: CacheHolder) -> None:
+        self._owners[holder.number] = rank
+        if tier == Tier.DEVICE:
+            self._names[holder.number] = rank.instance
+        else:
+            self._is_plain = False
+
+    def remove_instance(self, instance: str) -> None:
+        """Forget an instance. Its memory comes back with the messages that follow, or `sweep`."""
+        for rank in self._of_instance.pop(instance, ()):
+            self._empty(rank, self.ranks.pop(rank))
+
+    def sweep(self, limit: int = 1 << 30) -> bool:
+        """Free up to `limit` blocks of what has left; returns whether that was all."""
+        self.kernel.sweep(limit)
+        return self.kernel.is_swept
+
+    # Questions ------------------------------------------------------------------------
+
+    def lookup(self, block_hashes: Sequence[int] | NDArray[np.uint64]) -> dict[str, int]:
+        """How many blocks of a prefix each instance holds in device memory, from the first on.
+
+        Args:
+            block_hashes: of shape [blocks], as `hashing.block_hashes` gives them.
+
+        Returns:
+            Instances that hold one block at least; of several ranks the one with the most.
+        """
+        if self._is_plain:
+            return self.kernel.find(block_hashes, self._by_instance)
+        names = self._names
+        best: dict[str, int] = {}
+        for number, held in self.kernel.find_holders(block_hashes).items():
+            instance = names.get(number)
+            if instance is not None and held > best.get(instance, 0):
+                best[instance] = held
+        return best
+
+    def overlaps(self, block_hashes: Sequence[int] | NDArray[np.uint64]) -> dict[Rank, Overlap]:
+        """How many blocks of a prefix each rank holds, over all tiers.
+
+        A block counts for the nearest tier that has it. The count ends with the first block
+        that the rank has nowhere.
+        """
+        if self._is_plain:
+            return self.kernel.find(block_hashes, self._by_rank)
+        owners = self._owners
+        found = self.kernel.find_holders(block_hashes)
+        ranks = list({owners[number] for number in found if number in owners})
+        numbers = [
+            [holders[tier].number if tier in holders else 0 for tier in Tier]
+            for holders in (self.ranks[rank].holders for rank in ranks)
+        ]
+        counts = self.kernel.count_tiers(block_hashes, numbers) if ranks else ()
+        return {rank: Overlap(*of_rank) for rank, of_rank in zip(ranks, counts, strict=True)}
+
+    def statistics(self) -> Statistics:
+        """Figures of this index."""
+        holders = self._all_holders()
+        return Statistics(
+            instances=len(self._of_instance),
+            blocks=self._blocks,
+            detached=sum(holder.detached for holder in holders),
+            runs=self.kernel.run_count,
+            verdicts=dict(self._verdicts),
+            unknown_removals=self._unknown_removals,
+            evicted=self._evicted,
+        )
+
+    def _all_holders(self) -> list[CacheHolder]:
+        return [holder for state in self.ranks.values() for holder in state.holders.values()]
+
+
+def _whole(held: int) -> int:
+    return held
+
+
+@lru_cache(maxsize=1 << 14)
+def _device_overlap(held: int) -> Overlap:
+    return Overlap(held, 0, 0, 0)

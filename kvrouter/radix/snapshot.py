@@ -1,0 +1,169 @@
+"""The whole index as bytes, with the stream sequence that it covers and a checksum.
+
+An index that was loaded from a snapshot and one that applied all messages up to that
+sequence answer alike, and stay alike with the messages that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Final
+
+import msgspec
+from xxhash import xxh3_128, xxh3_128_digest
+
+from dynbus.kvrouter.events import EPOCH_LIMIT, ID_LIMIT, Tier
+
+from .index import RadixIndex, Rank, RankState
+from .kernel import KernelName
+from .records import CacheRecord, RunRecord, check_records
+
+MAGIC: Final = b"dynbus-kv-index\x01"
+CHECKSUM_BYTES: Final = 16
+SLICE_BLOCKS: Final = 16_384
+SLICE_RUNS: Final = 512
+"""What is dumped in one turn of the loop: a millisecond or two."""
+
+
+class TornSnapshot(ValueError):
+    """Bytes that are no whole snapshot of version 1."""
+
+
+class _RankRecord(msgspec.Struct, frozen=True, array_like=True):
+    instance: str
+    dp_rank: int
+    event_epoch: int
+    next_id: int
+    partial: bool
+    holders: list[CacheRecord]
+
+
+class _Snapshot(msgspec.Struct, frozen=True, array_like=True):
+    sequence: int
+    next_run: int
+    next_holder: int
+    ranks: list[_RankRecord]
+    runs: list[RunRecord]
+
+
+_TIERS: Final = frozenset(Tier)
+
+_decoder = msgspec.msgpack.Decoder(_Snapshot)
+
+
+def dump_index(index: RadixIndex, sequence: int) -> bytes:
+    """A snapshot of an index that has applied the stream up to `sequence`."""
+    dump = IndexDump(index, sequence)
+    for _ in dump.slices():
+        pass
+    return bytes(dump.data)
+
+
+class IndexDump:
+    """A snapshot in the making, for a loop that has other things to do.
+
+    Attributes:
+        data: the snapshot, once `slices` has come to its end.
+    """
+
+    def __init__(self, index: RadixIndex, sequence: int) -> None:
+        self.data = bytearray()
+        self._index = index
+        self._sequence = sequence
+        self._checksum = xxh3_128()
+
+    def slices(self) -> Iterator[None]:
+        """Go on by a slice with each step. The index must not change meanwhile."""
+        index, kernel = self._index, self._index.kernel
+        while not index.sweep(SLICE_BLOCKS):
+            yield
+        self.data += MAGIC + bytes(CHECKSUM_BYTES)
+        self._add(_array_head(len(_Snapshot.__struct_fields__)))
+        for number in (self._sequence, *kernel.next_numbers):
+            self._add(msgspec.msgpack.encode(number))
+        self._add(_array_head(len(index.ranks)))
+        for rank, state in index.ranks.items():
+            yield from self._add_rank(rank, state)
+        runs = kernel.run_records()
+        self._add(_array_head(kernel.run_count))
+        while records := list(islice(runs, SLICE_RUNS)):
+            self._add(b"".join(map(msgspec.msgpack.encode, records)))
+            yield
+        self.data[len(MAGIC) : len(MAGIC) + CHECKSUM_BYTES] = self._checksum.digest()
+
+    def _add(self, piece: bytes) -> None:
+        self.data += piece
+        self._checksum.update(piece)
+
+    def _add_rank(self, rank: Rank, state: RankState) -> Iterator[None]:
+        holders: list[CacheRecord] = []
+        for tier, holder in state.holders.items():
+            engine_hashes, locations = bytearray(), bytearray()
+            for hashes, places in self._index.kernel.columns(holder, SLICE_BLOCKS):
+                engine_hashes += hashes.astype("<u8", copy=False).tobytes()
+                locations += places.astype("<u8", copy=False).tobytes()
+                yield
+            holders.append(CacheRecord(holder.number, tier, bytes(engine_hashes), bytes(locations)))
+        record = _RankRecord(
+            rank.instance, rank.dp_rank, state.event_epoch, state.next_id, state.partial, holders
+        )
+        self._add(msgspec.msgpack.encode(record))
+
+
+def _array_head(count: int) -> bytes:
+    """The bytes before the elements of a msgpack array."""
+    if count < 16:
+        return bytes([0x90 | count])
+    if count < 1 << 16:
+        return b"\xdc" + count.to_bytes(2, "big")
+    return b"\xdd" + count.to_bytes(4, "big")
+
+
+def load_index(
+    data: bytes, *, max_blocks: int, kernel: KernelName = "auto"
+) -> tuple[RadixIndex, int]:
+    """The index of a snapshot, and the sequence that it covers.
+
+    Raises:
+        TornSnapshot: the bytes are not whole, of another version, or do not fit together.
+    """
+    head = len(MAGIC)
+    body = data[head + CHECKSUM_BYTES :]
+    if data[:head] != MAGIC or data[head : head + CHECKSUM_BYTES] != xxh3_128_digest(body):
+        raise TornSnapshot(f"{len(data)} bytes are no whole snapshot of version 1")
+    index = RadixIndex(max_blocks=max_blocks, kernel=kernel)
+    try:
+        snapshot = _decoder.decode(body)
+        _fill(index, snapshot)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise TornSnapshot(f"a snapshot that cannot be read: {error}") from error
+    return index, snapshot.sequence
+
+
+def _check_rank(rank: _RankRecord) -> None:
+    tiers = [cache.tier for cache in rank.holders]
+    if len(set(tiers)) < len(tiers) or not _TIERS.issuperset(tiers):
+        raise ValueError(f"{rank.instance}/{rank.dp_rank} has tiers {tiers}")
+    if not (
+        0 <= rank.dp_rank < 1 << 16
+        and 0 <= rank.event_epoch < EPOCH_LIMIT
+        and 0 <= rank.next_id < ID_LIMIT
+    ):
+        raise ValueError(f"{rank.instance}/{rank.dp_rank} has numbers that no message has")
+
+
+def _fill(index: RadixIndex, snapshot: _Snapshot) -> None:
+    caches = [cache for rank in snapshot.ranks for cache in rank.holders]
+    next_numbers = snapshot.next_run, snapshot.next_holder
+    check_records(snapshot.runs, caches, next_numbers)
+    for rank in snapshot.ranks:
+        _check_rank(rank)
+    if len({(rank.instance, rank.dp_rank) for rank in snapshot.ranks}) < len(snapshot.ranks):
+        raise ValueError("one rank twice")
+    loaded = iter(index.kernel.load(snapshot.runs, caches, next_numbers))
+    for rank in snapshot.ranks:
+        state = RankState(rank.event_epoch, rank.next_id, rank.partial)
+        for cache in rank.holders:
+            state.holders[cache.tier] = next(loaded)
+        index.restore(Rank(rank.instance, rank.dp_rank), state)

@@ -1,0 +1,221 @@
+"""The load that running requests put on each rank, as far as routers know of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from dynbus.kvrouter.radix.index import Rank
+
+MOST_TOKENS: Final = 2**24
+"""Tokens of a prompt or an output, more of which count as so many: one whose ids fit into a
+message has fewer."""
+
+
+def expected_tokens(said: int | None) -> int | None:
+    """How much output a request may have, as a number that can be reckoned with.
+
+    Callers write what they like there: none at all or less is no expectation, and a number
+    without meaning stands for much.
+    """
+    return None if said is None or said < 1 else min(said, MOST_TOKENS)
+
+
+class RankLoad(NamedTuple):
+    """What runs on a rank.
+
+    Attributes:
+        prefill_tokens: prompt tokens that are still to compute.
+        blocks: blocks in use, those that requests share counted once.
+    """
+
+    prefill_tokens: int
+    blocks: float
+    requests: int
+
+
+NO_LOAD: Final = RankLoad(0, 0.0, 0)
+
+
+@dataclass(slots=True)
+class ActiveRequest:
+    """A request that was sent to a rank and did not end.
+
+    Attributes:
+        sequence_hashes: of the complete blocks of its prompt.
+        prefill_tokens: prompt tokens still to compute; 0 once its prefill is completed.
+        expected_output_tokens: from 1 on; None when nobody said.
+        output_blocks: what its output counts for.
+    """
+
+    rank: Rank
+    sequence_hashes: Sequence[int]
+    prefill_tokens: int
+    expected_output_tokens: int | None = None
+    output_blocks: float = 0.0
+
+
+@dataclass(slots=True)
+class _RankState:
+    prefill_tokens: int = 0
+    output_blocks: float = 0.0
+    requests: set[str] = field(default_factory=set[str])
+    # How many requests use a block, by its sequence hash. A request uses all blocks from the
+    # first on, so whoever has a block here has all before it: `_shared` relies on that.
+    uses: Counter[int] = field(default_factory=Counter[int])
+
+
+class ActiveLoad:
+    """Running requests by rank, with the blocks that they share counted once.
+
+    Args:
+        block_size: tokens of a block, for the output of requests.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size = {block_size}: a block has one token at least")
+        self._block_size = block_size
+        self._ranks: dict[Rank, _RankState] = {}
+        self._requests: dict[str, ActiveRequest] = {}
+
+    def __repr__(self) -> str:
+        return f"<ActiveLoad [{len(self._requests)} requests, {len(self._ranks)} ranks]>"
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._requests)
+
+    # What happens to requests -----------------------------------------------------------
+
+    def add(
+        self,
+        request_id: str,
+        rank: Rank,
+        sequence_hashes: Sequence[int],
+        prompt_tokens: int,
+        cached_tokens: int,
+        expected_output_tokens: int | None = None,
+    ) -> None:
+        """A request goes to a rank that has `cached_tokens` of its prompt.
+
+        Args:
+            sequence_hashes: of all complete blocks of the prompt, kept and not to be changed.
+
+        Raises:
+            ValueError: there is a request with this id.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id!r} is active already: free it first")
+        prefill_tokens = max(0, prompt_tokens - cached_tokens)
+        self._requests[request_id] = ActiveRequest(
+            rank, sequence_hashes, prefill_tokens, expected_tokens(expected_output_tokens)
+        )
+        state = self._ranks.get(rank)
+        if state is None:
+            state = self._ranks[rank] = _RankState()
+        state.requests.add(request_id)
+        state.prefill_tokens += prefill_tokens
+        state.uses.update(sequence_hashes)
+
+    def prefill_completed(self, request_id: str) -> bool:
+        """The first output token of a request came; False for an unknown one."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._ranks[request.rank].prefill_tokens -= request.prefill_tokens
+        request.prefill_tokens = 0
+        return True
+
+    def grow(self, request_id: str, output_tokens: int) -> bool:
+        """A request has so much output by now; False for an unknown one.
+
+        The blocks of its output count in whole when nobody said how long it will be. Otherwise
+        they count for the part that is still to come, since they will be free soon.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        blocks: float = output_tokens // self._block_size
+        if request.expected_output_tokens:
+            blocks *= max(0.0, 1.0 - output_tokens / request.expected_output_tokens)
+        self._ranks[request.rank].output_blocks += blocks - request.output_blocks
+        request.output_blocks = blocks
+        return True
+
+    def free(self, request_id: str) -> bool:
+        """A request ended; False for an unknown one."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        state = self._ranks[request.rank]
+        state.requests.discard(request_id)
+        if not state.requests:
+            del self._ranks[request.rank]
+            return True
+        state.prefill_tokens -= request.prefill_tokens
+        state.output_blocks -= request.output_blocks
+        uses: dict[int, int] = state.uses
+        for block in request.sequence_hashes:
+            left = uses[block] - 1
+            if left:
+                uses[block] = left
+            else:
+                del uses[block]
+        return True
+
+    def remove_instance(self, instance: str) -> None:
+        """An instance is gone, and all that ran there."""
+        for rank in [rank for rank in self._ranks if rank.instance == instance]:
+            for request_id in self._ranks.pop(rank).requests:
+                del self._requests[request_id]
+
+    # Questions --------------------------------------------------------------------------
+
+    def find(self, request_id: str) -> ActiveRequest | None:
+        """A running request; not to be changed."""
+        return self._requests.get(request_id)
+
+    def instances(self) -> set[str]:
+        """The instances where something runs."""
+        return {rank.instance for rank in self._ranks}
+
+    def load(self, rank: Rank) -> RankLoad:
+        """What runs on a rank."""
+        state = self._ranks.get(rank)
+        if state is None:
+            return NO_LOAD
+        return RankLoad(
+            state.prefill_tokens, len(state.uses) + state.output_blocks, len(state.requests)
+        )
+
+    def added_blocks(self, rank: Rank, sequence_hashes: Sequence[int]) -> int:
+        """How many blocks of a prompt no running request of a rank uses.
+
+        The cost grows with the logarithm of the number of blocks.
+        """
+        state = self._ranks.get(rank)
+        if state is None:
+            return len(sequence_hashes)
+        return len(sequence_hashes) - _shared(state.uses, sequence_hashes)
+
+
+def _shared(uses: dict[int, int], sequence_hashes: Sequence[int]) -> int:
+    """How many blocks of a prompt are in use, from the first on."""
+    if not sequence_hashes or sequence_hashes[0] not in uses:
+        return 0
+    low, high = 1, len(sequence_hashes)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sequence_hashes[middle - 1] in uses:
+            low = middle
+        else:
+            high = middle - 1
+    return low

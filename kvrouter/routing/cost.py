@@ -1,0 +1,202 @@
+"""What it costs to send a request to each candidate, and the choice among the costs.
+
+A cost function is any callable of a request and its candidates; `DynamoCost` is Dynamo's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from types import MappingProxyType
+from typing import Final, NamedTuple, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynbus.kvrouter.hashing import Tokens, block_hashes, sequence_hashes, token_bytes
+from dynbus.kvrouter.radix.index import Overlap, Rank
+
+NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
+NO_OVERLAP: Final = Overlap(0, 0, 0, 0)
+_TOKEN_BYTES: Final = 4
+
+
+@dataclass(slots=True, eq=False)
+class RequestShape:
+    """What a cost function may know of a request.
+
+    Attributes:
+        block_hashes: of the complete blocks of its prompt; shape [blocks].
+        expected_output_tokens: None when nobody said.
+        priority: larger is more urgent.
+        metadata: of the call; not to be changed.
+    """
+
+    prompt_tokens: int
+    block_size: int
+    block_hashes: NDArray[np.uint64]
+    expected_output_tokens: int | None = None
+    priority: int = 0
+    metadata: Mapping[str, str] = field(default_factory=lambda: NO_METADATA)
+    _sequence_hashes: list[int] | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Tokens,
+        block_size: int,
+        *,
+        lora_name: str | None = None,
+        salt: str | None = None,
+        expected_output_tokens: int | None = None,
+        priority: int = 0,
+        metadata: Mapping[str, str] = NO_METADATA,
+    ) -> RequestShape:
+        """The shape of a prompt of token ids.
+
+        Raises:
+            ValueError: a token does not fit, or `block_size` is below 1.
+        """
+        content = token_bytes(tokens)
+        return cls(
+            len(content) // _TOKEN_BYTES,
+            block_size,
+            block_hashes(content, block_size, lora_name=lora_name, salt=salt),
+            expected_output_tokens,
+            priority,
+            metadata,
+        )
+
+    @property
+    def sequence_hashes(self) -> list[int]:
+        """The hash of each prefix of complete blocks; made at the first use."""
+        found = self._sequence_hashes
+        if found is None:
+            found = self._sequence_hashes = cast(
+                list[int], sequence_hashes(self.block_hashes).tolist()
+            )
+        return found
+
+    @property
+    def prompt_blocks(self) -> int:
+        """Blocks of the prompt, an incomplete last one included."""
+        return -(-self.prompt_tokens // self.block_size)
+
+
+class Candidate(NamedTuple):
+    """A rank that may get a request, and what is known of it.
+
+    Attributes:
+        overlap: blocks of the prompt that it holds, by tier.
+        active_prefill_tokens: prompt tokens of its running requests that are still to compute.
+        active_blocks: blocks that its running requests use, each counted once.
+        added_blocks: blocks of this request that none of them uses.
+        total_blocks: what its device memory holds; None when it does not say.
+        max_batched_tokens: tokens that it computes in one step; None when it does not say.
+    """
+
+    rank: Rank
+    overlap: Overlap = NO_OVERLAP
+    active_prefill_tokens: int = 0
+    active_blocks: float = 0.0
+    added_blocks: int = 0
+    active_requests: int = 0
+    total_blocks: int | None = None
+    max_batched_tokens: int | None = None
+
+
+CostFunction: TypeAlias = Callable[[RequestShape, Sequence[Candidate]], Sequence[float]]
+"""One cost for each candidate, in their order: the lower the better, infinity for never."""
+
+
+@dataclass(frozen=True, slots=True)
+class DynamoCost:
+    """Dynamo's cost: prefill work that is left after the overlap, and decode work, in blocks.
+
+        prefill = max(0, (active prefill tokens + prompt tokens) / block size - credit)
+        credit  = overlap_credit * decay * device + host_credit * host + disk_credit * disk
+                  + external_credit * external
+        decay   = 1 / (1 + overlap_credit_decay * excess / prompt blocks)
+        cost    = prefill_scale * prefill + active blocks + added blocks
+                  + active_request_weight * active requests
+
+    Attributes:
+        overlap_credit_decay: how fast the credit for device memory falls with the prefill work
+            above that of the least loaded candidate (`excess`); 0 for not at all.
+
+    Raises:
+        ValueError: a weight is negative or not finite.
+    """
+
+    overlap_credit: float = 1.0
+    overlap_credit_decay: float = 0.0
+    host_credit: float = 0.75
+    disk_credit: float = 0.25
+    external_credit: float = 0.5
+    prefill_scale: float = 1.0
+    active_request_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            weight = getattr(self, name)
+            if not 0.0 <= weight < math.inf:
+                raise ValueError(f"{name} = {weight}: a weight is 0 or more, and finite")
+
+    def __call__(self, request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
+        block_size = request.block_size
+        prompt_tokens = request.prompt_tokens
+        scale, request_weight = self.prefill_scale, self.active_request_weight
+        host, disk, external = self.host_credit, self.disk_credit, self.external_credit
+        credits = self._device_credits(request, candidates)
+        costs: list[float] = []
+        for candidate, device in zip(candidates, credits, strict=True):
+            _, overlap, prefill_tokens, active_blocks, added_blocks, requests, *_ = candidate
+            prefill = (prefill_tokens + prompt_tokens) / block_size
+            if overlap is not NO_OVERLAP:
+                on_device, on_host, on_disk, elsewhere = overlap
+                prefill -= (
+                    device * on_device + host * on_host + disk * on_disk + external * elsewhere
+                )
+                if prefill < 0.0:
+                    prefill = 0.0
+            costs.append(scale * prefill + active_blocks + added_blocks + request_weight * requests)
+        return costs
+
+    def _device_credits(
+        self, request: RequestShape, candidates: Sequence[Candidate]
+    ) -> Sequence[float]:
+        """The credit for a block in device memory, for each candidate."""
+        decay = self.overlap_credit_decay
+        if not decay or not request.prompt_tokens:
+            return [self.overlap_credit] * len(candidates)
+        least = min((one.active_prefill_tokens for one in candidates), default=0)
+        unit = request.block_size * request.prompt_blocks
+        return [
+            self.overlap_credit / (1.0 + decay * (one.active_prefill_tokens - least) / unit)
+            for one in candidates
+        ]
+
+
+def choose(costs: Sequence[float], temperature: float, random: Random) -> int | None:
+    """The position of the chosen cost; None when there is none below infinity.
+
+    At temperature 0 the lowest, equal ones with the same chance. Above it each with a
+    probability that falls with its cost: the softmax of the costs over their range.
+    """
+    least = min(costs, default=math.inf)
+    if least == math.inf:
+        return None
+    if temperature <= 0.0:
+        best = [at for at, cost in enumerate(costs) if cost == least]
+        return best[0] if len(best) == 1 else random.choice(best)
+    possible = [at for at, cost in enumerate(costs) if cost < math.inf]
+    unit = (max(costs[at] for at in possible) - least) * temperature
+    if unit <= 0.0:
+        return random.choice(possible)
+    if unit == math.inf:
+        # The range of the costs is no number: what is a half of it is as far apart.
+        return choose([cost / 2 / max(1.0, temperature) for cost in costs], temperature, random)
+    weights = [math.exp((least - costs[at]) / unit) for at in possible]
+    return random.choices(possible, weights)[0]

@@ -1,0 +1,280 @@
+"""A decision: who could have got a request, what was known of each, and what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+from typing import Any, Final
+
+import msgspec
+
+from dynbus.bus.clock import monotonic, unix_time
+from dynbus.kvrouter.radix.index import Overlap, Rank
+
+from .cost import Candidate
+
+MAX_DECISIONS: Final = 512
+
+
+class Reason(StrEnum):
+    """Why a rank was chosen."""
+
+    LOWEST_COST = "lowest_cost"
+    SAMPLED = "sampled"
+    """Drawn at a temperature above 0."""
+    ONLY_CANDIDATE = "only_candidate"
+    SESSION = "session"
+    """The session was there before."""
+
+
+@dataclass(slots=True)
+class ShadowChoice:
+    """What another cost function would have chosen.
+
+    Attributes:
+        chosen: None when it failed, or found no candidate good enough.
+        regret: its cost of what was chosen, less its lowest; infinity for one it never chooses.
+        error: what it raised; empty for nothing.
+    """
+
+    policy: str
+    chosen: Rank | None = None
+    regret: float = 0.0
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What happened after a decision.
+
+    Attributes:
+        first_item_s: seconds from the decision to the first output; None before.
+        reused_tokens: prompt tokens that the engine found in its cache; None when not said.
+        ended_s: seconds from the decision to the end; None while it runs.
+        error: the code of the error that it ended with; empty for none.
+    """
+
+    first_item_s: float | None = None
+    reused_tokens: int | None = None
+    ended_s: float | None = None
+    error: str = ""
+
+
+class CandidateTable:
+    """Candidates, kept by column.
+
+    Thousands of tuples that live for some time would be looked at again and again by the
+    garbage collector, in pauses longer than a decision. Columns of numbers are not.
+    """
+
+    __slots__ = ("_columns", "_overlaps")
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        ranks, overlaps, *numbers = zip(*candidates, strict=True)
+        self._columns = (ranks, *numbers)
+        self._overlaps = tuple(zip(*overlaps, strict=True))
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def rows(self) -> list[Candidate]:
+        """The candidates."""
+        return [self[at] for at in range(len(self))]
+
+    def __getitem__(self, at: int) -> Candidate:
+        ranks, *numbers = self._columns
+        overlap = Overlap(*(column[at] for column in self._overlaps))
+        return Candidate(ranks[at], overlap, *(column[at] for column in numbers))
+
+    def position(self, rank: Rank) -> int:
+        """The position of a rank.
+
+        Raises:
+            ValueError: it is no candidate.
+        """
+        return self._columns[0].index(rank)
+
+
+@dataclass(slots=True, eq=False)
+class Decision:
+    """One choice of a rank for one attempt at a request.
+
+    Attributes:
+        number: counts the decisions of a scheduler; names the decision to it.
+        decided_at: seconds of the clock that the scheduler is given; `monotonic` in a router.
+        table, costs: who could have got it, and at what cost, in one order. A cost is that of
+            the policy times the preference for the instance.
+        expected_reuse: tokens of the prompt that the chosen rank was taken to hold.
+        told_reuse: those of them that it had said itself; the others were guessed.
+        excluded: why other instances could not, by id.
+        index_sequence: up to where the router's index had followed the events.
+        awareness: how much the index could be trusted.
+        predicted: blocks of each candidate's overlap that were guessed, not told.
+        policy: the cost function that decided.
+        waited_s: seconds in the queue.
+    """
+
+    number: int
+    request_id: str
+    attempt: int
+    decided_at: float
+    prompt_tokens: int
+    prompt_blocks: int
+    block_size: int
+    table: CandidateTable
+    costs: Sequence[float]
+    chosen: Rank
+    reason: Reason
+    policy: str
+    expected_reuse: int
+    told_reuse: int = 0
+    temperature: float = 0.0
+    predicted: Sequence[int] = ()
+    excluded: Mapping[str, str] = field(default_factory=dict[str, str])
+    index_sequence: int = 0
+    awareness: str = ""
+    session: str = ""
+    waited_s: float = 0.0
+    shadows: Sequence[ShadowChoice] = ()
+    outcome: Outcome = field(default_factory=Outcome)
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """Who could have got it, and what was known of each."""
+        return self.table.rows()
+
+    def to_json(self) -> bytes:
+        """The decision as a JSON object; an infinite cost is null."""
+        return msgspec.json.encode(self.as_dict())
+
+    def as_dict(self, most: int | None = None) -> dict[str, Any]:
+        """The decision as plain values, candidates from the lowest cost to the highest.
+
+        `decided_at` is in Unix seconds here: whoever reads it has another monotonic clock.
+
+        Args:
+            most: of how many candidates to tell, the chosen one among them, and of how many
+                excluded ones; from 1 on. What is missing is counted in `left_out` and
+                `excluded_left_out`.
+        """
+        predicted = self.predicted or (0,) * len(self.table)
+        order = sorted(range(len(self.costs)), key=self.costs.__getitem__)
+        kept = order[:most]
+        chosen = self.table.position(self.chosen)
+        if chosen not in kept:
+            kept[-1] = chosen
+        excluded = dict(islice(self.excluded.items(), most))
+        left_out = {
+            "left_out": len(order) - len(kept),
+            "excluded_left_out": len(self.excluded) - len(excluded),
+        }
+        return {
+            "number": self.number,
+            "request_id": self.request_id,
+            "attempt": self.attempt,
+            "decided_at": round(unix_time() - (monotonic() - self.decided_at), 3),
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_blocks": self.prompt_blocks,
+            "block_size": self.block_size,
+            "chosen": _rank(self.chosen),
+            "reason": self.reason.value,
+            "policy": self.policy,
+            "temperature": self.temperature,
+            "expected_reuse": self.expected_reuse,
+            "told_reuse": self.told_reuse,
+            "candidates": [
+                _candidate(self.costs[at], self.table[at], predicted[at]) for at in kept
+            ],
+            "excluded": excluded,
+            **{key: count for key, count in left_out.items() if count},
+            "index_sequence": self.index_sequence,
+            "awareness": self.awareness,
+            "session": self.session,
+            "waited_s": self.waited_s,
+            "shadows": [_shadow(one) for one in self.shadows],
+            "outcome": {
+                "first_item_s": self.outcome.first_item_s,
+                "reused_tokens": self.outcome.reused_tokens,
+                "ended_s": self.outcome.ended_s,
+                "error": self.outcome.error,
+            },
+        }
+
+
+def _candidate(cost: float, candidate: Candidate, predicted: int) -> dict[str, Any]:
+    return {
+        **_rank(candidate.rank),
+        "cost": _finite(cost),
+        "overlap": candidate.overlap._asdict(),
+        "predicted_blocks": predicted,
+        "active_prefill_tokens": candidate.active_prefill_tokens,
+        "active_blocks": candidate.active_blocks,
+        "added_blocks": candidate.added_blocks,
+        "active_requests": candidate.active_requests,
+        "total_blocks": candidate.total_blocks,
+        "max_batched_tokens": candidate.max_batched_tokens,
+    }
+
+
+def _shadow(shadow: ShadowChoice) -> dict[str, Any]:
+    return {
+        "policy": shadow.policy,
+        "chosen": None if shadow.chosen is None else _rank(shadow.chosen),
+        "regret": _finite(shadow.regret),
+        "error": shadow.error,
+    }
+
+
+def _rank(rank: Rank) -> dict[str, Any]:
+    return {"instance": rank.instance, "dp_rank": rank.dp_rank}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+class DecisionLog:
+    """The latest decisions, by number and by request.
+
+    Args:
+        limit: how many are kept.
+    """
+
+    def __init__(self, limit: int = MAX_DECISIONS) -> None:
+        self._limit = limit
+        self._decisions: OrderedDict[int, Decision] = OrderedDict()
+        self._of_request: dict[str, list[int]] = {}
+
+    def __repr__(self) -> str:
+        return f"<DecisionLog [{len(self._decisions)} of {self._limit}]>"
+
+    def __len__(self) -> int:
+        return len(self._decisions)
+
+    def add(self, decision: Decision) -> None:
+        """Keep a decision, and forget the oldest for it."""
+        self._decisions[decision.number] = decision
+        self._of_request.setdefault(decision.request_id, []).append(decision.number)
+        while len(self._decisions) > self._limit:
+            _, oldest = self._decisions.popitem(last=False)
+            numbers = self._of_request[oldest.request_id]
+            numbers.remove(oldest.number)
+            if not numbers:
+                del self._of_request[oldest.request_id]
+
+    def get(self, number: int) -> Decision | None:
+        """A decision by its number; None when it is not kept any longer."""
+        return self._decisions.get(number)
+
+    def find(self, request_id: str) -> list[Decision]:
+        """The decisions for a request that are still kept: one per attempt, in their order."""
+        return [self._decisions[number] for number in self._of_request.get(request_id, ())]
+
+    def latest(self, count: int) -> list[Decision]:
+        """The latest decisions, newest first."""
+        newest = reversed(self._decisions.values())
+        return [decision for decision, _ in zip(newest, range(count), strict=False)]

@@ -1,0 +1,1 @@
+"""KV-cache events on their way: publisher, stream, follower, snapshots."""

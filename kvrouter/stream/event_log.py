@@ -1,0 +1,418 @@
+"""What one rank publishes: its events numbered and batched, and its whole state when needed.
+
+`EventLog` decides, without I/O or clock. Events go out in batches, several in flight. As soon
+as it cannot be known that all of an epoch's batches are stored, each once and in order, a new
+epoch begins that says everything again: nothing is ever lost in silence.
+
+    events ──► mirror ──► waiting ──► batch in flight ──► stored
+                  │          │ too much                     │ out of order
+                  └──────────┴──► new epoch: state ◄────────┘
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+from typing import Final, NamedTuple
+
+from dynbus.kvrouter.events import (
+    EPOCH_LIMIT,
+    HEADER,
+    BlockRemoved,
+    BlockStored,
+    CacheDigest,
+    KvEvent,
+    encode_events,
+)
+
+from .cache_mirror import CacheMirror
+
+DEFAULT_BATCH_BYTES: Final = 256 * 1024
+DEFAULT_WAITING_BYTES: Final = 32 * 1024 * 1024
+DEFAULT_IN_FLIGHT: Final = 32
+DIGEST_AFTER: Final = 1.0
+"""Seconds after a digest, or less, at which one follows when there were events since."""
+DIGEST_INTERVAL: Final = 10.0
+"""Seconds after a digest at which one follows in any case: who is silent for longer is lost."""
+RESYNC_INTERVAL: Final = 0.5
+"""Seconds between two resends that were asked for."""
+
+MAX_ASKED_EPOCH: Final = EPOCH_LIMIT - (1 << 32)
+"""This one and those above are taken for forged: epochs must go on growing above the others."""
+
+BLOCK_BYTES: Final = 16
+EVENT_BYTES: Final = 13
+PADDING_BYTES: Final = 11
+
+
+class EpochClock:
+    """Event epochs: nanoseconds of the wall clock, each above all before in this process."""
+
+    def __init__(self, time_ns: Callable[[], int]) -> None:
+        self._time_ns = time_ns
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def next(self, above: int = 0) -> int:
+        """An epoch above `above` and above all that were given out."""
+        with self._lock:
+            self._last = max(self._time_ns(), self._last + 1, above + 1)
+            return self._last
+
+
+class BatchState(Enum):
+    IN_FLIGHT = "in_flight"
+    STORED = "stored"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """A message to be published.
+
+    Attributes:
+        since: Unix seconds at which its first live event was handed over; 0 for state alone.
+        sequence: where the stream has it.
+    """
+
+    event_epoch: int
+    first_id: int
+    events: int
+    data: bytes
+    since: float
+    state: BatchState = BatchState.IN_FLIGHT
+    sequence: int = 0
+
+
+class _Waiting(NamedTuple):
+    event: KvEvent | CacheDigest
+    size: int
+    since: float
+
+
+@dataclass(slots=True)
+class LogStatistics:
+    """What one rank's log has counted.
+
+    Attributes:
+        events, batches, bytes: stored in the stream, resent state included.
+        repeats: batches that were published again with the same id.
+        epochs: how often numbering began.
+        overflows: epochs because too much waited.
+        disorders: epochs because the stream was made again, or has batches out of order.
+        resyncs: epochs because a router asked.
+        coalesced: requests that an epoch on its way answers already.
+    """
+
+    events: int = 0
+    batches: int = 0
+    bytes: int = 0
+    repeats: int = 0
+    epochs: int = 0
+    overflows: int = 0
+    disorders: int = 0
+    resyncs: int = 0
+    coalesced: int = 0
+
+
+class EventLog:
+    """The events of one rank on their way to the stream. Times are of one monotonic clock.
+
+    Args:
+        max_batch_bytes: of a message, without its headers.
+        max_waiting_bytes: of events that wait; beyond that a new epoch resends the state.
+        max_in_flight: batches that may be unacknowledged.
+        digest_after, digest_interval: see `DIGEST_AFTER` and `DIGEST_INTERVAL`.
+
+    Attributes:
+        mirror: what the rank holds.
+        waiting_bytes: of the events that wait, resent state not counted.
+    """
+
+    def __init__(
+        self,
+        dp_rank: int,
+        epochs: EpochClock,
+        *,
+        max_batch_bytes: int = DEFAULT_BATCH_BYTES,
+        max_waiting_bytes: int = DEFAULT_WAITING_BYTES,
+        max_in_flight: int = DEFAULT_IN_FLIGHT,
+        digest_after: float = DIGEST_AFTER,
+        digest_interval: float = DIGEST_INTERVAL,
+    ) -> None:
+        self.dp_rank = dp_rank
+        self.mirror = CacheMirror()
+        self.statistics = LogStatistics()
+        self.waiting_bytes = 0
+        self.event_epoch = 0
+        self._epochs = epochs
+        self._max_batch_bytes = max_batch_bytes
+        self._max_waiting_bytes = max_waiting_bytes
+        self._max_in_flight = max_in_flight
+        self._digest_after = digest_after
+        self._digest_interval = digest_interval
+        self._digested = 0.0
+        self._changed = False
+        self._next_id = 0
+        self._begins_anew = True
+        self._above = 0
+        self._state: Iterator[_Waiting] = iter(())
+        self._next_of_state: _Waiting | None = None
+        self._waiting: deque[_Waiting] = deque()
+        self._in_flight: deque[Batch] = deque()
+        self._last_sequence = 0
+        self._resynced = 0.0
+        self._resync_at: float | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<EventLog {self.dp_rank} [epoch {self.event_epoch} | next: {self._next_id}, "
+            f"waiting: {len(self._waiting)}, in flight: {len(self._in_flight)}]>"
+        )
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was handed over is stored."""
+        return not (
+            self._begins_anew
+            or self._resync_at is not None
+            or self._waiting
+            or self._in_flight
+            or self._next_of_state
+        )
+
+    @property
+    def must_repeat(self) -> bool:
+        """Whether a batch in flight failed, so that nothing new goes out before it is repeated."""
+        return any(batch.state is BatchState.FAILED for batch in self._in_flight)
+
+    @property
+    def resync_at(self) -> float | None:
+        """When a resend that was asked for is due."""
+        return self._resync_at
+
+    # Events ---------------------------------------------------------------------------
+
+    def append(self, events: Sequence[KvEvent], since: float) -> None:
+        """Take in events.
+
+        Args:
+            since: Unix seconds at which they were handed over.
+        """
+        accepted = self.mirror.apply(events)
+        self._changed = self._changed or bool(accepted)
+        if self._begins_anew:
+            return  # The new epoch will say it all.
+        room = self._max_batch_bytes - HEADER.size - PADDING_BYTES
+        for event in accepted:
+            size = event_bytes(event)
+            if size <= room:
+                self._waiting.append(_Waiting(event, size, since))
+                self.waiting_bytes += size
+            else:
+                for piece in self._pieces(event):
+                    self._add(piece, since)
+        if self.waiting_bytes > self._max_waiting_bytes:
+            self.statistics.overflows += 1
+            self.begin_anew()
+
+    @property
+    def digest_at(self) -> float:
+        """When the next digest is due."""
+        return self._digested + (self._digest_after if self._changed else self._digest_interval)
+
+    def append_digest(self, since: float, now: float) -> None:
+        """Say what is held after all events so far, if that is due."""
+        if now < self.digest_at:
+            return
+        self._note_digest(now)
+        if not self._begins_anew:
+            self._add(self.mirror.digest(), since)
+
+    def _note_digest(self, now: float) -> None:
+        self._digested = now
+        self._changed = False
+
+    def begin_anew(self, *, above: int = 0) -> None:
+        """Have a new epoch say again what is held at the time at which it can be published."""
+        self._begins_anew = True
+        self._above = max(self._above, above)
+        self._resync_at = None
+        self._state = iter(())
+        self._next_of_state = None
+        self._waiting.clear()
+        self.waiting_bytes = 0
+
+    def limit_batches(self, max_bytes: int) -> None:
+        """Make batches no larger than `max_bytes` from now on, in a new epoch if one was."""
+        if max_bytes < self._max_batch_bytes:
+            self._max_batch_bytes = max_bytes
+            self.begin_anew()
+
+    def ask_resync(self, known_epoch: int, now: float) -> None:
+        """A router lacks blocks.
+
+        Requests for what is on its way already, and all that come within `RESYNC_INTERVAL`,
+        cost one resend.
+
+        Args:
+            known_epoch: the newest epoch that the router knows; 0 for none.
+        """
+        if known_epoch >= MAX_ASKED_EPOCH:
+            known_epoch = 0
+        if self._begins_anew or 0 < known_epoch < self.event_epoch:
+            self.statistics.coalesced += 1
+            return
+        if known_epoch > self.event_epoch:
+            self._above = max(self._above, known_epoch)
+        if self._resync_at is not None:
+            self.statistics.coalesced += 1
+            return
+        self._resync_at = max(now, self._resynced + RESYNC_INTERVAL)
+
+    # Batches --------------------------------------------------------------------------
+
+    def next_batch(self, now: float) -> Batch | None:
+        """What to publish next; None while there is nothing, or its place is not free.
+
+        To be asked only when it can be published: an epoch begins with what is held now.
+        """
+        if self._resync_at is not None and now >= self._resync_at:
+            self.statistics.resyncs += 1
+            self.begin_anew()
+        if self._begins_anew:
+            self._begin(now)
+        if self.must_repeat:
+            return self._next_repeat()
+        if len(self._in_flight) >= self._max_in_flight:
+            return None
+        return self._collect()
+
+    def is_current(self, batch: Batch) -> bool:
+        """Whether the outcome of a batch still matters."""
+        return batch in self._in_flight
+
+    def stored(self, batch: Batch, sequence: int) -> None:
+        """The stream has a batch at `sequence`."""
+        if not self.is_current(batch):
+            return
+        batch.state = BatchState.STORED
+        batch.sequence = sequence
+        while self._in_flight and self._in_flight[0].state is BatchState.STORED:
+            first = self._in_flight.popleft()
+            if first.sequence <= self._last_sequence:
+                # A later batch overtook it, or the stream is another one than before.
+                self.statistics.disorders += 1
+                self.begin_anew()
+                return
+            self._last_sequence = first.sequence
+            self.statistics.batches += 1
+            self.statistics.events += first.events
+            self.statistics.bytes += len(first.data)
+
+    def failed(self, batch: Batch) -> None:
+        """Whether the stream has a batch is not known."""
+        if self.is_current(batch):
+            batch.state = BatchState.FAILED
+
+    # Inside ---------------------------------------------------------------------------
+
+    def _add(self, event: KvEvent | CacheDigest, since: float) -> None:
+        waiting = _Waiting(event, event_bytes(event), since)
+        self._waiting.append(waiting)
+        self.waiting_bytes += waiting.size
+
+    def _begin(self, now: float) -> None:
+        self._begins_anew = False
+        self.event_epoch = self._epochs.next(max(self._above, self.event_epoch))
+        self._above = 0
+        self._next_id = 0
+        self._in_flight.clear()
+        self._last_sequence = 0
+        self._resynced = now
+        self._note_digest(now)
+        self.statistics.epochs += 1
+        state = chain.from_iterable(map(self._pieces, self.mirror.state()))
+        everything = chain(state, [self.mirror.digest()])
+        self._state = (_Waiting(event, event_bytes(event), 0.0) for event in everything)
+        self._next_of_state = next(self._state, None)
+
+    def _next_repeat(self) -> Batch | None:
+        """The first failed batch, once it is known what became of all that are on their way."""
+        batches = self._in_flight
+        if any(batch.state is BatchState.IN_FLIGHT for batch in batches):
+            return None
+        for batch in batches:
+            if batch.state is BatchState.FAILED:
+                batch.state = BatchState.IN_FLIGHT
+                self.statistics.repeats += 1
+                return batch
+        return None
+
+    def _collect(self) -> Batch | None:
+        events: list[KvEvent | CacheDigest] = []
+        size = HEADER.size + PADDING_BYTES
+        since = 0.0
+        while (waiting := self._next_of_state) is not None:
+            if events and size + waiting.size > self._max_batch_bytes:
+                break
+            events.append(waiting.event)
+            size += waiting.size
+            self._next_of_state = next(self._state, None)
+        # A digest ends its message: an index is compared after it was applied.
+        ends = bool(events) and isinstance(events[-1], CacheDigest)
+        while self._waiting and self._next_of_state is None and not ends:
+            waiting = self._waiting[0]
+            if events and size + waiting.size > self._max_batch_bytes:
+                break
+            self._waiting.popleft()
+            events.append(waiting.event)
+            size += waiting.size
+            self.waiting_bytes -= waiting.size
+            since = since or waiting.since
+            ends = isinstance(waiting.event, CacheDigest)
+        if not events:
+            return None
+        data = encode_events(
+            events, event_epoch=self.event_epoch, first_id=self._next_id, dp_rank=self.dp_rank
+        )
+        batch = Batch(self.event_epoch, self._next_id, len(events), data, since)
+        self._next_id += len(events)
+        self._in_flight.append(batch)
+        return batch
+
+    def _pieces(self, event: KvEvent) -> Iterator[KvEvent]:
+        """An event in pieces that fit a batch."""
+        room = self._max_batch_bytes - HEADER.size - PADDING_BYTES - EVENT_BYTES
+        if not isinstance(event, BlockStored | BlockRemoved) or event_bytes(event) <= room:
+            yield event
+            return
+        if isinstance(event, BlockRemoved):
+            step = room // 8
+            for at in range(0, len(event.engine_hashes), step):
+                yield BlockRemoved(event.engine_hashes[at : at + step], event.tier)
+            return
+        step = room // BLOCK_BYTES
+        parent = event.parent_hash
+        for at in range(0, len(event.engine_hashes), step):
+            engine_hashes = event.engine_hashes[at : at + step]
+            blocks = event.block_hashes[at : at + step]
+            yield BlockStored(parent, engine_hashes, blocks, event.tier)
+            parent = int(engine_hashes[-1])
+
+
+def event_bytes(event: KvEvent | CacheDigest) -> int:
+    """The bytes that an event adds to a message at most."""
+    if isinstance(event, BlockStored):
+        return EVENT_BYTES + BLOCK_BYTES * len(event.engine_hashes)
+    if isinstance(event, BlockRemoved):
+        return EVENT_BYTES + 8 * len(event.engine_hashes)
+    return EVENT_BYTES + BLOCK_BYTES

@@ -1,0 +1,325 @@
+"""What a component's caches held at some point of the stream, and what changed between two.
+
+The stream and the snapshots tell it; nothing else is asked, and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynbus.bus.cleanup import finish
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import DynbusError, Unavailable
+from dynbus.bus.names import kv_event_stream, kv_event_subject
+from dynbus.bus.transport import JetStream, NoStream, StoredMessage, StreamInfo
+from dynbus.kvrouter.events import Tier
+from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex, Rank
+
+from .follower import rank_of
+from .snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
+
+DEFAULT_TIMEOUT: Final = 60.0
+
+
+class NoHistory(DynbusError):
+    """Raised when what is asked for is not in the stream, nor in a snapshot."""
+
+    code = "NoHistory"
+
+
+class Point(NamedTuple):
+    """A point of a stream: up to a sequence, up to a time (Unix seconds), or its end."""
+
+    sequence: int | None = None
+    time: float | None = None
+
+
+NOW: Final = Point()
+
+
+@dataclass(frozen=True, slots=True)
+class PastIndex:
+    """An index as it was.
+
+    Attributes:
+        sequence: of the stream, up to which it stands.
+        time: Unix seconds, of the last message of the component up to there; None for unknown.
+        snapshot: with which reading began; None for the stream's beginning.
+        messages: that were read after it.
+        first_sequence: from which on the stream still told everything; what was said before it
+            and after `snapshot` is missing.
+    """
+
+    index: RadixIndex
+    sequence: int
+    time: float | None
+    snapshot: SnapshotInfo | None
+    messages: int
+    first_sequence: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing."""
+        covered = 0 if self.snapshot is None else self.snapshot.coverage.sequence
+        return self.first_sequence <= covered + 1 and not self.partial
+
+    @property
+    def partial(self) -> list[Rank]:
+        """Ranks of which blocks may be missing."""
+        return [rank for rank, state in self.index.ranks.items() if state.partial]
+
+
+class RankChange(NamedTuple):
+    """What a rank gained and lost between two points, in blocks counted once for each tier."""
+
+    rank: Rank
+    gained: int
+    lost: int
+    blocks_before: int
+    blocks_after: int
+
+
+async def components_of(
+    jetstream: JetStream, namespace: str, *, timeout: float = DEFAULT_TIMEOUT
+) -> list[str]:
+    """The components that have events in a namespace's stream, by name.
+
+    Raises:
+        NoStream: there is no stream, so that nothing was ever published.
+        Unavailable: JetStream does not answer.
+    """
+    found: set[str] = set()
+
+    def take(message: StoredMessage) -> bool:
+        found.add(message.subject.split(".")[1])
+        return False
+
+    await _read(
+        jetstream,
+        namespace,
+        take,
+        subject=kv_event_subject(namespace, "*", "*", "*"),
+        last_per_subject=True,
+        end=monotonic() + timeout,
+    )
+    return sorted(found)
+
+
+async def index_at(
+    jetstream: JetStream,
+    namespace: str,
+    component: str,
+    point: Point = NOW,
+    *,
+    store: SnapshotStore | None = None,
+    max_blocks: int = DEFAULT_MAX_BLOCKS,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> PastIndex:
+    """The index as it was at a point: from the newest snapshot before it, and the stream from
+    there. Instances that died without a word are in it as they were.
+
+    Raises:
+        NoHistory: the point lies before what is still known, or ahead of the stream.
+        NoStream: there is no stream of events.
+        Unavailable: JetStream does not answer, or not in time.
+    """
+    end = monotonic() + timeout
+    stream = await _stream_info(jetstream, namespace)
+    if point.sequence is not None and point.sequence > stream.last_sequence:
+        raise NoHistory(
+            f"sequence {point.sequence} is not there yet: the stream {kv_event_stream(namespace)} "
+            f"ends at {stream.last_sequence}"
+        )
+    store = store or SnapshotStore(jetstream, namespace)
+    snapshot, index = await _newest_before(store, component, point, stream, max_blocks, end)
+    covered = 0 if snapshot is None else snapshot.coverage.sequence
+    if point.time is not None and point.time < stream.created:
+        raise NoHistory(
+            f"nothing is known of {_utc(point.time)}: the stream {kv_event_stream(namespace)} was "
+            f"made at {_utc(stream.created)}"
+        )
+    if (
+        snapshot is None
+        and point.sequence is not None
+        # Before the very first message nothing was held: that is known.
+        and stream.first_sequence > max(1, point.sequence)
+    ):
+        raise NoHistory(
+            f"sequence {point.sequence} is gone: the stream {kv_event_stream(namespace)} begins at "
+            f"{stream.first_sequence}, and no snapshot is as old"
+        )
+    last = stream.last_sequence if point.sequence is None else point.sequence
+    tail = _Tail(index, last, point.time)
+    if covered < last:
+        await _read(
+            jetstream,
+            namespace,
+            tail.take,
+            subject=kv_event_subject(namespace, component, "*", "*"),
+            start_sequence=covered + 1,
+            created=stream.created,
+            end=end,
+        )
+        if tail.began_later and snapshot is None and stream.first_sequence > 1:
+            raise NoHistory(
+                "that time is gone: the oldest message that is known is younger, and no snapshot "
+                "is as old"
+            )
+    # What the stream says of other components changes nothing, but is passed all the same.
+    reached = last if point.time is None else max(covered, tail.sequence)
+    return PastIndex(index, reached, tail.time, snapshot, tail.messages, stream.first_sequence)
+
+
+def _utc(time: float) -> str:
+    return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}Z"
+
+
+async def _stream_info(jetstream: JetStream, namespace: str) -> StreamInfo:
+    try:
+        return await jetstream.stream_info(kv_event_stream(namespace))
+    except NoStream:
+        raise no_events(namespace) from None
+
+
+def no_events(namespace: str) -> NoStream:
+    """The error of a namespace without a stream."""
+    return NoStream(f"no KV events in namespace {namespace}: is a publisher running?")
+
+
+async def _newest_before(
+    store: SnapshotStore,
+    component: str,
+    point: Point,
+    stream: StreamInfo,
+    max_blocks: int,
+    end: float,
+) -> tuple[SnapshotInfo | None, RadixIndex]:
+    for info in reversed(await store.snapshots(component)):
+        is_later = (point.sequence is not None and info.coverage.sequence > point.sequence) or (
+            # All that it covers is older than itself.
+            point.time is not None and info.written > point.time
+        )
+        if is_later or not info.fits(stream):
+            continue
+        try:
+            timeout = max(0.1, end - monotonic())
+            return info, await store.read(info, max_blocks=max_blocks, timeout=timeout)
+        except UnusableSnapshot:
+            continue  # the one before it leads to the same index, over more messages
+    return None, RadixIndex(max_blocks=max_blocks)
+
+
+class _Tail:
+    """Applies messages up to a point."""
+
+    def __init__(self, index: RadixIndex, last: int, until: float | None) -> None:
+        self._index = index
+        self._last = last
+        self._until = until
+        self.sequence = 0
+        self.time: float | None = None
+        self.messages = 0
+        self.began_later = False
+
+    def take(self, message: StoredMessage) -> bool:
+        """Apply a message; returns whether it lies behind the point, or right there."""
+        if message.sequence > self._last:
+            return True
+        if self._until is not None and message.time > self._until:
+            self.began_later = not self.messages
+            return True
+        self.sequence = message.sequence
+        self.time = message.time
+        self.messages += 1
+        rank = rank_of(message)
+        if rank is not None:
+            self._index.apply(rank.instance, message.data)
+        return message.sequence == self._last
+
+
+async def _read(
+    jetstream: JetStream,
+    namespace: str,
+    take: Callable[[StoredMessage], bool],
+    *,
+    subject: str,
+    end: float,
+    start_sequence: int = 1,
+    last_per_subject: bool = False,
+    created: float | None = None,
+) -> None:
+    """Read the stream until `take` says that it is enough, or nothing more is there.
+
+    Raises:
+        NoStream: there is no stream, or it was made again meanwhile.
+        Unavailable: JetStream does not answer, or not before `end`.
+    """
+    done = asyncio.Event()
+    failures: list[DynbusError] = []
+
+    def on_message(message: StoredMessage) -> None:
+        if not done.is_set() and take(message):
+            done.set()
+
+    def on_recreated() -> None:
+        failures.append(NoStream(f"{kv_event_stream(namespace)} was made again while it was read"))
+        done.set()
+
+    try:
+        async with asyncio.timeout(max(0.0, end - monotonic())):
+            consumer = await jetstream.consume(
+                kv_event_stream(namespace),
+                on_message,
+                subject=subject,
+                start_sequence=start_sequence,
+                last_per_subject=last_per_subject,
+                created=created,
+                on_recreated=on_recreated,
+                on_caught_up=done.set,
+            )
+            try:
+                await done.wait()
+            finally:
+                await finish(consumer.stop())
+    except TimeoutError:
+        raise Unavailable(
+            f"{kv_event_stream(namespace)} could not be read in time: give more of it"
+        ) from None
+    except NoStream:
+        raise no_events(namespace) from None
+    if failures:
+        raise failures[0]
+
+
+def changes(before: RadixIndex, after: RadixIndex) -> list[RankChange]:
+    """What each rank gained and lost, by the engine's hashes; ranks without a change are left
+    out."""
+    found: list[RankChange] = []
+    for rank in sorted(before.ranks.keys() | after.ranks.keys()):
+        gained = lost = old = new = 0
+        for tier in Tier:
+            was, now = _held(before, rank, tier), _held(after, rank, tier)
+            old += len(was)
+            new += len(now)
+            kept = len(np.intersect1d(was, now, assume_unique=True))
+            gained += len(now) - kept
+            lost += len(was) - kept
+        if gained or lost:
+            found.append(RankChange(rank, gained, lost, old, new))
+    return found
+
+
+def _held(index: RadixIndex, rank: Rank, tier: Tier) -> NDArray[np.uint64]:
+    state = index.ranks.get(rank)
+    holder = None if state is None else state.holders.get(tier)
+    if holder is None:
+        return np.empty(0, dtype=np.uint64)
+    pieces = [hashes for hashes, _ in index.kernel.columns(holder, max(1, holder.blocks))]
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint64)

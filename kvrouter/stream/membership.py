@@ -1,0 +1,108 @@
+"""Whose events count: instances with a lease, those without one, and those that send nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Set
+from typing import Final
+
+from dynbus.actors import Runtime
+from dynbus.bus.clock import monotonic
+from dynbus.kvrouter.radix.index import Rank
+
+UNKNOWN_GRACE: Final = 15.0
+"""Seconds for which blocks of an instance without a lease are kept: it may be about to get one."""
+SILENCE_GRACE: Final = 1.0
+"""Seconds that an instance has to send its first event before it is asked."""
+QUIET_AFTER: Final = 25.0
+"""Seconds without a message after which a rank is asked whether its publisher still runs: an idle
+one sends a digest every 10 s."""
+
+
+class Membership:
+    """The instances of a component as their leases and their events show them.
+
+    Attributes:
+        known: those with a lease; None while that is not known, when all count as known.
+    """
+
+    def __init__(self) -> None:
+        self.known: Collection[str] | None = None
+        self._without_lease: dict[str, float] = {}
+        self._silent: dict[str, float] = {}
+        self._heard: dict[Rank, float] = {}
+        self._listening_since: float | None = None
+
+    def is_known(self, instance: str) -> bool:
+        return self.known is None or instance in self.known
+
+    @property
+    def silent(self) -> Set[str]:
+        """Instances with a lease of which there is no event."""
+        return self._silent.keys()
+
+    def update(self, known: Collection[str], present: Collection[str], now: float) -> list[str]:
+        """Note which instances have a lease now; returns those whose blocks are to go.
+
+        They go at once with the lease that they had, and after a grace if they had none.
+
+        Args:
+            present: instances of which there are events.
+        """
+        lost = set(self.known or ()) - set(known)
+        self.known = known
+        without = set(present) - set(known)
+        for instance in self._without_lease.keys() - without:
+            del self._without_lease[instance]
+        for instance in without:
+            self._without_lease.setdefault(instance, now)
+        silent = set(known) - set(present)
+        for instance in self._silent.keys() - silent:
+            del self._silent[instance]
+        for instance in silent:
+            self._silent.setdefault(instance, now)
+        return [
+            instance
+            for instance, since in self._without_lease.items()
+            if instance in lost or now - since > UNKNOWN_GRACE
+        ]
+
+    def heard(self, rank: Rank, now: float) -> None:
+        """A rank has sent events, or a digest."""
+        self._silent.pop(rank.instance, None)
+        self._heard[rank] = now
+
+    def quiet(self, ranks: Iterable[Rank], now: float) -> list[Rank]:
+        """Those of the ranks of known instances that were not heard for too long.
+
+        To be asked again and again, or `not_listening` said: what nobody could hear is no silence.
+        """
+        if self._listening_since is None:
+            self._listening_since = now
+        if now - self._listening_since <= QUIET_AFTER:
+            return []
+        known = [rank for rank in ranks if self.is_known(rank.instance)]
+        self._heard = {rank: self._heard[rank] for rank in known if rank in self._heard}
+        return [rank for rank in known if now - self._heard.get(rank, 0.0) > QUIET_AFTER]
+
+    def not_listening(self) -> None:
+        """Nobody can be heard at present."""
+        self._listening_since = None
+
+    def to_ask(self, now: float) -> list[str]:
+        """Instances that have been silent for too long."""
+        return [one for one, since in self._silent.items() if now - since > SILENCE_GRACE]
+
+
+def live_instances(runtime: Runtime, namespace: str, component: str) -> frozenset[str] | None:
+    """The instances of a component that have a lease, draining ones too; None while discovery
+    has not read them all."""
+    discovery = runtime.discovery
+    if not discovery.synchronized.is_set():
+        return None
+    # Asking for those that may be chosen makes the view drop what has expired.
+    discovery.view.instances(namespace, component, monotonic())
+    return frozenset(
+        instance.id
+        for instance in discovery.view.everything()
+        if (instance.record.namespace, instance.record.component) == (namespace, component)
+    )

@@ -1,0 +1,286 @@
+"""Takes snapshots of a follower's index, by one router of all that follow a component."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+from dynbus.bus.cleanup import finish
+from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.errors import DynbusError
+from dynbus.bus.names import kv_event_subject
+from dynbus.bus.tokens import random_id
+from dynbus.bus.transport import JetStream, NoStream, StreamInfo
+from dynbus.kvrouter.radix.snapshot import IndexDump
+
+from .awareness import MAX_BEHIND, AwarenessLevel
+from .election import DEFAULT_TTL, Election
+from .follower import IndexFollower
+from .snapshot_plan import Covered, Due, SnapshotPlan
+from .snapshots import Coverage, SnapshotInfo, SnapshotStore
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL: Final = 1.0
+RETRY_DELAY: Final = 5.0
+REST: Final = 4.0
+"""Times of what a snapshot took that pass before the next one: a fifth of the time at most goes
+there, however small the limits of the stream are."""
+
+_CALM: Final = (AwarenessLevel.EXACT, AwarenessLevel.APPROXIMATE)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotStatus:
+    """How the snapshots of a component fare, as one router sees it.
+
+    Attributes:
+        is_elected: whether it is this router that takes them.
+        written: by this router.
+        abandoned: begun, and given up since it was not elected any longer or the stream was
+            made again.
+        failures: of looks and of writing.
+        latest: the newest that this router knows, if it was ever elected.
+        seconds: that the last one took it, dump and transfer.
+        last_failure: empty for none.
+    """
+
+    is_elected: bool
+    written: int
+    abandoned: int
+    failures: int
+    latest: SnapshotInfo | None
+    seconds: float
+    last_failure: str
+
+
+class SnapshotWriter:
+    """Stands for election, and takes snapshots while elected. Use it with `async with`.
+
+    The follower is asked as before while its index is dumped, and is as much behind after it
+    as the dump took.
+
+    Args:
+        follower: is entered before and left after this.
+        store: where snapshots go; the default one of the namespace unless given.
+        holder: names this router; no other may have it.
+        ttl: seconds after which another router takes over from one that died.
+    """
+
+    def __init__(
+        self,
+        jetstream: JetStream,
+        follower: IndexFollower,
+        *,
+        store: SnapshotStore | None = None,
+        plan: SnapshotPlan | None = None,
+        holder: str | None = None,
+        ttl: float = DEFAULT_TTL,
+    ) -> None:
+        self._jetstream = jetstream
+        self._follower = follower
+        self._store = store or SnapshotStore(jetstream, follower.namespace)
+        self._plan = plan or SnapshotPlan()
+        self._election = Election(
+            jetstream,
+            follower.namespace,
+            follower.component,
+            holder or random_id(),
+            is_fit=self._is_fit,
+            ttl=ttl,
+        )
+        self._exits = AsyncExitStack()
+        self._knows_latest = False
+        self._is_writing = False
+        self._latest: SnapshotInfo | None = None
+        self._not_before = 0.0
+        self._written = 0
+        self._abandoned = 0
+        self._failures = 0
+        self._seconds = 0.0
+        self._last_failure = ""
+
+    def __repr__(self) -> str:
+        where = f"{self._follower.namespace}.{self._follower.component}"
+        return f"<SnapshotWriter {where} [elected: {self._election.is_elected}]>"
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as exits:
+            await exits.enter_async_context(self._election)
+            task = asyncio.get_running_loop().create_task(
+                self._run(), name=f"kv-snapshots-{self._follower.component}"
+            )
+            exits.push_async_callback(_end, task)
+            self._exits = exits.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await finish(self.close())
+
+    async def close(self) -> None:
+        """Take no more snapshots; one that is being written is given up."""
+        await self._exits.aclose()
+
+    def status(self) -> SnapshotStatus:
+        """Counters of this writer."""
+        return SnapshotStatus(
+            self._election.is_elected,
+            self._written,
+            self._abandoned,
+            self._failures + self._election.failures,
+            self._latest,
+            self._seconds,
+            self._last_failure,
+        )
+
+    def _is_fit(self) -> bool:
+        follower = self._follower
+        if self._is_writing:
+            return True
+        if follower.position.created is None or follower.status().behind > MAX_BEHIND:
+            return False
+        return follower.awareness().level is not AwarenessLevel.OFF
+
+    # The task -------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL)
+            if not self._election.is_elected:
+                self._knows_latest = False
+                continue
+            if monotonic() < self._not_before:
+                continue
+            try:
+                await self._look()
+            except DynbusError as error:
+                # A look comes every few seconds: what goes on is told once.
+                level = logging.DEBUG if str(error) == self._last_failure else logging.WARNING
+                logger.log(level, "%r: %s", self, error)
+                self._note_failure(error)
+            except Exception as error:
+                # The stream would go on being cut without a snapshot.
+                self._note_failure(error)
+                logger.exception("%r: a look failed", self)
+
+    def _note_failure(self, error: Exception) -> None:
+        self._failures += 1
+        self._last_failure = str(error)
+        self._not_before = monotonic() + RETRY_DELAY
+
+    async def _look(self) -> None:
+        """Take a snapshot if one is due."""
+        follower = self._follower
+        if not self._knows_latest:
+            await self._learn()
+        stream = await self._jetstream.stream_info(follower.stream.name)
+        due = self._plan.due(
+            self._covered(stream), stream, follower.stream.config.limits, unix_time()
+        )
+        if due is None or not (due.is_urgent or follower.awareness().level in _CALM):
+            return
+        newest = await self._newest()
+        if self._says_nothing_new(due, newest, stream):
+            return
+        begun = monotonic()
+        self._is_writing = True
+        try:
+            await self._write_while_elected(due, stream, newest)
+        finally:
+            self._is_writing = False
+            self._seconds = monotonic() - begun
+            self._not_before = monotonic() + REST * self._seconds
+
+    async def _learn(self) -> None:
+        """Learn what others have written."""
+        found = await self._store.snapshots(self._follower.component)
+        dropped = await self._store.drop_abandoned()
+        if dropped:
+            logger.info("%r: dropped %d snapshots that were never finished", self, dropped)
+        created = self._follower.position.created
+        ours = [one for one in found if one.coverage.created == created]
+        self._latest = ours[-1] if ours else None
+        self._knows_latest = True
+
+    def _covered(self, stream: StreamInfo) -> Covered | None:
+        latest = self._latest
+        if latest is None or not latest.fits(stream):
+            return None
+        return Covered(latest.coverage.sequence, latest.written)
+
+    async def _newest(self) -> int:
+        """The sequence of the newest message of this component; 0 for none."""
+        follower = self._follower
+        subject = kv_event_subject(follower.namespace, follower.component, "*", "*")
+        try:
+            stored = await self._jetstream.last(follower.stream.name, subject)
+        except NoStream:
+            return 0
+        return 0 if stored is None else stored.sequence
+
+    def _says_nothing_new(self, due: Due, newest: int, stream: StreamInfo) -> bool:
+        """Whether only other components were heard since the latest, which is in no danger."""
+        latest = self._covered(stream)
+        return not due.is_urgent and latest is not None and newest <= latest.sequence
+
+    async def _write_while_elected(self, due: Due, stream: StreamInfo, newest: int) -> None:
+        loop = asyncio.get_running_loop()
+        writing = loop.create_task(self._write(due, stream, newest), name="kv-snapshot")
+        lost = loop.create_task(self._election.until_lost(), name="kv-snapshot-election")
+        try:
+            await asyncio.wait({writing, lost}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await finish(_cancel(writing, lost))
+        if writing.cancelled():
+            self._abandoned += 1
+            logger.warning("%r: a snapshot was given up: another router takes them now", self)
+            return
+        writing.result()
+
+    async def _write(self, due: Due, stream: StreamInfo, newest: int) -> None:
+        follower = self._follower
+        async with follower.frozen() as index:
+            position = follower.position
+            if position.created != stream.created:
+                return
+            # What other components said since then is covered too.
+            is_current = newest <= position.sequence
+            sequence = max(position.sequence, stream.last_sequence if is_current else 0)
+            if self._latest is not None and self._latest.coverage == (stream.created, sequence):
+                return
+            dump = IndexDump(index, sequence)
+            for _ in dump.slices():
+                await asyncio.sleep(0)
+            counted = index.statistics()
+            was_replaced = follower.index is not index
+        if was_replaced:
+            self._abandoned += 1
+            return
+        self._latest = await self._store.write(
+            follower.component,
+            Coverage(stream.created, sequence),
+            dump.data,
+            blocks=counted.blocks,
+            instances=counted.instances,
+        )
+        self._written += 1
+        logger.info("%r: took %s (%s)", self, self._latest.name, due.reason)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    await _cancel(task)
+
+
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

@@ -1,0 +1,249 @@
+"""Snapshots of a component's index in JetStream: what they are called, and what is in them.
+
+A snapshot is an object `{component}/{sequence}`: whole, and never changed. Whatever router wrote
+it, it holds what the stream says up to that sequence. It is of one making of the stream: a
+stream that was deleted and made again has other sequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from dynbus.bus.errors import DynbusError
+from dynbus.bus.names import TOKEN, check_token, kv_event_stream, kv_snapshot_bucket
+from dynbus.bus.object_records import NoObject, ObjectBucket, ObjectDamaged, ObjectInfo
+from dynbus.bus.objects import CHUNK_SIZE, ObjectStore
+from dynbus.bus.transport import JetStream, NoStream, StreamFull, StreamInfo
+from dynbus.kvrouter.radix.index import RadixIndex
+from dynbus.kvrouter.radix.snapshot import TornSnapshot, load_index
+
+logger = logging.getLogger(__name__)
+
+KEPT: Final = 3
+DEFAULT_MAX_BYTES: Final = 1024 * 1024 * 1024
+READ_TIMEOUT: Final = 30.0
+WRITE_TIMEOUT: Final = 60.0
+ABANDONED_AFTER: Final = 600.0
+"""Seconds after its last chunk at which a snapshot that has no record counts as given up."""
+
+STREAM_KEY: Final = "stream"
+CREATED_KEY: Final = "stream-created"
+BLOCKS_KEY: Final = "blocks"
+INSTANCES_KEY: Final = "instances"
+
+
+class UnusableSnapshot(DynbusError):
+    """Raised when a snapshot is torn, gone, or not what its name says."""
+
+    code = "UnusableSnapshot"
+
+
+class Coverage(NamedTuple):
+    """Which part of which stream an index stands for.
+
+    Attributes:
+        created: when the stream was made, Unix seconds.
+        sequence: up to which the index holds what the stream says.
+    """
+
+    created: float
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotInfo:
+    """What is known of a snapshot before it is read.
+
+    Attributes:
+        size: bytes.
+        written: Unix seconds, by the server's clock; every message that it covers is older.
+        blocks: held in it, counted once for each cache.
+    """
+
+    component: str
+    coverage: Coverage
+    size: int
+    written: float
+    blocks: int
+    instances: int
+
+    @property
+    def name(self) -> str:
+        return snapshot_name(self.component, self.coverage.sequence)
+
+    def fits(self, stream: StreamInfo) -> bool:
+        """Whether it is of this stream, rather than of one of that name before it."""
+        created, sequence = self.coverage
+        return created == stream.created and sequence <= stream.last_sequence
+
+    def is_connected(self, stream: StreamInfo) -> bool:
+        """Whether the stream still holds all that comes after it."""
+        return self.fits(stream) and stream.first_sequence <= self.coverage.sequence + 1
+
+
+def snapshot_name(component: str, sequence: int) -> str:
+    """The name of a snapshot's object."""
+    return f"{component}/{sequence}"
+
+
+def read_info(found: ObjectInfo, stream: str) -> SnapshotInfo | None:
+    """What an object's record says of a snapshot of `stream`; None for any other object."""
+    component, _, sequence = found.name.partition("/")
+    fields = found.headers
+    if not TOKEN.fullmatch(component) or fields.get(STREAM_KEY) != stream:
+        return None
+    try:
+        return SnapshotInfo(
+            component,
+            Coverage(float(fields[CREATED_KEY]), int(sequence)),
+            found.size,
+            found.modified,
+            int(fields[BLOCKS_KEY]),
+            int(fields[INSTANCES_KEY]),
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+def superseded(found: Iterable[SnapshotInfo], created: float, keep: int) -> list[SnapshotInfo]:
+    """Those of one component's snapshots that are to go: all of other streams, and of this one
+    all but the newest."""
+    ours = sorted(found, key=lambda one: (one.coverage.created == created, one.coverage.sequence))
+    kept = [one for one in ours if one.coverage.created == created][-keep:]
+    return [one for one in ours if one not in kept]
+
+
+class SnapshotStore:
+    """The snapshots of one namespace.
+
+    Args:
+        keep: how many of a component are kept, the latest.
+        max_bytes: of all of them. At `max_blocks` of 10^7 one takes about 250 MB.
+        chunk_size: bytes of one message.
+
+    Raises:
+        ConfigError: the namespace is no legal name.
+    """
+
+    def __init__(
+        self,
+        jetstream: JetStream,
+        namespace: str,
+        *,
+        keep: int = KEPT,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        in_memory: bool = False,
+        replicas: int = 1,
+        chunk_size: int = CHUNK_SIZE,
+    ) -> None:
+        self.namespace = check_token("namespace", namespace)
+        self.keep = max(1, keep)
+        self._stream = kv_event_stream(namespace)
+        self._objects = ObjectStore(
+            jetstream,
+            ObjectBucket(
+                kv_snapshot_bucket(namespace),
+                max_bytes=max_bytes,
+                in_memory=in_memory,
+                replicas=replicas,
+                description="dynbus: snapshots of KV indexes",
+            ),
+            chunk_size=chunk_size,
+        )
+
+    def __repr__(self) -> str:
+        return f"<SnapshotStore {self.namespace}>"
+
+    async def snapshots(
+        self, component: str | None = None, *, timeout: float = 5.0
+    ) -> list[SnapshotInfo]:
+        """The snapshots of a component, or of all; the oldest sequence first.
+
+        Raises:
+            Unavailable: JetStream does not answer.
+        """
+        try:
+            objects = await self._objects.list_objects(timeout=timeout)
+        except NoStream:
+            return []  # none was ever taken
+        found = [info for one in objects if (info := read_info(one, self._stream)) is not None]
+        return sorted(
+            (one for one in found if component in (None, one.component)),
+            key=lambda one: (one.component, one.coverage.sequence),
+        )
+
+    async def read(
+        self, info: SnapshotInfo, *, max_blocks: int, timeout: float = READ_TIMEOUT
+    ) -> RadixIndex:
+        """The index of a snapshot. The loop goes on while it is decoded.
+
+        Raises:
+            UnusableSnapshot: it cannot be used, and why.
+            Unavailable: JetStream does not answer.
+        """
+        try:
+            stored = await self._objects.get(info.name, timeout=timeout)
+            index, sequence = await asyncio.to_thread(
+                load_index, stored.data, max_blocks=max_blocks
+            )
+        except (NoObject, NoStream, ObjectDamaged, TornSnapshot) as error:
+            raise UnusableSnapshot(f"snapshot {info.name}: {error}") from error
+        if sequence != info.coverage.sequence:
+            raise UnusableSnapshot(
+                f"snapshot {info.name} holds the stream up to {sequence}: it is another one's"
+            )
+        return index
+
+    async def write(
+        self,
+        component: str,
+        coverage: Coverage,
+        data: bytes | bytearray,
+        *,
+        blocks: int,
+        instances: int,
+        timeout: float = WRITE_TIMEOUT,
+    ) -> SnapshotInfo:
+        """Store a snapshot, and drop those that it makes superfluous.
+
+        Raises:
+            StreamFull: there is no room for it, even without older ones.
+            Unavailable: JetStream does not answer.
+        """
+        name = snapshot_name(component, coverage.sequence)
+        fields = {
+            STREAM_KEY: self._stream,
+            CREATED_KEY: repr(coverage.created),
+            BLOCKS_KEY: str(blocks),
+            INSTANCES_KEY: str(instances),
+        }
+        await self._objects.ensure()
+        try:
+            stored = await self._objects.put(name, data, headers=fields, timeout=timeout)
+        except StreamFull:
+            # The newest one stays: a router that starts meanwhile needs it.
+            await self._make_room(component, coverage, keep=1)
+            stored = await self._objects.put(name, data, headers=fields, timeout=timeout)
+        await self._drop_superseded(component, coverage.created, self.keep)
+        return SnapshotInfo(component, coverage, len(data), stored.modified, blocks, instances)
+
+    async def _make_room(self, component: str, coverage: Coverage, keep: int) -> None:
+        logger.warning("%r is full: older snapshots of %s go", self, component)
+        await self._drop_superseded(component, coverage.created, keep)
+        await self.drop_abandoned()
+
+    async def _drop_superseded(self, component: str, created: float, keep: int) -> None:
+        found = await self.snapshots(component)
+        for one in superseded(found, created, keep):
+            await self._objects.delete(one.name)
+
+    async def drop_abandoned(self, *, older_than: float = ABANDONED_AFTER) -> int:
+        """Drop what is left of snapshots whose writer died; returns of how many."""
+        with suppress(NoStream):
+            return await self._objects.drop_abandoned(older_than=older_than)
+        return 0

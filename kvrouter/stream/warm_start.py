@@ -1,0 +1,199 @@
+"""An index that is warm at once: from the newest snapshot, and the stream from there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Collection
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from dynbus.actors import Runtime
+from dynbus.bus.clock import unix_time
+from dynbus.bus.errors import DynbusError
+from dynbus.bus.transport import JetStream, NoStream, StreamInfo
+from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex
+
+from .event_stream import EventStream
+from .follower import IndexFollower, Instances, Position
+from .membership import UNKNOWN_GRACE, live_instances
+from .snapshot_plan import SnapshotPlan
+from .snapshot_writer import SnapshotWriter
+from .snapshots import READ_TIMEOUT, SnapshotInfo, SnapshotStore, UnusableSnapshot
+
+logger = logging.getLogger(__name__)
+
+LEASES_TIMEOUT: Final = 2.0
+"""Seconds that a router waits for the leases before it serves from a snapshot: without them it
+counts who is dead as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """What a new router begins with.
+
+    Attributes:
+        index: empty where there was no snapshot to begin with.
+        position: from which the stream goes on.
+        snapshot: None for none.
+        skipped: newer snapshots that could not be used.
+        is_connected: whether the stream holds everything after the snapshot, or from its own
+            beginning on. Otherwise numberings will show gaps, and the ranks concerned are asked.
+    """
+
+    index: RadixIndex
+    position: Position
+    snapshot: SnapshotInfo | None
+    skipped: int
+    is_connected: bool
+
+
+async def warm_index(
+    jetstream: JetStream,
+    component: str,
+    store: SnapshotStore,
+    stream_name: str,
+    *,
+    max_blocks: int = DEFAULT_MAX_BLOCKS,
+    timeout: float = READ_TIMEOUT,
+) -> WarmStart:
+    """The index of the newest snapshot that can be used, or an empty one.
+
+    Raises:
+        NoStream: there is no stream of events.
+        Unavailable: JetStream does not answer.
+    """
+    stream = await jetstream.stream_info(stream_name)
+    skipped = 0
+    for info in reversed(await store.snapshots(component)):
+        if not info.fits(stream):
+            skipped += 1
+            logger.warning("snapshot %s is skipped: it is of another stream", info.name)
+            continue
+        try:
+            index = await store.read(info, max_blocks=max_blocks, timeout=timeout)
+        except UnusableSnapshot as error:
+            skipped += 1
+            logger.warning("%s: it is skipped", error)
+            continue
+        is_connected = info.is_connected(stream)
+        if not is_connected:
+            logger.warning(
+                "snapshot %s: the stream begins at %d, what lies between is asked for",
+                info.name,
+                stream.first_sequence,
+            )
+        return WarmStart(
+            index,
+            Position(info.coverage.sequence, stream.created),
+            info,
+            skipped,
+            is_connected,
+        )
+    return _cold(stream, skipped, max_blocks)
+
+
+def forget_dead(start: WarmStart, known: Collection[str] | None, now: float) -> list[str]:
+    """Take out of a warm index who died before the router came; returns who.
+
+    Whoever was in a snapshot that is older than the grace for a lease, and has none, had time
+    enough to get one: the follower need not wait for it once more.
+
+    Args:
+        known: instances that have a lease; None while that is not known.
+        now: Unix seconds.
+    """
+    if known is None or start.snapshot is None or now - start.snapshot.written <= UNKNOWN_GRACE:
+        return []
+    dead = sorted({rank.instance for rank in start.index.ranks}.difference(known))
+    for instance in dead:
+        start.index.remove_instance(instance)
+    return dead
+
+
+def _cold(stream: StreamInfo | None, skipped: int, max_blocks: int) -> WarmStart:
+    return WarmStart(
+        RadixIndex(max_blocks=max_blocks),
+        Position(0, None if stream is None else stream.created),
+        None,
+        skipped,
+        stream is None or stream.first_sequence <= 1,
+    )
+
+
+async def _warm_or_cold(
+    jetstream: JetStream,
+    component: str,
+    store: SnapshotStore,
+    stream_name: str,
+    max_blocks: int,
+    timeout: float,
+) -> WarmStart:
+    """A router without snapshots starts as well, and later."""
+    try:
+        return await warm_index(
+            jetstream, component, store, stream_name, max_blocks=max_blocks, timeout=timeout
+        )
+    except NoStream:
+        return _cold(None, 0, max_blocks)
+    except DynbusError as error:
+        logger.warning("no snapshot of %s could be read, the stream is: %s", component, error)
+        return _cold(None, 0, max_blocks)
+
+
+@asynccontextmanager
+async def warm_follower(
+    runtime: Runtime,
+    namespace: str,
+    component: str,
+    *,
+    stream: EventStream | None = None,
+    instances: Instances | None = None,
+    max_blocks: int = DEFAULT_MAX_BLOCKS,
+    store: SnapshotStore | None = None,
+    plan: SnapshotPlan | None = None,
+) -> AsyncGenerator[IndexFollower]:
+    """A follower that starts from the newest snapshot and takes its turn in writing them.
+
+    Args:
+        instances: those that discovery knows unless given.
+        stream, max_blocks: see `IndexFollower`.
+        store, plan: see `SnapshotWriter`.
+
+    Raises:
+        ConfigError: the stream is there with other settings.
+        Unavailable: JetStream does not answer.
+    """
+    jetstream = runtime.bus.data.jetstream
+    stream = stream or EventStream(namespace)
+    store = store or SnapshotStore(
+        jetstream, namespace, in_memory=stream.in_memory, replicas=stream.replicas
+    )
+    of_discovery = instances is None
+    if instances is None:
+        runtime.discovery.begin()
+        instances = partial(live_instances, runtime, namespace, component)
+    start = await _warm_or_cold(jetstream, component, store, stream.name, max_blocks, READ_TIMEOUT)
+    if start.snapshot is not None:
+        if of_discovery:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LEASES_TIMEOUT):
+                    await runtime.discovery.synchronized.wait()
+        forget_dead(start, instances(), unix_time())
+    async with AsyncExitStack() as exits:
+        follower = await exits.enter_async_context(
+            IndexFollower(
+                runtime.bus.data,
+                namespace,
+                component,
+                instances=instances,
+                stream=stream,
+                index=start.index,
+                position=start.position,
+                max_blocks=max_blocks,
+            )
+        )
+        await exits.enter_async_context(SnapshotWriter(jetstream, follower, store=store, plan=plan))
+        yield follower

@@ -1,0 +1,329 @@
+"""The index follows each rank's numbering, and claims no block that may be gone."""
+
+from __future__ import annotations
+
+import struct
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.kvrouter.event_strategies import removed_events, stored_events
+from tests.kvrouter.kernels import each_kernel
+from tests.kvrouter.naive_caches import NaiveCaches
+
+from dynbus.kvrouter.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    Tier,
+    encode_events,
+)
+from dynbus.kvrouter.radix.index import Overlap, RadixIndex, Rank, Verdict
+from dynbus.kvrouter.radix.kernel import KernelName
+from dynbus.kvrouter.radix.snapshot import dump_index, load_index
+
+
+def message(*events: KvEvent, first_id: int = 0, epoch: int = 1, dp_rank: int = 0) -> bytes:
+    return encode_events(events, event_epoch=epoch, first_id=first_id, dp_rank=dp_rank)
+
+
+def stored(*hashes: int, parent: int | None = None, tier: Tier = Tier.DEVICE) -> BlockStored:
+    """Blocks whose engine hash is their block hash."""
+    return BlockStored(parent, list(hashes), list(hashes), tier)
+
+
+@each_kernel
+def test_each_instance_is_found_with_the_prefix_that_it_holds(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+
+    index.apply("a", message(stored(1, 2, 3)))
+    index.apply("b", message(stored(1, 2), stored(7, parent=2)))
+
+    assert index.lookup([1, 2, 3, 4]) == {"a": 3, "b": 2}
+    assert index.lookup([1, 2, 7]) == {"a": 2, "b": 3}
+    assert index.lookup([2, 3]) == {}
+    assert index.lookup([]) == {}
+
+
+@each_kernel
+def test_a_message_that_comes_twice_changes_nothing(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+    index.apply("a", message(stored(1, 2)))
+    index.apply("a", message(BlockRemoved([2]), first_id=1))
+
+    again = index.apply("a", message(stored(1, 2)))
+
+    assert again.verdict is Verdict.DUPLICATE
+    assert index.lookup([1, 2]) == {"a": 1}
+
+
+@each_kernel
+def test_of_a_message_that_overlaps_only_the_new_events_are_applied(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+    index.apply("a", message(stored(1), BlockRemoved([1])))
+
+    applied = index.apply("a", message(stored(1), BlockRemoved([1]), stored(5)))
+
+    assert (applied.verdict, applied.events) == (Verdict.APPLIED, 1)
+    assert index.lookup([1]) == {}
+    assert index.lookup([5]) == {"a": 1}
+
+
+@each_kernel
+def test_after_a_gap_nothing_from_before_it_is_claimed(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+    index.apply("a", message(stored(1, 2)))
+    index.apply("b", message(stored(1, 2)))
+
+    applied = index.apply("a", message(stored(9), first_id=5))
+
+    assert applied.verdict is Verdict.GAP
+    assert applied.needs_resync
+    assert index.lookup([1, 2]) == {"b": 2}
+    assert index.lookup([9]) == {"a": 1}
+
+
+@each_kernel
+def test_a_new_epoch_begins_with_nothing_and_the_old_one_is_over(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+    index.apply("a", message(stored(1, 2), epoch=1))
+
+    index.apply("a", message(stored(3), epoch=2))
+    late = index.apply("a", message(stored(4), first_id=1, epoch=1))
+
+    assert late.verdict is Verdict.STALE
+    assert index.lookup([1]) == {}
+    assert index.lookup([3]) == {"a": 1}
+    assert index.lookup([4]) == {}
+
+
+@each_kernel
+def test_a_block_without_its_parent_is_left_out_and_told(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+
+    applied = index.apply("a", message(stored(2, parent=1), stored(5)))
+
+    assert applied == (Verdict.UNKNOWN_PARENT, 1)
+    assert applied.needs_resync
+    assert index.lookup([5]) == {"a": 1}
+
+
+@each_kernel
+def test_an_index_that_joins_late_needs_no_resync_for_what_it_missed(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+
+    applied = index.apply("a", message(stored(2, parent=1), stored(5), first_id=100))
+
+    assert applied.verdict is Verdict.APPLIED
+    assert index.lookup([5]) == {"a": 1}
+
+
+@each_kernel
+def test_what_is_no_message_is_counted_and_changes_nothing(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+    index.apply("a", message(stored(1)))
+
+    applied = index.apply("a", b"\x01 not a message")
+
+    assert applied == (Verdict.MALFORMED, 0)
+    assert index.lookup([1]) == {"a": 1}
+    assert index.statistics().verdicts[Verdict.MALFORMED] == 1
+
+
+@each_kernel
+def test_clearing_empties_one_rank_of_all_tiers(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+    index.apply("a", message(stored(1), stored(1, tier=Tier.HOST)))
+    index.apply("a", message(stored(1, 2), dp_rank=1))
+
+    index.apply("a", message(AllBlocksCleared(), stored(8), first_id=2))
+
+    assert index.lookup([1, 2]) == {"a": 2}
+    assert set(index.overlaps([1])) == {Rank("a", 1)}
+    assert index.lookup([8]) == {"a": 1}
+
+
+@each_kernel
+def test_of_several_ranks_the_longest_prefix_counts(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+    index.apply("a", message(stored(1)))
+    index.apply("a", message(stored(1, 2, 3), dp_rank=1))
+
+    assert index.lookup([1, 2, 3]) == {"a": 3}
+    assert index.overlaps([1, 2, 3]) == {
+        Rank("a", 0): Overlap(1, 0, 0, 0),
+        Rank("a", 1): Overlap(3, 0, 0, 0),
+    }
+
+
+@each_kernel
+def test_a_lower_tier_goes_on_where_the_device_ends_and_fills_its_holes(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+    index.apply(
+        "a",
+        message(
+            stored(1, 2, 3, 4, 5, 6),
+            stored(1, 2, 3, 4, tier=Tier.HOST),
+            BlockRemoved([3, 6]),
+            stored(1, 2, 3, 4, 5, 6, 7, tier=Tier.DISK),
+        ),
+    )
+
+    assert index.overlaps([1, 2, 3, 4, 5, 6, 7, 8]) == {Rank("a", 0): Overlap(4, 1, 2, 0)}
+    assert index.lookup([1, 2, 3, 4]) == {"a": 2}
+
+
+@each_kernel
+def test_an_instance_that_leaves_is_gone_at_once_and_its_memory_with_the_sweep(
+    kernel: KernelName,
+) -> None:
+    index = RadixIndex(kernel=kernel)
+    index.apply("a", message(stored(*range(1, 1001))))
+    index.apply("b", message(stored(1, 2)))
+
+    index.remove_instance("a")
+    index.remove_instance("nobody")
+
+    assert index.lookup([1, 2, 3]) == {"b": 2}
+    assert index.statistics().blocks == 2
+    assert index.sweep()
+    assert index.statistics().runs == 1
+
+
+@each_kernel
+def test_an_instance_may_come_back_before_it_was_swept(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+    index.apply("a", message(stored(*range(1, 2001))))
+    index.remove_instance("a")
+
+    index.apply("a", message(stored(1, 2), epoch=2))
+
+    assert index.lookup([1, 2, 3]) == {"a": 2}
+    while not index.sweep(10):
+        assert index.lookup([1, 2, 3]) == {"a": 2}
+
+
+@each_kernel
+def test_more_blocks_than_allowed_are_never_held(kernel: KernelName) -> None:
+    index = RadixIndex(max_blocks=100, kernel=kernel)
+
+    for start in range(0, 2000, 20):
+        index.apply("a", message(stored(*range(start, start + 20)), first_id=start // 20))
+        assert index.statistics().blocks <= 100
+
+    assert index.statistics().evicted >= 1900
+    assert index.lookup(list(range(1980, 2000))) == {"a": 20}
+
+
+hashes = st.integers(0, 20)
+events = st.lists(
+    st.one_of(
+        stored_events(hashes, st.integers(1, 3)),
+        removed_events(hashes),
+        st.just(AllBlocksCleared()),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@each_kernel
+@settings(max_examples=200, deadline=None)
+@given(
+    batches=st.lists(st.tuples(st.sampled_from("ab"), events, st.booleans()), max_size=15),
+    data=st.data(),
+)
+def test_the_index_agrees_with_an_account_of_the_events_that_arrived_once(
+    kernel: KernelName, batches: list[tuple[str, list[KvEvent], bool]], data: st.DataObject
+) -> None:
+    index, naive = RadixIndex(kernel=kernel), NaiveCaches()
+    next_id = {"a": 0, "b": 0}
+
+    for instance, batch, twice in batches:
+        sent = message(*batch, first_id=next_id[instance])
+        next_id[instance] += len(batch)
+        for _ in range(1 + twice):
+            index.apply(instance, sent)
+        for event in batch:
+            if isinstance(event, BlockStored):
+                naive.store(
+                    instance, event.parent_hash, list(event.engine_hashes), list(event.block_hashes)
+                )
+            elif isinstance(event, BlockRemoved):
+                naive.remove(instance, list(event.engine_hashes))
+            else:
+                naive.paths.pop(instance, None)
+
+    for held in list(naive.paths.values()):
+        for path in held.values():
+            assert index.lookup(path) == naive.find(path)
+    prefix = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+    assert index.lookup(prefix) == naive.find(prefix)
+    assert index.statistics().blocks == sum(len(held) for held in naive.paths.values())
+
+
+@each_kernel
+@pytest.mark.parametrize("blocks", [0, 3])
+def test_the_index_shows_what_it_follows(blocks: int, kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+    if blocks:
+        index.apply("a", message(stored(*range(blocks))))
+
+    assert repr(index) == f"<RadixIndex [{blocks // 3} instances, {blocks // 3} runs]>"
+
+
+@each_kernel
+@pytest.mark.parametrize(
+    ("epoch", "first_id"),
+    [(1 << 63, 0), ((1 << 64) - 1, 0), (1, (1 << 64) - 2), (1, (1 << 64) - 1)],
+)
+def test_a_message_with_numbers_that_nothing_could_follow_hides_no_rank(
+    epoch: int, first_id: int, kernel: KernelName
+) -> None:
+    index = RadixIndex(kernel=kernel)
+    index.apply("a", message(stored(1)))
+    forged = bytearray(message(BlockRemoved([1]), BlockRemoved([2])))
+    struct.pack_into("<QQ", forged, 8, epoch, first_id)
+
+    applied = index.apply("a", bytes(forged))
+
+    assert applied == (Verdict.MALFORMED, 0)
+    assert index.lookup([1]) == {"a": 1}
+    assert load_index(dump_index(index, 1), max_blocks=10, kernel=kernel)[0].lookup([1]) == {"a": 1}
+
+
+@each_kernel
+def test_a_block_with_very_many_below_it_that_comes_and_goes_costs_a_bounded_time(
+    kernel: KernelName,
+) -> None:
+    index = RadixIndex(kernel=kernel)
+    children = [BlockStored(1, [block], [block]) for block in range(2, 20_002)]
+    index.apply("a", message(stored(1), *children))
+    index.apply("b", message(stored(1, 2)))
+    again: list[KvEvent] = [BlockRemoved([1]), stored(1)] * 5_000
+
+    begun = time.perf_counter()
+    applied = index.apply("a", message(*again, first_id=20_001))
+
+    # All of it would take one minute or more.
+    assert time.perf_counter() - begun < 10.0
+    assert applied == (Verdict.EXCESSIVE, 0)
+    assert applied.needs_resync
+    assert index.lookup([1, 2]) == {"b": 2}
+    assert index.statistics().blocks == 2
+    assert index.ranks[Rank("a", 0)].partial
+
+
+@each_kernel
+def test_a_block_with_many_below_it_may_come_and_go(kernel: KernelName) -> None:
+    index = RadixIndex(kernel=kernel)
+    children = [BlockStored(1, [block], [block]) for block in range(2, 5_002)]
+    index.apply("a", message(stored(1), *children))
+    again: list[KvEvent] = [BlockRemoved([1]), stored(1)] * 10
+
+    applied = index.apply("a", message(*again, first_id=5_001))
+
+    assert applied == (Verdict.APPLIED, 20)
+    assert index.lookup([1, 5001]) == {"a": 2}

@@ -1,0 +1,517 @@
+"""`KvRouter` on calls of a client: it finds the cache, charges the load, and lets go of it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from dynbus import (
+    Actor,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    NoInstances,
+    Overloaded,
+    call_options,
+    handler,
+)
+from dynbus.bus.names import kv_event_subject
+from dynbus.kvrouter.events import BlockStored, encode_events
+from dynbus.kvrouter.hashing import block_hashes
+from dynbus.kvrouter.routing.decision import Reason
+from dynbus.kvrouter.routing.opening import open_router
+from dynbus.kvrouter.routing.request_fields import RequestFields
+from dynbus.kvrouter.routing.router import KvRouter
+from dynbus.kvrouter.routing.scheduling import SchedulerConfig
+from dynbus.testing import TestKit, run
+
+from .routing_fixtures import HandIndex, until
+
+BLOCK = 16
+
+
+class Prompt(BaseModel):
+    token_ids: list[int]
+    max_tokens: int = 3
+    hold: bool = False
+
+
+class Worker(Actor, namespace="llm"):
+    """Says its name for each token; holds before the first while it is told to."""
+
+    def __init__(self, name: str, metadata: Mapping[str, str]) -> None:
+        self.name = name
+        self.metadata = {"kv_block_size": str(BLOCK)} | dict(metadata)
+        self.held = asyncio.Event()
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        return self.metadata
+
+    @handler
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[str, None]:
+        if prompt.hold:
+            await self.held.wait()
+        for _ in range(prompt.max_tokens):
+            yield self.name
+
+
+def prompt(blocks: int = 4, of: int = 0, *, hold: bool = False) -> Prompt:
+    start = of * 10_000
+    return Prompt(token_ids=list(range(start, start + blocks * BLOCK)), hold=hold)
+
+
+async def start(kit: TestKit, *names: str, **metadata: str) -> dict[str, Worker]:
+    """Workers by name, which is their id as well."""
+    workers: dict[str, Worker] = {}
+    for name in names:
+        instance = await kit.start(
+            Worker,
+            instance_id=name,
+            name=name,
+            metadata={f"kv_{key}": text for key, text in metadata.items()},
+        )
+        assert isinstance(instance.actor, Worker)
+        workers[name] = instance.actor
+    return workers
+
+
+async def where(client: Worker, request: Prompt) -> str:
+    """The name of the worker that served a request."""
+    names = {name async for name in client.generate(request)}
+    (name,) = names
+    return name
+
+
+def running(router: KvRouter) -> int:
+    statistics = router.statistics()
+    return statistics.running if statistics is not None else 0
+
+
+def test_calls_go_where_the_index_says_that_their_prompt_lies() -> None:
+    async def story() -> tuple[str, Any]:
+        async with TestKit() as kit:
+            await start(kit, "a", "b", "c", events="true")
+            router = KvRouter(follower=HandIndex(b=4))
+            client = kit.client(Worker, routing=router)
+            with call_options(request_id="asked"):
+                name = await where(client, prompt())
+            (decision,) = router.decisions("asked")
+            return name, decision
+
+    name, decision = run(story())
+
+    assert name == "b"
+    assert decision.reason is Reason.LOWEST_COST
+    assert decision.outcome.first_item_s is not None
+    assert decision.outcome.ended_s is not None
+    assert decision.candidates[0].added_blocks == 4
+
+
+def test_equal_prompts_go_to_one_instance_and_others_spread_without_events() -> None:
+    async def story() -> tuple[set[str], Counter[str]]:
+        async with TestKit() as kit:
+            await start(kit, "a", "b", "c")
+            router = KvRouter()
+            client = kit.client(Worker, routing=router)
+            equal = {await where(client, prompt()) for _ in range(5)}
+            held = [
+                asyncio.create_task(where(client, prompt(of=number, hold=True)))
+                for number in range(1, 10)
+            ]
+            await until(lambda: running(router) == 9)
+            for instance in kit.started.values():
+                assert isinstance(instance.actor, Worker)
+                instance.actor.held.set()
+            return equal, Counter(await asyncio.gather(*held))
+
+    equal, spread = run(story())
+
+    assert len(equal) == 1
+    assert all(count == 3 for count in spread.values())
+
+
+def test_load_is_given_back_however_a_call_ends() -> None:
+    async def story() -> tuple[int, int]:
+        async with TestKit() as kit:
+            await start(kit, "a")
+            router = KvRouter()
+            client = kit.client(Worker, routing=router)
+            await where(client, prompt())
+            stream = client.generate(prompt(of=1))
+            async for _ in stream:
+                break
+            await stream.aclose()
+            left = asyncio.create_task(where(client, prompt(of=2, hold=True)))
+            await until(lambda: running(router) == 1)
+            left.cancel()
+            await asyncio.wait({left})
+            with pytest.raises(TimeoutError), call_options(timeout=0.5):
+                await where(client, prompt(of=3, hold=True))
+            statistics = router.statistics()
+            assert statistics is not None
+            return statistics.decisions, statistics.running
+
+    assert run(story()) == (4, 0)
+
+
+def test_a_call_waits_for_room_and_leaves_the_queue_when_its_caller_leaves() -> None:
+    async def story() -> tuple[int, int, str]:
+        async with TestKit() as kit:
+            workers = await start(kit, "a", max_batched_tokens="64")
+            config = SchedulerConfig(queue_threshold=1.0, queue_limit=2)
+            router = KvRouter(config=config)
+            client = kit.client(Worker, routing=router)
+
+            def waiting() -> int:
+                statistics = router.statistics()
+                return statistics.waiting if statistics is not None else 0
+
+            first = asyncio.create_task(where(client, prompt(5, 1, hold=True)))
+            await until(lambda: running(router) == 1)
+            leaves = asyncio.create_task(where(client, prompt(5, 2)))
+            stays = asyncio.create_task(where(client, prompt(5, 3)))
+            await until(lambda: waiting() == 2)
+            with pytest.raises(Overloaded):
+                await where(client, prompt(5, 4))
+            leaves.cancel()
+            await asyncio.wait({leaves})
+            after_leaving = waiting()
+            workers["a"].held.set()
+            await first
+            return after_leaving, waiting(), await stays
+
+    assert run(story()) == (1, 0, "a")
+
+
+def test_a_call_that_waits_goes_to_an_instance_that_comes_although_nobody_else_calls() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            workers = await start(kit, "a", max_batched_tokens="64")
+            config = SchedulerConfig(queue_threshold=1.0)
+            async with open_router(kit.caller, Worker, exact=False, config=config) as router:
+                client = kit.client(Worker, routing=router)
+                first = asyncio.create_task(where(client, prompt(5, 1, hold=True)))
+                await until(lambda: running(router) == 1)
+                waits = asyncio.create_task(where(client, prompt(5, 2)))
+                await until(lambda: "1 waiting" in repr(router))
+
+                await start(kit, "b", max_batched_tokens="64")
+                async with asyncio.timeout(2.0):
+                    name = await waits
+
+                workers["a"].held.set()
+                await first
+                return name
+
+    assert run(story()) == "b"
+
+
+def test_an_instance_that_began_anew_under_its_id_is_taken_to_hold_nothing() -> None:
+    async def story() -> tuple[int, int]:
+        async with TestKit() as kit:
+            await start(kit, "a")
+            router = KvRouter()
+            client = kit.client(Worker, routing=router)
+            for request_id in ("first", "again"):
+                with call_options(request_id=request_id):
+                    await where(client, prompt())
+            await kit.started["a"].stop()
+            await start(kit, "a")
+            with call_options(request_id="anew"):
+                await where(client, prompt())
+            (again,), (anew,) = router.decisions("again"), router.decisions("anew")
+            return again.expected_reuse, anew.expected_reuse
+
+    assert run(story()) == (4 * BLOCK, 0)
+
+
+def test_a_session_and_tags_are_read_from_the_metadata_of_the_call() -> None:
+    async def story() -> tuple[set[str], str]:
+        async with TestKit() as kit:
+            await start(kit, "a", "b", tags="eu")
+            await start(kit, "c", tags="us")
+            client = kit.client(Worker, routing=KvRouter())
+            with call_options(metadata={"session": "s"}):
+                session = {await where(client, prompt(of=number)) for number in range(6)}
+            with call_options(metadata={"kv_required_tags": "us"}):
+                tagged = await where(client, prompt(of=9))
+            with (
+                call_options(metadata={"kv_required_tags": "moon"}),
+                pytest.raises(NoInstances, match="moon"),
+            ):
+                await where(client, prompt())
+            return session, tagged
+
+    session, tagged = run(story())
+
+    assert len(session) == 1
+    assert tagged == "c"
+
+
+def test_a_request_without_token_ids_is_refused_with_what_to_do() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            await start(kit, "a")
+            router = KvRouter(fields=RequestFields(token_ids="prompt.ids"))
+            with pytest.raises(InvalidRequest, match=r"'prompt\.ids'") as refused:
+                await where(kit.client(Worker, routing=router), prompt())
+            return str(refused.value)
+
+    assert "RequestFields(token_ids=...)" in run(story())
+
+
+def test_instances_that_do_not_fit_together_are_refused_at_the_start() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            await start(kit, "a")
+            await start(kit, "b", block_size="32")
+            client = kit.client(Worker, routing=KvRouter())
+            with pytest.raises(ConfigError, match="block sizes differ"):
+                await where(client, prompt())
+            exact = kit.client(Worker, routing=KvRouter(follower=HandIndex(), block_size=BLOCK))
+            with pytest.raises(ConfigError, match="block sizes differ|publishes no KV events"):
+                await where(exact, prompt())
+
+    run(story())
+
+
+def test_an_instance_that_comes_later_and_does_not_fit_gets_no_calls() -> None:
+    async def story() -> tuple[set[str], Mapping[str, str]]:
+        async with TestKit() as kit:
+            await start(kit, "a")
+            router = KvRouter()
+            client = kit.client(Worker, routing=router)
+            await where(client, prompt())
+            await start(kit, "misfit", block_size="32")
+            names = {await where(client, prompt(of=number)) for number in range(6)}
+            return names, router.latest_decisions(1)[0].excluded
+
+    names, excluded = run(story())
+
+    assert names == {"a"}
+    assert "block sizes differ" in excluded["misfit"]
+
+
+def test_two_open_routers_know_each_others_load() -> None:
+    async def story() -> Counter[str]:
+        async with TestKit() as kit:
+            workers = await start(kit, "a", "b", "c", "d")
+            other = await kit.runtime()
+            async with (
+                open_router(kit.caller, Worker, exact=False) as one,
+                open_router(other, "llm.Worker", exact=False) as two,
+            ):
+                clients = (kit.client(Worker, routing=one), other.client(Worker, routing=two))
+                with call_options(wait=5.0):
+                    for number, client in enumerate(clients):
+                        await where(client, prompt(of=100 + number))
+                held: list[asyncio.Task[str]] = []
+                for number in range(8):
+                    client = clients[number % 2]
+                    held.append(asyncio.create_task(where(client, prompt(of=number, hold=True))))
+                    await asyncio.sleep(0.02)
+                for worker in workers.values():
+                    worker.held.set()
+                return Counter(await asyncio.gather(*held))
+
+    assert set(run(story()).values()) == {2}
+
+
+def test_an_equal_prompt_goes_where_another_router_has_sent_it() -> None:
+    async def story() -> set[str]:
+        async with TestKit() as kit:
+            await start(kit, "a", "b", "c", "d")
+            names: set[str] = set()
+            async with AsyncExitStack() as exits:
+                clients: list[Worker] = []
+                for number in range(4):
+                    runtime = await kit.runtime()
+                    opened = open_router(runtime, Worker, exact=False)
+                    router = await exits.enter_async_context(opened)
+                    clients.append(runtime.client(Worker, routing=router))
+                    with call_options(wait=5.0):
+                        await where(clients[-1], prompt(of=number))
+                for client in clients:
+                    names.add(await where(client, prompt(of=50)))
+                    await asyncio.sleep(0.02)
+            return names
+
+    assert len(run(story())) == 1
+
+
+def test_an_exact_router_follows_what_engines_publish() -> None:
+    async def story() -> tuple[str, int, str]:
+        async with TestKit() as kit:
+            await start(kit, "a", "b", "c", events="true")
+            wanted = prompt()
+            async with open_router(kit.caller, Worker) as router:
+                blocks = block_hashes(wanted.token_ids, BLOCK)
+                message = encode_events(
+                    [BlockStored(None, blocks, blocks)], event_epoch=1, first_id=0
+                )
+                subject = kv_event_subject("llm", "Worker", "b", 0)
+                await kit.caller.bus.data.jetstream.publish(subject, message)
+                client = kit.client(Worker, routing=router)
+                for other in range(1, 50):
+                    await where(client, prompt(of=other))
+                    if router.latest_decisions(1)[0].index_sequence:
+                        break
+                name = await where(client, wanted)
+                (decision,) = router.latest_decisions(1)
+                return name, decision.expected_reuse, decision.awareness
+
+    name, expected_reuse, awareness = run(story())
+
+    assert (name, expected_reuse) == ("b", 4 * BLOCK)
+    assert awareness != "approximate"
+
+
+def test_a_policy_is_changed_while_calls_run_by_the_name_of_a_users_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "own_policy.py"
+    monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(instance: str) -> None:
+        module.write_text(
+            "def cost(request, candidates):\n"
+            f"    return [float(one.rank.instance != {instance!r}) for one in candidates]\n"
+        )
+
+    async def story() -> list[str]:
+        async with TestKit() as kit:
+            await start(kit, "a", "b")
+            write("a")
+            router = KvRouter(policy="own_policy:cost")
+            client = kit.client(Worker, routing=router)
+            names = [await where(client, prompt())]
+            write("b")
+            router.use_policy("own_policy:cost")
+            names.append(await where(client, prompt()))
+            with pytest.raises(ConfigError, match="no_such_module"):
+                router.use_policy("no_such_module:cost")
+            names.append(await where(client, prompt()))
+            return names
+
+    try:
+        assert run(story()) == ["a", "b", "b"]
+    finally:
+        sys.modules.pop("own_policy", None)
+
+
+def test_a_router_with_a_connection_that_was_not_entered_says_what_to_write() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            await start(kit, "a")
+            router = KvRouter(connection=kit.caller.bus.data)
+            with pytest.raises(ConfigError, match="async with KvRouter"):
+                await where(kit.client(Worker, routing=router), prompt())
+
+    run(story())
+
+
+def test_a_router_serves_one_component() -> None:
+    class Other(Worker, namespace="llm", component="Other"):
+        pass
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            await start(kit, "a")
+            await kit.start(Other, name="o", metadata={})
+            router = KvRouter()
+            await where(kit.client(Worker, routing=router), prompt())
+            with pytest.raises(ConfigError, match="make one for each component"):
+                await where(kit.client(Other, routing=router), prompt())
+
+    run(story())
+
+
+@pytest.mark.parametrize("target", ["Worker", "llm.", ".Worker", "llm.Worker.generate", None, 3])
+def test_what_is_no_target_is_refused_with_what_to_write(target: Any) -> None:
+    async def story() -> None:
+        async with TestKit() as kit, open_router(kit.caller, target):
+            raise AssertionError("it was opened")
+
+    with pytest.raises(ConfigError, match=r"'namespace\.component'|is not a valid name"):
+        run(story())
+
+
+def test_a_client_is_no_target_but_its_class_is() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            with pytest.raises(ConfigError, match="give the class of the engine's actor") as caught:
+                async with open_router(kit.caller, kit.client(Worker)):  # type: ignore[arg-type]
+                    raise AssertionError("it was opened")
+            return str(caught.value)
+
+    assert "Worker" in run(story())
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"lora": "requier"}, r"lora='requier' \(did you mean require\?\): give one of prefer"),
+        ({"block_size": 0}, "block_size=0: give the tokens"),
+        ({"block_size": "16"}, "block_size='16': give"),
+        ({"tokenizer_id": None}, "tokenizer_id=None: give"),
+        ({"reused_field": "a..b"}, "reused_field='a..b': give"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused(setting: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        KvRouter(**setting)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_router_without_instances_is_off_and_says_whose(
+    exact: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> tuple[str, str, str]:
+        async with TestKit() as kit:
+            async with open_router(kit.caller, "llm.Workr", exact=exact) as router:
+                await until(lambda: "cache_aware is off" in caplog.text)
+                typo = str(router.awareness())
+            async with open_router(kit.caller, Worker, exact=exact) as router:
+                await start(kit, "a", events="true")
+                await until(lambda: "no instances" not in str(router.awareness()))
+                there = str(router.awareness())
+                await kit.started["a"].stop()
+                await until(lambda: "no instances" in str(router.awareness()))
+                return typo, there, str(router.awareness())
+
+    typo, there, gone = run(story())
+
+    assert typo == "off (no instances of llm.Workr)"
+    assert "a: open a KvEventPublisher" in there if exact else "own decisions" in there
+    assert gone == "off (no instances of llm.Worker)"
+    assert any(
+        record.levelname == "WARNING"
+        and record.message.startswith("llm.Workr: cache_aware is off (no instances of llm.Workr)")
+        for record in caplog.records
+    )
+
+
+def test_a_call_that_leaves_the_queue_at_its_deadline_says_that_it_was_there() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            workers = await start(kit, "a", max_batched_tokens="16")
+            router = KvRouter(config=SchedulerConfig(queue_threshold=1.0))
+            client = kit.client(Worker, routing=router)
+            first = asyncio.create_task(where(client, prompt(hold=True)))
+            await until(lambda: running(router) == 1)
+            with call_options(timeout=5.0), pytest.raises(DeadlineExceeded) as caught:
+                await where(client, prompt(of=1))
+            workers["a"].held.set()
+            await first
+            return str(caught.value)
+
+    assert "waited 5 s in the router's queue" in run(story())

@@ -1,0 +1,83 @@
+"""What routing knows of the caches is said, with the reason when it is not everything."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dynbus.kvrouter.stream.awareness import MAX_BEHIND, Observation, cache_awareness
+from dynbus.kvrouter.stream.follower import IndexFollower
+from dynbus.kvrouter.stream.snapshot_writer import SnapshotWriter
+from dynbus.kvrouter.stream.staleness import Staleness, StalenessWindow
+from dynbus.testing import TestKit, run
+
+GOOD = Observation(following=True, ranks=4, target="llm.Engin")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, "exact"),
+        ({"behind": MAX_BEHIND}, "exact"),
+        ({"behind": MAX_BEHIND + 1}, "degraded (257 messages behind)"),
+        ({"connected": False}, "degraded (the server is out of reach)"),
+        ({"caught_up": False}, "degraded (the stream is still being read)"),
+        ({"unsettled": 1}, "degraded (1 of 4 ranks being resent)"),
+        (
+            {"unsettled": 2, "trouble": "a/0: gap"},
+            "degraded (2 of 4 ranks being resent: a/0: gap)",
+        ),
+        ({"evicted": 9}, "degraded (9 blocks forgotten at max_blocks)"),
+        (
+            {"silent": "ba"},
+            "degraded (no events from a, b: open a KvEventPublisher in each engine)",
+        ),
+        ({"silent": "a", "approximates": True}, "approximate (no events from a)"),
+        (
+            {"silent": "edcba", "ranks": 0},
+            "off (no events from a, b, c and 2 more: open a KvEventPublisher in each engine)",
+        ),
+        (
+            {"silent": "abc", "ranks": 0, "approximates": True},
+            "approximate (no events from a, b, c)",
+        ),
+        ({"instances": 0, "ranks": 0}, "off (no instances of llm.Engin)"),
+        ({"instances": 0}, "off (no instances of llm.Engin)"),
+        ({"instances": 2}, "exact"),
+        ({"ranks": 0}, "exact"),
+        ({"following": False}, "off (no events are followed)"),
+        (
+            {"connected": False, "silent": "a", "approximates": True},
+            "degraded (the server is out of reach)",
+        ),
+    ],
+)
+def test_the_worst_that_is_true_is_said(change: dict[str, Any], expected: str) -> None:
+    assert str(cache_awareness(replace(GOOD, **change))) == expected
+
+
+def test_staleness_looks_back_at_the_last_messages() -> None:
+    window = StalenessWindow(messages=100)
+    for age in [*[9.0] * 50, *range(1, 101)]:
+        window.add(float(age))
+
+    assert window.summary() == Staleness(100, p50=50.0, p99=99.0, worst=100.0)
+    assert StalenessWindow().summary() == Staleness(0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("instances", "elected"), [(["a"], False), ([], False), (None, True)])
+def test_nobody_takes_snapshots_of_what_nobody_publishes(
+    instances: list[str] | None, elected: bool
+) -> None:
+    async def story() -> tuple[bool, int]:
+        async with TestKit() as kit:
+            connection = kit.caller.bus.data
+            follower = IndexFollower(connection, "llm", "Engin", instances=lambda: instances)
+            async with follower, SnapshotWriter(connection.jetstream, follower) as writer:
+                await asyncio.sleep(20.0)
+                return writer.status().is_elected, writer.status().written
+
+    assert run(story()) == (elected, 0)

@@ -1,0 +1,74 @@
+"""Blocks go with the lease of their instance, and not because the lease comes late."""
+
+from __future__ import annotations
+
+from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.stream.membership import QUIET_AFTER, SILENCE_GRACE, UNKNOWN_GRACE, Membership
+
+
+def test_before_leases_are_known_every_instance_counts() -> None:
+    members = Membership()
+
+    assert members.is_known("a")
+    members.update(["b"], [], 0.0)
+    assert not members.is_known("a")
+
+
+def test_blocks_go_at_once_with_the_lease_that_their_instance_had() -> None:
+    members = Membership()
+    members.update(["a", "b"], ["a", "b"], 0.0)
+
+    assert members.update(["b"], ["a", "b"], 0.1) == ["a"]
+    assert members.update(["b"], ["b"], 0.2) == []
+
+
+def test_an_instance_that_never_had_a_lease_keeps_its_blocks_for_a_while() -> None:
+    members = Membership()
+
+    assert members.update([], ["a"], 0.0) == []
+    assert members.update([], ["a"], UNKNOWN_GRACE) == []
+    assert members.update([], ["a"], UNKNOWN_GRACE + 0.1) == ["a"]
+
+
+def test_a_lease_in_time_ends_the_wait() -> None:
+    members = Membership()
+    members.update([], ["a"], 0.0)
+
+    assert members.update(["a"], ["a"], UNKNOWN_GRACE + 1) == []
+    assert members.is_known("a")
+
+
+def test_an_instance_without_events_is_silent_until_it_is_heard() -> None:
+    members = Membership()
+    members.update(["a", "b"], ["b"], 0.0)
+
+    early, late = members.to_ask(SILENCE_GRACE), members.to_ask(SILENCE_GRACE + 0.1)
+    members.heard(Rank("a", 0), 1.2)
+
+    assert (early, late) == ([], ["a"])
+    assert not members.silent
+
+
+def test_a_rank_is_quiet_when_nothing_of_it_was_heard_for_long() -> None:
+    members = Membership()
+    ranks = [Rank("a", 0), Rank("b", 0), Rank("gone", 0)]
+    members.update(["a", "b"], ["a", "b", "gone"], 100.0)
+
+    early = members.quiet(ranks, 100.0)
+    members.heard(Rank("b", 0), 110.0)
+    late = members.quiet(ranks, 100.1 + QUIET_AFTER)
+
+    assert (early, late) == ([], [Rank("a", 0)])
+
+
+def test_a_time_in_which_nobody_could_be_heard_is_no_silence() -> None:
+    members = Membership()
+    ranks = [Rank("a", 0)]
+    members.update(["a"], ["a"], 100.0)
+    members.quiet(ranks, 100.0)
+
+    members.not_listening()
+    back = members.quiet(ranks, 200.0)
+    still = members.quiet(ranks, 200.1 + QUIET_AFTER)
+
+    assert (back, still) == ([], ranks)
