@@ -12,9 +12,9 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -126,16 +126,10 @@ class ObjectStore:
         chunk_size = min(self._chunk_size, self._jetstream.max_payload - HEADER_BYTES)
         starts = range(0, len(view), chunk_size)
         digest = hashlib.sha256()
-        try:
-            for number, start in enumerate(starts):
-                chunk = bytes(view[start : start + chunk_size])
-                digest.update(chunk)
-                await self._publish(
-                    end, chunk_subject(self._bucket, nuid), chunk, f"{nuid}.{number}"
-                )
-        except BaseException:
-            await self._drop_chunks_shielded(nuid)
-            raise
+        for number, start in enumerate(starts):
+            chunk = bytes(view[start : start + chunk_size])
+            digest.update(chunk)
+            await self._put_chunk(end, nuid, number, chunk)
         record = ObjectRecord(
             name,
             self._bucket,
@@ -296,6 +290,35 @@ class ObjectStore:
 
     # Chunks ---------------------------------------------------------------------------
 
+    async def _put_chunk(self, end: float, nuid: str, number: int, chunk: bytes) -> None:
+        """Store one chunk, or drop all of this put."""
+        subject, message_id = chunk_subject(self._bucket, nuid), f"{nuid}.{number}"
+        try:
+            await self._publish(end, subject, chunk, message_id)
+        except asyncio.CancelledError:
+            await self._withdraw_shielded(nuid, subject, chunk, message_id)
+            raise
+        except BaseException:
+            await self._drop_chunks_shielded(nuid)
+            raise
+
+    async def _withdraw_shielded(
+        self, nuid: str, subject: str, chunk: bytes, message_id: str
+    ) -> None:
+        """Drop the chunks of a put although the last of them may still be on its way.
+
+        The server may purge before it stores what it was sent earlier. A duplicate is answered
+        after that is stored.
+        """
+
+        async def withdraw() -> None:
+            try:
+                await self._publish(monotonic() + CLEANUP_TIMEOUT, subject, chunk, message_id)
+            finally:
+                await self._drop_chunks(nuid, CLEANUP_TIMEOUT)
+
+        await self._clean_up(nuid, withdraw())
+
     async def _chunks(self, end: float, record: ObjectRecord) -> _Reading:
         """The chunks of an object as far as they are there."""
         if not record.size:
@@ -349,8 +372,11 @@ class ObjectStore:
         )
 
     async def _drop_chunks_shielded(self, nuid: str) -> None:
+        await self._clean_up(nuid, self._drop_chunks(nuid, CLEANUP_TIMEOUT))
+
+    async def _clean_up(self, nuid: str, dropping: Coroutine[Any, Any, None]) -> None:
         try:
-            await finish(self._drop_chunks(nuid, CLEANUP_TIMEOUT))
+            await finish(dropping)
         except DynbusError as error:
             logger.warning(
                 "chunks of %s in bucket %s stay until drop_abandoned(): %s",
