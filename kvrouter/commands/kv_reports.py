@@ -195,6 +195,8 @@ async def print_snapshots(at: Opened, *, check: bool) -> None:
     except NoStream:
         raise no_events(at.where.namespace) from None
     found = await store.snapshots(at.where.component)
+    if at.where.component is not None and not found:
+        await component_of(at)
     rows = [(one, await _state(store, one, stream, at.where, check=check)) for one in found]
     if at.where.as_json:
         print_json(

@@ -11,25 +11,18 @@ epoch begins that says everything again: nothing is ever lost in silence.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 from typing import Final, NamedTuple
 
-from dynbus.kvrouter.events import (
-    EPOCH_LIMIT,
-    HEADER,
-    BlockRemoved,
-    BlockStored,
-    CacheDigest,
-    KvEvent,
-    encode_events,
-)
+from dynbus.kvrouter.events import CacheDigest, KvEvent, encode_events
 
 from .cache_mirror import CacheMirror
+from .epochs import EpochClock
+from .pieces import FRAME_BYTES, event_bytes, pieces
 
 DEFAULT_BATCH_BYTES: Final = 256 * 1024
 DEFAULT_WAITING_BYTES: Final = 32 * 1024 * 1024
@@ -40,28 +33,6 @@ DIGEST_INTERVAL: Final = 10.0
 """Seconds after a digest at which one follows in any case: who is silent for longer is lost."""
 RESYNC_INTERVAL: Final = 0.5
 """Seconds between two resends that were asked for."""
-
-MAX_ASKED_EPOCH: Final = EPOCH_LIMIT - (1 << 32)
-"""This one and those above are taken for forged: epochs must go on growing above the others."""
-
-BLOCK_BYTES: Final = 16
-EVENT_BYTES: Final = 13
-PADDING_BYTES: Final = 11
-
-
-class EpochClock:
-    """Event epochs: nanoseconds of the wall clock, each above all before in this process."""
-
-    def __init__(self, time_ns: Callable[[], int]) -> None:
-        self._time_ns = time_ns
-        self._last = 0
-        self._lock = threading.Lock()
-
-    def next(self, above: int = 0) -> int:
-        """An epoch above `above` and above all that were given out."""
-        with self._lock:
-            self._last = max(self._time_ns(), self._last + 1, above + 1)
-            return self._last
 
 
 class BatchState(Enum):
@@ -211,14 +182,14 @@ class EventLog:
         self._changed = self._changed or bool(accepted)
         if self._begins_anew:
             return  # The new epoch will say it all.
-        room = self._max_batch_bytes - HEADER.size - PADDING_BYTES
+        room = self._max_batch_bytes - FRAME_BYTES
         for event in accepted:
             size = event_bytes(event)
             if size <= room:
                 self._waiting.append(_Waiting(event, size, since))
                 self.waiting_bytes += size
             else:
-                for piece in self._pieces(event):
+                for piece in pieces(event, self._max_batch_bytes):
                     self._add(piece, since)
         if self.waiting_bytes > self._max_waiting_bytes:
             self.statistics.overflows += 1
@@ -266,7 +237,7 @@ class EventLog:
         Args:
             known_epoch: the newest epoch that the router knows; 0 for none.
         """
-        if known_epoch >= MAX_ASKED_EPOCH:
+        if not self._epochs.is_credible(known_epoch):
             known_epoch = 0
         if self._begins_anew or 0 < known_epoch < self.event_epoch:
             self.statistics.coalesced += 1
@@ -340,7 +311,8 @@ class EventLog:
         self._resynced = now
         self._note_digest(now)
         self.statistics.epochs += 1
-        state = chain.from_iterable(map(self._pieces, self.mirror.state()))
+        whole = self.mirror.state()
+        state = (piece for event in whole for piece in pieces(event, self._max_batch_bytes))
         everything = chain(state, [self.mirror.digest()])
         self._state = (_Waiting(event, event_bytes(event), 0.0) for event in everything)
         self._next_of_state = next(self._state, None)
@@ -359,7 +331,7 @@ class EventLog:
 
     def _collect(self) -> Batch | None:
         events: list[KvEvent | CacheDigest] = []
-        size = HEADER.size + PADDING_BYTES
+        size = FRAME_BYTES
         since = 0.0
         while (waiting := self._next_of_state) is not None:
             if events and size + waiting.size > self._max_batch_bytes:
@@ -388,31 +360,3 @@ class EventLog:
         self._next_id += len(events)
         self._in_flight.append(batch)
         return batch
-
-    def _pieces(self, event: KvEvent) -> Iterator[KvEvent]:
-        """An event in pieces that fit a batch."""
-        room = self._max_batch_bytes - HEADER.size - PADDING_BYTES - EVENT_BYTES
-        if not isinstance(event, BlockStored | BlockRemoved) or event_bytes(event) <= room:
-            yield event
-            return
-        if isinstance(event, BlockRemoved):
-            step = room // 8
-            for at in range(0, len(event.engine_hashes), step):
-                yield BlockRemoved(event.engine_hashes[at : at + step], event.tier)
-            return
-        step = room // BLOCK_BYTES
-        parent = event.parent_hash
-        for at in range(0, len(event.engine_hashes), step):
-            engine_hashes = event.engine_hashes[at : at + step]
-            blocks = event.block_hashes[at : at + step]
-            yield BlockStored(parent, engine_hashes, blocks, event.tier)
-            parent = int(engine_hashes[-1])
-
-
-def event_bytes(event: KvEvent | CacheDigest) -> int:
-    """The bytes that an event adds to a message at most."""
-    if isinstance(event, BlockStored):
-        return EVENT_BYTES + BLOCK_BYTES * len(event.engine_hashes)
-    if isinstance(event, BlockRemoved):
-        return EVENT_BYTES + 8 * len(event.engine_hashes)
-    return EVENT_BYTES + BLOCK_BYTES

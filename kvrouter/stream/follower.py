@@ -20,11 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynbus.actors import Runtime
-from dynbus.bus import headers
 from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, DynbusError
-from dynbus.bus.names import TOKEN, check_token, kv_event_subject, kv_resync_subject
+from dynbus.bus.names import check_token, kv_event_subject, kv_resync_subject
 from dynbus.bus.transport import (
     Connection,
     ConnectionState,
@@ -32,16 +31,14 @@ from dynbus.bus.transport import (
     OrderedConsumer,
     StoredMessage,
 )
-from dynbus.kvrouter.events import HEADER, CacheDigest, closing_digest
-from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, Overlap, RadixIndex, Rank, Verdict
+from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, Overlap, RadixIndex, Rank
 
 from .awareness import CacheAwareness, Observation, cache_awareness
-from .digest import held_blocks, index_digest
 from .event_stream import EventStream, ensure_stream
 from .follower_status import FollowerStatus, Position
-from .membership import QUIET_AFTER, Membership, live_instances
-from .resync import ResyncPlan, ResyncRequest, encode_resync
-from .staleness import StalenessWindow
+from .live_index import LiveIndex
+from .membership import live_instances
+from .resync import ResyncPlan, encode_resync
 
 __all__ = ["FollowerStatus", "IndexFollower", "Instances", "Position"]
 
@@ -51,15 +48,8 @@ TICK: Final = 0.1
 """Seconds between two looks at instances and at what is due."""
 LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks at the stream itself."""
-SECONDS_PER_HELD_BLOCK: Final = 500e-6
-"""After a digest of a rank was compared in full, its next one is so much later for each block of
-the whole index: a thousandth of the time goes there, and each rank has its turn. The numbers of
-blocks are compared always."""
 MESSAGES_PER_STEP: Final = 8
 """Messages that waited and are applied in one turn of the loop: a few milliseconds."""
-STALE_IN_A_ROW: Final = 3
-"""Messages of an old epoch, and none of the current one between them, after which the rank is
-told which epoch is known here."""
 
 Instances = Callable[[], Collection[str] | None]
 """The ids of the instances that have a lease; None while that is not known."""
@@ -76,9 +66,6 @@ class IndexFollower:
             the stream unless given.
         plan: who is asked when.
         approximates: whether the router stands in for instances that send no events.
-
-    Attributes:
-        index: belongs to the event loop. Another one after the stream was made again.
 
     Raises:
         ConfigError: a name is not usable, or the stream is another namespace's.
@@ -107,26 +94,23 @@ class IndexFollower:
                 f"the events of namespace {namespace} are not in the stream of "
                 f"{self.stream.namespace}: give EventStream({namespace!r}, ...)"
             )
-        self.index = index or RadixIndex(max_blocks=max_blocks)
+        self._wake = asyncio.Event()
+        self._live = LiveIndex(
+            f"{namespace}.{component}",
+            index or RadixIndex(max_blocks=max_blocks),
+            plan or ResyncPlan(),
+            self._wake.set,
+        )
         self._max_blocks = max_blocks
         self._instances = instances
         self._position = position
-        self._plan = plan or ResyncPlan()
         self._approximates = approximates
-        self._members = Membership()
         self._held_back: deque[StoredMessage] | None = None
-        self._stale: dict[Rank, int] = {}
-        self._staleness = StalenessWindow()
         self._behind = 0
         self._caught_up = False
         self._consumer: OrderedConsumer | None = None
         self._exits = AsyncExitStack()
-        self._wake = asyncio.Event()
-        self._compare_at: dict[Rank, float] = {}
         self._look_at = 0.0
-        self._refused = 0
-        self._mismatches = 0
-        self._comparisons = 0
         self._recreations = 0
         self._failures = 0
 
@@ -171,16 +155,8 @@ class IndexFollower:
             created = (await jetstream.stream_info(self.stream.name)).created
             self._position = Position(self._position.sequence, created)
         async with AsyncExitStack() as exits:
-            self._consumer = await jetstream.consume(
-                self.stream.name,
-                self._receive,
-                subject=kv_event_subject(self.namespace, self.component, "*", "*"),
-                start_sequence=self._position.sequence + 1,
-                created=created,
-                on_recreated=self._recreated,
-                on_caught_up=self._note_caught_up,
-            )
-            exits.push_async_callback(self._consumer.stop)
+            exits.push_async_callback(self._stop_reading)
+            await self._read()
             task = asyncio.get_running_loop().create_task(
                 self._run(), name=f"kv-index-{self.component}"
             )
@@ -188,6 +164,23 @@ class IndexFollower:
             self._exits = exits.pop_all()
         self._look_at_instances(monotonic())
         return self
+
+    async def _read(self) -> None:
+        """Read the stream from here on; of one that was made again everything."""
+        await self._stop_reading()
+        self._consumer = await self._connection.jetstream.consume(
+            self.stream.name,
+            self._receive,
+            subject=kv_event_subject(self.namespace, self.component, "*", "*"),
+            start_sequence=self._position.sequence + 1,
+            created=self._position.created,
+            on_recreated=self._recreated,
+            on_caught_up=self._note_caught_up,
+        )
+
+    async def _stop_reading(self) -> None:
+        if self._consumer is not None:
+            await self._consumer.stop()
 
     async def __aexit__(
         self,
@@ -199,21 +192,26 @@ class IndexFollower:
 
     async def close(self) -> None:
         """Stop following; the index stays as it is."""
-        self._consumer = None
         await self._exits.aclose()
+        self._consumer = None
 
     # Questions ------------------------------------------------------------------------
+
+    @property
+    def index(self) -> RadixIndex:
+        """Belongs to the event loop. Another one after the stream was made again."""
+        return self._live.index
 
     def lookup(self, block_hashes: Sequence[int] | NDArray[np.uint64]) -> dict[str, int]:
         """`RadixIndex.lookup`, for the instances that are known."""
         found = self.index.lookup(block_hashes)
-        is_known = self._members.is_known
+        is_known = self._live.members.is_known
         return {instance: held for instance, held in found.items() if is_known(instance)}
 
     def overlaps(self, block_hashes: Sequence[int] | NDArray[np.uint64]) -> dict[Rank, Overlap]:
         """`RadixIndex.overlaps`, for the instances that are known."""
         found = self.index.overlaps(block_hashes)
-        is_known = self._members.is_known
+        is_known = self._live.members.is_known
         return {rank: overlap for rank, overlap in found.items() if is_known(rank.instance)}
 
     @property
@@ -223,12 +221,9 @@ class IndexFollower:
 
     def awareness(self) -> CacheAwareness:
         """How far routing can rely on the index at this moment."""
-        unsettled = [
-            rank
-            for rank in self._plan.ranks()
-            if self._members.is_known(rank.instance) and rank.instance not in self._members.silent
-        ]
-        troubled = next((rank for rank in unsettled if self._plan.reason(rank)), None)
+        live = self._live
+        unsettled = live.unsettled
+        troubled = next((rank for rank in unsettled if live.plan.reason(rank)), None)
         return cache_awareness(
             Observation(
                 following=self._consumer is not None,
@@ -238,33 +233,33 @@ class IndexFollower:
                 ranks=len(self.index.ranks.keys() | set(unsettled)),
                 unsettled=len(unsettled),
                 target=f"{self.namespace}.{self.component}",
-                instances=None if self._members.known is None else len(self._members.known),
-                silent=tuple(self._members.silent),
+                instances=None if live.members.known is None else len(live.members.known),
+                silent=tuple(live.members.silent),
                 evicted=self.index.statistics().evicted,
                 approximates=self._approximates,
                 trouble=""
                 if troubled is None
-                else f"{troubled.instance}/{troubled.dp_rank}: {self._plan.reason(troubled)}",
+                else f"{troubled.instance}/{troubled.dp_rank}: {live.plan.reason(troubled)}",
             )
         )
 
     def ask_resync(self, rank: Rank, reason: str) -> None:
         """Have a rank say again what it holds, since something speaks against what it said."""
-        if self._members.is_known(rank.instance):
-            self._need(rank, reason, monotonic())
+        if self._live.members.is_known(rank.instance):
+            self._live.need(rank, reason, monotonic())
 
     def status(self) -> FollowerStatus:
         """Counters of this follower."""
         return FollowerStatus(
             self._position,
             self._behind,
-            self._staleness.summary(),
+            self._live.staleness.summary(),
             self.awareness(),
             len(self.index.ranks),
-            self._refused,
-            self._mismatches,
-            self._comparisons,
-            self._plan.asked,
+            self._live.refused,
+            self._live.check.mismatches,
+            self._live.check.comparisons,
+            self._live.plan.asked,
             self._recreations,
             self._failures,
         )
@@ -310,74 +305,7 @@ class IndexFollower:
     def _apply(self, message: StoredMessage) -> None:
         self._position = Position(message.sequence, self._position.created)
         self._behind = message.pending
-        rank = rank_of(message)
-        if rank is None:
-            # Whoever may publish here speaks for this subject's rank alone.
-            self._refused += 1
-            return
-        event_epoch, first_id = _numbering(message.data)
-        before = self.index.ranks.get(rank)
-        is_new = before is None or event_epoch > before.event_epoch
-        applied = self.index.apply(rank.instance, message.data)
-        now = monotonic()
-        if applied.verdict is Verdict.MALFORMED:
-            self._refused += 1
-            return
-        if applied.verdict is Verdict.STALE:
-            self._note_stale(rank, now)
-            return
-        self._stale.pop(rank, None)
-        self._members.heard(rank, now)
-        if is_new and not first_id:
-            self._plan.answer(rank)
-        elif applied.needs_resync or is_new:
-            verdict = "joined late" if is_new else applied.verdict.value.replace("_", " ")
-            self._need(rank, verdict, now, is_lost=applied.verdict is Verdict.GAP)
-        digest = closing_digest(message.data)
-        if digest is not None and applied.verdict is not Verdict.DUPLICATE:
-            self._compare(rank, digest, now)
-        self._note_staleness(message)
-
-    def _note_stale(self, rank: Rank, now: float) -> None:
-        """An old epoch goes on: the rank's clock went back, or another process has its id."""
-        self._stale[rank] = count = self._stale.get(rank, 0) + 1
-        if count >= STALE_IN_A_ROW:
-            del self._stale[rank]
-            self._need(rank, "stale", now)
-
-    def _compare(self, rank: Rank, digest: CacheDigest, now: float) -> None:
-        state = self.index.ranks[rank]
-        if state.partial:
-            # Known to differ. After an eviction the instance cannot help.
-            if not self.index.statistics().evicted:
-                self._need(rank, "partial", now)
-            return
-        if held_blocks(self.index, rank) == digest.blocks:
-            if now < self._compare_at.get(rank, 0.0) and rank not in self._plan:
-                return
-            self._comparisons += 1
-            held = sum(state.blocks for state in self.index.ranks.values())
-            self._compare_at[rank] = now + held * SECONDS_PER_HELD_BLOCK
-            if index_digest(self.index, rank) == digest:
-                self._plan.confirm(rank)
-                return
-        self._mismatches += 1
-        self._need(rank, "digest mismatch", now)
-
-    def _need(self, rank: Rank, reason: str, now: float, *, is_lost: bool = False) -> None:
-        if rank not in self._plan:
-            logger.info("%s.%s: %s: %s", self.namespace, self.component, rank, reason)
-        self._plan.need(rank, reason, now, is_lost=is_lost)
-        self._wake.set()
-
-    def _note_staleness(self, message: StoredMessage) -> None:
-        published = message.headers.get(headers.PUBLISHED, "")
-        if not published or not self._caught_up:
-            return
-        try:
-            self._staleness.add(unix_time() - float(published))
-        except ValueError:
-            self._refused += 1
+        self._live.apply(message, monotonic(), unix_time(), is_live=self._caught_up)
 
     def _note_caught_up(self) -> None:
         self._caught_up = True
@@ -390,13 +318,9 @@ class IndexFollower:
         now = monotonic()
         if self._held_back is not None:
             self._held_back.clear()
-        self._compare_at.clear()
-        ranks = list(self.index.ranks)
-        self.index = RadixIndex(max_blocks=self._max_blocks)
         self._position = Position()
         self._caught_up = False
-        for rank in ranks:
-            self._need(rank, "the stream was made again", now)
+        self._live.begin_anew(RadixIndex(max_blocks=self._max_blocks), now)
         self._look_at = now
 
     # The task -------------------------------------------------------------------------
@@ -424,46 +348,28 @@ class IndexFollower:
                 self._failures += 1
                 logger.exception("%r: a look at the state failed", self)
 
+    @property
+    def _can_hear(self) -> bool:
+        return self._caught_up and self._connection.state is ConnectionState.CONNECTED
+
     def _look_at_instances(self, now: float) -> None:
         known = self._instances() if self._instances is not None else None
-        if known is None or self._held_back is not None:
-            return
-        present = {rank.instance for rank in self.index.ranks}
-        for instance in self._members.update(known, present, now):
-            self.index.remove_instance(instance)
-            self._plan.forget(instance)
-            for of_rank in (self._stale, self._compare_at):
-                for rank in [rank for rank in of_rank if rank.instance == instance]:
-                    del of_rank[rank]
-        for rank in [rank for rank in self._plan.ranks() if not self._members.is_known(rank[0])]:
-            if rank not in self.index.ranks:
-                self._plan.forget(rank.instance)
-        if not self._caught_up or self._connection.state is not ConnectionState.CONNECTED:
-            self._members.not_listening()
-            return
-        for instance in self._members.to_ask(now):
-            # Of its ranks, the one that each instance has.
-            if (rank := Rank(instance, 0)) not in self._plan:
-                self._need(rank, "no events", now)
-        for rank in self._members.quiet(self.index.ranks, now):
-            if rank not in self._plan:
-                self._need(rank, f"nothing heard for {QUIET_AFTER:g} s", now)
+        if known is not None and self._held_back is None:
+            self._live.look_at_instances(known, now, can_hear=self._can_hear)
 
     def _ask(self, now: float) -> None:
-        if self._connection.state is not ConnectionState.CONNECTED or not self._caught_up:
+        if not self._can_hear:
             return
         self.index.sweep(limit=10_000)
-        for rank in self._plan.due(now):
-            if not self._members.is_known(rank.instance):
-                continue
-            state = self.index.ranks.get(rank)
-            epoch = state.event_epoch if state is not None else 0
-            request = ResyncRequest(epoch, self._plan.reason(rank))
+        for rank, request in self._live.requests(now):
             subject = kv_resync_subject(self.namespace, self.component, rank.instance, rank.dp_rank)
             self._connection.publish(subject, encode_resync(request))
 
     async def _look_at_stream(self) -> None:
-        """See that the stream is there, and of which making."""
+        """See that the stream is there, and of which making.
+
+        The consumer would notice a loss by itself, after seconds of silence.
+        """
         if self._connection.state is not ConnectionState.CONNECTED:
             return
         jetstream = self._connection.jetstream
@@ -471,24 +377,11 @@ class IndexFollower:
             info = await jetstream.stream_info(self.stream.name, timeout=LOOK_INTERVAL)
         except NoStream:
             await ensure_stream(jetstream, self.stream, timeout=LOOK_INTERVAL)
-            return
+            info = await jetstream.stream_info(self.stream.name, timeout=LOOK_INTERVAL)
         if self._position.created is None:
             self._position = Position(self._position.sequence, info.created)
-
-
-def rank_of(message: StoredMessage) -> Rank | None:
-    """The rank that a message's subject names, if the message is of that rank."""
-    tokens = message.subject.split(".")
-    if len(tokens) != 5 or len(message.data) < HEADER.size or not TOKEN.fullmatch(tokens[3]):
-        return None
-    dp_rank: int = HEADER.unpack_from(message.data)[2]
-    return Rank(tokens[3], dp_rank) if tokens[4] == str(dp_rank) else None
-
-
-def _numbering(data: bytes) -> tuple[int, int]:
-    """Epoch and first id of a message."""
-    numbers = HEADER.unpack_from(data)
-    return numbers[4], numbers[5]
+        elif self._position.created != info.created:
+            await self._read()
 
 
 async def _end(task: asyncio.Task[None]) -> None:

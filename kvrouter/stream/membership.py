@@ -11,6 +11,9 @@ from dynbus.kvrouter.radix.index import Rank
 
 UNKNOWN_GRACE: Final = 15.0
 """Seconds for which blocks of an instance without a lease are kept: it may be about to get one."""
+LEASE_DELAY: Final = 1.0
+"""Seconds of this that are left to an instance whose events lay in the stream for longer: its lease
+may come a little later here than they."""
 SILENCE_GRACE: Final = 1.0
 """Seconds that an instance has to send its first event before it is asked."""
 QUIET_AFTER: Final = 25.0
@@ -28,6 +31,7 @@ class Membership:
     def __init__(self) -> None:
         self.known: Collection[str] | None = None
         self._without_lease: dict[str, float] = {}
+        self._said: dict[str, float] = {}
         self._silent: dict[str, float] = {}
         self._heard: dict[Rank, float] = {}
         self._listening_since: float | None = None
@@ -43,7 +47,9 @@ class Membership:
     def update(self, known: Collection[str], present: Collection[str], now: float) -> list[str]:
         """Note which instances have a lease now; returns those whose blocks are to go.
 
-        They go at once with the lease that they had, and after a grace if they had none.
+        They go at once with the lease that they had, and after a grace if they had none. The
+        grace begins when the last message was stored that was there already, so that whoever
+        died long ago is not waited for again.
 
         Args:
             present: instances of which there are events.
@@ -55,6 +61,8 @@ class Membership:
             del self._without_lease[instance]
         for instance in without:
             self._without_lease.setdefault(instance, now)
+        for instance in self._said.keys() - without:
+            del self._said[instance]
         silent = set(known) - set(present)
         for instance in self._silent.keys() - silent:
             del self._silent[instance]
@@ -63,13 +71,22 @@ class Membership:
         return [
             instance
             for instance, since in self._without_lease.items()
-            if instance in lost or now - since > UNKNOWN_GRACE
+            if instance in lost or now > self._end_of_grace(instance, since)
         ]
 
-    def heard(self, rank: Rank, now: float) -> None:
-        """A rank has sent events, or a digest."""
+    def _end_of_grace(self, instance: str, noticed: float) -> float:
+        since = min(noticed, self._said.get(instance, noticed))
+        return max(since + UNKNOWN_GRACE, noticed + LEASE_DELAY)
+
+    def heard(self, rank: Rank, now: float, *, age: float = 0.0) -> None:
+        """A rank has sent events, or a digest.
+
+        Args:
+            age: seconds for which the message was in the stream before anybody here read.
+        """
         self._silent.pop(rank.instance, None)
         self._heard[rank] = now
+        self._said[rank.instance] = now - age
 
     def quiet(self, ranks: Iterable[Rank], now: float) -> list[Rank]:
         """Those of the ranks of known instances that were not heard for too long.

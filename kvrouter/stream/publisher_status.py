@@ -34,7 +34,8 @@ class PublisherStatus:
     Attributes:
         failures: publishes that were not acknowledged.
         malformed_requests: requests for a resync that cannot be read, or ask for no rank here.
-        refused: events that came after the publisher was closed.
+        refused: calls with events that came after the publisher was closed.
+        dropped: events that waited for a blocked event loop, when these were too many.
         last_failure: the text of the last one, empty for none.
     """
 
@@ -42,6 +43,7 @@ class PublisherStatus:
     failures: int
     malformed_requests: int
     refused: int
+    dropped: int
     last_failure: str
 
 

@@ -104,6 +104,11 @@ class ResyncPlan:
         """Those in need."""
         return self._needs.keys()
 
+    def is_asked(self, rank: Rank) -> bool:
+        """Whether a rank was asked and has not answered."""
+        known = self._needs.get(rank)
+        return known is not None and known.is_asked
+
     def reason(self, rank: Rank) -> str:
         """Why a rank that is in need is."""
         return self._needs[rank].reason

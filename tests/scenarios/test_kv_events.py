@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from dynbus.kvrouter.events import (
 )
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.digest import index_digest
+from dynbus.kvrouter.stream.epochs import latest_epoch
 from dynbus.kvrouter.stream.follower import IndexFollower
 
 from .processes import Process
@@ -157,8 +159,26 @@ async def test_a_stream_that_is_deleted_in_the_middle_is_filled_again(
         await admin.close()
 
         held = await truth(engine)
-        # A consumer notices the loss of its stream after 3 s of silence.
-        await agree(routers, {"a": held}, within=8.0)
+        await agree(routers, {"a": held}, within=5.0)
+
+
+async def test_a_deleted_stream_is_noticed_within_two_seconds_also_when_nobody_publishes(
+    own_server: RunningServer, engines: Engines
+) -> None:
+    async with followers(own_server.url) as routers:
+        engine = await engines.begin(own_server.url, "a", steps=100)
+        held = await truth(engine)
+        await agree(routers, {"a": held})
+        admin = await connect([own_server.url], name="admin")
+        await admin.jetstream.delete_stream(STREAM)
+        await admin.close()
+
+        noticed = await eventually(
+            lambda: all(router.status().recreations for router in routers), 2.5
+        )
+        healed = await agree(routers, {"a": held}, within=2.5)
+        print(f"noticed after {noticed:.2f} s, agreed {healed:.2f} s later")
+        assert [router.status().recreations for router in routers] == [1, 1]
 
 
 async def test_messages_that_are_purged_or_come_twice_leave_no_trace(
@@ -202,10 +222,13 @@ async def guarded(tmp_path: Path) -> AsyncIterator[RunningServer]:
         await server.stop()
 
 
-async def forge(connection: NatsConnection, subject: str, *, dp_rank: int = 0) -> None:
+async def forge(
+    connection: NatsConnection, subject: str, *, dp_rank: int = 0, event_epoch: int | None = None
+) -> None:
     """Say that an instance holds nothing but one block, in an epoch above all others."""
     events: list[KvEvent] = [AllBlocksCleared(), BlockStored(None, [666], [666])]
-    data = encode_events(events, event_epoch=1 << 62, first_id=0, dp_rank=dp_rank)
+    epoch = latest_epoch(time.time() - 60.0) if event_epoch is None else event_epoch
+    data = encode_events(events, event_epoch=epoch, first_id=0, dp_rank=dp_rank)
     await connection.jetstream.publish(subject, data, timeout=0.5)
 
 
@@ -225,9 +248,10 @@ async def test_an_instance_can_only_speak_for_itself(
         with pytest.raises(Unavailable):
             await forge(forger, "scenario.Engine._kv_resync.a.0")
         await forge(forger, "scenario.Engine._kv.x.0", dp_rank=7)
+        await forge(forger, "scenario.Engine._kv.x.0", event_epoch=(1 << 63) - 1)
         await forge(forger, "scenario.Engine._kv.x.0")
 
         await eventually(lambda: router.lookup([666]) == {"x": 1})
         await agree([router], {"a": held})
-        assert router.status().refused == 1
+        assert router.status().refused == 2
         await forger.close()

@@ -264,6 +264,17 @@ def test_snapshots_are_listed_with_what_they_are_good_for(served: Served) -> Non
     )
 
 
+def test_snapshots_of_a_component_that_nobody_knows_are_refused_with_those_that_are(
+    served: Served,
+) -> None:
+    ended = served.kv("snapshots", "--component", "Wrong")
+
+    assert isinstance(ended.exception, ConfigError)
+    assert str(ended.exception) == (
+        "component Wrong of kvcommand has no KV events; those that have some: Engine"
+    )
+
+
 @pytest.mark.parametrize("command", ["top", "dump", "snapshots"])
 def test_without_a_stream_it_is_asked_whether_anybody_publishes(
     command: str, served: Served

@@ -17,7 +17,7 @@ from tests.kvrouter.event_bus import (
 )
 
 from dynbus import Actor, handler
-from dynbus.bus.clock import monotonic
+from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.kvrouter.events import (
@@ -30,6 +30,7 @@ from dynbus.kvrouter.events import (
 )
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.awareness import AwarenessLevel
+from dynbus.kvrouter.stream.epochs import latest_epoch
 from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.kvrouter.stream.follower import IndexFollower
 from dynbus.kvrouter.stream.publisher import KvEventPublisher
@@ -237,6 +238,155 @@ def test_bytes_that_are_no_events_are_counted_and_the_rest_goes_on() -> None:
 
     assert refused == 5
     assert found == {"a": 1}
+
+
+def test_a_message_that_cannot_be_read_makes_its_rank_doubtful_until_a_digest_agrees() -> None:
+    async def story() -> tuple[str, int]:
+        at = EventBus()
+        async with at.follower() as follower, at.publisher() as publisher:
+            publisher.publish([stored(1, 2)])
+            await at.settled(follower)
+            connection = await at.bus.connect()
+            newer = b"\x02" + encode_events([stored(9)], event_epoch=1, first_id=2)[1:]
+            await connection.jetstream.publish(event_subject("a"), newer)
+            await eventually(lambda: follower.status().refused == 1)
+            seen = str(follower.awareness())
+            await at.settled(follower)
+            return seen, follower.status().requests
+
+    seen, requests = run(story())
+
+    assert seen == (
+        "degraded (1 of 1 ranks being resent: a/0: a message that this version cannot read)"
+    )
+    assert requests in (1, 2)
+
+
+def test_an_engine_whose_messages_are_never_understood_is_asked_less_and_less() -> None:
+    async def story() -> tuple[int, AwarenessLevel]:
+        at = EventBus()
+        async with at.follower() as follower:
+            await store(at, event_subject("a"), stored(1))
+            connection = await at.bus.connect()
+            asked = 0
+
+            def answer() -> None:
+                nonlocal asked
+                asked += 1
+                for _ in range(3):
+                    connection.publish(event_subject("a"), b"\x02" + bytes(47))
+
+            connection.subscribe(resync_subject("a"), lambda _: answer())
+            await connection.barrier()
+            connection.publish(event_subject("a"), b"\x02" + bytes(47))
+            await asyncio.sleep(60.0)
+            return asked, follower.awareness().level
+
+    asked, level = run(story())
+
+    assert 4 <= asked <= 9
+    assert level is AwarenessLevel.DEGRADED
+
+
+def test_messages_that_cannot_be_read_make_no_rank_known_that_was_not() -> None:
+    async def story() -> tuple[int, int]:
+        at = EventBus()
+        async with at.follower() as follower:
+            connection = await at.bus.connect()
+            for dp_rank in range(100):
+                await connection.jetstream.publish(event_subject("a", dp_rank), bytes(60))
+            await eventually(lambda: follower.status().refused == 100)
+            await asyncio.sleep(1.0)
+            return follower.status().ranks, follower.status().requests
+
+    assert run(story()) == (0, 0)
+
+
+def test_an_epoch_of_the_far_future_is_refused_and_does_not_hide_its_rank() -> None:
+    async def story() -> tuple[dict[str, int], int]:
+        at = EventBus()
+        async with at.follower() as follower, at.publisher() as publisher:
+            publisher.publish([stored(1)])
+            await at.settled(follower)
+            for epoch in (latest_epoch(unix_time() + 60.0), (1 << 63) - 1):
+                await store(at, event_subject("a"), stored(666), event_epoch=epoch)
+            await eventually(lambda: follower.status().refused == 2)
+            publisher.publish([stored(2, parent=1)])
+            await eventually(lambda: follower.lookup([1, 2]) == {"a": 2})
+            await at.settled(follower)
+            return follower.lookup([666]), follower.status().refused
+
+    assert run(story()) == ({}, 2)
+
+
+def test_a_forged_epoch_of_a_near_future_is_outdone_by_the_rank_itself() -> None:
+    async def story() -> int:
+        at = EventBus()
+        async with at.follower() as follower:
+            connection = await at.bus.connect()
+            async with KvEventPublisher(connection, "demo", "Engine", "a") as publisher:
+                publisher.publish([stored(1)])
+                await eventually(lambda: follower.lookup([1]) == {"a": 1})
+                forged = latest_epoch(unix_time())
+                await store(at, event_subject("a"), stored(666), event_epoch=forged)
+                await eventually(lambda: follower.lookup([666]) == {"a": 1})
+                await eventually(
+                    lambda: follower.awareness().level is AwarenessLevel.EXACT, within=40.0
+                )
+                assert follower.lookup([1]) == {"a": 1}
+                return publisher.status().ranks[0].event_epoch - forged
+
+    assert run(story()) == 1
+
+
+def test_who_died_long_ago_leaves_the_index_of_a_new_follower_soon() -> None:
+    async def story() -> tuple[float, set[str]]:
+        at = EventBus()
+        async with at.publisher("dead") as dead, at.publisher("late") as late:
+            dead.publish([stored(1)])
+            await dead.flush()
+            await dead.close()
+            await asyncio.sleep(60.0)
+            late.publish([stored(1)])
+            await late.flush()
+            async with at.follower(frozenset) as follower:
+                await eventually(lambda: len(follower.index.lookup([1])) == 2)
+                took = await eventually(lambda: len(follower.index.lookup([1])) == 1)
+                return took, {rank.instance for rank in follower.index.ranks}
+
+    took, left = run(story())
+
+    assert 0.9 < took < 1.3
+    assert left == {"late"}
+
+
+def test_a_server_s_clock_that_is_behind_costs_no_newcomer_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dynbus.bus.memory.jetstream.unix_time", lambda: unix_time() - 3600.0)
+
+    async def story() -> float:
+        at = EventBus()
+        async with at.follower(frozenset) as follower, at.publisher() as publisher:
+            publisher.publish([stored(1)])
+            await eventually(lambda: follower.index.lookup([1]) == {"a": 1})
+            return await eventually(lambda: follower.index.lookup([1]) == {}, within=30.0)
+
+    assert run(story()) > 14.0
+
+
+def test_what_a_purge_took_of_an_idle_instance_with_a_lease_is_asked_for_soon() -> None:
+    async def story() -> float:
+        at = EventBus()
+        async with at.publisher() as publisher:
+            publisher.publish([stored(1, 2)])
+            await publisher.flush()
+            await asyncio.sleep(2.0)
+            await (await at.bus.connect()).jetstream.purge(STREAM)
+            async with at.follower(lambda: frozenset({"a"})) as follower:
+                return await at.settled(follower, within=15.0)
+
+    assert run(story()) < 2.0
 
 
 def test_an_instance_without_a_lease_is_not_offered_and_goes_when_its_lease_does() -> None:

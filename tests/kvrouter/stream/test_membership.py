@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.stream.membership import QUIET_AFTER, SILENCE_GRACE, UNKNOWN_GRACE, Membership
+from dynbus.kvrouter.stream.membership import (
+    LEASE_DELAY,
+    QUIET_AFTER,
+    SILENCE_GRACE,
+    UNKNOWN_GRACE,
+    Membership,
+)
 
 
 def test_before_leases_are_known_every_instance_counts() -> None:
@@ -28,6 +34,40 @@ def test_an_instance_that_never_had_a_lease_keeps_its_blocks_for_a_while() -> No
     assert members.update([], ["a"], 0.0) == []
     assert members.update([], ["a"], UNKNOWN_GRACE) == []
     assert members.update([], ["a"], UNKNOWN_GRACE + 0.1) == ["a"]
+
+
+def test_who_said_nothing_for_long_before_anybody_read_is_not_waited_for_again() -> None:
+    members = Membership()
+    members.heard(Rank("dead", 0), 100.0, age=3600.0)
+    members.heard(Rank("late", 0), 100.0, age=UNKNOWN_GRACE - 5.0)
+
+    noticed = members.update([], ["dead", "late"], 100.0)
+    soon = members.update([], ["dead", "late"], 100.1 + LEASE_DELAY)
+    later = members.update([], ["late"], 105.1)
+
+    assert (noticed, soon, later) == ([], ["dead"], ["late"])
+
+
+def test_an_old_message_does_not_cost_its_instance_the_time_that_a_lease_needs_to_get_here() -> (
+    None
+):
+    members = Membership()
+    members.heard(Rank("a", 0), 100.0, age=3600.0)
+
+    early = members.update([], ["a"], 100.0)
+    announced = members.update(["a"], ["a"], 100.0 + LEASE_DELAY)
+    later = members.update(["a"], ["a"], 200.0)
+
+    assert early == announced == later == []
+
+
+def test_the_last_message_counts_and_not_the_first() -> None:
+    members = Membership()
+    members.heard(Rank("a", 0), 100.0, age=3600.0)
+    members.heard(Rank("a", 1), 100.0, age=0.0)
+
+    assert members.update([], ["a"], 100.0) == []
+    assert members.update([], ["a"], 100.0 + UNKNOWN_GRACE) == []
 
 
 def test_a_lease_in_time_ends_the_wait() -> None:

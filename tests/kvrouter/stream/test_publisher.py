@@ -440,6 +440,60 @@ def test_a_publisher_that_was_not_entered_takes_nothing_and_says_what_to_do() ->
     run(story())
 
 
+def test_a_publisher_that_could_not_be_entered_takes_nothing_and_says_so() -> None:
+    async def story() -> int:
+        at = EventBus()
+        connection = await at.bus.connect()
+        publisher = KvEventPublisher(connection, "demo", "Engine", "a")
+        at.bus.jetstream.stall()
+        with pytest.raises(Unavailable):
+            await publisher.__aenter__()
+
+        with pytest.raises(RuntimeError, match="entering it failed, so that nothing would ever"):
+            publisher.publish([stored(1)])
+        with pytest.raises(RuntimeError, match="entering it failed"):
+            publisher.reset()
+
+        at.bus.jetstream.stall(False)
+        async with publisher:
+            publisher.publish([stored(1)])
+            await publisher.flush()
+            return publisher.status().ranks[0].blocks
+
+    assert run(story()) == 1
+
+
+def test_what_a_blocked_loop_cannot_take_in_is_bounded_and_the_rank_begins_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story() -> tuple[int, list[int]]:
+        at = EventBus()
+        connection = await at.bus.connect()
+        async with (
+            at.follower() as follower,
+            KvEventPublisher(
+                connection, "demo", "Engine", "a", ranks=(0, 1), max_handed_bytes=10_000
+            ) as publisher,
+        ):
+            publisher.publish([stored(7)], dp_rank=1)
+            publisher.publish([stored(1)])
+            await publisher.flush()
+            for number in range(2, 32):  # in one turn of the loop
+                publisher.publish([stored(number)])
+            await publisher.flush()
+            await eventually(lambda: follower.lookup([31]) == {"a": 1})
+            assert follower.lookup([1]) == {}
+            assert follower.lookup([7]) == {"a": 1}
+            status = publisher.status()
+            return status.dropped, [one.blocks for one in status.ranks]
+
+    dropped, blocks = run(story())
+
+    assert dropped > 0
+    assert blocks == [30 - dropped, 1]
+    assert sum("the event loop is blocked" in one.message for one in caplog.records) == 1
+
+
 @pytest.mark.parametrize(
     ("events", "message"),
     [

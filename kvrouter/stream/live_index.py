@@ -1,0 +1,194 @@
+"""An index with what is known of its ranks: who is alive, who lacks blocks, who is to be asked.
+
+`LiveIndex` decides, without I/O or clock: times are given, of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Final
+
+from dynbus.bus import headers
+from dynbus.bus.transport import StoredMessage
+from dynbus.kvrouter.events import CacheDigest, closing_digest
+from dynbus.kvrouter.radix.index import RadixIndex, Rank, Verdict
+
+from .index_check import Comparison, IndexCheck
+from .membership import QUIET_AFTER, Membership
+from .resync import ResyncPlan, ResyncRequest
+from .staleness import StalenessWindow
+from .stored_events import numbering, subject_rank, why_refused
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE: Final = "a message that this version cannot read"
+
+
+class LiveIndex:
+    """Applies the messages of a stream to an index, and finds out what the index lacks.
+
+    What the index holds is a function of the messages alone, but for instances that are gone.
+
+    Args:
+        name: for the log.
+        on_need: called when a rank is in need, perhaps not for the first time.
+
+    Attributes:
+        index: another one after `begin_anew`.
+        plan, members, check, staleness: who is asked when, who is there, what digests have shown,
+            and how old events were.
+        refused: messages, or headers of them, that could not be used.
+    """
+
+    def __init__(
+        self, name: str, index: RadixIndex, plan: ResyncPlan, on_need: Callable[[], None]
+    ) -> None:
+        self.index = index
+        self.plan = plan
+        self.members = Membership()
+        self.check = IndexCheck()
+        self.staleness = StalenessWindow()
+        self.refused = 0
+        self._name = name
+        self._on_need = on_need
+        self._told: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<LiveIndex {self._name} [{len(self.index.ranks)} ranks, {len(self.plan)} in need]>"
+
+    # Messages -------------------------------------------------------------------------
+
+    def apply(self, message: StoredMessage, now: float, unix_now: float, *, is_live: bool) -> None:
+        """Take in a message of the stream.
+
+        Args:
+            unix_now: Unix seconds.
+            is_live: whether it is read as it comes, and was not in the stream before.
+        """
+        rank = subject_rank(message.subject)
+        if rank is None:
+            self.refused += 1
+            return
+        if why := why_refused(message, rank):
+            self._refuse(rank, why, now)
+            return
+        event_epoch, first_id = numbering(message.data)
+        before = self.index.ranks.get(rank)
+        is_new = before is None or event_epoch > before.event_epoch
+        applied = self.index.apply(rank.instance, message.data)
+        if applied.verdict is Verdict.MALFORMED:
+            self._refuse(rank, UNREADABLE, now)
+            return
+        if applied.verdict is Verdict.STALE:
+            if self.check.is_stale_again(rank):
+                self.need(rank, "stale", now)
+            return
+        self.check.is_current(rank)
+        # Of what is live the age is nothing, whatever the server's clock says.
+        age = 0.0 if is_live else max(0.0, unix_now - message.time)
+        self.members.heard(rank, now, age=age)
+        if is_new and not first_id:
+            self.plan.answer(rank)
+        elif applied.needs_resync or is_new:
+            verdict = "joined late" if is_new else applied.verdict.value.replace("_", " ")
+            self.need(rank, verdict, now, is_lost=applied.verdict is Verdict.GAP)
+        digest = closing_digest(message.data)
+        if digest is not None and applied.verdict is not Verdict.DUPLICATE:
+            self._compare(rank, digest, now)
+        if is_live:
+            self._note_staleness(message.headers, unix_now)
+
+    def _refuse(self, rank: Rank, why: str, now: float) -> None:
+        """A message of a rank cannot be used: the rank may hold something else than is known."""
+        self.refused += 1
+        if rank.instance not in self._told:
+            self._told.add(rank.instance)
+            logger.warning("%s: events of %s are refused: %s", self._name, rank, why)
+        if rank not in self.index.ranks:
+            # It stays unknown: an instance could have 65,536 of them asked.
+            return
+        if self.plan.is_asked(rank):
+            self.plan.answer(rank)
+        self.need(rank, why, now)
+
+    def _compare(self, rank: Rank, digest: CacheDigest, now: float) -> None:
+        is_doubted = rank in self.plan
+        outcome = self.check.compare(self.index, rank, digest, now, is_doubted=is_doubted)
+        if outcome is Comparison.AGREES:
+            self.plan.confirm(rank)
+        elif outcome is not Comparison.NOT_COMPARED:
+            self.need(rank, outcome.value, now)
+
+    def _note_staleness(self, fields: Mapping[str, str], unix_now: float) -> None:
+        published = fields.get(headers.PUBLISHED, "")
+        if not published:
+            return
+        try:
+            self.staleness.add(unix_now - float(published))
+        except ValueError:
+            self.refused += 1
+
+    def begin_anew(self, index: RadixIndex, now: float) -> None:
+        """The stream is another one: nothing of what was read is in it, and all is asked for."""
+        ranks = list(self.index.ranks)
+        self.index = index
+        self.check.forget_all()
+        for rank in ranks:
+            self.need(rank, "the stream was made again", now)
+
+    # Ranks ----------------------------------------------------------------------------
+
+    def need(self, rank: Rank, reason: str, now: float, *, is_lost: bool = False) -> None:
+        """A rank is to say again what it holds; see `ResyncPlan.need`."""
+        if rank not in self.plan:
+            logger.info("%s: %s: %s", self._name, rank, reason)
+        self.plan.need(rank, reason, now, is_lost=is_lost)
+        self._on_need()
+
+    @property
+    def unsettled(self) -> list[Rank]:
+        """Ranks of known instances that are in need."""
+        is_known, silent = self.members.is_known, self.members.silent
+        return [
+            rank
+            for rank in self.plan.ranks()
+            if is_known(rank.instance) and rank.instance not in silent
+        ]
+
+    def look_at_instances(self, known: Collection[str], now: float, *, can_hear: bool) -> None:
+        """Forget who is gone, and find out who is too silent.
+
+        Args:
+            known: instances that have a lease.
+            can_hear: whether everything that is published gets here.
+        """
+        present = {rank.instance for rank in self.index.ranks}
+        for instance in self.members.update(known, present, now):
+            self.index.remove_instance(instance)
+            self.plan.forget(instance)
+            self.check.forget(instance)
+            self._told.discard(instance)
+        for rank in [rank for rank in self.plan.ranks() if not self.members.is_known(rank[0])]:
+            if rank not in self.index.ranks:
+                self.plan.forget(rank.instance)
+        if not can_hear:
+            self.members.not_listening()
+            return
+        for instance in self.members.to_ask(now):
+            # Of its ranks, the one that each instance has.
+            if (rank := Rank(instance, 0)) not in self.plan:
+                self.need(rank, "no events", now)
+        for rank in self.members.quiet(self.index.ranks, now):
+            if rank not in self.plan:
+                self.need(rank, f"nothing heard for {QUIET_AFTER:g} s", now)
+
+    def requests(self, now: float) -> list[tuple[Rank, ResyncRequest]]:
+        """Who is to be asked now, and what; they count as asked."""
+        found: list[tuple[Rank, ResyncRequest]] = []
+        for rank in self.plan.due(now):
+            if self.members.is_known(rank.instance):
+                state = self.index.ranks.get(rank)
+                epoch = state.event_epoch if state is not None else 0
+                found.append((rank, ResyncRequest(epoch, self.plan.reason(rank))))
+        return found

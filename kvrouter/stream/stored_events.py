@@ -1,0 +1,62 @@
+"""Whose a stored message of events is, and whether it counts, before it is applied."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from dynbus.bus.names import TOKEN
+from dynbus.bus.transport import StoredMessage
+from dynbus.kvrouter.events import HEADER
+from dynbus.kvrouter.radix.index import Rank
+
+from .epochs import latest_epoch
+
+_TOKENS: Final = 5
+
+
+class Numbering(NamedTuple):
+    """Epoch and first id of a message."""
+
+    event_epoch: int
+    first_id: int
+
+
+def numbering(data: bytes) -> Numbering:
+    """The numbering of a message that is as long as `HEADER` at least."""
+    numbers = HEADER.unpack_from(data)
+    return Numbering(numbers[4], numbers[5])
+
+
+def subject_rank(subject: str) -> Rank | None:
+    """The rank that a subject of events names; None if it names none."""
+    tokens = subject.split(".")
+    if len(tokens) != _TOKENS or not TOKEN.fullmatch(tokens[3]):
+        return None
+    dp_rank = int(tokens[4]) if tokens[4].isascii() and tokens[4].isdecimal() else -1
+    return Rank(tokens[3], dp_rank) if tokens[4] == str(dp_rank) else None
+
+
+def why_refused(message: StoredMessage, rank: Rank) -> str:
+    """Why a message on the subject of `rank` does not count; empty when it does.
+
+    A function of the stored message alone, so that every index that follows refuses the same.
+    """
+    if len(message.data) < HEADER.size:
+        return "a message that is shorter than a header"
+    _, _, dp_rank, _, event_epoch, *_ = HEADER.unpack_from(message.data)
+    if dp_rank != rank.dp_rank:
+        # Whoever may publish here speaks for this subject's rank alone.
+        return f"a message of rank {dp_rank}"
+    ahead: int = event_epoch - latest_epoch(message.time)
+    if ahead > 0:
+        return (
+            f"an epoch {ahead / 1e9:.0f} s further ahead of the server's clock than is allowed: "
+            "set the clock of its machine"
+        )
+    return ""
+
+
+def rank_of(message: StoredMessage) -> Rank | None:
+    """The rank that a message's subject names, if the message may speak for it."""
+    rank = subject_rank(message.subject)
+    return None if rank is None or why_refused(message, rank) else rank
