@@ -30,7 +30,8 @@ class ProcessStatus:
 
         Args:
             source: names whoever says it, nobody else in this process.
-            about: tells the sources apart where several say something different.
+            about: the component that it is about, `namespace.component`. It tells the sources
+                apart where several say something different.
         """
         with self._lock:
             self._fields[source] = {key: text[:MAX_TEXT] for key, text in fields.items()}
@@ -42,10 +43,19 @@ class ProcessStatus:
             self._fields.pop(source, None)
             self._of.pop(source, None)
 
-    def read(self) -> dict[str, str]:
-        """All keys with their texts, of several that differ each with what it is about."""
+    def read(self, speaker: str = "") -> dict[str, str]:
+        """All keys with their texts, of several that differ each with what it is about.
+
+        Args:
+            speaker: `namespace.component` of the instance that shows it. What is about that
+                component is said by those who call it, and left out.
+        """
         with self._lock:
-            said = [(self._of[source], fields) for source, fields in self._fields.items()]
+            said = [
+                (about, self._fields[source])
+                for source, about in self._of.items()
+                if about != speaker
+            ]
         found: dict[str, list[tuple[str, str]]] = {}
         for about, fields in said:
             for key, text in fields.items():

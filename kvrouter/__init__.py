@@ -19,7 +19,7 @@ from .routing.decision import Decision
 from .routing.opening import open_router
 from .routing.request_fields import RequestFields
 from .routing.router import KvRouter
-from .routing.router_actor import Router
+from .routing.router_actor import DecisionQuery, PolicyChoice, PolicyReport, Router
 from .routing.scheduling import SchedulerConfig
 from .stream.awareness import AwarenessLevel, CacheAwareness
 from .stream.event_stream import EventStream
@@ -38,6 +38,7 @@ __all__ = [
     "Candidate",
     "CostFunction",
     "Decision",
+    "DecisionQuery",
     "DynamoCost",
     "EventBatch",
     "EventStream",
@@ -47,6 +48,8 @@ __all__ = [
     "KvEventPublisher",
     "KvRouter",
     "Overlap",
+    "PolicyChoice",
+    "PolicyReport",
     "Position",
     "RadixIndex",
     "Rank",

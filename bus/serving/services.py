@@ -91,7 +91,7 @@ class ServiceResponder:
     def stats(self) -> dict[str, Any]:
         """The answer to `$SRV.STATS`; times are in nanoseconds."""
         server = self._server
-        status = server.bus.status.read()
+        status = server.bus.status.read(f"{server.namespace}.{server.component}")
         said = {"status": status} if status else {}
         return self._identity("stats") | {
             "started": _timestamp(self._started),

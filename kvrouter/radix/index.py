@@ -8,11 +8,12 @@ that may be gone.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,10 @@ DEFAULT_MAX_BLOCKS: Final = 10_000_000
 
 EVICT_TO: Final = 0.9
 """The part of `max_blocks` that is left when some were forgotten for it."""
+EVICT_LOOK: Final = 1 << 16
+"""With each message caches forget until so many of their blocks were looked at."""
+OVERSHOOT: Final = 1.05
+"""From this part of `max_blocks` on caches forget until less is held, however many that takes."""
 
 
 class Verdict(StrEnum):
@@ -129,7 +134,8 @@ class RadixIndex:
     """Prefixes of blocks and the instances that hold them.
 
     Args:
-        max_blocks: beyond this many held blocks the least recently used are forgotten.
+        max_blocks: beyond this many held blocks the least recently used are forgotten, with the
+            messages that follow. Meanwhile `OVERSHOOT` times as many may be held.
         kernel: "python", "compiled" (with the extra `dynbus[fast]`), or "auto" for the compiled
             one where it is ready, see `kernel.load_compiled`.
 
@@ -154,6 +160,9 @@ class RadixIndex:
         self._evicted = 0
         self._blocks = 0
         self._max_blocks = max_blocks
+        # Leaves to give up, and the caches that have not forgotten them yet.
+        self._victims: Any = None
+        self._to_forget: deque[CacheHolder] = deque()
 
     def __repr__(self) -> str:
         return f"<RadixIndex [{len(self._of_instance)} instances, {self.kernel.run_count} runs]>"
@@ -195,7 +204,7 @@ class RadixIndex:
             self._empty(rank, state)
             state.partial = True
             return Applied(Verdict.EXCESSIVE, 0)
-        if self._blocks > self._max_blocks:
+        if self._to_forget or self._blocks > self._max_blocks:
             self._evict()
         if orphans and verdict is Verdict.APPLIED and not state.partial:
             verdict = Verdict.UNKNOWN_PARENT
@@ -224,6 +233,8 @@ class RadixIndex:
             self._names.pop(holder.number, None)
             del self._owners[holder.number]
             self.kernel.drop_holder(holder)
+            if holder in self._to_forget:
+                self._to_forget.remove(holder)
         state.holders.clear()
         # An answer may name who is gone.
         self._by_instance.remembered.clear()
@@ -248,15 +259,28 @@ class RadixIndex:
         return None if changes.is_excessive else changes.orphans
 
     def _evict(self) -> None:
-        """Make room for some time: it costs a look at everything that is held."""
-        evicted = self.kernel.evict(
-            self._all_holders(), self._blocks - int(self._max_blocks * EVICT_TO)
-        )
-        self._blocks -= evicted
-        self._evicted += evicted
-        for state in self.ranks.values():
-            # What was forgotten may be named as a parent; its instance need not send it again.
-            state.partial = True
+        """Make room for some time: one cache after the other forgets the oldest leaves."""
+        if not self._to_forget:
+            holders = self._all_holders()
+            self._victims = self.kernel.choose_victims(
+                holders, self._blocks - int(self._max_blocks * EVICT_TO)
+            )
+            if not len(self._victims):
+                self.kernel.sweep(EVICT_LOOK)
+                return
+            self._to_forget.extend(holders)
+        looked_at = 0
+        while self._to_forget and (
+            looked_at < EVICT_LOOK or self._blocks > self._max_blocks * OVERSHOOT
+        ):
+            holder = self._to_forget.popleft()
+            looked_at += holder.blocks + len(self._victims)
+            evicted = self.kernel.evict(holder, self._victims)
+            self._blocks -= evicted
+            self._evicted += evicted
+            if evicted:
+                # What was forgotten may be named as a parent; its instance need not send it again.
+                self.ranks[self._owners[holder.number]].partial = True
 
     def _holder(self, rank: Rank, state: RankState, tier: int) -> CacheHolder:
         holder = state.holders.get(tier)

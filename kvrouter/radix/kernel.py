@@ -172,14 +172,23 @@ class Kernel(Protocol):
         """The engine's hash and the block hash of each held block."""
         ...
 
-    def evict(self, holders: Sequence[Any], count: int) -> int:
-        """Forget `count` held blocks or more, of the leaves that were used the longest ago.
+    def choose_victims(self, holders: Sequence[Any], count: int) -> Any:
+        """The leaves that were found the longest ago, of which `count` blocks or more are held.
+
+        Costs a look at each leaf.
 
         Args:
             holders: all that are in the tree and were not dropped.
 
         Returns:
-            How many were forgotten; 0 only for an empty tree.
+            A sequence; it is empty where only what is to be swept is in the leaves.
+        """
+
+    def evict(self, holder: Any, victims: Any) -> int:
+        """Forget what a holder has of leaves that were chosen; returns how many blocks.
+
+        A leaf that was found, or went on, since it was chosen stays. Costs a look at all that
+        the holder has.
         """
         ...
 

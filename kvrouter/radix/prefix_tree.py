@@ -19,9 +19,7 @@ depth`. When a run is split, its lower part is its `tail`, so that old locations
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Iterator, Sequence
 
 from .holdings import cut, forget, mark, remove_copy, split_detached
 from .records import DEPTH_BITS, MAX_DEPTH, MOST_LOOKED_AT
@@ -66,7 +64,7 @@ class PrefixTree:
                 limit -= 1
                 run = self._find_run(location)
                 if run is not None and forget(run, number):
-                    self._trim(run)
+                    self.trim(run)
             if not held:
                 self._leaving.pop()
 
@@ -297,10 +295,10 @@ class PrefixTree:
             else:
                 cut(holder, run, depth)
             if depth + 1 == run.end and run.children is None:
-                self._trim(run)
+                self.trim(run)
         return unknown
 
-    def _trim(self, run: Run) -> None:
+    def trim(self, run: Run) -> None:
         """Free what nobody holds at the end of a leaf, and the leaf with it."""
         while run.children is None and run.parent is not None:
             top = max(run.ends.values(), default=run.start)
@@ -384,76 +382,3 @@ class PrefixTree:
             run = waiting.popleft()
             yield run
             waiting += (run.children or {}).values()
-
-    # Limits ---------------------------------------------------------------------------
-
-    def _forget_names(
-        self, holder: Holder, victims: Mapping[int, Run], leading: Container[int]
-    ) -> int:
-        """Take the blocks of some runs from a holder's names; returns how many.
-
-        Args:
-            leading: the runs whose locations may lead to one of them.
-        """
-        held = holder.held
-        if not held:
-            return 0
-        numbers = np.fromiter(held.values(), dtype=np.int64, count=len(held)) >> DEPTH_BITS
-        # Blocks that were stored together are neighbours: few stretches are looked at closely.
-        bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
-        names = list(held)
-        for start, number, end in zip(
-            bounds[:-1], numbers[bounds[:-1]].tolist(), bounds[1:], strict=True
-        ):
-            if number in leading:
-                for name in names[start:end]:
-                    if self.run_at(held[name]).id in victims:
-                        del held[name]
-        return len(names) - len(held)
-
-    def evict(self, holders: Sequence[Holder], count: int) -> int:
-        """Forget `count` held blocks or more, of the leaves that were used the longest ago.
-
-        Args:
-            holders: all that are in the tree and were not dropped.
-
-        Returns:
-            How many were forgotten; 0 only for an empty tree.
-        """
-        victims: dict[int, Run] = {}
-        expected = 0
-        leaves = [run for run in self.runs.values() if run.children is None and run.parent]
-        for run in sorted(leaves, key=lambda leaf: leaf.touched):
-            if expected >= count:
-                break
-            victims[run.id] = run
-            expected += sum(end - run.start for end in run.ends.values())
-            expected += sum(
-                end - start for spans in (run.detached or {}).values() for start, end in spans
-            )
-        forgotten = 0
-        leading = _leading_to(victims.values())
-        for holder in holders:
-            forgotten += self._forget_names(holder, victims, leading)
-            for run in victims.values():
-                if run.detached is not None:
-                    spans = run.detached.get(holder.number, ())
-                    holder.detached -= sum(end - start for start, end in spans)
-        for run in victims.values():
-            run.ends.clear()
-            run.detached = run.copies = None
-            self._trim(run)
-        return forgotten
-
-
-def _leading_to(runs: Iterable[Run]) -> set[int]:
-    """The numbers of runs whose locations may lead to one of `runs`: its own, and from above."""
-    found: set[int] = set()
-    for run in runs:
-        above = run
-        while above.id not in found:
-            found.add(above.id)
-            if above.parent is None or above.parent.tail is not above:
-                break
-            above = above.parent
-    return found

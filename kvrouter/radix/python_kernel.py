@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from dynbus.kvrouter.events import EventBatch, Operation, decode_events
 
+from .eviction import Victim, choose_victims, evict
 from .holdings import next_start, reach
 from .kernel import MANY, REMEMBERED, Answers, Changes, Hashes, Key, Value
 from .prefix_tree import PrefixTree
@@ -155,8 +156,11 @@ class PythonKernel:
 
     # Limits ---------------------------------------------------------------------------
 
-    def evict(self, holders: Sequence[Holder], count: int) -> int:
-        return self.tree.evict(holders, count)
+    def choose_victims(self, holders: Sequence[Holder], count: int) -> list[Victim]:
+        return choose_victims(self.tree, {holder.number for holder in holders}, count)
+
+    def evict(self, holder: Holder, victims: Sequence[Victim]) -> int:
+        return evict(self.tree, holder, victims)
 
     # Snapshots ------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -90,9 +90,6 @@ class ActiveLoad:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._requests)
-
     # What happens to requests -----------------------------------------------------------
 
     def add(
@@ -178,14 +175,6 @@ class ActiveLoad:
                 del self._requests[request_id]
 
     # Questions --------------------------------------------------------------------------
-
-    def find(self, request_id: str) -> ActiveRequest | None:
-        """A running request; not to be changed."""
-        return self._requests.get(request_id)
-
-    def instances(self) -> set[str]:
-        """The instances where something runs."""
-        return {rank.instance for rank in self._ranks}
 
     def load(self, rank: Rank) -> RankLoad:
         """What runs on a rank."""

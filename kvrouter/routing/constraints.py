@@ -1,4 +1,4 @@
-"""What a request asks of the instance that serves it: tags, and an adapter."""
+"""What the metadata of a call asks of routing: tags, an adapter, whether its output is counted."""
 
 from __future__ import annotations
 
@@ -94,6 +94,20 @@ def read_constraints(
         lora_name,
         lora == "require",
     )
+
+
+def read_track_output(metadata: Mapping[str, str], default: bool) -> bool:
+    """Whether a call's output is counted while it grows, from its metadata.
+
+    Raises:
+        InvalidRequest: `kv_track_output` is neither true nor false.
+    """
+    text = metadata.get(OUTPUT_KEY)
+    if text is None:
+        return default
+    if text not in ("true", "false"):
+        raise InvalidRequest(f"metadata {OUTPUT_KEY} = {text!r}: give true or false", started=False)
+    return text == "true"
 
 
 def _check_keys(metadata: Mapping[str, str]) -> None:

@@ -7,7 +7,8 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
@@ -20,6 +21,28 @@ from .kv_cost import KvCost
 POLICIES: Final[dict[str, Callable[[], CostFunction]]] = {"dynamo": DynamoCost, "kv": KvCost}
 
 
+def resolve_policy(policy: str | CostFunction, *, reload: bool = False) -> tuple[CostFunction, str]:
+    """The cost function that is given, or that a name is given of, and its name.
+
+    Args:
+        reload: see `load_policy`.
+
+    Raises:
+        ConfigError: it is no cost function, or cannot be loaded.
+    """
+    if isinstance(policy, str):
+        return load_policy(policy, reload=reload), policy
+    given: Any = policy
+    if isinstance(given, type):
+        raise ConfigError(f"policy {given.__name__} is a class: give an object, {given.__name__}()")
+    if not callable(given):
+        raise ConfigError(
+            f"policy {given!r} is no cost function: give an object that can be called with a "
+            "request and its candidates, or its name"
+        )
+    return policy, policy_name(policy)
+
+
 def load_policy(
     name: str, *, reload: bool = False, known_names: Iterable[str] = POLICIES
 ) -> CostFunction:
@@ -29,7 +52,8 @@ def load_policy(
 
     Args:
         reload: read the module's file again when it was imported before, into a module of its
-            own. What was loaded before stays as it is, and is what others import if this fails.
+            own: no other file, neither of what it imports. It is what is imported from then on,
+            or the one before if this fails. Who has imported that one keeps it as it is.
         known_names: what the error about an unknown name lists.
 
     Raises:
@@ -80,6 +104,11 @@ def _replaced(module_name: str) -> Generator[None]:
         return
     parent, _, child = module_name.rpartition(".")
     package = sys.modules.get(parent)
+    if before.__spec__ is not None and before.__spec__.cached is not None:
+        # Bytecode is compared with its file by size and whole seconds, which may miss an edit.
+        # Where it may not be removed, this process has not just written it.
+        with suppress(PermissionError):
+            Path(before.__spec__.cached).unlink(missing_ok=True)
     importlib.invalidate_caches()
     del sys.modules[module_name]
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -63,6 +63,13 @@ class RequestFields:
                 request_id=request.request_id,
                 started=False,
             )
+        if not _is_row(tokens):
+            raise InvalidRequest(
+                f"{request.endpoint}: {self.token_ids} of the request is {brief_repr(tokens)}: "
+                "give one list or array of token ids",
+                request_id=request.request_id,
+                started=False,
+            )
         lora_name = _text(request, self.lora_name, field_of(body, self.lora_name))
         salt = _text(request, self.salt, field_of(body, self.salt))
         expected = field_of(body, self.expected_output_tokens)
@@ -89,6 +96,15 @@ class RequestFields:
         return shape, lora_name
 
 
+def _is_row(tokens: Any) -> bool:
+    """Whether this may be the token ids of one prompt, in their order."""
+    return (
+        hasattr(tokens, "__len__")
+        and not isinstance(tokens, (str, Set, Mapping))
+        and getattr(tokens, "ndim", 1) == 1
+    )
+
+
 def field_of(value: Any, path: str) -> Any:
     """An attribute, or a mapping's value, by its dotted path; None when there is none."""
     for name in path.split("."):
@@ -101,10 +117,15 @@ def field_of(value: Any, path: str) -> Any:
     return value
 
 
+def _has_bytes(text: str) -> bool:
+    """Whether a text can be hashed: one with half of a surrogate pair, as JSON may be, cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _text(request: RouteRequest, name: str, value: Any) -> str:
     if value is None:
         return ""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not (value.isascii() or _has_bytes(value)):
         raise InvalidRequest(
             f"{request.endpoint}: {name} of the request is {brief_repr(value)}, not a string",
             request_id=request.request_id,

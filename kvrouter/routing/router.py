@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -14,21 +13,27 @@ from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import suggestion
 from dynbus.bus.discovery import Instance
-from dynbus.bus.errors import ConfigError, InvalidRequest
+from dynbus.bus.errors import ConfigError, Draining
 from dynbus.bus.names import EndpointName
 from dynbus.bus.tokens import random_id
 from dynbus.bus.transport import Connection
-from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness, no_instances
 
 from .affinity import SESSION_KEY
 from .attempt import AttemptObserver
-from .constraints import DP_RANK_KEY, OUTPUT_KEY, OVERLAP_KEY, LoraMode, read_constraints
+from .constraints import (
+    DP_RANK_KEY,
+    OVERLAP_KEY,
+    LoraMode,
+    read_constraints,
+    read_track_output,
+)
 from .cost import CostFunction
 from .decision import Decision
+from .dispatch import Dispatch, Offered
+from .load_messages import MESSAGE_BYTES
 from .load_sharing import LoadSharing
-from .policies import load_policy, policy_name
-from .profile import InstanceProfile
+from .policies import resolve_policy
 from .profiles import Profiles
 from .request_fields import RequestFields
 from .scheduler import KvScheduler
@@ -37,13 +42,9 @@ from .scheduling import (
     SchedulerConfig,
     SchedulerStatistics,
     SchedulingRequest,
-    Ticket,
     base_awareness,
 )
-from .shared_load import MESSAGE_BYTES, SharedLoad
-from .waiting_calls import WaitingCalls
-
-logger = logging.getLogger(__name__)
+from .shared_load import SharedLoad
 
 DEFAULT_POLICY: Final = "kv"
 REUSED_FIELD: Final = "cached_tokens"
@@ -54,7 +55,8 @@ Instances = Callable[[], Collection[str] | None]
 class KvRouter:
     """A `Router` by KV-cache overlap and load, for the calls of one component.
 
-    Use it with `async with` when it has a `connection`; without one it needs no closing.
+    Use it with `async with` when it has a `connection`; without one it needs no closing. It is
+    opened once: calls that wait when it closes, and all later ones, end with `Draining`.
 
     Attributes:
         route_timeout: it bounds no call, since one may wait in the queue until its deadline.
@@ -99,16 +101,21 @@ class KvRouter:
         reused_field: str = REUSED_FIELD,
         target: str = "",
         instances: Instances | None = None,
-        offered: Callable[[], Sequence[Instance]] | None = None,
+        offered: Offered | None = None,
     ) -> None:
         _check(block_size, tokenizer_id, lora, reused_field)
+        _check_kind("shadows", shadows, Mapping)
+        _check_kind("config", config, SchedulerConfig)
+        _check_kind("fields", fields, RequestFields)
         self._target = target
         self._instances = instances
         self._offered = offered
         self._follower = follower
         self._connection = connection
-        self._policy, self._policy_name = _resolve(policy)
-        self._shadows = {name: _resolve(shadow)[0] for name, shadow in (shadows or {}).items()}
+        self._policy, self._policy_name = resolve_policy(policy)
+        self._shadows = {
+            name: resolve_policy(shadow)[0] for name, shadow in (shadows or {}).items()
+        }
         self._config = config or SchedulerConfig()
         self._fields = fields or RequestFields()
         self._lora: LoraMode = lora
@@ -117,17 +124,24 @@ class KvRouter:
             block_size=block_size, tokenizer_id=tokenizer_id, needs_events=follower is not None
         )
         self._component: tuple[str, str] | None = None
-        self._scheduler: KvScheduler | None = None
-        self._sharing: LoadSharing | None = None
+        self._dispatch: Dispatch | None = None
         self._starting = asyncio.Lock()
         self._exits: AsyncExitStack | None = None
-        self._waiting: WaitingCalls | None = None
+        self._is_closed = False
 
     def __repr__(self) -> str:
         where = ".".join(self._component) if self._component else "not used yet"
-        return f"<KvRouter {where} [{self._policy_name} | {len(self._waiting or ())} waiting]>"
+        waiting = 0 if self._dispatch is None else self._dispatch.waiting
+        return f"<KvRouter {where} [{self._policy_name} | {waiting} waiting]>"
 
     async def __aenter__(self) -> KvRouter:
+        """Open it, once.
+
+        Raises:
+            ConfigError: it was closed.
+        """
+        if self._is_closed:
+            raise ConfigError(f"{self!r} was closed, and cannot be opened again: make another one")
         self._exits = AsyncExitStack()
         return self
 
@@ -137,9 +151,17 @@ class KvRouter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        exits, self._exits = self._exits, None
-        if exits is not None:
-            await finish(exits.aclose())
+        self._is_closed = True
+        await finish(self._close())
+
+    async def _close(self) -> None:
+        # What a first call has begun to open is closed as well.
+        async with self._starting:
+            if self._dispatch is not None:
+                self._dispatch.close()
+            exits, self._exits = self._exits, None
+            if exits is not None:
+                await exits.aclose()
 
     # Routing ------------------------------------------------------------------------------
 
@@ -148,20 +170,23 @@ class KvRouter:
 
         Raises:
             ConfigError: the instances do not fit together, or the policy failed.
+            Draining: the router was closed, also while the call waited.
             InvalidRequest: the request has no token ids, or its metadata cannot be read.
             NoInstances: its constraints leave none.
             Overloaded: too many requests wait already.
         """
         now = monotonic()
         profiles, excluded = self._profiles.of(instances)
-        scheduler = self._scheduler
-        if scheduler is None or self._component != request.endpoint[:2]:
-            scheduler = await self._start(request.endpoint)
+        dispatch = self._dispatch
+        if dispatch is None or self._component != request.endpoint[:2]:
+            dispatch = await self._start(request.endpoint)
+        self._check_open()
         if request.attempt == 1:
-            self._look_at_instances(scheduler, profiles, now)
-        tracks_output = self._tracks_output(request)
-        shape, lora_name = self._fields.read(request, scheduler.block_size)
-        answer = scheduler.submit(
+            dispatch.see(profiles, now)
+        tracks_output = read_track_output(request.metadata, self._config.track_output)
+        block_size = self._profiles.block_size
+        shape, lora_name = self._fields.read(request, block_size)
+        decision = await dispatch.decide(
             SchedulingRequest(
                 request.request_id,
                 shape,
@@ -172,18 +197,13 @@ class KvRouter:
                 read_constraints(request.metadata, lora_name=lora_name, lora=self._lora),
                 excluded,
             ),
-            now,
+            request,
         )
-        decision = answer
-        if isinstance(decision, Ticket):
-            decision = await self._calls.wait(decision, request)
-        self._tell()
-        block_size = scheduler.block_size
         rank = decision.chosen
         return Route(
             rank.instance,
             AttemptObserver(
-                self,
+                dispatch,
                 decision.number,
                 self._reused_field,
                 block_size if tracks_output else 0,
@@ -246,7 +266,13 @@ class KvRouter:
 
         Returns:
             The decision, which says what was expected; None when it is not kept any longer.
+
+        Raises:
+            ConfigError: it is no number of tokens.
         """
+        given: Any = tokens
+        if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+            raise ConfigError(f"report_reused(tokens={given!r}): give a whole number from 0 on")
         scheduler = self._scheduler
         if scheduler is None:
             return None
@@ -258,15 +284,24 @@ class KvRouter:
         Raises:
             ConfigError: it cannot be loaded. The one before goes on.
         """
-        self._policy, self._policy_name = _resolve(policy, reload=True)
+        self._policy, self._policy_name = resolve_policy(policy, reload=True)
         if self._scheduler is not None:
             self._scheduler.use_policy(self._policy, self._policy_name)
 
+    @property
+    def _scheduler(self) -> KvScheduler | None:
+        return None if self._dispatch is None else self._dispatch.scheduler
+
     # Inside -------------------------------------------------------------------------------
 
-    async def _start(self, endpoint: EndpointName) -> KvScheduler:
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Draining(f"{self!r} was closed: call by another router", started=False)
+
+    async def _start(self, endpoint: EndpointName) -> Dispatch:
         component = (endpoint.namespace, endpoint.component)
         async with self._starting:
+            self._check_open()
             asked = ".".join(component)
             target = ".".join(self._component) if self._component else self._target or asked
             if target != asked:
@@ -274,126 +309,44 @@ class KvRouter:
                     f"this KvRouter is for {target} and was asked for {asked}: make one for each "
                     "component"
                 )
-            if self._scheduler is not None:
-                return self._scheduler
-            block_size = self._profiles.block_size
-            load = None
-            if self._connection is not None:
-                load = await self._share(self._connection, component, block_size)
-            self._component = component
-            scheduler = self._scheduler = KvScheduler(
+            if self._dispatch is not None:
+                return self._dispatch
+            block_size, connection = self._profiles.block_size, self._connection
+            load = None if connection is None else _shared_load(block_size, connection)
+            scheduler = KvScheduler(
                 block_size,
-                policy=self._policy,
                 config=self._config,
                 load=load,
                 follower=self._follower,
                 shadows=self._shadows,
             )
+            dispatch = Dispatch(scheduler, self._profiles, self._offered)
+            if connection is not None and load is not None:
+                await self._share(connection, component, load, dispatch)
             scheduler.use_policy(self._policy, self._policy_name)
-            self._waiting = WaitingCalls(scheduler, self._look_again)
-            return scheduler
+            self._component, self._dispatch = component, dispatch
+            return dispatch
 
     async def _share(
-        self, connection: Connection, component: tuple[str, str], block_size: int
-    ) -> SharedLoad:
+        self,
+        connection: Connection,
+        component: tuple[str, str],
+        load: SharedLoad,
+        dispatch: Dispatch,
+    ) -> None:
         if self._exits is None:
             raise ConfigError(
                 "a KvRouter with a connection shares its load while it is open: write "
                 "`async with KvRouter(...) as router`"
             )
-        load = SharedLoad(
-            block_size,
-            random_id(),
-            message_bytes=min(MESSAGE_BYTES, connection.max_payload // 2),
-        )
-        load.on_added = self._note_elsewhere
-        sharing = LoadSharing(connection, *component, load, self._release)
-        self._sharing = await self._exits.enter_async_context(sharing)
-        return load
+        load.on_added = dispatch.note_elsewhere
+        sharing = LoadSharing(connection, *component, load, dispatch.release)
+        dispatch.sharing = await self._exits.enter_async_context(sharing)
 
-    def _release(self) -> None:
-        """Let calls go on that have waited long enough."""
-        if self._waiting is not None:
-            self._waiting.release()
 
-    def _look_again(self) -> None:
-        """Whether calls that wait may go on because of what no call has told."""
-        try:
-            instances = () if self._offered is None else self._offered()
-            profiles = self._profiles.of(instances)[0] if instances else ()
-        except ConfigError:
-            # Each that does not fit was logged; those that calls wait for may be free.
-            profiles = ()
-        self._look_at_instances(self._decided, profiles, monotonic())
-
-    def _note_elsewhere(self, rank: Rank, sequence_hashes: Sequence[int]) -> None:
-        if self._scheduler is not None:
-            self._scheduler.note_elsewhere(rank, sequence_hashes, monotonic())
-
-    def _tell(self) -> None:
-        if self._sharing is not None:
-            self._sharing.notify()
-
-    def _look_at_instances(
-        self, scheduler: KvScheduler, profiles: Sequence[InstanceProfile], now: float
-    ) -> None:
-        """Forget what is gone of the instances; have those that wait know of new ones."""
-        for instance in self._profiles.gone(now):
-            scheduler.remove_instance(instance)
-        for instance in self._profiles.restarted():
-            scheduler.forget_cache(instance)
-        if self._waiting:
-            scheduler.refresh(profiles)
-            self._release()
-
-    def _tracks_output(self, request: RouteRequest) -> bool:
-        text = request.metadata.get(OUTPUT_KEY)
-        if text is None:
-            return self._config.track_output
-        if text not in ("true", "false"):
-            raise InvalidRequest(
-                f"metadata {OUTPUT_KEY} = {text!r} of a call to {request.endpoint}: give true or "
-                "false",
-                request_id=request.request_id,
-                started=False,
-            )
-        return text == "true"
-
-    # What the observer of an attempt tells, which has a decision's number ---------------------
-
-    def first_item(self, number: int) -> None:
-        """The request has its first output."""
-        self._decided.first_item(number, monotonic())
-        self._release()
-        self._tell()
-
-    def grown(self, number: int, output_tokens: int) -> None:
-        """The request has so much output by now."""
-        self._decided.grown(number, output_tokens)
-
-    def reused(self, number: int, tokens: int) -> None:
-        """The engine has found so many tokens of the prompt in its cache."""
-        self._decided.note_reused(number, tokens, monotonic())
-
-    def ended(self, number: int, error: str) -> None:
-        """The request is over."""
-        self._decided.ended(number, monotonic(), error)
-        self._release()
-        self._tell()
-
-    @property
-    def _decided(self) -> KvScheduler:
-        """The scheduler, of which there is one once it has decided something."""
-        if self._scheduler is None:
-            raise RuntimeError("nothing was decided yet")
-        return self._scheduler
-
-    @property
-    def _calls(self) -> WaitingCalls:
-        """The calls that wait, which come with the scheduler."""
-        if self._waiting is None:
-            raise RuntimeError("nothing was decided yet")
-        return self._waiting
+def _shared_load(block_size: int, connection: Connection) -> SharedLoad:
+    most = min(MESSAGE_BYTES, connection.max_payload // 2)
+    return SharedLoad(block_size, random_id(), message_bytes=most)
 
 
 def _check(block_size: Any, tokenizer_id: Any, lora: Any, reused_field: Any) -> None:
@@ -422,13 +375,6 @@ def _check(block_size: Any, tokenizer_id: Any, lora: Any, reused_field: Any) -> 
         )
 
 
-def _resolve(policy: str | CostFunction, *, reload: bool = False) -> tuple[CostFunction, str]:
-    if isinstance(policy, str):
-        return load_policy(policy, reload=reload), policy
-    given: Any = policy
-    if isinstance(given, type) or not callable(given):
-        raise ConfigError(
-            f"policy {given!r} is no cost function: give an object that can be called with a "
-            "request and its candidates, or its name"
-        )
-    return policy, policy_name(policy)
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name}={value!r}: give a {kind.__name__}")

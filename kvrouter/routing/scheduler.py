@@ -14,17 +14,18 @@ from typing import Final
 
 from dynbus.bus.errors import ConfigError, DynbusError, Overloaded
 from dynbus.bus.tokens import jitter
-from dynbus.kvrouter.radix.index import Overlap, Rank
+from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness, doubted
 
 from .active_load import ActiveLoad
 from .affinity import SessionAffinity
-from .approximate import ApproximateIndex
-from .cost import NO_OVERLAP, Candidate, CostFunction, choose
+from .cost import Candidate, CostFunction, choose
 from .decision import CandidateTable, Decision, DecisionLog, Reason
+from .expected_caches import ExpectedCaches
 from .kv_cost import KvCost
 from .policies import policy_name
 from .profile import InstanceProfile
+from .request_queue import RETRY_AFTER, RequestQueue
 from .reuse import ReuseWatch
 from .scheduling import (
     Follower,
@@ -37,12 +38,8 @@ from .scheduling import (
 )
 from .scoring import apply_constraints, scored
 from .shadows import Shadows
-from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
-
-RETRY_AFTER: Final = 0.5
-"""Seconds after which a request that found the queue full has a chance."""
 
 AWARENESS_INTERVAL: Final = 0.1
 """Seconds for which what a follower says of itself is taken as it is."""
@@ -77,14 +74,12 @@ class KvScheduler:
         self._shadows = Shadows(shadows or {}, random)
         self._follower = follower
         self._random = random
-        self._queue: WaitingQueue[Ticket] = WaitingQueue(config.queue_limit)
+        self._queue = RequestQueue(config, self.load)
         self._affinity = SessionAffinity(ttl=config.session_ttl, overload=config.session_overload)
-        self._guesses = ApproximateIndex(ttl=config.approximate_ttl)
-        self._predictions = ApproximateIndex(ttl=config.prediction_ttl)
+        self._caches = ExpectedCaches(follower, config)
         self._reuse = ReuseWatch(block_size)
         self._awareness = ""
         self._look_at = -math.inf
-        self._capacities: dict[str, int | None] = {}
         self._running: dict[int, Decision] = {}
         self._number = 0
         self._counts: Counter[str] = Counter()
@@ -114,20 +109,9 @@ class KvScheduler:
             ConfigError: the policy does not return one cost for each candidate.
         """
         apply_constraints(request)
-        if not self._is_held(request):
-            return self._decide(request, now)
-        ticket = Ticket(request)
-        if self._queue.is_full:
-            self._counts["refused"] += 1
-            raise Overloaded(
-                f"all {len(request.profiles)} instances are busy and {len(self._queue)} requests "
-                "wait: no more may",
-                retry_after=RETRY_AFTER,
-                request_id=request.request_id,
-                started=False,
-            )
-        ticket.place = self._queue.push(ticket, request.shape.priority)
-        return ticket
+        if self._queue.holds(request):
+            return self._queue.push(request)
+        return self._decide(request, now)
 
     def release(self, now: float) -> list[tuple[Ticket, Decision | DynbusError]]:
         """Those that wait no longer, each with its decision, or what speaks against one.
@@ -135,18 +119,7 @@ class KvScheduler:
         To be asked after every `submit` that gave a ticket, every `first_item` and `ended`, and
         after a change of the instances or of the load that other routers have told.
         """
-        released: list[tuple[Ticket, Decision | DynbusError]] = []
-        is_held = False
-        for ticket in self._queue:
-            request = ticket.request
-            if is_held and not request.is_narrow:
-                continue
-            if self._is_busy(request.profiles):
-                is_held = is_held or not request.is_narrow
-                continue
-            self._queue.remove(ticket.place)
-            released.append((ticket, self._answer(request, now)))
-        return released
+        return [(ticket, self._answer(ticket.request, now)) for ticket in self._queue.take_free()]
 
     def _answer(self, request: SchedulingRequest, now: float) -> Decision | DynbusError:
         """The decision for a request that waited, or what speaks against one.
@@ -168,7 +141,7 @@ class KvScheduler:
 
     def withdraw(self, ticket: Ticket) -> bool:
         """A request waits no longer, since nobody wants it; False when it did not wait."""
-        return self._queue.remove(ticket.place)
+        return self._queue.withdraw(ticket)
 
     def first_item(self, number: int, now: float) -> None:
         """The first output of a decision's request came: its prompt is computed."""
@@ -222,35 +195,21 @@ class KvScheduler:
 
     def note_elsewhere(self, rank: Rank, sequence_hashes: Sequence[int], now: float) -> None:
         """Another router has sent a prompt to a rank, which will hold it."""
-        if self._follower is not None:
-            self._predictions.store(rank, sequence_hashes, now)
-            return
-        # Without a time to forget in, only what is known to be an instance is remembered.
-        if rank.instance in self._capacities or self.config.approximate_ttl is not None:
-            capacity = self._capacities.get(rank.instance)
-            self._guesses.store(rank, sequence_hashes, now, capacity=capacity)
+        self._caches.note_elsewhere(rank, sequence_hashes, now)
 
     def refresh(self, profiles: Sequence[InstanceProfile]) -> None:
         """Other instances are there now: whoever waits may go there as well."""
-        for ticket in self._queue:
-            request = ticket.request
-            fit = [one for one in profiles if request.constraints.refusal(one) is None]
-            if request.attempt > 1:
-                # Others have turned the call away: they are for when there is nobody else.
-                before = {one.instance for one in request.profiles}
-                fit = [one for one in fit if one.instance in before] or fit
-            request.profiles = fit or request.profiles
+        self._queue.refresh(profiles)
 
     def remove_instance(self, instance: str) -> None:
         """An instance is gone for good: nothing is charged to it or expected of it any longer."""
         self.load.remove_instance(instance)
-        self._capacities.pop(instance, None)
-        self.forget_cache(instance)
+        self._caches.remove_instance(instance)
+        self._reuse.remove_instance(instance)
 
     def forget_cache(self, instance: str) -> None:
         """An instance began anew with an empty cache: what was guessed of it is void."""
-        self._guesses.remove_instance(instance)
-        self._predictions.remove_instance(instance)
+        self._caches.forget_cache(instance)
         self._reuse.remove_instance(instance)
 
     def awareness(self) -> CacheAwareness:
@@ -268,7 +227,7 @@ class KvScheduler:
             running=len(self._running),
             waiting=len(self._queue),
             waited=counts["waited"],
-            refused=counts["refused"],
+            refused=self._queue.refused,
             sessions_kept=counts["session"],
             prompt_tokens=counts["prompt"],
             best_tokens=counts["best"],
@@ -278,30 +237,6 @@ class KvScheduler:
             resyncs=counts["resyncs"],
             agreements=dict(self._shadows.agreements),
         )
-
-    # Who may ------------------------------------------------------------------------------
-
-    def _is_held(self, request: SchedulingRequest) -> bool:
-        if self.config.queue_threshold is None:
-            return False
-        if not request.is_narrow and self._queue.has_before(
-            request.shape.priority, lambda ticket: not ticket.request.is_narrow
-        ):
-            return True
-        return self._is_busy(request.profiles)
-
-    def _is_busy(self, profiles: Sequence[InstanceProfile]) -> bool:
-        """Whether every candidate has more to compute than the threshold."""
-        threshold = self.config.queue_threshold
-        if threshold is None:
-            return False
-        for profile in profiles:
-            if profile.max_batched_tokens is None:
-                return False
-            limit = threshold * profile.max_batched_tokens
-            if any(self.load.load(rank).prefill_tokens <= limit for rank in profile.ranks):
-                return False
-        return True
 
     # Deciding -----------------------------------------------------------------------------
 
@@ -365,34 +300,17 @@ class KvScheduler:
         """Every rank that may be chosen, and how many blocks of its overlap are guessed."""
         shape = request.shape
         hashes = shape.sequence_hashes
-        follower = self._follower
-        exact: Mapping[Rank, Overlap] = (
-            {} if follower is None else follower.overlaps(shape.block_hashes)
-        )
+        overlaps, predicted = self._caches.overlaps(request.profiles, shape, now)
         load_of, added_blocks = self.load.load, self.load.added_blocks
         candidates: list[Candidate] = []
-        predicted: list[int] = []
-        best = 0
+        held = iter(overlaps)
         for profile in request.profiles:
-            told = follower is not None and profile.has_events
-            guesses = self._predictions if told else self._guesses
             for rank in profile.ranks:
-                overlap = exact.get(rank, NO_OVERLAP)
-                known = 0
-                if overlap is not NO_OVERLAP:
-                    device, host, disk, external = overlap
-                    known = device + host + disk + external
-                    guesses.confirm(rank, hashes, known)
-                guessed = guesses.reach(rank, hashes, now, start=known) - known
-                if guessed:
-                    device, host, disk, external = overlap
-                    overlap = Overlap(device + guessed, host, disk, external)
-                best = max(best, known + guessed)
                 prefill_tokens, blocks, requests = load_of(rank)
                 candidates.append(
                     Candidate(
                         rank,
-                        overlap,
+                        next(held),
                         prefill_tokens,
                         blocks,
                         added_blocks(rank, hashes),
@@ -401,7 +319,7 @@ class KvScheduler:
                         profile.max_batched_tokens,
                     )
                 )
-                predicted.append(guessed)
+        best = max(map(sum, overlaps), default=0)
         self._counts["best"] += min(best * self.block_size, shape.prompt_tokens)
         return candidates, predicted
 
@@ -441,12 +359,7 @@ class KvScheduler:
         rank = chosen.rank
         hashes = shape.sequence_hashes
         profile = next(one for one in request.profiles if one.instance == rank.instance)
-        if self._follower is None or not profile.has_events:
-            self._capacities[rank.instance] = chosen.total_blocks
-            self._guesses.store(rank, hashes, now, capacity=chosen.total_blocks)
-        elif self.config.prediction_ttl > 0:
-            known = chosen.overlap.total - guessed
-            self._predictions.store(rank, hashes, now, start=known)
+        self._caches.note_sent(profile, chosen, guessed, hashes, now)
         if request.session:
             self._affinity.bind(request.session, rank, now)
         # Charged when all else is done: whoever gets no decision cannot say that it ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import traceback
@@ -60,13 +61,21 @@ def costs_of(
         ConfigError: it does not return one number for each candidate, or raises.
     """
     try:
-        costs = policy(shape, candidates)
+        # A tuple: one that sorts them would have its costs told of others.
+        costs = policy(shape, tuple(candidates))
     except Exception as error:
         raise ConfigError(
             f"policy {name} raised {type(error).__name__}: {error}{_place(policy, error)}",
             request_id=request_id,
             started=False,
         ) from error
+    if inspect.iscoroutine(costs):
+        costs.close()
+        raise ConfigError(
+            f"policy {name} is asynchronous: write `def`, it is asked while the loop waits",
+            request_id=request_id,
+            started=False,
+        )
     numbers = _numbers(costs)
     if numbers is None or len(numbers) != len(candidates):
         raise ConfigError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Annotated, Final, TypeAlias, TypeVar
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -18,103 +18,27 @@ import numpy as np
 from dynbus.kvrouter.radix.index import Rank
 
 from .active_load import MOST_TOKENS, ActiveLoad, RankLoad, expected_tokens
-from .profile import MAX_DP_SIZE
+from .load_messages import (
+    MESSAGE_BYTES,
+    VERSION,
+    ActiveSet,
+    Added,
+    Ask,
+    Change,
+    Changes,
+    Freed,
+    Left,
+    PrefillCompleted,
+    decode_message,
+    encode_message,
+    split_changes,
+)
 
-VERSION: Final = 1
 SILENCE: Final = 5.0
 """Seconds without a word from a router until what it said counts no longer."""
 
 ASK_AGAIN: Final = 1.0
 """Seconds until a router that did not answer is asked again."""
-
-MESSAGE_BYTES: Final = 256 * 1024
-
-CHANGE_BYTES: Final = 512
-"""What a change has at most beside its blocks, with room for the message around it."""
-
-
-# What other routers say is reckoned with: a number out of bounds makes its message malformed.
-Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
-Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=63)]
-
-
-class Added(msgspec.Struct, frozen=True, array_like=True, tag="a"):
-    """A request goes to a rank. `blocks` are its sequence hashes, little-endian u64."""
-
-    number: Number
-    instance: Name
-    dp_rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_DP_SIZE)]
-    prompt_tokens: Tokens
-    cached_tokens: Tokens
-    expected_output_tokens: Tokens | None
-    blocks: bytes
-    prefill_completed: bool = False
-
-
-class PrefillCompleted(msgspec.Struct, frozen=True, array_like=True, tag="p"):
-    """The first output of a request came."""
-
-    number: Number
-
-
-class Freed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
-    """A request ended."""
-
-    number: Number
-
-
-Change: TypeAlias = Added | PrefillCompleted | Freed
-C = TypeVar("C", Added, Change)
-
-
-class Changes(msgspec.Struct, frozen=True, array_like=True, tag="c"):
-    """What happened to requests of a router; none is a sign of life.
-
-    Attributes:
-        first: the sequence of the first change; the others follow.
-    """
-
-    version: int
-    router: Name
-    first: Number
-    changes: list[Change]
-
-
-class ActiveSet(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """All requests of a router after so many changes; one of `parts` messages.
-
-    Attributes:
-        sequence: of the change that follows.
-    """
-
-    version: int
-    router: Name
-    sequence: Number
-    part: Number
-    parts: Number
-    requests: list[Added]
-
-
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="?"):
-    """A router wants the active sets of `routers`; of all when there is none named."""
-
-    version: int
-    router: Name
-    routers: list[Name]
-
-
-class Left(msgspec.Struct, frozen=True, array_like=True, tag="l"):
-    """A router is gone, and nothing of it runs."""
-
-    version: int
-    router: Name
-
-
-LoadMessage: TypeAlias = Changes | ActiveSet | Ask | Left
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[LoadMessage] = msgspec.msgpack.Decoder(LoadMessage)
 
 
 @dataclass(slots=True)
@@ -251,32 +175,32 @@ class SharedLoad:
         """
         if self._is_new:
             self._is_new = False
-            yield _encoder.encode(Ask(VERSION, self.router, []))
+            yield encode_message(Ask(VERSION, self.router, []))
         said = self._sequence
-        for batch in _split(self._changes.copy(), self._message_bytes):
-            message = _encoder.encode(Changes(VERSION, self.router, self._sequence, batch))
+        for batch in split_changes(self._changes.copy(), self._message_bytes):
+            message = encode_message(Changes(VERSION, self.router, self._sequence, batch))
             # Only now: what could not be said is still to be said.
             del self._changes[: len(batch)]
             self._sequence += len(batch)
             yield message
         if alive and self._sequence == said:
-            yield _encoder.encode(Changes(VERSION, self.router, self._sequence, []))
+            yield encode_message(Changes(VERSION, self.router, self._sequence, []))
         if self._is_asked:
             self._is_asked = False
-            parts = list(_split(list(self._own.values()), self._message_bytes)) or [[]]
+            parts = list(split_changes(list(self._own.values()), self._message_bytes)) or [[]]
             for part, requests in enumerate(parts):
-                yield _encoder.encode(
+                yield encode_message(
                     ActiveSet(VERSION, self.router, self._sequence, part, len(parts), requests)
                 )
         missing = [name for name, peer in self._peers.items() if self._must_ask(peer, now)]
         if missing:
             for name in missing:
                 self._peers[name].asked_at = now
-            yield _encoder.encode(Ask(VERSION, self.router, missing))
+            yield encode_message(Ask(VERSION, self.router, missing))
 
     def farewell(self) -> bytes:
         """The last message of this router."""
-        return _encoder.encode(Left(VERSION, self.router))
+        return encode_message(Left(VERSION, self.router))
 
     def _must_ask(self, peer: _Peer, now: float) -> bool:
         return peer.next is None and now - peer.asked_at >= ASK_AGAIN
@@ -293,12 +217,7 @@ class SharedLoad:
             ValueError: it is no message of version 1, or another router's than the sender's.
                 Nothing of it is used.
         """
-        try:
-            message = _decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"no message of routers' load: {error}") from None
-        if message.version != VERSION:
-            raise ValueError(f"a message of version {message.version}, not {VERSION}")
+        message = decode_message(data)
         if sender is not None and message.router != sender:
             raise ValueError(f"{sender} speaks for router {message.router}")
         if message.router == self.router:
@@ -408,26 +327,3 @@ class SharedLoad:
                 self.active.prefill_completed(request_id)
             if self.on_added is not None:
                 self.on_added(rank, blocks)
-
-
-def _split(changes: Sequence[C], message_bytes: int) -> Iterator[list[C]]:
-    """Changes in pieces that each fit into a message.
-
-    Of a prompt that is too long for any message only the beginning is said.
-    """
-    most = (message_bytes - 2 * CHANGE_BYTES) // 8 * 8
-    piece: list[C] = []
-    size = CHANGE_BYTES
-    for change in changes:
-        weight = 16
-        if isinstance(change, Added):
-            if len(change.blocks) > most:
-                change = msgspec.structs.replace(change, blocks=change.blocks[:most])
-            weight = CHANGE_BYTES + len(change.blocks)
-        if piece and size + weight > message_bytes:
-            yield piece
-            piece, size = [], CHANGE_BYTES
-        piece.append(change)
-        size += weight
-    if piece:
-        yield piece

@@ -8,7 +8,7 @@ from typing import Final
 
 from dynbus.actors.routing import RouteRequest
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import DeadlineExceeded
+from dynbus.bus.errors import DeadlineExceeded, Draining
 
 from .attempt import queued
 from .decision import Decision
@@ -48,6 +48,7 @@ class WaitingCalls:
 
         Raises:
             DeadlineExceeded: the deadline of the handler that makes the call is over before.
+            Draining: the router was closed before.
             DynbusError: what speaks against a decision.
         """
         future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
@@ -96,6 +97,24 @@ class WaitingCalls:
                 future.set_result(answer)
             else:
                 future.set_exception(answer)
+
+    def close(self) -> None:
+        """Fail all that wait with `Draining`: nobody would tell them that they may go on."""
+        if self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
+        now = monotonic()
+        for ticket, future in self._waiting.items():
+            self._scheduler.withdraw(ticket)
+            if not future.done():
+                future.set_exception(
+                    Draining(
+                        f"the call {queued(now - ticket.request.arrived)}, which was closed: "
+                        "repeat it by another router",
+                        request_id=ticket.request.request_id,
+                        started=False,
+                    )
+                )
 
     def _look_later(self) -> None:
         if self._next_look is None:

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -69,13 +69,6 @@ class Answer(msgspec.Struct, frozen=True):
     oldest_s: float | None
     decisions: list[dict[str, Any]]
     decisions_left_out: int = 0
-
-
-class DecisionSource(Protocol):
-    """What a router keeps."""
-
-    def decisions(self, request_id: str) -> list[Decision]: ...
-    def latest_decisions(self, count: int = 20) -> list[Decision]: ...
 
 
 _question = msgspec.json.Decoder(Question)

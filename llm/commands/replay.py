@@ -114,8 +114,8 @@ def replay(
 
     from .replaying import policy_names, print_reports, replay_trace, write_plot
 
-    objective = Objective(slo_ttft / 1000.0, slo_itl / 1000.0)
     try:
+        objective = Objective(slo_ttft / 1000.0, slo_itl / 1000.0)
         engine = EngineConfig(
             block_size=block_size,
             blocks=blocks,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from dynbus.kvrouter.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
 
 
 @dataclass(slots=True)
@@ -172,19 +172,6 @@ class BlockManager:
         self._unused += allocation.private
         allocation.cached.clear()
         allocation.private = 0
-
-    def clear(self) -> None:
-        """Forget all cached blocks that no request uses; the others as their requests end.
-
-        Raises:
-            RuntimeError: a request runs: the events would say that its blocks are gone.
-        """
-        if self._uses:
-            raise RuntimeError(f"{len(self._uses)} cached blocks are in use: end their requests")
-        self._unused += len(self._idle)
-        self._idle.clear()
-        self._evicted.clear()
-        self._events.append(AllBlocksCleared())
 
     def take_events(self) -> list[KvEvent]:
         """What was stored and removed since the last call, in its order."""

@@ -24,8 +24,8 @@ CATCH_UP: Final = 0.1
 class EventSink(Protocol):
     """Where an engine's KV events go."""
 
-    def publish(self, events: Sequence[KvEvent], *, dp_rank: int = 0) -> None:
-        """Hand over events of one rank, in order; must not block."""
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """Hand over events, in order; must not block."""
         ...
 
 
@@ -34,18 +34,14 @@ class EngineRunner:
 
     Args:
         sink: gets what the cache stored and removed when a step has ended; None for nobody.
-        dp_rank: of the engine, for the sink.
 
     Attributes:
         engine: not to be stepped by others.
     """
 
-    def __init__(
-        self, config: EngineConfig, sink: EventSink | None = None, *, dp_rank: int = 0
-    ) -> None:
+    def __init__(self, config: EngineConfig, sink: EventSink | None = None) -> None:
         self.engine = MockEngine(config)
         self._sink = sink
-        self._dp_rank = dp_rank
         self._readers: dict[str, asyncio.Queue[Output | None]] = {}
         self._has_work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -146,4 +142,4 @@ class EngineRunner:
             if queue is not None:
                 queue.put_nowait(output)
         if self._sink is not None and result.events:
-            self._sink.publish(result.events, dp_rank=self._dp_rank)
+            self._sink.publish(result.events)

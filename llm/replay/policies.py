@@ -103,7 +103,6 @@ class ByCost:
         block_size: int,
         total_blocks: int,
         max_batched_tokens: int,
-        temperature: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.index: RadixIndex | None = RadixIndex()
@@ -115,7 +114,6 @@ class ByCost:
         self._block_size = block_size
         self._total_blocks = total_blocks
         self._max_batched_tokens = max_batched_tokens
-        self._temperature = temperature
         self._random = Random(seed)
 
     def choose(self, request_id: str, shape: RequestShape, sequence_hashes: Sequence[int]) -> int:
@@ -137,7 +135,7 @@ class ByCost:
                 )
             )
         costs = costs_of(self._cost, self._policy_name, shape, candidates, request_id=request_id)
-        chosen = choose(costs, self._temperature, self._random)
+        chosen = choose(costs, 0.0, self._random)
         if chosen is None:
             raise ConfigError(
                 f"policy {self._policy_name} gives infinity to all {len(candidates)} instances for "

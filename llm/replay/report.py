@@ -27,10 +27,21 @@ class Objective:
     Attributes:
         ttft: the most until its first token.
         itl: the most between two of its tokens, on average.
+
+    Raises:
+        ValueError: one of them is not above 0.
     """
 
     ttft: float = 2.0
     itl: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name, seconds in (("TTFT", self.ttft), ("ITL", self.itl)):
+            if not seconds > 0.0:
+                raise ValueError(
+                    f"an objective of {1000 * seconds:g} ms for the {name} is kept by no request: "
+                    "give milliseconds above 0"
+                )
 
 
 @dataclass(frozen=True, slots=True)

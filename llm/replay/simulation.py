@@ -13,6 +13,9 @@ from .fleet import EVENT_DELAY, Fleet, Outcome
 from .policies import Policy, make_policy
 from .trace import Trace
 
+MOST_SECONDS: Final = 1e9
+"""Virtual time that a replay may take: in 31 years a clock of floats still knows microseconds."""
+
 AT_ONCE: Final = 1e9
 """A speed at which all requests of a trace are there at once."""
 
@@ -72,12 +75,19 @@ class Simulation:
         Raises:
             ConfigError: there is no such policy.
             RequestTooLong: a request does not fit into an engine.
-            ValueError: the blocks of the trace are not those of the engine.
+            ValueError: the blocks of the trace are not those of the engine, or it takes too long.
         """
         if trace.block_size != self.engine.block_size:
             raise ValueError(
                 f"the trace has blocks of {trace.block_size} tokens and the engine of "
                 f"{self.engine.block_size}: read the trace with the engine's block size"
+            )
+        lasts = trace.duration / self.speed
+        if lasts > MOST_SECONDS:
+            raise ValueError(
+                f"at speed {self.speed:g} the last request arrives {lasts:g} s after the first, "
+                f"and {MOST_SECONDS:g} s are the most: look at its timestamp, in milliseconds, or "
+                "give more speed"
             )
         fleet = Fleet(self.names, self.policy(policy), self.engine, event_delay=self.event_delay)
         return fleet.run(trace, speed=self.speed, progress=progress)

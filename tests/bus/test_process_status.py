@@ -47,6 +47,14 @@ def test_a_source_replaces_what_it_said_and_takes_it_along() -> None:
     assert status.read() == {}
 
 
+def test_what_is_about_the_component_that_speaks_is_left_out() -> None:
+    status = ProcessStatus()
+    status.put("1", "llm.Engine", {"mode": "slow"})
+    status.put("2", "llm.Other", {"mode": "fast"})
+
+    assert status.read("llm.Engine") == {"mode": "fast"}
+
+
 def test_a_text_is_cut_to_what_an_answer_can_carry() -> None:
     status = ProcessStatus()
 

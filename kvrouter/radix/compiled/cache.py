@@ -2,7 +2,7 @@
 
 Numba notices a change only in the file of the entry point itself, not in the files of the
 functions that it calls. So what is compiled is kept in a folder that is named after all
-sources of this package and the version of Numba.
+sources of this package, those whose constants are compiled in, and the version of Numba.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Final
 
 _WHOLE: Final = "whole"
+_OF_CONSTANTS: Final = ("kernel.py", "records.py")
+"""Files of the folder above."""
 
 
 def cache_folder() -> Path | None:
     """Where compiled code is kept; None where nothing can be written."""
     digest = sha256(f"{version('numba')} {sys.implementation.cache_tag}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for source in (*sorted(here.glob("*.py")), *(here.parent / name for name in _OF_CONSTANTS)):
         digest.update(source.read_bytes())
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         base = Path(given)

@@ -34,7 +34,15 @@ from .finding import arrays_of, count_tiers, descend, find, places_of, tell
 from .hashing import chain_hashes, hash_blocks
 from .held import figures_of, make_held
 from .jit import Int
-from .limits import detached_in, forget_runs, free_runs, leaves_of, shrink, sweep
+from .limits import (
+    HELD_BLOCKS,
+    WAS_BORN,
+    WAS_TOUCHED,
+    forget_leaves,
+    leaves_of,
+    shrink,
+    sweep,
+)
 from .loading import load_held, load_runs, set_detached
 from .messages import (
     ADDED,
@@ -50,7 +58,7 @@ from .messages import (
     open_message,
     skip_events,
 )
-from .tree import BORN, PARENT, START, TOUCHED, count_runs, make_tree
+from .tree import count_runs, make_tree
 
 Words = NDArray[np.uint64]
 
@@ -277,21 +285,16 @@ class CompiledKernel:
 
     # Limits ---------------------------------------------------------------------------
 
-    def evict(self, holders: Sequence[CompiledHolder], count: int) -> int:
-        leaves = leaves_of(self._tree)
-        leaves = leaves[np.lexsort((leaves[:, BORN], leaves[:, TOUCHED]))]
-        enough = int(np.searchsorted(leaves[:, START].cumsum(), count)) + 1
-        victims = leaves[:enough, PARENT].copy()
-        is_victim = np.zeros(len(self._arrays[0]), dtype=np.bool_)
-        is_victim[victims] = True
-        detached: dict[int, int] = {}
-        for number, blocks in detached_in(self._tree, victims).tolist():
-            detached[number] = detached.get(number, 0) + blocks
-        forgotten = 0
-        for one in holders:
-            behind = detached.get(one.number, 0)
-            forgotten += int(forget_runs(self._tree, one.held, is_victim, behind))
-        free_runs(self._tree, victims)
+    def choose_victims(self, holders: Sequence[CompiledHolder], count: int) -> NDArray[np.int64]:
+        is_counted = np.zeros(self._next_number, dtype=np.bool_)
+        is_counted[[holder.number for holder in holders]] = True
+        leaves = leaves_of(self._tree, is_counted)
+        leaves = leaves[np.lexsort((leaves[:, WAS_BORN], leaves[:, WAS_TOUCHED]))]
+        enough = int(np.searchsorted(leaves[:, HELD_BLOCKS].cumsum(), count)) + 1
+        return leaves[:enough].copy()
+
+    def evict(self, holder: CompiledHolder, victims: NDArray[np.int64]) -> int:
+        forgotten = int(forget_leaves(self._tree, holder.held, victims))
         self._refresh()
         return forgotten
 
@@ -365,7 +368,7 @@ def warm_up() -> None:
     columns = [column.tobytes() for column in next(kernel.columns(holder, 2))]
     cache = CacheRecord(holder.number, 0, columns[0], columns[1])
     (loaded,) = other.load(list(kernel.run_records()), [cache], kernel.next_numbers)
-    kernel.evict([holder], 1)
+    kernel.evict(holder, kernel.choose_victims([holder], 1))
     other.drop_holder(loaded)
     other.sweep(loaded.blocks + loaded.detached)
     assert not kernel.run_count + other.run_count

@@ -8,26 +8,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .held import HELD, Held, resize
-from .holdings import forget, trim
-from .jit import NUMBERS, TABLE, Int, entry, inner, types
-from .lists import add_list, give_back, key_of, make_lists, set_size, size_of, value_of, word
-from .runs import free_rows, run_of
+from .holdings import forget, spans_of, trim
+from .jit import TABLE, Int, entry, inner, types
+from .lists import add_list, give_back, key_of, make_lists, size_of, value_at, value_of, word
+from .runs import run_of
 from .tree import (
+    BORN,
     CHILD,
-    COPIES,
     DETACHED,
+    END,
     ENDS,
     FIRST_CHILDREN,
     FIRST_RUNS,
     FREE,
     PARENT,
     START,
+    TOUCHED,
     TREE,
     Runs,
     Tree,
 )
 
 Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+FLAGS: Final = types.boolean[::1]
+
+RUN, HELD_BLOCKS, WAS_TOUCHED, WAS_BORN, HAD_END = 0, 1, 2, 3, 4
+"""What is noted of a leaf that may be given up; but for its number as it was then."""
+VICTIM_FIELDS: Final = 5
 
 _NONE: Final = np.uint64(0)
 
@@ -82,74 +91,89 @@ def _covered(tree: Tree, spans: Int) -> Int:
     return count
 
 
-@entry(TABLE(TREE))
-def leaves_of(tree: Tree) -> Runs:
-    """The fields of each leaf, with its number for its parent and its blocks for its start.
+@entry(TABLE(TREE, FLAGS))
+def leaves_of(tree: Tree, is_counted: Flags) -> Runs:
+    """The leaves of which anything is held, of shape [leaves, VICTIM_FIELDS].
 
-    A block counts once for each cache that holds it.
+    Args:
+        is_counted: by the number of a cache, whether its blocks count.
     """
     runs, rows = tree.runs, tree.rows
-    found = np.empty((tree.live, runs.shape[1]), dtype=np.int64)
+    found = np.empty((tree.live, VICTIM_FIELDS), dtype=np.int64)
     count = 0
     for run in range(1, tree.used):
         if runs[run, PARENT] == FREE or runs[run, CHILD]:
             continue
         blocks = 0
         for index in range(size_of(rows, runs[run, ENDS])):
-            blocks += value_of(word(rows, runs[run, ENDS], index)) - runs[run, START]
+            one = word(rows, runs[run, ENDS], index)
+            if is_counted[key_of(one)]:
+                blocks += value_of(one) - runs[run, START]
         outer = runs[run, DETACHED]
         for index in range(size_of(rows, outer) if outer else 0):
-            blocks += _covered(tree, value_of(word(rows, outer, index)))
-        found[count] = runs[run]
-        found[count, PARENT], found[count, START] = run, blocks
-        count += 1
+            one = word(rows, outer, index)
+            if is_counted[key_of(one)]:
+                blocks += _covered(tree, value_of(one))
+        if blocks:
+            found[count, RUN], found[count, HELD_BLOCKS] = run, blocks
+            found[count, WAS_TOUCHED], found[count, WAS_BORN] = runs[run, TOUCHED], runs[run, BORN]
+            found[count, HAD_END] = runs[run, END]
+            count += 1
     return found[:count].copy()
 
 
-@entry(TABLE(TREE, NUMBERS))
-def detached_in(tree: Tree, victims: Numbers) -> Runs:
-    """Which caches have how many blocks behind a hole in some runs; of shape [caches, 2]."""
-    rows, count = tree.rows, 0
-    for run in victims:
-        outer = tree.runs[run, DETACHED]
-        count += size_of(rows, outer) if outer else 0
-    found = np.empty((count, 2), dtype=np.int64)
-    for run in victims:
-        outer = tree.runs[run, DETACHED]
-        for index in range(size_of(rows, outer) if outer else 0):
-            count -= 1
-            one = word(rows, outer, index)
-            found[count, 0], found[count, 1] = key_of(one), _covered(tree, value_of(one))
-    return found
+@inner
+def _is_as_chosen(tree: Tree, victim: Numbers) -> bool:
+    """Whether a leaf is there still, and was not found and did not go on since."""
+    if victim[RUN] >= tree.used:
+        return False
+    fields = tree.runs[victim[RUN]]
+    return bool(
+        fields[PARENT] != FREE
+        and fields[BORN] == victim[WAS_BORN]
+        and not fields[CHILD]
+        and fields[TOUCHED] == victim[WAS_TOUCHED]
+        and fields[END] <= victim[HAD_END]
+    )
 
 
-@entry(types.int64(TREE, HELD, types.boolean[::1], types.int64))
-def forget_runs(tree: Tree, held: Held, is_victim: NDArray[np.bool_], detached: int) -> Int:
-    """Take the blocks of some runs from a cache, `detached` of them behind a hole.
-
-    Returns:
-        How many.
-    """
+@inner
+def _forget_names(tree: Tree, held: Held, is_own: Flags) -> Int:
+    """Take the blocks of some runs from the names of a cache; returns how many it had before."""
     pairs, before = held.pairs, held.count
     for place in range(held.places):
         location = pairs[2 * place + 1]
-        if location != _NONE and is_victim[run_of(tree, location)]:
+        if location != _NONE and is_own[run_of(tree, location)]:
             pairs[2 * place + 1] = _NONE
             held.count -= 1
-    if held.count < before:
-        # The search for the others must not end at the places that became free.
-        resize(held, 2 * held.count)
-        held.detached -= detached
-    return before - held.count
+    # The search for the others must not end at the places that became free.
+    resize(held, 2 * held.count)
+    return before
 
 
-@entry(types.void(TREE, NUMBERS))
-def free_runs(tree: Tree, victims: Numbers) -> None:
-    """Free leaves whose blocks no cache has any more."""
-    for run in victims:
-        set_size(tree.rows, tree.runs[run, ENDS], 0)
-        free_rows(tree, run, DETACHED)
-        free_rows(tree, run, COPIES)
+@entry(types.int64(TREE, HELD, TABLE))
+def forget_leaves(tree: Tree, held: Held, victims: Runs) -> Int:
+    """Forget what a cache has of leaves, as `leaves_of` told them; returns how many blocks."""
+    runs, rows, holder = tree.runs, tree.rows, held.number
+    is_own = np.zeros(tree.used, dtype=np.bool_)
+    own = np.empty(len(victims), dtype=np.int64)
+    count = 0
+    for index in range(len(victims)):
+        run = victims[index, RUN]
+        if not _is_as_chosen(tree, victims[index]):
+            continue
+        spans = spans_of(tree, run, holder)
+        if spans or value_at(rows, runs[run, ENDS], holder) >= 0:
+            is_own[run] = True
+            own[count] = run
+            count += 1
+            held.detached -= _covered(tree, spans) if spans else 0
+    if not count:
+        return 0
+    before = _forget_names(tree, held, is_own)
+    for run in own[:count]:
+        forget(tree, run, holder)
         trim(tree, run)
     give_back(tree.blocks)
     give_back(tree.rows)
+    return before - held.count

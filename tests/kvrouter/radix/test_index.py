@@ -20,6 +20,7 @@ from dynbus.kvrouter.events import (
     Tier,
     encode_events,
 )
+from dynbus.kvrouter.radix import index as radix_index
 from dynbus.kvrouter.radix.index import Overlap, RadixIndex, Rank, Verdict
 from dynbus.kvrouter.radix.kernel import KernelName
 from dynbus.kvrouter.radix.snapshot import dump_index, load_index
@@ -215,6 +216,71 @@ def test_more_blocks_than_allowed_are_never_held(kernel: KernelName) -> None:
 
     assert index.statistics().evicted >= 1900
     assert index.lookup(list(range(1980, 2000))) == {"a": 20}
+
+
+@each_kernel
+def test_caches_forget_one_after_the_other_with_the_messages_that_follow(
+    kernel: KernelName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(radix_index, "EVICT_LOOK", 1)
+    index = RadixIndex(max_blocks=1000, kernel=kernel)
+    chains = [list(range(start, start + 10)) for start in range(1, 2001, 10)]
+    next_id = dict.fromkeys("abcde", 0)
+    most = 0
+    forgotten: list[int] = []
+    for number, chain in enumerate(chains):
+        instance = "abcde"[number % 5]
+        before = index.statistics().evicted
+        index.apply(instance, message(stored(*chain), first_id=next_id[instance]))
+        next_id[instance] += 1
+        counted = index.statistics()
+        most = max(most, counted.blocks)
+        forgotten.append(counted.evicted - before)
+
+    # The tenth that goes is spread over the caches, one for each message.
+    assert max(forgotten) == 30
+    assert most == 1000
+    assert index.lookup(chains[-1]) == {"e": 10}
+    assert index.lookup(chains[0]) == {}
+    found = sum(sum(index.lookup(chain).values()) for chain in chains)
+    assert found == index.statistics().blocks
+
+
+@each_kernel
+def test_at_the_overshoot_all_caches_forget_at_once(
+    kernel: KernelName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(radix_index, "EVICT_LOOK", 1)
+    index = RadixIndex(max_blocks=1000, kernel=kernel)
+    for number, instance in enumerate("abcde"):
+        blocks = range(200 * number + 1, 200 * number + 201)
+        for at in range(0, 200, 10):
+            index.apply(instance, message(stored(*blocks[at : at + 10]), first_id=at // 10))
+
+    index.apply("f", message(stored(*range(5001, 5401))))
+
+    assert 600 <= index.statistics().blocks <= 1050
+
+
+@each_kernel
+def test_an_instance_may_leave_while_caches_forget(
+    kernel: KernelName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(radix_index, "EVICT_LOOK", 1)
+    index = RadixIndex(max_blocks=100, kernel=kernel)
+    for instance in "abcde":
+        index.apply(instance, message(stored(*range(1, 21))))
+    index.apply("a", message(stored(200), first_id=1))
+
+    index.remove_instance("b")
+    for first_id in range(2, 5):
+        index.apply("a", message(stored(200 + first_id), first_id=first_id))
+
+    assert index.statistics().evicted == 80
+    assert index.statistics().blocks == 4
+    assert index.lookup(list(range(1, 21))) == {}
+    loaded, _ = load_index(dump_index(index, 1), max_blocks=100, kernel=kernel)
+    assert loaded.statistics().runs == index.statistics().runs == 4
 
 
 hashes = st.integers(0, 20)

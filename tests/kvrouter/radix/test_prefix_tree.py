@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.kvrouter.naive_caches import NaiveCaches, packed
 
 from dynbus.kvrouter.radix.prefix_tree import PrefixTree
-from dynbus.kvrouter.radix.runs import Holder, Run
+from dynbus.kvrouter.radix.runs import Holder
 
 CACHES = 3
 
@@ -182,50 +182,3 @@ def test_a_split_run_is_found_by_the_locations_from_before() -> None:
     tree.remove(first, [70, 8, 7, 6, 5, 4])
 
     assert tree.find(packed([1, 2, 3, 4])) == {first.number: 3, second.number: 4}
-
-
-def test_eviction_forgets_what_was_used_the_longest_ago() -> None:
-    tree = PrefixTree()
-    holder = tree.add_holder()
-    for start in (100, 200, 300):
-        chain(tree, holder, list(range(start, start + 10)))
-    tree.find(packed([100]))
-    tree.find(packed([300]))
-
-    forgotten = tree.evict([holder], 5)
-
-    assert forgotten == 10
-    assert len(holder.held) == 20
-    assert tree.find(packed([200])) == {}
-    assert tree.find(packed(list(range(100, 110)))) == {holder.number: 10}
-
-
-def test_an_empty_tree_has_nothing_to_forget() -> None:
-    tree = PrefixTree()
-
-    assert tree.evict([tree.add_holder()], 5) == 0
-
-
-class _Counting(PrefixTree):
-    """Counts which locations are followed one by one."""
-
-    followed = 0
-
-    def run_at(self, location: int) -> Run:
-        self.followed += 1
-        return super().run_at(location)
-
-
-def test_eviction_follows_the_locations_of_few_blocks_that_stay() -> None:
-    tree = _Counting()
-    holder = tree.add_holder()
-    for chain in range(1000):
-        names = list(range(100 * chain + 1, 100 * chain + 65))
-        tree.store(holder, [None], [0, 64], names, packed(names))
-    tree.followed = 0
-
-    forgotten = tree.evict([holder, tree.add_holder()], 6400)
-
-    assert forgotten == 6400
-    assert len(holder.held) == 57_600
-    assert tree.followed == 6400

@@ -13,8 +13,10 @@ from dynbus.bus.clock import monotonic
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.routing.constraints import NO_CONSTRAINTS, Constraints
 from dynbus.kvrouter.routing.cost import Candidate, RequestShape
+from dynbus.kvrouter.routing.decision import Decision
 from dynbus.kvrouter.routing.profile import InstanceProfile, read_profile
-from dynbus.kvrouter.routing.scheduling import SchedulingRequest
+from dynbus.kvrouter.routing.scheduler import KvScheduler
+from dynbus.kvrouter.routing.scheduling import SchedulingRequest, Ticket
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 
 BLOCK = 16
@@ -97,3 +99,15 @@ def by_name(request: RequestShape, candidates: Sequence[Candidate]) -> list[floa
     """A policy that prefers the first name of the alphabet."""
     names = sorted(candidate.rank.instance for candidate in candidates)
     return [float(names.index(candidate.rank.instance)) for candidate in candidates]
+
+
+def decide(scheduler: KvScheduler, wanted: SchedulingRequest, now: float = 0.0) -> Decision:
+    answer = scheduler.submit(wanted, now)
+    assert isinstance(answer, Decision)
+    return answer
+
+
+def wait(scheduler: KvScheduler, wanted: SchedulingRequest, now: float = 0.0) -> Ticket:
+    answer = scheduler.submit(wanted, now)
+    assert isinstance(answer, Ticket)
+    return answer

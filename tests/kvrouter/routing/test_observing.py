@@ -112,6 +112,24 @@ def test_the_awareness_is_in_the_stats_of_a_router_actor_and_its_process() -> No
     assert after == {}
 
 
+def test_an_engine_beside_a_router_does_not_show_how_far_that_knows_the_caches() -> None:
+    async def story() -> tuple[Any, Any]:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            engine = await runtime.start(Engine)
+            front = await runtime.start(Front, target="llm.Engine.generate", exact=False)
+            answers = [
+                parse_answer(msgspec.json.encode(one.__dict__["_services"].stats()))
+                for one in (engine, front)
+            ]
+            return answers[0], answers[1]
+
+    engine, front = run(story())
+
+    assert engine.status == {}
+    assert front.status["routes_to"] == "llm.Engine"
+
+
 def test_each_change_of_the_awareness_is_a_warning_with_its_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

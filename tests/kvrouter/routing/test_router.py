@@ -5,94 +5,33 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from pydantic import BaseModel
 
 from dynbus import (
-    Actor,
     ConfigError,
-    DeadlineExceeded,
+    Draining,
     InvalidRequest,
     NoInstances,
-    Overloaded,
     call_options,
-    handler,
 )
 from dynbus.bus.names import kv_event_subject
+from dynbus.bus.transport import Connection
 from dynbus.kvrouter.events import BlockStored, encode_events
 from dynbus.kvrouter.hashing import block_hashes
+from dynbus.kvrouter.routing.cost import DynamoCost
 from dynbus.kvrouter.routing.decision import Reason
 from dynbus.kvrouter.routing.opening import open_router
 from dynbus.kvrouter.routing.request_fields import RequestFields
 from dynbus.kvrouter.routing.router import KvRouter
-from dynbus.kvrouter.routing.scheduling import SchedulerConfig
 from dynbus.testing import TestKit, run
 
-from .routing_fixtures import HandIndex, until
-
-BLOCK = 16
-
-
-class Prompt(BaseModel):
-    token_ids: list[int]
-    max_tokens: int = 3
-    hold: bool = False
-
-
-class Worker(Actor, namespace="llm"):
-    """Says its name for each token; holds before the first while it is told to."""
-
-    def __init__(self, name: str, metadata: Mapping[str, str]) -> None:
-        self.name = name
-        self.metadata = {"kv_block_size": str(BLOCK)} | dict(metadata)
-        self.held = asyncio.Event()
-
-    def instance_metadata(self) -> Mapping[str, str]:
-        return self.metadata
-
-    @handler
-    async def generate(self, prompt: Prompt) -> AsyncGenerator[str, None]:
-        if prompt.hold:
-            await self.held.wait()
-        for _ in range(prompt.max_tokens):
-            yield self.name
-
-
-def prompt(blocks: int = 4, of: int = 0, *, hold: bool = False) -> Prompt:
-    start = of * 10_000
-    return Prompt(token_ids=list(range(start, start + blocks * BLOCK)), hold=hold)
-
-
-async def start(kit: TestKit, *names: str, **metadata: str) -> dict[str, Worker]:
-    """Workers by name, which is their id as well."""
-    workers: dict[str, Worker] = {}
-    for name in names:
-        instance = await kit.start(
-            Worker,
-            instance_id=name,
-            name=name,
-            metadata={f"kv_{key}": text for key, text in metadata.items()},
-        )
-        assert isinstance(instance.actor, Worker)
-        workers[name] = instance.actor
-    return workers
-
-
-async def where(client: Worker, request: Prompt) -> str:
-    """The name of the worker that served a request."""
-    names = {name async for name in client.generate(request)}
-    (name,) = names
-    return name
-
-
-def running(router: KvRouter) -> int:
-    statistics = router.statistics()
-    return statistics.running if statistics is not None else 0
+from .routing_fixtures import BLOCK, HandIndex, until
+from .worker import Worker, prompt, running, start, where
 
 
 def test_calls_go_where_the_index_says_that_their_prompt_lies() -> None:
@@ -138,80 +77,61 @@ def test_equal_prompts_go_to_one_instance_and_others_spread_without_events() -> 
     assert all(count == 3 for count in spread.values())
 
 
-def test_load_is_given_back_however_a_call_ends() -> None:
-    async def story() -> tuple[int, int]:
+def test_a_closed_router_takes_no_call_and_cannot_be_opened_again() -> None:
+    async def story() -> None:
         async with TestKit() as kit:
             await start(kit, "a")
-            router = KvRouter()
-            client = kit.client(Worker, routing=router)
-            await where(client, prompt())
-            stream = client.generate(prompt(of=1))
-            async for _ in stream:
-                break
-            await stream.aclose()
-            left = asyncio.create_task(where(client, prompt(of=2, hold=True)))
-            await until(lambda: running(router) == 1)
-            left.cancel()
-            await asyncio.wait({left})
-            with pytest.raises(TimeoutError), call_options(timeout=0.5):
-                await where(client, prompt(of=3, hold=True))
-            statistics = router.statistics()
-            assert statistics is not None
-            return statistics.decisions, statistics.running
+            async with open_router(kit.caller, Worker, exact=False) as used:
+                await where(kit.client(Worker, routing=used), prompt())
+            async with open_router(kit.caller, Worker, exact=False) as unused:
+                pass
+            for router in (used, unused):
+                with pytest.raises(Draining, match="was closed: call by another router"):
+                    await where(kit.client(Worker, routing=router), prompt())
+                with pytest.raises(ConfigError, match="make another one"):
+                    async with router:
+                        raise AssertionError("it was opened")
 
-    assert run(story()) == (4, 0)
+    run(story())
 
 
-def test_a_call_waits_for_room_and_leaves_the_queue_when_its_caller_leaves() -> None:
-    async def story() -> tuple[int, int, str]:
+class LateConnection:
+    """A connection whose barriers hold until they are told to end."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.asked = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    async def barrier(self) -> None:
+        self.asked.set()
+        await self.may_end.wait()
+
+
+def test_a_router_that_closes_while_its_first_call_begins_leaves_nothing_open() -> None:
+    async def story() -> tuple[BaseException | str, list[str]]:
         async with TestKit() as kit:
-            workers = await start(kit, "a", max_batched_tokens="64")
-            config = SchedulerConfig(queue_threshold=1.0, queue_limit=2)
-            router = KvRouter(config=config)
-            client = kit.client(Worker, routing=router)
+            await start(kit, "a")
+            late = LateConnection(kit.caller.bus.data)
+            router = KvRouter(connection=cast(Any, late))
+            async with AsyncExitStack() as exits:
+                await exits.enter_async_context(router)
+                first = asyncio.create_task(where(kit.client(Worker, routing=router), prompt()))
+                await late.asked.wait()
+                closing = asyncio.create_task(exits.aclose())
+                late.may_end.set()
+                await closing
+            (ended,) = await asyncio.gather(first, return_exceptions=True)
+            tasks = [task.get_name() for task in asyncio.all_tasks()]
+            return ended, [name for name in tasks if name.startswith("load of")]
 
-            def waiting() -> int:
-                statistics = router.statistics()
-                return statistics.waiting if statistics is not None else 0
+    ended, left = run(story())
 
-            first = asyncio.create_task(where(client, prompt(5, 1, hold=True)))
-            await until(lambda: running(router) == 1)
-            leaves = asyncio.create_task(where(client, prompt(5, 2)))
-            stays = asyncio.create_task(where(client, prompt(5, 3)))
-            await until(lambda: waiting() == 2)
-            with pytest.raises(Overloaded):
-                await where(client, prompt(5, 4))
-            leaves.cancel()
-            await asyncio.wait({leaves})
-            after_leaving = waiting()
-            workers["a"].held.set()
-            await first
-            return after_leaving, waiting(), await stays
-
-    assert run(story()) == (1, 0, "a")
-
-
-def test_a_call_that_waits_goes_to_an_instance_that_comes_although_nobody_else_calls() -> None:
-    async def story() -> str:
-        async with TestKit() as kit:
-            workers = await start(kit, "a", max_batched_tokens="64")
-            config = SchedulerConfig(queue_threshold=1.0)
-            async with open_router(kit.caller, Worker, exact=False, config=config) as router:
-                client = kit.client(Worker, routing=router)
-                first = asyncio.create_task(where(client, prompt(5, 1, hold=True)))
-                await until(lambda: running(router) == 1)
-                waits = asyncio.create_task(where(client, prompt(5, 2)))
-                await until(lambda: "1 waiting" in repr(router))
-
-                await start(kit, "b", max_batched_tokens="64")
-                async with asyncio.timeout(2.0):
-                    name = await waits
-
-                workers["a"].held.set()
-                await first
-                return name
-
-    assert run(story()) == "b"
+    assert isinstance(ended, Draining)
+    assert left == []
 
 
 def test_an_instance_that_began_anew_under_its_id_is_taken_to_hold_nothing() -> None:
@@ -379,7 +299,6 @@ def test_a_policy_is_changed_while_calls_run_by_the_name_of_a_users_function(
 ) -> None:
     module = tmp_path / "own_policy.py"
     monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def write(instance: str) -> None:
         module.write_text(
@@ -464,11 +383,22 @@ def test_a_client_is_no_target_but_its_class_is() -> None:
         ({"block_size": "16"}, "block_size='16': give"),
         ({"tokenizer_id": None}, "tokenizer_id=None: give"),
         ({"reused_field": "a..b"}, "reused_field='a..b': give"),
+        ({"shadows": ["kv"]}, r"shadows=\['kv'\]: give a Mapping"),
+        ({"config": {"temperature": 1}}, "config={'temperature': 1}: give a SchedulerConfig"),
+        ({"fields": "ids"}, "fields='ids': give a RequestFields"),
+        ({"policy": DynamoCost}, r"policy DynamoCost is a class: give an object, DynamoCost\(\)"),
+        ({"policy": 3}, "policy 3 is no cost function"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(setting: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         KvRouter(**setting)
+
+
+@pytest.mark.parametrize("tokens", [-5, "3", 1.5, None, True])
+def test_what_is_no_number_of_tokens_cannot_have_been_reused(tokens: Any) -> None:
+    with pytest.raises(ConfigError, match="give a whole number from 0 on"):
+        KvRouter().report_reused("mine", tokens)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -498,20 +428,3 @@ def test_a_router_without_instances_is_off_and_says_whose(
         and record.message.startswith("llm.Workr: cache_aware is off (no instances of llm.Workr)")
         for record in caplog.records
     )
-
-
-def test_a_call_that_leaves_the_queue_at_its_deadline_says_that_it_was_there() -> None:
-    async def story() -> str:
-        async with TestKit() as kit:
-            workers = await start(kit, "a", max_batched_tokens="16")
-            router = KvRouter(config=SchedulerConfig(queue_threshold=1.0))
-            client = kit.client(Worker, routing=router)
-            first = asyncio.create_task(where(client, prompt(hold=True)))
-            await until(lambda: running(router) == 1)
-            with call_options(timeout=5.0), pytest.raises(DeadlineExceeded) as caught:
-                await where(client, prompt(of=1))
-            workers["a"].held.set()
-            await first
-            return str(caught.value)
-
-    assert "waited 5 s in the router's queue" in run(story())

@@ -12,8 +12,7 @@ from pydantic import BaseModel
 from dynbus import Actor, ConfigError, DeadlineExceeded, DynbusError, call_options, handler
 from dynbus.actors.configuration import Text, build_arguments
 from dynbus.bus.clock import monotonic
-from dynbus.kvrouter.routing.request_fields import RequestFields
-from dynbus.kvrouter.routing.router_actor import DecisionQuery, PolicyChoice, PolicyReport, Router
+from dynbus.kvrouter import DecisionQuery, PolicyChoice, PolicyReport, RequestFields, Router
 from dynbus.testing import TestKit, run
 
 

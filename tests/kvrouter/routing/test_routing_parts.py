@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +15,6 @@ from dynbus.kvrouter.routing.affinity import SessionAffinity
 from dynbus.kvrouter.routing.constraints import NO_CONSTRAINTS, Constraints, read_constraints
 from dynbus.kvrouter.routing.cost import Candidate, DynamoCost
 from dynbus.kvrouter.routing.policies import load_policy, policy_name
-from dynbus.kvrouter.routing.request_fields import RequestFields, field_of
 from dynbus.kvrouter.routing.waiting import WaitingQueue
 
 from .routing_fixtures import by_name, profile, shape
@@ -60,12 +59,6 @@ def test_a_key_of_routing_that_is_unknown_is_refused_with_those_that_are() -> No
 
 def test_what_a_router_before_has_added_is_no_mistake() -> None:
     assert read_constraints({"kv_dp_rank": "0", "kv_overlap_blocks": "4"}) is NO_CONSTRAINTS
-
-
-@pytest.mark.parametrize("path", ["", "a..b", "a.", 3])
-def test_a_name_of_a_field_that_is_none_is_refused(path: Any) -> None:
-    with pytest.raises(ConfigError, match=r"RequestFields\(token_ids="):
-        RequestFields(token_ids=path)
 
 
 def test_preferences_multiply_and_an_adapter_counts_as_one() -> None:
@@ -117,7 +110,6 @@ def test_a_policy_goes_on_unharmed_when_its_file_cannot_be_read_again(
 ) -> None:
     file = tmp_path / "weighty.py"
     monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     file.write_text("WEIGHT = 2.0\ndef cost(r, c): return [WEIGHT] * len(c)\n")
     try:
         policy = load_policy("weighty:cost")
@@ -134,6 +126,36 @@ def test_a_policy_goes_on_unharmed_when_its_file_cannot_be_read_again(
         assert policy(shape(4), candidates) == [2.0]
     finally:
         sys.modules.pop("weighty", None)
+
+
+def test_who_imported_a_policy_before_keeps_it_and_who_imports_it_later_has_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    package = tmp_path / "heavy"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "scale.py").write_text("SCALE = 1.0\n")
+    file = package / "costs.py"
+    text = "from .scale import SCALE\nWEIGHT = 2.0\ndef cost(r, c): return [WEIGHT * SCALE]\n"
+    file.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
+    try:
+        load_policy("heavy.costs:cost")
+        before = importlib.import_module("heavy.costs")
+        # As soon after, and as long, as before.
+        file.write_text(text.replace("2.0", "3.0"))
+        (package / "scale.py").write_text("SCALE = 9.0\n")
+
+        policy = load_policy("heavy.costs:cost", reload=True)
+
+        later = importlib.import_module("heavy.costs")
+        assert policy(shape(4), [Candidate(Rank("a", 0))]) == [3.0]
+        assert (before.WEIGHT, later.WEIGHT) == (2.0, 3.0)
+        assert sys.modules["heavy"].costs is later
+    finally:
+        for name in ("heavy", "heavy.costs", "heavy.scale"):
+            sys.modules.pop(name, None)
 
 
 def test_sessions_are_forgotten_by_time_and_by_number() -> None:
@@ -186,12 +208,3 @@ def test_a_full_queue_takes_no_more() -> None:
 
     with pytest.raises(OverflowError, match="1 requests wait"):
         queue.push("b", 9)
-
-
-def test_a_field_is_an_attribute_or_a_key_at_the_end_of_a_path() -> None:
-    class Body:
-        prompt = {"ids": [1, 2]}
-
-    assert field_of(Body(), "prompt.ids") == [1, 2]
-    assert field_of({"prompt": Body()}, "prompt.prompt.ids") == [1, 2]
-    assert field_of(Body(), "prompt.other.ids") is None

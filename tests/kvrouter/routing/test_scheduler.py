@@ -1,42 +1,29 @@
-"""What the scheduler decides, whom it lets wait, and what it keeps of each decision."""
+"""What the scheduler decides, and what it keeps of each decision."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from dynbus.bus.errors import ConfigError, NoInstances, Overloaded
-from dynbus.kvrouter.radix.index import Overlap, Rank
+from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.routing.constraints import Constraints
 from dynbus.kvrouter.routing.cost import Candidate, CostFunction, DynamoCost, RequestShape
-from dynbus.kvrouter.routing.decision import Decision, Reason
+from dynbus.kvrouter.routing.decision import Reason
 from dynbus.kvrouter.routing.scheduler import KvScheduler
-from dynbus.kvrouter.routing.scheduling import SchedulerConfig, SchedulingRequest, Ticket
+from dynbus.kvrouter.routing.scheduling import SchedulerConfig
 
-from .routing_fixtures import BLOCK, HandIndex, by_name, profile, request
+from .routing_fixtures import BLOCK, HandIndex, by_name, decide, profile, request
 
 A, B, C = profile("a"), profile("b"), profile("c")
 ABC = [A, B, C]
-
-
-def decide(scheduler: KvScheduler, wanted: SchedulingRequest, now: float = 0.0) -> Decision:
-    answer = scheduler.submit(wanted, now)
-    assert isinstance(answer, Decision)
-    return answer
-
-
-def wait(scheduler: KvScheduler, wanted: SchedulingRequest, now: float = 0.0) -> Ticket:
-    answer = scheduler.submit(wanted, now)
-    assert isinstance(answer, Ticket)
-    return answer
 
 
 # Choosing -----------------------------------------------------------------------------------
@@ -74,39 +61,6 @@ def test_what_was_sent_somewhere_counts_there_until_it_ended() -> None:
     assert (during.prefill_tokens, during.blocks, during.requests) == (64, 4, 1)
     assert (decoding.prefill_tokens, decoding.blocks) == (0, 4)
     assert scheduler.load.load(Rank("a", 0)).requests == 0
-
-
-def test_two_equal_prompts_go_to_one_instance_before_its_events_come() -> None:
-    scheduler = KvScheduler(BLOCK, follower=HandIndex())
-    first = decide(scheduler, request("one", ABC, blocks=8))
-    scheduler.ended(first.number, 0.1)
-
-    second = decide(scheduler, request("two", ABC, blocks=8), 1.0)
-
-    assert second.chosen == first.chosen
-    assert sum(second.predicted) == 8
-
-
-def test_a_prediction_ends_when_no_event_confirms_it() -> None:
-    scheduler = KvScheduler(BLOCK, follower=HandIndex())
-    first = decide(scheduler, request("one", ABC, blocks=8))
-    scheduler.ended(first.number, 0.1)
-
-    second = decide(scheduler, request("two", ABC, blocks=8), 6.0)
-
-    assert sum(second.predicted) == 0
-
-
-def test_without_events_own_decisions_count_for_longer_and_as_far_as_there_is_room() -> None:
-    small = profile("a", events="false", total_blocks=5)
-    scheduler = KvScheduler(BLOCK, config=SchedulerConfig(approximate_ttl=None))
-    decide(scheduler, request("one", [small], blocks=4))
-
-    decide(scheduler, request("two", [small], blocks=3, of=1), 1000.0)
-    again = decide(scheduler, request("three", [small], blocks=4), 2000.0)
-
-    assert again.awareness.startswith("approximate (")
-    assert again.candidates[0].overlap.device == 2
 
 
 def test_a_rank_is_a_candidate_of_its_own() -> None:
@@ -164,6 +118,28 @@ def test_a_policy_that_raises_is_named_with_what_it_raised() -> None:
     scheduler = KvScheduler(BLOCK, policy=broken)
 
     with pytest.raises(ConfigError, match=r"broken raised KeyError: 'weights' \(.*\.py, line \d"):
+        scheduler.submit(request("r", ABC), 0.0)
+
+
+def test_a_policy_cannot_change_the_candidates_that_its_costs_are_of() -> None:
+    def sorts(request: RequestShape, candidates: Any) -> Sequence[float]:
+        candidates.sort()
+        return [0.0, 1.0, 2.0]
+
+    scheduler = KvScheduler(BLOCK, policy=sorts, follower=HandIndex(c=4))
+
+    with pytest.raises(ConfigError, match="sorts raised AttributeError: 'tuple' object has no"):
+        scheduler.submit(request("r", ABC), 0.0)
+
+
+def test_a_policy_that_is_asynchronous_is_told_to_be_none() -> None:
+    async def waits(request: RequestShape, candidates: Sequence[Candidate]) -> Sequence[float]:
+        return [0.0] * len(candidates)
+
+    policy: Any = waits
+    scheduler = KvScheduler(BLOCK, policy=policy)
+
+    with pytest.raises(ConfigError, match="waits is asynchronous: write `def`"):
         scheduler.submit(request("r", ABC), 0.0)
 
 
@@ -363,133 +339,6 @@ def test_a_session_gives_way_when_its_instance_has_too_much_load_or_is_gone() ->
     assert gone.chosen.instance == "a"
 
 
-# Waiting ------------------------------------------------------------------------------------
-
-SMALL = [profile("a", max_batched_tokens=64), profile("b", max_batched_tokens=64)]
-QUEUE = SchedulerConfig(queue_threshold=1.0, queue_limit=3)
-
-
-def fill(scheduler: KvScheduler) -> list[Decision]:
-    """Both instances have more to compute than a step takes."""
-    return [decide(scheduler, request(f"fill {n}", SMALL, blocks=5, of=90 + n)) for n in range(2)]
-
-
-def test_requests_wait_while_all_instances_are_busy_and_go_on_by_priority_then_arrival() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
-    running = fill(scheduler)
-    first = wait(scheduler, request("first", SMALL, of=1, blocks=5), 1.0)
-    second = wait(scheduler, request("second", SMALL, of=2, blocks=5), 2.0)
-    urgent = wait(scheduler, request("urgent", SMALL, of=3, blocks=5, priority=5), 3.0)
-    assert scheduler.release(3.5) == []
-
-    scheduler.first_item(running[0].number, 4.0)
-    ((ticket, decision),) = scheduler.release(4.0)
-    scheduler.ended(running[1].number, 5.0)
-    ((next_ticket, _),) = scheduler.release(5.0)
-
-    assert (ticket, next_ticket) == (urgent, first)
-    assert isinstance(decision, Decision)
-    assert decision.chosen == running[0].chosen
-    assert decision.waited_s == 4.0
-    assert scheduler.withdraw(second)
-    assert scheduler.statistics().waiting == 0
-
-
-def test_who_comes_later_does_not_overtake_who_waits() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
-    running = fill(scheduler)
-    wait(scheduler, request("first", SMALL, of=1))
-
-    scheduler.ended(running[0].number, 1.0)
-    wait(scheduler, request("second", SMALL, of=2))
-
-    assert scheduler.statistics().waiting == 2
-
-
-def test_who_may_go_anywhere_does_not_wait_behind_who_waits_for_one_instance() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
-    tagged = profile("a", max_batched_tokens=64, tags="eu")
-    decide(scheduler, request("busy", [tagged], blocks=5))
-    narrow = Constraints(required=frozenset({"eu"}))
-    wait(scheduler, request("eu", [tagged, SMALL[1]], of=1, constraints=narrow))
-
-    decision = decide(scheduler, request("any", [tagged, SMALL[1]], of=2))
-
-    assert decision.chosen.instance == "b"
-
-
-def test_who_waits_for_one_instance_does_not_wait_behind_who_waits_for_any() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
-    tagged = profile("c", max_batched_tokens=64, tags="eu")
-    busy = decide(scheduler, request("busy", [tagged], blocks=5))
-    fill(scheduler)
-    wait(scheduler, request("any", SMALL, of=1, priority=1))
-    narrow = Constraints(required=frozenset({"eu"}))
-    eu = wait(scheduler, request("eu", [*SMALL, tagged], of=2, constraints=narrow))
-
-    scheduler.ended(busy.number, 1.0)
-
-    assert [ticket for ticket, _ in scheduler.release(1.0)] == [eu]
-
-
-def test_a_policy_that_fails_for_one_that_waits_fails_for_it_alone() -> None:
-    def moody(request: RequestShape, candidates: Sequence[Candidate]) -> Sequence[float]:
-        loads = [float(one.active_prefill_tokens) for one in candidates]
-        return set(loads) if request.prompt_blocks == 7 else loads  # type: ignore[return-value]
-
-    scheduler = KvScheduler(BLOCK, policy=moody, config=QUEUE)
-    running = fill(scheduler)
-    tickets = [
-        wait(scheduler, request(str(blocks), SMALL, of=blocks, blocks=blocks))
-        for blocks in (1, 7, 2)
-    ]
-    for decision in running:
-        scheduler.ended(decision.number, 1.0)
-
-    released = dict(scheduler.release(1.0))
-
-    assert list(released) == tickets
-    assert isinstance(released[tickets[1]], ConfigError)
-    assert scheduler.statistics().running == 2
-    assert scheduler.statistics().waiting == 0
-
-
-def test_what_breaks_inside_a_decision_is_told_to_the_one_that_waited(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Broken(HandIndex):
-        def overlaps(self, block_hashes: NDArray[np.uint64]) -> Mapping[Rank, Overlap]:
-            if len(block_hashes) == 7:
-                raise IndexError("no such block")
-            return {}
-
-    scheduler = KvScheduler(BLOCK, follower=Broken(), config=QUEUE)
-    running = fill(scheduler)
-    tickets = [wait(scheduler, request(str(n), SMALL, of=n, blocks=n)) for n in (7, 1)]
-    for decision in running:
-        scheduler.ended(decision.number, 1.0)
-
-    (broken, error), (other, answer) = scheduler.release(1.0)
-
-    assert [broken, other] == tickets
-    assert isinstance(error, ConfigError)
-    assert "IndexError: no such block" in error.message
-    assert isinstance(answer, Decision)
-    assert "request 7 cannot be routed" in caplog.text
-
-
-def test_a_prompt_whose_beginning_was_told_and_lost_can_be_sent_again() -> None:
-    index = HandIndex()
-    scheduler = KvScheduler(BLOCK, follower=index)
-
-    for held, blocks, now in ((0, 10, 0.0), (4, 10, 0.5), (0, 2, 1.0), (0, 10, 1.1)):
-        index.held = {Rank("a", 0): Overlap(held, 0, 0, 0)} if held else {}
-        decision = decide(scheduler, request(f"at {now}", [A], blocks=blocks), now)
-        scheduler.ended(decision.number, now)
-
-    assert len(scheduler.load) == 0  # type: ignore[arg-type]
-
-
 def test_no_more_tokens_are_reused_than_there_are() -> None:
     scheduler = KvScheduler(BLOCK, follower=HandIndex(a=4))
     decision = decide(scheduler, request("r", ABC))
@@ -498,68 +347,6 @@ def test_no_more_tokens_are_reused_than_there_are() -> None:
 
     assert json.loads(decision.to_json())["outcome"]["reused_tokens"] == 4 * BLOCK
     assert scheduler.statistics().reused_tokens == 4 * BLOCK
-
-
-def test_an_instance_that_began_anew_is_taken_to_hold_nothing() -> None:
-    scheduler = KvScheduler(BLOCK, policy=DynamoCost())
-    first = decide(scheduler, request("one", [A]))
-    scheduler.ended(first.number, 0.0)
-
-    scheduler.forget_cache("a")
-    second = decide(scheduler, request("two", [A]), 1.0)
-
-    assert second.expected_reuse == 0
-
-
-def test_a_full_queue_refuses() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
-    fill(scheduler)
-    for number in range(3):
-        wait(scheduler, request(f"w{number}", SMALL, of=number))
-
-    with pytest.raises(Overloaded, match="all 2 instances are busy and 3 requests wait") as refused:
-        scheduler.submit(request("one more", SMALL, of=50), 0.0)
-
-    assert refused.value.retry_after > 0
-    assert scheduler.statistics().refused == 1
-
-
-def test_an_instance_that_does_not_say_its_limit_is_never_busy() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
-
-    for number in range(5):
-        decide(scheduler, request(str(number), [A], blocks=50, of=number))
-
-    assert scheduler.statistics().waiting == 0
-
-
-def test_a_new_instance_takes_who_waits() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
-    fill(scheduler)
-    ticket = wait(scheduler, request("first", SMALL, of=1))
-
-    scheduler.refresh([*SMALL, profile("c", max_batched_tokens=64)])
-    ((released, decision),) = scheduler.release(1.0)
-
-    assert released is ticket
-    assert isinstance(decision, Decision)
-    assert decision.chosen.instance == "c"
-
-
-def test_whom_constraints_hold_back_does_not_hold_back_others() -> None:
-    instances = [profile("a", max_batched_tokens=64, tags="eu"), SMALL[1]]
-    only_a = Constraints(frozenset({"eu"}))
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
-    for number in range(2):
-        decide(scheduler, request(f"fill {number}", [instances[number]], blocks=5, of=90 + number))
-    held = wait(scheduler, request("held", instances, of=1, constraints=only_a, priority=9))
-    free = wait(scheduler, request("free", instances, of=2))
-
-    scheduler.ended(2, 1.0)
-    ((released, _),) = scheduler.release(1.0)
-
-    assert released is free
-    assert scheduler.withdraw(held)
 
 
 # What is kept -------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -189,16 +188,17 @@ def test_a_farewell_ends_all_of_a_router() -> None:
     assert two.routers() == []
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00", b"\x95\xa1c\x02\xa1x\x00\x90", b"\xff" * 40])
-def test_bytes_that_are_no_message_are_refused_and_change_nothing(data: bytes) -> None:
+def test_a_message_that_is_refused_changes_nothing() -> None:
     one, two = pair()
     one.add("1", A, [11], 16, 0)
     exchange((one, two))
+    forged = [["f", 1], ["a", 2, "a", -1, 16, 0, None, b""]]
 
-    with pytest.raises(ValueError, match="a message of version|no message of routers' load"):
-        two.receive(data, 0.0)
+    for data in (b"", msgspec.msgpack.encode(["c", 1, "one", 1, forged])):
+        with pytest.raises(ValueError, match="no message of routers' load"):
+            two.receive(data, 0.0)
 
-    assert two.load(A).requests == 1
+    assert two.load(A) == one.load(A) == RankLoad(16, 1, 1)
 
 
 @pytest.mark.parametrize("said", [2**64, 10**400, 0, -1])
@@ -227,35 +227,12 @@ def test_what_could_not_be_encoded_is_still_to_be_said(monkeypatch: pytest.Monke
         raise OverflowError(f"{value} is too large")
 
     with monkeypatch.context() as patched:
-        patched.setattr(shared_load, "_encoder", SimpleNamespace(encode=fail))
+        patched.setattr(shared_load, "encode_message", fail)
         with pytest.raises(OverflowError):
             list(one.outgoing(0.0))
     exchange((one, two))
 
     assert two.load(A).requests == 1
-
-
-@pytest.mark.parametrize(
-    "added",
-    [
-        ["a", 1, "a", 0, 2**62, 0, None, b""],
-        ["a", 1, "a", 0, 16, -(2**62), None, b""],
-        ["a", 1, "a", 0, 16, 0, 2**62, b""],
-        ["a", 1, "a", -1, 16, 0, None, b""],
-        ["a", 1, "a", 2**40, 16, 0, None, b""],
-        ["a", -1, "a", 0, 16, 0, None, b""],
-        ["a", 1, "a" * 1000, 0, 16, 0, None, b""],
-    ],
-)
-def test_numbers_out_of_bounds_are_refused_and_change_nothing(added: list[object]) -> None:
-    one, two = pair()
-    one.add("1", A, [11], 16, 0)
-    exchange((one, two))
-
-    with pytest.raises(ValueError, match="no message of routers' load"):
-        two.receive(msgspec.msgpack.encode(["c", 1, "forged", 0, [added]]), 0.0)
-
-    assert two.load(A) == RankLoad(16, 1, 1)
 
 
 STEPS = st.lists(

@@ -124,6 +124,7 @@ def test_an_unknown_policy_is_refused_before_anything_is_read() -> None:
         (("--blocks", "10"), "conversation.jsonl, line 1: the request needs 7257 tokens"),
         (("--blocks", "10"), "--blocks 10 of 64 tokens hold 640: give --blocks"),
         (("--max-num-batched-tokens", "10"), "is less than max_num_seqs = 256"),
+        (("--slo-ttft", "-5"), "an objective of -5 ms for the TTFT is kept by no request"),
     ],
 )
 def test_a_fleet_that_cannot_serve_the_trace_says_why(

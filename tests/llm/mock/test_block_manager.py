@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dynbus.kvrouter.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
 from dynbus.llm.mock.block_manager import Allocation, BlockManager
 
 
@@ -24,11 +24,10 @@ def contents(events: list[KvEvent]) -> set[int]:
         if isinstance(event, BlockStored):
             assert held.isdisjoint(event.engine_hashes)
             held.update(event.engine_hashes)
-        elif isinstance(event, BlockRemoved):
+        else:
+            assert isinstance(event, BlockRemoved)
             assert held.issuperset(event.engine_hashes)
             held.difference_update(event.engine_hashes)
-        else:
-            held.clear()
     return held
 
 
@@ -97,25 +96,6 @@ def test_without_prefix_caching_nothing_is_found_and_nothing_told() -> None:
     assert manager.prefix([1, 2], 2) == (0, 0)
     assert manager.take_events() == []
     assert manager.free == 8
-
-
-def test_clearing_forgets_all_blocks() -> None:
-    manager = BlockManager(8)
-    manager.release(filled(manager, [1, 2]))
-
-    manager.clear()
-
-    assert manager.cached == 0
-    assert contents(manager.take_events()) == set()
-    assert manager.prefix([1, 2], 2) == (0, 0)
-
-
-def test_a_cleared_cache_says_so_last() -> None:
-    manager = BlockManager(8)
-    manager.release(filled(manager, [1]))
-    manager.clear()
-
-    assert manager.take_events()[-1] == AllBlocksCleared()
 
 
 class Manager(RuleBasedStateMachine):

@@ -33,7 +33,7 @@ async def drain(outputs: AsyncGenerator[Output, None]) -> None:
 
 
 class BrokenSink:
-    def publish(self, events: Sequence[KvEvent], *, dp_rank: int = 0) -> None:
+    def publish(self, events: Sequence[KvEvent]) -> None:
         raise OSError("the disk is gone")
 
 

@@ -41,6 +41,12 @@ def test_goodput_counts_requests_that_keep_both_bounds() -> None:
     assert summarize("p", outcome(), objective=Objective(9.0, 0.05)).goodput == 1 / 5
 
 
+@pytest.mark.parametrize("bounds", [(-1.0, 0.1), (1.0, 0.0), (float("nan"), 1.0)])
+def test_an_objective_that_nothing_can_keep_is_refused(bounds: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="is kept by no request: give milliseconds above 0"):
+        Objective(*bounds)
+
+
 def test_the_first_requests_can_be_left_out() -> None:
     report = summarize("p", outcome(), skip=2)
 

@@ -35,6 +35,13 @@ def test_a_trace_with_other_blocks_is_refused() -> None:
         Simulation(1, EngineConfig(block_size=16)).run(trace, "round_robin")
 
 
+def test_a_trace_that_lasts_longer_than_a_clock_is_exact_is_refused() -> None:
+    trace = read_trace(EXCERPT, block_size=64, limit=50)
+
+    with pytest.raises(ValueError, match="look at its timestamp, in milliseconds"):
+        Simulation(1, speed=1e-12).run(trace, "round_robin")
+
+
 def test_beyond_the_saturating_speed_the_fleet_falls_behind() -> None:
     trace = read_trace(EXCERPT, block_size=64)
     simulation = Simulation(4)

@@ -1,0 +1,118 @@
+"""Which leaves of a `PrefixTree` are given up at the limit, and how a holder forgets them.
+
+A holder knows its blocks by name, a run does not know the names: to forget a run costs a look
+at all names of the holder. So many leaves are chosen at once, and holders forget them one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .holdings import forget
+from .prefix_tree import PrefixTree
+from .records import DEPTH_BITS
+from .runs import Holder, Run
+
+
+class Victim(NamedTuple):
+    """A leaf to give up, unless it was found or went on since it was chosen.
+
+    Attributes:
+        touched, end: of the run, when it was chosen.
+    """
+
+    run: Run
+    touched: int
+    end: int
+
+
+def choose_victims(tree: PrefixTree, holders: Collection[int], count: int) -> list[Victim]:
+    """The leaves that were found the longest ago, of which `count` blocks or more are held.
+
+    Args:
+        holders: the numbers of those whose blocks count. A leaf that none of them holds stays.
+    """
+    victims: list[Victim] = []
+    leaves = [run for run in tree.runs.values() if run.children is None and run.parent]
+    for run in sorted(leaves, key=lambda leaf: leaf.touched):
+        if count <= 0:
+            break
+        if held := sum(_held(run, number) for number in _holders(run) if number in holders):
+            victims.append(Victim(run, run.touched, run.end))
+            count -= held
+    return victims
+
+
+def evict(tree: PrefixTree, holder: Holder, victims: Sequence[Victim]) -> int:
+    """Forget what a holder has of these leaves; returns how many blocks."""
+    number = holder.number
+    own = {
+        run.id: run
+        for run, touched, end in victims
+        if tree.runs.get(run.id) is run
+        and run.children is None
+        and run.touched == touched
+        and run.end <= end
+        and number in _holders(run)
+    }
+    if not own:
+        return 0
+    forgotten = _forget_names(tree, holder, own, _leading_to(own.values()))
+    for run in own.values():
+        holder.detached -= _detached(run, number)
+        forget(run, number)
+        tree.trim(run)
+    return forgotten
+
+
+def _holders(run: Run) -> Collection[int]:
+    return run.ends if run.detached is None else run.ends.keys() | run.detached.keys()
+
+
+def _held(run: Run, number: int) -> int:
+    """How many blocks of a run a holder has."""
+    return run.ends.get(number, run.start) - run.start + _detached(run, number)
+
+
+def _detached(run: Run, number: int) -> int:
+    spans = run.detached.get(number, ()) if run.detached is not None else ()
+    return sum(end - start for start, end in spans)
+
+
+def _forget_names(
+    tree: PrefixTree, holder: Holder, victims: Mapping[int, Run], leading: Container[int]
+) -> int:
+    """Take the blocks of some runs from a holder's names; returns how many.
+
+    Args:
+        leading: the runs whose locations may lead to one of them.
+    """
+    held = holder.held
+    numbers = np.fromiter(held.values(), dtype=np.int64, count=len(held)) >> DEPTH_BITS
+    # Blocks that were stored together are neighbours: few stretches are looked at closely.
+    bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+    names = list(held)
+    for start, number, end in zip(
+        bounds[:-1], numbers[bounds[:-1]].tolist(), bounds[1:], strict=True
+    ):
+        if number in leading:
+            for name in names[start:end]:
+                if tree.run_at(held[name]).id in victims:
+                    del held[name]
+    return len(names) - len(held)
+
+
+def _leading_to(runs: Iterable[Run]) -> set[int]:
+    """The numbers of runs whose locations may lead to one of `runs`: its own, and from above."""
+    found: set[int] = set()
+    for run in runs:
+        above = run
+        while above.id not in found:
+            found.add(above.id)
+            if above.parent is None or above.parent.tail is not above:
+                break
+            above = above.parent
+    return found

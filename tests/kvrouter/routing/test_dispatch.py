@@ -1,0 +1,140 @@
+"""Calls are decided, wait, are charged and let go, however they end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynbus import (
+    DeadlineExceeded,
+    Draining,
+    Overloaded,
+    call_options,
+)
+from dynbus.kvrouter.routing.opening import open_router
+from dynbus.kvrouter.routing.router import KvRouter
+from dynbus.kvrouter.routing.scheduling import SchedulerConfig
+from dynbus.testing import TestKit, run
+
+from .routing_fixtures import until
+from .worker import Worker, prompt, running, start, waiting, where
+
+
+def test_load_is_given_back_however_a_call_ends() -> None:
+    async def story() -> tuple[int, int]:
+        async with TestKit() as kit:
+            await start(kit, "a")
+            router = KvRouter()
+            client = kit.client(Worker, routing=router)
+            await where(client, prompt())
+            stream = client.generate(prompt(of=1))
+            async for _ in stream:
+                break
+            await stream.aclose()
+            left = asyncio.create_task(where(client, prompt(of=2, hold=True)))
+            await until(lambda: running(router) == 1)
+            left.cancel()
+            await asyncio.wait({left})
+            with pytest.raises(TimeoutError), call_options(timeout=0.5):
+                await where(client, prompt(of=3, hold=True))
+            statistics = router.statistics()
+            assert statistics is not None
+            return statistics.decisions, statistics.running
+
+    assert run(story()) == (4, 0)
+
+
+def test_a_call_waits_for_room_and_leaves_the_queue_when_its_caller_leaves() -> None:
+    async def story() -> tuple[int, int, str]:
+        async with TestKit() as kit:
+            workers = await start(kit, "a", max_batched_tokens="64")
+            config = SchedulerConfig(queue_threshold=1.0, queue_limit=2)
+            router = KvRouter(config=config)
+            client = kit.client(Worker, routing=router)
+
+            first = asyncio.create_task(where(client, prompt(5, 1, hold=True)))
+            await until(lambda: running(router) == 1)
+            leaves = asyncio.create_task(where(client, prompt(5, 2)))
+            stays = asyncio.create_task(where(client, prompt(5, 3)))
+            await until(lambda: waiting(router) == 2)
+            with pytest.raises(Overloaded):
+                await where(client, prompt(5, 4))
+            leaves.cancel()
+            await asyncio.wait({leaves})
+            after_leaving = waiting(router)
+            workers["a"].held.set()
+            await first
+            return after_leaving, waiting(router), await stays
+
+    assert run(story()) == (1, 0, "a")
+
+
+def test_a_call_that_waits_goes_to_an_instance_that_comes_although_nobody_else_calls() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            workers = await start(kit, "a", max_batched_tokens="64")
+            config = SchedulerConfig(queue_threshold=1.0)
+            async with open_router(kit.caller, Worker, exact=False, config=config) as router:
+                client = kit.client(Worker, routing=router)
+                first = asyncio.create_task(where(client, prompt(5, 1, hold=True)))
+                await until(lambda: running(router) == 1)
+                waits = asyncio.create_task(where(client, prompt(5, 2)))
+                await until(lambda: "1 waiting" in repr(router))
+
+                await start(kit, "b", max_batched_tokens="64")
+                async with asyncio.timeout(2.0):
+                    name = await waits
+
+                workers["a"].held.set()
+                await first
+                return name
+
+    assert run(story()) == "b"
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_calls_that_wait_end_with_draining_when_their_router_closes(share: bool) -> None:
+    async def story() -> tuple[list[BaseException | str], int, str]:
+        async with TestKit() as kit:
+            workers = await start(kit, "a", max_batched_tokens="64")
+            config = SchedulerConfig(queue_threshold=1.0)
+            opened = open_router(kit.caller, Worker, exact=False, share=share, config=config)
+            async with opened as router:
+                client = kit.client(Worker, routing=router)
+                first = asyncio.create_task(where(client, prompt(5, 1, hold=True)))
+                await until(lambda: running(router) == 1)
+                queued = [asyncio.create_task(where(client, prompt(5, of))) for of in (2, 3)]
+                await until(lambda: waiting(router) == 2)
+
+            async with asyncio.timeout(5.0):
+                ended = await asyncio.gather(*queued, return_exceptions=True)
+            left = waiting(router)
+
+            workers["a"].held.set()
+            return ended, left, await first
+
+    ended, left, served = run(story())
+
+    for error in ended:
+        assert isinstance(error, Draining)
+        assert not error.started
+    assert left == 0
+    assert served == "a"
+
+
+def test_a_call_that_leaves_the_queue_at_its_deadline_says_that_it_was_there() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            workers = await start(kit, "a", max_batched_tokens="16")
+            router = KvRouter(config=SchedulerConfig(queue_threshold=1.0))
+            client = kit.client(Worker, routing=router)
+            first = asyncio.create_task(where(client, prompt(hold=True)))
+            await until(lambda: running(router) == 1)
+            with call_options(timeout=5.0), pytest.raises(DeadlineExceeded) as caught:
+                await where(client, prompt(of=1))
+            workers["a"].held.set()
+            await first
+            return str(caught.value)
+
+    assert "waited 5 s in the router's queue" in run(story())

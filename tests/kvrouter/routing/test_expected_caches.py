@@ -1,0 +1,69 @@
+"""What ranks are taken to hold: what they said, and for some time what was sent to them."""
+
+from __future__ import annotations
+
+from dynbus.kvrouter.radix.index import Overlap, Rank
+from dynbus.kvrouter.routing.cost import DynamoCost
+from dynbus.kvrouter.routing.scheduler import KvScheduler
+from dynbus.kvrouter.routing.scheduling import SchedulerConfig
+
+from .routing_fixtures import BLOCK, HandIndex, decide, profile, request
+
+A, B, C = profile("a"), profile("b"), profile("c")
+ABC = [A, B, C]
+
+
+def test_two_equal_prompts_go_to_one_instance_before_its_events_come() -> None:
+    scheduler = KvScheduler(BLOCK, follower=HandIndex())
+    first = decide(scheduler, request("one", ABC, blocks=8))
+    scheduler.ended(first.number, 0.1)
+
+    second = decide(scheduler, request("two", ABC, blocks=8), 1.0)
+
+    assert second.chosen == first.chosen
+    assert sum(second.predicted) == 8
+
+
+def test_a_prediction_ends_when_no_event_confirms_it() -> None:
+    scheduler = KvScheduler(BLOCK, follower=HandIndex())
+    first = decide(scheduler, request("one", ABC, blocks=8))
+    scheduler.ended(first.number, 0.1)
+
+    second = decide(scheduler, request("two", ABC, blocks=8), 6.0)
+
+    assert sum(second.predicted) == 0
+
+
+def test_without_events_own_decisions_count_for_longer_and_as_far_as_there_is_room() -> None:
+    small = profile("a", events="false", total_blocks=5)
+    scheduler = KvScheduler(BLOCK, config=SchedulerConfig(approximate_ttl=None))
+    decide(scheduler, request("one", [small], blocks=4))
+
+    decide(scheduler, request("two", [small], blocks=3, of=1), 1000.0)
+    again = decide(scheduler, request("three", [small], blocks=4), 2000.0)
+
+    assert again.awareness.startswith("approximate (")
+    assert again.candidates[0].overlap.device == 2
+
+
+def test_a_prompt_whose_beginning_was_told_and_lost_can_be_sent_again() -> None:
+    index = HandIndex()
+    scheduler = KvScheduler(BLOCK, follower=index)
+
+    for held, blocks, now in ((0, 10, 0.0), (4, 10, 0.5), (0, 2, 1.0), (0, 10, 1.1)):
+        index.held = {Rank("a", 0): Overlap(held, 0, 0, 0)} if held else {}
+        decision = decide(scheduler, request(f"at {now}", [A], blocks=blocks), now)
+        scheduler.ended(decision.number, now)
+
+    assert len(scheduler.load) == 0  # type: ignore[arg-type]
+
+
+def test_an_instance_that_began_anew_is_taken_to_hold_nothing() -> None:
+    scheduler = KvScheduler(BLOCK, policy=DynamoCost())
+    first = decide(scheduler, request("one", [A]))
+    scheduler.ended(first.number, 0.0)
+
+    scheduler.forget_cache("a")
+    second = decide(scheduler, request("two", [A]), 1.0)
+
+    assert second.expected_reuse == 0
