@@ -172,14 +172,14 @@ def test_a_server_that_is_not_there_is_named_with_the_remedy(
 @pytest.mark.parametrize(
     ("url", "error", "code"),
     [
-        (f"nats://127.0.0.1:{free_port()}", "Unavailable", exit_codes.NO_SERVER),
+        ("nats://127.0.0.1:{port}", "Unavailable", exit_codes.NO_SERVER),
         ("bla", "ConfigError", exit_codes.CONFIG_ERROR),
     ],
 )
 def test_with_json_an_error_before_the_call_is_an_object_too(
     url: str, error: str, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert made(url, "Called.word", "a", as_json=True) == code
+    assert made(url.format(port=free_port()), "Called.word", "a", as_json=True) == code
 
     printed = capfd.readouterr()
     assert json.loads(printed.err)["error"] == error
