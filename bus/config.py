@@ -68,8 +68,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     connect_timeout: float = 5.0
     max_request_bytes: int = 32 * 1024 * 1024
     max_item_bytes: int = 32 * 1024 * 1024
-    stream_window: int = 256 * 1024
-    connection_window: int = 16 * 1024 * 1024
+    stream_window: int = 512 * 1024
+    connection_window: int = 32 * 1024 * 1024
     reader_stall_timeout: float = 30.0
     lease_ttl: float = 10.0
     stall_limit: float = 10.0

@@ -20,7 +20,7 @@ from .workload import Count, Source, payload
 
 pytestmark = pytest.mark.anyio
 
-WINDOW = 256 * 1024
+WINDOW = 512 * 1024
 MAX_PER_STREAM = 1024 * 1024
 """Bytes of the writer's memory that a stalled stream may cost."""
 

@@ -87,7 +87,7 @@ def _headers() -> dict[str, str]:
     return {
         "Dynbus-Request-Id": request_id,
         "Dynbus-Deadline": "60000",
-        "Dynbus-Frames": f"1 {request_id} 262144 {request_id[:16]}",
+        "Dynbus-Frames": f"1 {request_id} 524288 {request_id[:16]}",
         "traceparent": f"00-{request_id}-{request_id[:16]}-00",
     }
 
