@@ -213,7 +213,7 @@ async def test_a_put_that_is_cancelled_while_its_record_is_sent_leaves_one_whole
     assert (await store.get("o")).data in (b"old", bytes(3 * CHUNK))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_whatever_is_lost_a_reader_never_gets_a_torn_object(seed: int) -> None:
     chance = random.Random(seed)

@@ -180,9 +180,7 @@ class StreamOverABadChannel(RuleBasedStateMachine):
 
 
 TestStreamOverABadChannel = StreamOverABadChannel.TestCase
-TestStreamOverABadChannel.settings = settings(
-    max_examples=300, stateful_step_count=60, deadline=None
-)
+TestStreamOverABadChannel.settings = settings(max_examples=300, stateful_step_count=60)
 
 
 def test_a_result_that_is_alone_and_fits_is_taken_at_once_and_once() -> None:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynbus.bus.errors import DynbusError
@@ -94,7 +94,7 @@ async def answers(js: JetStream, config: StreamConfig, steps: list[Step]) -> lis
     return found
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(limits, st.booleans(), st.lists(st.one_of(publishes, publishes, readings), max_size=25))
 def test_memory_answers_every_request_as_nats_server_does(
     nats_server: RunningServer, limits: StreamLimits, in_memory: bool, steps: list[Step]
