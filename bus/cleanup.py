@@ -12,6 +12,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait until they have ended, however they do."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
 async def finish(cleanup: Coroutine[Any, Any, T]) -> T:
     """Await a clean-up to its end, however often this task is cancelled meanwhile.
 

@@ -44,6 +44,8 @@ from .server_process import (
 logger = logging.getLogger(__name__)
 
 _NAME_PREFIX: Final = "dynbus-embedded-"
+_ANNOUNCED_WITHIN: Final = 2.0
+"""Seconds after its first answer in which the server of another folder is noted as such."""
 _WATCH: Final = 1.0
 _WATCH_AFTER_FAILURE: Final = 5.0
 
@@ -196,8 +198,8 @@ class _User:
         info = await probe(self._url)
         if info is None or _runs(self._folder, info):
             return None
-        neighbour = neighbours.data_folder(self._address.port)
-        if neighbour is not None and _runs(neighbour, info):
+        neighbour = await self._neighbour(info)
+        if neighbour is not None:
             if fresh:
                 raise ConfigError(
                     f"the nats-server at {self._address} belongs to a run in "
@@ -220,6 +222,19 @@ class _User:
             )
         line = f"nats-server {info.version} {info.name!r} used on {self._address}"
         return EmbeddedServer(self._url, False, info, None, line)
+
+    async def _neighbour(self, info: ServerInfo) -> DataFolder | None:
+        """The folder whose embedded server this is; None for any other server."""
+        if not info.name.startswith(_NAME_PREFIX):
+            return None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ANNOUNCED_WITHIN):
+                while True:
+                    folder = neighbours.data_folder(self._address.port)
+                    if folder is not None and _runs(folder, info):
+                        return folder
+                    await asyncio.sleep(POLL)
+        return None
 
     def _another_port(self) -> str:
         return f"for example --nats nats://127.0.0.1:{self._address.port + 1}"
@@ -256,6 +271,8 @@ class _User:
                     await self._end_leftover()
                     self._start_guard()
                 if (info := await self._ready()) is not None:
+                    # Not before: of two folders that start at one port, one gets it.
+                    neighbours.announce(self._address.port, self._folder)
                     return started, info
 
     @asynccontextmanager
@@ -291,7 +308,6 @@ class _User:
             )
         )
         self._folder.record.write_bytes(msgspec.json.encode(record))
-        neighbours.announce(record.port, self._folder)
         self._folder.guard_log.write_bytes(b"")
         self._logs = Logs(self._folder.guard_log, self._folder.log)
         # By its path, and isolated: importing the package would cost more than all the rest.

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from dynbus.bus.cleanup import finish
+from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.testing import run
 
 
@@ -95,3 +95,20 @@ def test_a_clean_up_that_is_itself_cancelled_says_so() -> None:
             await finish(Cleanup(asyncio.CancelledError())())
 
     run(story())
+
+
+def test_tasks_are_cancelled_and_waited_for_however_they_end() -> None:
+    async def raising() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise OSError
+
+    async def story() -> list[bool]:
+        tasks = [asyncio.create_task(asyncio.Event().wait()), asyncio.create_task(raising())]
+        await asyncio.sleep(0)
+        await end_tasks(*tasks)
+        assert isinstance(tasks[1].exception(), OSError)
+        return [task.done() for task in tasks]
+
+    assert asyncio.run(story()) == [True, True]

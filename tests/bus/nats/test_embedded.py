@@ -246,21 +246,24 @@ async def test_fresh_is_refused_for_the_server_of_another_folder(url: str, tmp_p
             await enter(url, tmp_path / "two", fresh=True)
 
 
-async def test_two_folders_that_start_at_one_port_at_once_both_get_a_server(
+async def test_two_folders_that_start_at_one_port_at_once_share_the_server_of_one(
     url: str, tmp_path: Path
 ) -> None:
-    entered = 0
+    async with AsyncExitStack() as one, AsyncExitStack() as two:
+        servers = await asyncio.gather(
+            one.enter_async_context(embedded_server(url, data_dir=tmp_path / "one")),
+            two.enter_async_context(embedded_server(url, data_dir=tmp_path / "two")),
+        )
+        starter = one if servers[0].started else two
 
-    async def use(name: str) -> bool:
-        nonlocal entered
-        async with embedded_server(url, data_dir=tmp_path / name) as server:
-            entered += 1
-            await wait_until(lambda: entered == 2)
-            return server.started
+        await starter.aclose()
+        left = await probe(url)
 
-    started = await asyncio.gather(use("one"), use("two"))
-
-    assert sorted(started) == [False, True]
+    assert sorted(server.started for server in servers) == [False, True]
+    assert servers[0].data_dir == servers[1].data_dir
+    assert left is not None
+    assert left.name == servers[0].info.name == servers[1].info.name
+    assert await probe(url) is None
 
 
 async def test_a_folder_serves_one_port_at_a_time(url: str, tmp_path: Path) -> None:
