@@ -304,6 +304,7 @@ class Invocation:
             FailedAttempt(
                 error,
                 self._attempt,
+                sent=call is not None,
                 routed=bool(self.instance_id and not self.options.instance),
                 unreachable=unreachable,
                 lost=answered

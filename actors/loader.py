@@ -49,7 +49,7 @@ class Target(NamedTuple):
         """Read one target.
 
         Raises:
-            ConfigError: it has none of the forms, or the file does not exist.
+            ConfigError: it has none of the forms, or there is no such file.
         """
         place, colon, name = text.partition(":")
         is_file = place.endswith(_SUFFIX) or "/" in place or os.sep in place
@@ -60,6 +60,8 @@ class Target(NamedTuple):
                 raise ConfigError(_not_a_target(text))
             return cls(text, Path.cwd(), place, name, None)
         file = Path(place).absolute()
+        if file.is_dir():
+            raise ConfigError(_is_folder(text, file))
         if not file.is_file():
             raise ConfigError(f"{text!r}: there is no file {place} in {Path.cwd()}")
         if file.suffix != _SUFFIX or not file.stem.isidentifier():
@@ -81,6 +83,8 @@ class Target(NamedTuple):
             return [self._named(module)]
         found = defined_actors(module)
         if not found:
+            if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
+                raise ConfigError(_is_folder(self.text, Path(next(iter(module.__path__)))))
             raise ConfigError(f"{self.text!r} defines no actor{_imported(module)}")
         return found
 
@@ -90,12 +94,15 @@ class Target(NamedTuple):
             module = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
             if error.name is not None and f"{self.module}.".startswith(f"{error.name}."):
-                hint = f"; is it a file? then write {self.module}.py" if not self.file else ""
+                path = self.module.replace(".", "/") + _SUFFIX
+                hint = f"; is it a file? then write {path}" if not self.file else ""
                 raise ConfigError(
                     f"{self.text!r}: there is no module {error.name!r} in {self.folder} or "
                     f"among the installed ones{hint}"
                 ) from None
-            raise ImportFailed(f"{self.text!r}: {error}") from error
+            raise ImportFailed(f"{self.text!r}: {error}{self._clash(error)}") from error
+        except ImportError as error:
+            raise ImportFailed(f"{self.text!r}: {_why(error)}{self._clash(error)}") from error
         except Exception as error:
             raise ImportFailed(f"{self.text!r}: {_why(error)}") from error
         loaded = getattr(module, "__file__", None)
@@ -105,6 +112,13 @@ class Target(NamedTuple):
                 f"({loaded or 'built in'}): rename the file"
             )
         return module
+
+    def _clash(self, error: ImportError) -> str:
+        """What the message says where a file of the user's has the name of a standard module."""
+        name = (error.name or "").partition(".")[0]
+        if name not in sys.stdlib_module_names or not (self.folder / f"{name}{_SUFFIX}").is_file():
+            return ""
+        return f"; {name!r} is a module of Python's own too: rename your file {name}{_SUFFIX}"
 
     def _named(self, module: ModuleType) -> type[Actor]:
         found: object = module
@@ -252,6 +266,12 @@ def _not_a_target(text: str) -> str:
         f"{text!r} is no target: write actors.py, actors.py:Name, actors:Name or "
         "package.module:Name"
     )
+
+
+def _is_folder(text: str, folder: Path) -> str:
+    found = sorted(file.name for file in folder.glob(f"*{_SUFFIX}") if file.stem.isidentifier())
+    name = "actors.py" if "actors.py" in found or not found else found[0]
+    return f"{text!r} is a folder: give a file in it, for example {Path(text) / name}"
 
 
 def _why(error: BaseException) -> str:

@@ -1,7 +1,8 @@
 """What follows a failed attempt at a call: another one, now or after a pause, or the error.
 
-A failed attempt is repeated by itself only when the request provably did not start. Beyond
-that a handler must be declared idempotent, or the caller must have given an idempotency key.
+A failed attempt is repeated by itself only when the request provably did not start, and the
+error says that it is retryable: any other would come again from the next instance. Beyond that a
+handler must be declared idempotent, or the caller must have given an idempotency key.
 Nothing here waits, looks at a clock or draws a random number.
 """
 
@@ -11,8 +12,6 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from dynbus.bus.errors import (
-    ConfigError,
-    DeadlineExceeded,
     Draining,
     DynbusError,
     InvalidRequest,
@@ -26,14 +25,13 @@ DEFAULT_RETRIES: Final = 2
 FIRST_BACKOFF: Final = 0.1
 MAX_BACKOFF: Final = 2.0
 
-_FINAL: Final = (ConfigError, DeadlineExceeded, NoInstances)
-
 
 class FailedAttempt(NamedTuple):
     """What is known of an attempt that failed.
 
     Attributes:
         number: how many requests were sent or about to be, this one included.
+        sent: whether this one was; False also when the instance's record rules the call out.
         routed: whether a router chose the instance; False when the caller named it, and when
             none was chosen.
         unreachable: whether nobody listens at the instance any longer.
@@ -45,6 +43,7 @@ class FailedAttempt(NamedTuple):
 
     error: DynbusError
     number: int
+    sent: bool
     routed: bool
     unreachable: bool
     lost: bool
@@ -107,7 +106,7 @@ class RetryPolicy:
         if failed.unreachable and not error.started and failed.settling:
             # Right after an outage an instance may be a moment later on the bus than we are.
             return PauseThenRetry(self._backoff(), counted=False)
-        if failed.number >= MAX_ATTEMPTS or isinstance(error, _FINAL):
+        if failed.number >= MAX_ATTEMPTS or _is_final(failed):
             return GiveUp()
         refused = not error.started and not failed.lost
         if failed.routed and refused and failed.others:
@@ -127,8 +126,7 @@ class RetryPolicy:
 
     def _may_repeat(self, failed: FailedAttempt) -> bool:
         error = failed.error
-        repeatable = error.retryable or error.code == "UnknownOutcome"
-        if error.started and not (self._idempotent and repeatable):
+        if error.started and not self._idempotent:
             return False
         allowed = self._retries
         if allowed is None:
@@ -137,3 +135,14 @@ class RetryPolicy:
 
     def _backoff(self) -> float:
         return float(min(MAX_BACKOFF, FIRST_BACKOFF * 2**self._repeated))
+
+
+def _is_final(failed: FailedAttempt) -> bool:
+    """Whether another attempt would end in the same way."""
+    error = failed.error
+    if isinstance(error, NoInstances):
+        return True
+    if error.retryable or error.code == "UnknownOutcome":
+        return False
+    # An instance that serves the endpoint in the other kind is passed over, not asked.
+    return failed.sent or not isinstance(error, InvalidRequest)

@@ -28,7 +28,6 @@ from dynbus.bus.config import BusConfig
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.errors import ERRORS, STATUS_CODES
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.kvrouter.radix.kernel import load_compiled
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -103,12 +102,6 @@ def test_the_readme_shows_the_example_as_it_is(path: str) -> None:
     [shown] = [block.text for block in BLOCKS if block.mark == path]
 
     assert shown == page(path)
-
-
-@pytest.fixture(scope="module")
-def compiled_kernel() -> None:
-    """The kernel in the user's cache: compiling it takes longer than a program may."""
-    load_compiled()
 
 
 @pytest.mark.usefixtures("compiled_kernel")

@@ -100,6 +100,9 @@ def make_plan(options: RunOptions, environment: Mapping[str, str]) -> Plan:
         actors, file=file, options=options.actor_options, environment=environment
     )
     assignments = [Assignment(actor, *settings[actor]) for actor in actors]
+    if not any(assignment.workers for assignment in assignments):
+        names = ", ".join(actor.__name__ for actor in actors)
+        raise ConfigError(f"nothing is left to run: workers = 0 for {names}: give one of them 1")
     return Plan(assignments, bus.values, config, misspelt_variables(actors, environment))
 
 

@@ -1,15 +1,17 @@
 """Asks questions about three documents and prints which engine got each, and what it reused.
 
 The first question about a document is computed in full. The others go where the document lies
-in a cache, and only the question itself is computed.
+in a cache, and only the question itself is computed. A call that fails ends the program with one
+line that says why, and exit code 1.
 """
 
 import asyncio
+import sys
 from random import Random
 
 from actors import Engine
 
-from dynbus import Runtime, call_options
+from dynbus import DynbusError, Runtime, call_options
 from dynbus.kvrouter import KvRouter, open_router
 from dynbus.llm.mock.actor import GenerateRequest
 
@@ -44,4 +46,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except DynbusError as error:
+        sys.exit(f"{error.code}: {error}")

@@ -1,7 +1,8 @@
 """Which leaves of a `PrefixTree` are given up at the limit, and how a holder forgets them.
 
-A holder knows its blocks by name, a run does not know the names: to forget a run costs a look
-at all names of the holder. So many leaves are chosen at once, and holders forget them one by one.
+A holder knows its blocks by name, and a run does not know the names: forgetting a run costs a
+look at all names of the holder. So many leaves are chosen at once, and one holder after the other
+forgets them all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .runs import Holder, Run
 
 
 class Victim(NamedTuple):
-    """A leaf to give up, unless it was found or went on since it was chosen.
+    """A leaf to give up, unless it was found or has grown since it was chosen.
 
     Attributes:
         touched, end: of the run, when it was chosen.

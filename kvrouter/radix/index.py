@@ -30,9 +30,9 @@ DEFAULT_MAX_BLOCKS: Final = 10_000_000
 EVICT_TO: Final = 0.9
 """The part of `max_blocks` that is left when some were forgotten for it."""
 EVICT_LOOK: Final = 1 << 16
-"""With each message caches forget until so many of their blocks were looked at."""
+"""With each message caches forget until so many of their blocks and leaves were looked at."""
 OVERSHOOT: Final = 1.05
-"""From this part of `max_blocks` on caches forget until less is held, however many that takes."""
+"""Beyond so many times `max_blocks` caches forget until less is held, however long that takes."""
 
 
 class Verdict(StrEnum):
@@ -281,6 +281,8 @@ class RadixIndex:
             if evicted:
                 # What was forgotten may be named as a parent; its instance need not send it again.
                 self.ranks[self._owners[holder.number]].partial = True
+        if not self._to_forget:
+            self._victims = None
 
     def _holder(self, rank: Rank, state: RankState, tier: int) -> CacheHolder:
         holder = state.holders.get(tier)
@@ -288,6 +290,12 @@ class RadixIndex:
             holder = state.holders[tier] = self.kernel.add_holder()
             self._own(rank, tier, holder)
         return holder
+
+    def restore_evicted(self, blocks: int) -> None:
+        """So many blocks were forgotten before, for want of room; with more room now they may be
+        said again."""
+        if 2 * self._blocks > self._max_blocks:
+            self._evicted = blocks
 
     def restore(self, rank: Rank, state: RankState) -> None:
         """Take in a rank whose holders are in the tree already."""
@@ -307,6 +315,11 @@ class RadixIndex:
         """Forget an instance. Its memory comes back with the messages that follow, or `sweep`."""
         for rank in self._of_instance.pop(instance, ()):
             self._empty(rank, self.ranks.pop(rank))
+
+    @property
+    def has_evicted(self) -> bool:
+        """Whether blocks were forgotten for the sake of `max_blocks`."""
+        return self._evicted > 0
 
     def sweep(self, limit: int = 1 << 30) -> bool:
         """Free up to `limit` blocks of what has left; returns whether that was all."""

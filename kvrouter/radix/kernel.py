@@ -1,8 +1,8 @@
-"""What carries the index out: the tree of prefixes and who holds them.
+"""The kernel of the index: the tree of prefixes and who holds them.
 
-There are two, with the same answers; each loads the snapshots of the other. One is plain
-Python. The other, of the extra `dynbus[fast]`, is compiled by Numba, and takes a third of the
-memory.
+There are two kernels that give the same answers; each loads the snapshots of the other. One is
+plain Python. The other, of the extra `dynbus[fast]`, is compiled by Numba, and takes a third of
+the memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 MANY: Final = 8
-"""From so many holders of a run on, what is to say of it is worth to be remembered."""
+"""From so many holders of a run on, what is said of it is worth remembering."""
 REMEMBERED: Final = 1024
-"""Runs of which that is remembered at most."""
+"""Runs for which that is remembered at most."""
 
 SLOW_START: Final = 5.0
 """Seconds from which on the log tells how long compiling took."""
@@ -89,7 +89,7 @@ class CacheHolder(Protocol):
 
 
 class Answers(Generic[Key, Value]):
-    """In what words a look-up answers.
+    """How a look-up puts its answers.
 
     Attributes:
         labels: by the number of a holder; those without one are left out.

@@ -45,6 +45,7 @@ class _Snapshot(msgspec.Struct, frozen=True, array_like=True):
     next_holder: int
     ranks: list[_RankRecord]
     runs: list[RunRecord]
+    evicted: int = 0
 
 
 _TIERS: Final = frozenset(Tier)
@@ -90,6 +91,7 @@ class IndexDump:
         while records := list(islice(runs, SLICE_RUNS)):
             self._add(b"".join(map(msgspec.msgpack.encode, records)))
             yield
+        self._add(msgspec.msgpack.encode(index.statistics().evicted))
         self.data[len(MAGIC) : len(MAGIC) + CHECKSUM_BYTES] = self._checksum.digest()
 
     def _add(self, piece: bytes) -> None:
@@ -161,9 +163,12 @@ def _fill(index: RadixIndex, snapshot: _Snapshot) -> None:
         _check_rank(rank)
     if len({(rank.instance, rank.dp_rank) for rank in snapshot.ranks}) < len(snapshot.ranks):
         raise ValueError("one rank twice")
+    if snapshot.evicted < 0:
+        raise ValueError(f"{snapshot.evicted} blocks were evicted")
     loaded = iter(index.kernel.load(snapshot.runs, caches, next_numbers))
     for rank in snapshot.ranks:
         state = RankState(rank.event_epoch, rank.next_id, rank.partial)
         for cache in rank.holders:
             state.holders[cache.tier] = next(loaded)
         index.restore(Rank(rank.instance, rank.dp_rank), state)
+    index.restore_evicted(snapshot.evicted)

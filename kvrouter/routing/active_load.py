@@ -10,8 +10,7 @@ from typing import Final, NamedTuple
 from dynbus.kvrouter.radix.index import Rank
 
 MOST_TOKENS: Final = 2**24
-"""Tokens of a prompt or an output, more of which count as so many: one whose ids fit into a
-message has fewer."""
+"""The most tokens that a prompt or an output counts for. The ids of so many fit into no message."""
 
 
 def expected_tokens(said: int | None) -> int | None:

@@ -90,13 +90,18 @@ class CandidateTable:
         overlap = Overlap(*(column[at] for column in self._overlaps))
         return Candidate(ranks[at], overlap, *(column[at] for column in numbers))
 
+    @property
+    def ranks(self) -> Sequence[Rank]:
+        """The ranks of the candidates."""
+        return self._columns[0]
+
     def position(self, rank: Rank) -> int:
         """The position of a rank.
 
         Raises:
             ValueError: it is no candidate.
         """
-        return self._columns[0].index(rank)
+        return self.ranks.index(rank)
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +115,7 @@ class Decision:
             the policy times the preference for the instance.
         expected_reuse: tokens of the prompt that the chosen rank was taken to hold.
         told_reuse: those of them that it had said itself; the others were guessed.
-        excluded: why other instances could not, by id.
+        excluded: why other instances could not, by id; also those that the call tried before.
         index_sequence: up to where the router's index had followed the events.
         awareness: how much the index could be trusted.
         predicted: blocks of each candidate's overlap that were guessed, not told.
@@ -273,6 +278,28 @@ class DecisionLog:
     def find(self, request_id: str) -> list[Decision]:
         """The decisions for a request that are still kept: one per attempt, in their order."""
         return [self._decisions[number] for number in self._of_request.get(request_id, ())]
+
+    def tried_before(self, decision: Decision) -> dict[str, str]:
+        """The instances that earlier attempts of a decision's call tried and that it left out.
+
+        Calls may share a request's id: the attempts of one begin anew with 1.
+
+        Returns:
+            What came of each, by id.
+        """
+        candidates = {rank.instance for rank in decision.table.ranks}
+        tried: dict[str, str] = {}
+        for number in reversed(self._of_request.get(decision.request_id, ())):
+            one = self._decisions[number]
+            if one.attempt >= decision.attempt:
+                continue
+            if one.chosen.instance not in candidates:
+                ended = one.outcome.error or "no error"
+                why = f"tried before, by attempt {one.attempt}, which ended with {ended}"
+                tried.setdefault(one.chosen.instance, why)
+            if one.attempt == 1:
+                break
+        return tried
 
     def latest(self, count: int) -> list[Decision]:
         """The latest decisions, newest first."""

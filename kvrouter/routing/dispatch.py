@@ -57,6 +57,9 @@ class Dispatch:
         answer = self.scheduler.submit(request, request.arrived)
         if isinstance(answer, Ticket):
             answer = await self._waiting.wait(answer, call)
+        if answer.attempt > 1:
+            tried = self.scheduler.decisions.tried_before(answer)
+            answer.excluded = {**tried, **answer.excluded}
         self._tell()
         return answer
 

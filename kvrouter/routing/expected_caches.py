@@ -24,14 +24,16 @@ class ExpectedCaches:
         self._follower = follower
         self._predicts = config.prediction_ttl > 0
         self._forgets = config.approximate_ttl is not None
-        # Of instances that send events, until these arrive; and of those that send none.
+        # Of instances that send events, until these arrive.
         self._predictions = ApproximateIndex(ttl=config.prediction_ttl)
-        self._guesses = ApproximateIndex(ttl=config.approximate_ttl)
-        # Blocks of the ranks of the instances that are guessed at; None where they do not say.
+        # Of instances that send none.
+        self._approximations = ApproximateIndex(ttl=config.approximate_ttl)
+        # Blocks that each rank of these has room for; None where they do not say.
         self._capacities: dict[str, int | None] = {}
 
     def __repr__(self) -> str:
-        return f"<ExpectedCaches [{len(self._predictions)} + {len(self._guesses)} blocks guessed]>"
+        guessed = len(self._predictions) + len(self._approximations)
+        return f"<ExpectedCaches [{guessed} blocks guessed]>"
 
     def overlaps(
         self, profiles: Sequence[InstanceProfile], shape: RequestShape, now: float
@@ -45,7 +47,7 @@ class ExpectedCaches:
         overlaps: list[Overlap] = []
         guessed: list[int] = []
         for profile in profiles:
-            guesses = self._guesses_of(profile)
+            guesses = self._guesses(profile)
             for rank in profile.ranks:
                 overlap = exact.get(rank, NO_OVERLAP)
                 known = 0
@@ -76,7 +78,7 @@ class ExpectedCaches:
         """
         if not self._is_followed(profile):
             capacity = self._capacities[profile.instance] = profile.total_blocks
-            self._guesses.store(chosen.rank, sequence_hashes, now, capacity=capacity)
+            self._approximations.store(chosen.rank, sequence_hashes, now, capacity=capacity)
         elif self._predicts:
             known = chosen.overlap.total - guessed
             self._predictions.store(chosen.rank, sequence_hashes, now, start=known)
@@ -89,11 +91,11 @@ class ExpectedCaches:
         # Without a time to forget in, only what is known to be an instance is remembered.
         if rank.instance in self._capacities or self._forgets:
             capacity = self._capacities.get(rank.instance)
-            self._guesses.store(rank, sequence_hashes, now, capacity=capacity)
+            self._approximations.store(rank, sequence_hashes, now, capacity=capacity)
 
     def forget_cache(self, instance: str) -> None:
         """An instance began anew with an empty cache: what was guessed of it is void."""
-        self._guesses.remove_instance(instance)
+        self._approximations.remove_instance(instance)
         self._predictions.remove_instance(instance)
 
     def remove_instance(self, instance: str) -> None:
@@ -101,8 +103,8 @@ class ExpectedCaches:
         self._capacities.pop(instance, None)
         self.forget_cache(instance)
 
-    def _guesses_of(self, profile: InstanceProfile) -> ApproximateIndex:
-        return self._predictions if self._is_followed(profile) else self._guesses
+    def _guesses(self, profile: InstanceProfile) -> ApproximateIndex:
+        return self._predictions if self._is_followed(profile) else self._approximations
 
     def _is_followed(self, profile: InstanceProfile) -> bool:
         return self._follower is not None and profile.has_events

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final
 
-from dynbus.bus.cleanup import finish
+from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.names import check_token, kv_load_subject
 from dynbus.bus.transport import Connection, Message, Subscription
@@ -85,8 +85,7 @@ class LoadSharing:
     async def _close(self) -> None:
         beat, self._beat = self._beat, None
         if beat is not None:
-            beat.cancel()
-            await asyncio.wait({beat})
+            await end_tasks(beat)
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Final, Protocol
 
 from dynbus.bus.bus import Bus
-from dynbus.bus.cleanup import finish
+from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError
@@ -98,8 +98,7 @@ class RouterWatch:
     async def _close(self) -> None:
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
+            await end_tasks(task)
         if self._subscription is not None:
             self._subscription.unsubscribe()
         self._bus.status.remove(self.id)

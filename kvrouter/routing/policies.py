@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext, suppress
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -104,11 +105,7 @@ def _replaced(module_name: str) -> Generator[None]:
         return
     parent, _, child = module_name.rpartition(".")
     package = sys.modules.get(parent)
-    if before.__spec__ is not None and before.__spec__.cached is not None:
-        # Bytecode is compared with its file by size and whole seconds, which may miss an edit.
-        # Where it may not be removed, this process has not just written it.
-        with suppress(PermissionError):
-            Path(before.__spec__.cached).unlink(missing_ok=True)
+    _drop_bytecode(before)
     importlib.invalidate_caches()
     del sys.modules[module_name]
     try:
@@ -118,6 +115,17 @@ def _replaced(module_name: str) -> Generator[None]:
         if package is not None:
             setattr(package, child, before)
         raise
+
+
+def _drop_bytecode(module: ModuleType) -> None:
+    """Have the source of a module compiled anew, if it has one: without, its bytecode is all."""
+    spec = module.__spec__
+    if spec is None or spec.cached is None or not isinstance(spec.loader, SourceFileLoader):
+        return
+    # Bytecode is compared with its file by size and whole seconds, which may miss an edit.
+    # Where it cannot be removed, this process has not just written it.
+    with suppress(OSError):
+        Path(spec.cached).unlink()
 
 
 def _unloadable(name: str, error: Exception) -> ConfigError:

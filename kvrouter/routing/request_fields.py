@@ -73,17 +73,15 @@ class RequestFields:
         lora_name = _text(request, self.lora_name, field_of(body, self.lora_name))
         salt = _text(request, self.salt, field_of(body, self.salt))
         expected = field_of(body, self.expected_output_tokens)
+        if not isinstance(expected, int) or isinstance(expected, bool):
+            expected = None
         try:
             shape = RequestShape.of(
                 tokens,
                 block_size,
                 lora_name=lora_name,
                 salt=salt,
-                expected_output_tokens=expected_tokens(
-                    expected
-                    if isinstance(expected, int) and not isinstance(expected, bool)
-                    else None
-                ),
+                expected_output_tokens=expected_tokens(expected),
                 priority=request.priority,
                 metadata=request.metadata,
             )

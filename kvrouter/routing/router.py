@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Final, get_args
@@ -18,6 +18,7 @@ from dynbus.bus.names import EndpointName
 from dynbus.bus.tokens import random_id
 from dynbus.bus.transport import Connection
 from dynbus.kvrouter.stream.awareness import CacheAwareness, no_instances
+from dynbus.kvrouter.stream.membership import Instances
 
 from .affinity import SESSION_KEY
 from .attempt import AttemptObserver
@@ -48,8 +49,6 @@ from .shared_load import SharedLoad
 
 DEFAULT_POLICY: Final = "kv"
 REUSED_FIELD: Final = "cached_tokens"
-Instances = Callable[[], Collection[str] | None]
-"""The ids of the instances that there are; None while that is not known."""
 
 
 class KvRouter:
@@ -57,9 +56,6 @@ class KvRouter:
 
     Use it with `async with` when it has a `connection`; without one it needs no closing. It is
     opened once: calls that wait when it closes, and all later ones, end with `Draining`.
-
-    Attributes:
-        route_timeout: it bounds no call, since one may wait in the queue until its deadline.
 
     Args:
         follower: the index that follows the engines' events, entered by whoever gives it. None
@@ -76,9 +72,12 @@ class KvRouter:
             the engine found in its cache: names with dots, for example
             `usage.prompt_tokens_details.cached_tokens`. Empty for nowhere.
         target: `namespace.component` that it is for; that of the first call unless given.
-        instances: those of the target, without which `awareness` is off.
+        instances: the ids of those of the target; while there are none, `awareness` is off.
         offered: those of them that may be chosen just now, for calls that wait while one comes.
             None has them wait for the next call, which is offered them.
+
+    Attributes:
+        route_timeout: None, since a call may wait in the queue until its deadline.
 
     Raises:
         ConfigError: a policy cannot be loaded, or a value is not usable.

@@ -61,6 +61,7 @@ class Observation:
         evicted: blocks that were forgotten for the sake of the memory limit.
         approximates: whether the router stands in for silent instances with its own decisions.
         trouble: of an unsettled rank, what is wrong with it.
+        refusal: of a silent instance, why its events do not count; empty where none came.
     """
 
     following: bool
@@ -75,6 +76,7 @@ class Observation:
     evicted: int = 0
     approximates: bool = False
     trouble: str = ""
+    refusal: str = ""
 
 
 def doubted(awareness: CacheAwareness, doubts: Mapping[str, str]) -> CacheAwareness:
@@ -123,9 +125,11 @@ def cache_awareness(seen: Observation) -> CacheAwareness:
         reasons.append(f"{seen.unsettled} of {seen.ranks} ranks being resent{trouble}")
     if seen.evicted:
         reasons.append(f"{seen.evicted} blocks forgotten at max_blocks")
-    silent = f"no events from {named(seen.silent)}"
+    refusal = f": {seen.refusal}" if seen.refusal else ""
+    silent = f"no events from {named(seen.silent)}{refusal}"
     if seen.silent and not seen.approximates:
-        reasons.append(f"{silent}: open a KvEventPublisher in each engine")
+        remedy = "" if refusal else ": open a KvEventPublisher in each engine"
+        reasons.append(f"{silent}{remedy}")
     if not seen.ranks and seen.silent and not seen.approximates:
         return CacheAwareness(AwarenessLevel.OFF, ", ".join(reasons))
     if reasons:

@@ -34,8 +34,8 @@ class BatchSender:
         on_outcome: called with a log when it was told.
 
     Attributes:
-        failures: publishes that were not acknowledged.
-        last_failure: the text of the last one; empty when one was acknowledged since.
+        failures: publishes that were not acknowledged, and whatever else was noted as one.
+        last_failure: its text; empty when a publish was acknowledged since.
         retry_at: monotonic seconds before which nothing is sent.
     """
 

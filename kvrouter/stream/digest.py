@@ -48,12 +48,6 @@ def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return numbers
 
 
-def held_blocks(index: RadixIndex, rank: Rank) -> int:
-    """How many blocks an index says that a rank holds, over all tiers."""
-    state = index.ranks.get(rank)
-    return state.blocks if state is not None else 0
-
-
 def index_digest(index: RadixIndex, rank: Rank) -> CacheDigest:
     """What an index says that a rank holds. Costs about a fifth of a microsecond for each block."""
     state = index.ranks.get(rank)

@@ -15,7 +15,7 @@ from typing import Final, Self
 
 import msgspec
 
-from dynbus.bus.cleanup import finish
+from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.names import KV_ELECTION_BUCKET, kv_election_subject
@@ -147,7 +147,7 @@ class Election:
 
     async def __aenter__(self) -> Self:
         task = asyncio.get_running_loop().create_task(self._run(), name=f"elect {self._subject}")
-        self._exits.push_async_callback(_end, task)
+        self._exits.push_async_callback(end_tasks, task)
         return self
 
     async def __aexit__(
@@ -235,8 +235,3 @@ class Election:
             )
         except DynbusError as error:
             logger.info("%r: its record expires by itself: %s", self, error)
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])

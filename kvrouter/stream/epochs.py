@@ -41,7 +41,7 @@ class EpochClock:
         with self._lock:
             now = self._time_ns()
             known = [one for one in (self._last, above) if one <= now + CLOCK_ALLOWANCE]
-            self._last = max(now, *(one + 1 for one in known))
+            self._last = max([now, *(one + 1 for one in known)])
             return self._last
 
     def is_credible(self, event_epoch: int) -> bool:

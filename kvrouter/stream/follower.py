@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynbus.actors import Runtime
-from dynbus.bus.cleanup import finish
+from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.names import check_token, kv_event_subject, kv_resync_subject
@@ -37,10 +37,10 @@ from .awareness import CacheAwareness, Observation, cache_awareness
 from .event_stream import EventStream, ensure_stream
 from .follower_status import FollowerStatus, Position
 from .live_index import LiveIndex
-from .membership import live_instances
+from .membership import Instances, live_instances
 from .resync import ResyncPlan, encode_resync
 
-__all__ = ["FollowerStatus", "IndexFollower", "Instances", "Position"]
+__all__ = ["FollowerStatus", "IndexFollower", "Position"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,6 @@ LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks at the stream itself."""
 MESSAGES_PER_STEP: Final = 8
 """Messages that waited and are applied in one turn of the loop: a few milliseconds."""
-
-Instances = Callable[[], Collection[str] | None]
-"""The ids of the instances that have a lease; None while that is not known."""
 
 
 class IndexFollower:
@@ -160,7 +157,7 @@ class IndexFollower:
             task = asyncio.get_running_loop().create_task(
                 self._run(), name=f"kv-index-{self.component}"
             )
-            exits.push_async_callback(_end, task)
+            exits.push_async_callback(end_tasks, task)
             self._exits = exits.pop_all()
         self._look_at_instances(monotonic())
         return self
@@ -223,7 +220,6 @@ class IndexFollower:
         """How far routing can rely on the index at this moment."""
         live = self._live
         unsettled = live.unsettled
-        troubled = next((rank for rank in unsettled if live.plan.reason(rank)), None)
         return cache_awareness(
             Observation(
                 following=self._consumer is not None,
@@ -237,9 +233,8 @@ class IndexFollower:
                 silent=tuple(live.members.silent),
                 evicted=self.index.statistics().evicted,
                 approximates=self._approximates,
-                trouble=""
-                if troubled is None
-                else f"{troubled.instance}/{troubled.dp_rank}: {live.plan.reason(troubled)}",
+                trouble=live.trouble,
+                refusal=live.refusal,
             )
         )
 
@@ -250,18 +245,19 @@ class IndexFollower:
 
     def status(self) -> FollowerStatus:
         """Counters of this follower."""
+        live = self._live
         return FollowerStatus(
-            self._position,
-            self._behind,
-            self._live.staleness.summary(),
-            self.awareness(),
-            len(self.index.ranks),
-            self._live.refused,
-            self._live.check.mismatches,
-            self._live.check.comparisons,
-            self._live.plan.asked,
-            self._recreations,
-            self._failures,
+            position=self._position,
+            behind=self._behind,
+            staleness=live.staleness.summary(),
+            awareness=self.awareness(),
+            ranks=len(self.index.ranks),
+            refused=live.refused,
+            mismatches=live.check.mismatches,
+            comparisons=live.check.comparisons,
+            requests=live.plan.asked,
+            recreations=self._recreations,
+            failures=self._failures,
         )
 
     # Messages -------------------------------------------------------------------------
@@ -382,8 +378,3 @@ class IndexFollower:
             self._position = Position(self._position.sequence, info.created)
         elif self._position.created != info.created:
             await self._read()
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])

@@ -27,12 +27,13 @@ class FollowerStatus:
 
     Attributes:
         behind: messages that the stream had for it beyond `position` when that one was sent.
-        refused: messages of a rank or instance that their subject does not name.
+        refused: messages that could not be used: of another rank than their subject names, of an
+            epoch too far ahead, or not readable.
         mismatches: digests that differed from the index.
         comparisons: digests that were compared in full.
         requests: resyncs that were asked for.
         recreations: times at which the stream was another one than before.
-        failures: of asking for and reading the stream.
+        failures: of looks at the stream and the instances, and of messages that were held back.
     """
 
     position: Position

@@ -23,7 +23,7 @@ from dynbus.kvrouter.events import Tier
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex, Rank
 
 from .snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
-from .stored_events import rank_of
+from .stored_events import forget_future, rank_of
 
 DEFAULT_TIMEOUT: Final = 60.0
 
@@ -139,22 +139,8 @@ async def index_at(
         )
     store = store or SnapshotStore(jetstream, namespace)
     snapshot, index = await _newest_before(store, component, point, stream, max_blocks, end)
+    _check_known(point, kv_event_stream(namespace), stream, snapshot)
     covered = 0 if snapshot is None else snapshot.coverage.sequence
-    if point.time is not None and point.time < stream.created:
-        raise NoHistory(
-            f"nothing is known of {_utc(point.time)}: the stream {kv_event_stream(namespace)} was "
-            f"made at {_utc(stream.created)}"
-        )
-    if (
-        snapshot is None
-        and point.sequence is not None
-        # Before the very first message nothing was held: that is known.
-        and stream.first_sequence > max(1, point.sequence)
-    ):
-        raise NoHistory(
-            f"sequence {point.sequence} is gone: the stream {kv_event_stream(namespace)} begins at "
-            f"{stream.first_sequence}, and no snapshot is as old"
-        )
     last = stream.last_sequence if point.sequence is None else point.sequence
     tail = _Tail(index, last, point.time)
     if covered < last:
@@ -175,6 +161,35 @@ async def index_at(
     # What the stream says of other components changes nothing, but is passed all the same.
     reached = last if point.time is None else max(covered, tail.sequence)
     return PastIndex(index, reached, tail.time, snapshot, tail.messages, stream.first_sequence)
+
+
+def _check_known(
+    point: Point, name: str, stream: StreamInfo, snapshot: SnapshotInfo | None
+) -> None:
+    """Refuse a point before all that is still known.
+
+    Args:
+        name: of the stream.
+        snapshot: the newest one before the point; None for none.
+
+    Raises:
+        NoHistory: it is one, and what is known.
+    """
+    if point.time is not None and point.time < stream.created:
+        raise NoHistory(
+            f"nothing is known of {_utc(point.time)}: the stream {name} was made at "
+            f"{_utc(stream.created)}"
+        )
+    if (
+        snapshot is None
+        and point.sequence is not None
+        # Before the very first message nothing was held: that is known.
+        and stream.first_sequence > max(1, point.sequence)
+    ):
+        raise NoHistory(
+            f"sequence {point.sequence} is gone: the stream {name} begins at "
+            f"{stream.first_sequence}, and no snapshot is as old"
+        )
 
 
 def _utc(time: float) -> str:
@@ -240,6 +255,7 @@ class _Tail:
         self.messages += 1
         rank = rank_of(message)
         if rank is not None:
+            forget_future(self._index, rank, message)
             self._index.apply(rank.instance, message.data)
         return message.sequence == self._last
 

@@ -31,13 +31,17 @@ class Handed(NamedTuple):
     events: list[KvEvent]
 
 
+class _Call(NamedTuple):
+    since: float
+    events: Sequence[KvEvent]
+    size: int
+
+
 @dataclass(slots=True)
 class _Waiting:
     begins_anew: bool = False
     size: int = 0
-    calls: deque[tuple[float, Sequence[KvEvent], int]] = field(
-        default_factory=deque[tuple[float, Sequence[KvEvent], int]]
-    )
+    calls: deque[_Call] = field(default_factory=deque[_Call])
 
 
 class Inbox:
@@ -78,7 +82,7 @@ class Inbox:
             fits = not waiting.calls or waiting.size + size <= self._max_bytes
             if not fits:
                 self.dropped += self._begin_anew(waiting)
-            waiting.calls.append((since, events, size))
+            waiting.calls.append(_Call(since, events, size))
             waiting.size += size
             self.events += len(events)
         return fits
@@ -89,26 +93,29 @@ class Inbox:
             self._begin_anew(self._ranks.setdefault(dp_rank, _Waiting()))
 
     def take(self, most: int) -> Handed | None:
-        """What the next rank in turn handed over, of more than `most` events the first calls."""
+        """What the next rank in turn handed over; None when nothing waits.
+
+        Of a rank with more than `most` events only the first calls, whole.
+        """
         with self._lock:
             if not self._ranks:
                 return None
             dp_rank = next(iter(self._ranks))
             waiting = self._ranks.pop(dp_rank)
             events: list[KvEvent] = []
-            begun = waiting.calls[0][0] if waiting.calls else 0.0
+            since = waiting.calls[0].since if waiting.calls else 0.0
             while waiting.calls and len(events) < most:
-                _, of_call, size = waiting.calls.popleft()
-                events += of_call
-                waiting.size -= size
+                call = waiting.calls.popleft()
+                events += call.events
+                waiting.size -= call.size
             self.events -= len(events)
             if waiting.calls:
                 self._ranks[dp_rank] = _Waiting(False, waiting.size, waiting.calls)
-        return Handed(dp_rank, waiting.begins_anew, begun, events)
+        return Handed(dp_rank, waiting.begins_anew, since, events)
 
     def _begin_anew(self, waiting: _Waiting) -> int:
         """Drop what waits of a rank; returns how many events that were."""
-        dropped = sum(len(events) for _, events, _ in waiting.calls)
+        dropped = sum(len(call.events) for call in waiting.calls)
         self.events -= dropped
         waiting.begins_anew = True
         waiting.size = 0

@@ -8,7 +8,7 @@ from typing import Final
 from dynbus.kvrouter.events import CacheDigest
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
 
-from .digest import held_blocks, index_digest
+from .digest import index_digest
 
 SECONDS_PER_HELD_BLOCK: Final = 500e-6
 """After a digest of a rank was compared in full, its next one is so much later for each block of
@@ -26,6 +26,8 @@ class Comparison(Enum):
     DIFFERS = "digest mismatch"
     PARTIAL = "partial"
     """The index is known to lack blocks, and its rank could say them again."""
+    EVICTED = "evicted"
+    """It lacks what was forgotten for `max_blocks`: saying it again would not help."""
     NOT_COMPARED = "not compared"
 
 
@@ -56,21 +58,19 @@ class IndexCheck:
         """
         state = index.ranks[rank]
         if state.partial:
-            # After an eviction the instance cannot help.
-            evicted = index.statistics().evicted
-            return Comparison.NOT_COMPARED if evicted else Comparison.PARTIAL
-        if held_blocks(index, rank) == digest.blocks:
+            return Comparison.EVICTED if index.has_evicted else Comparison.PARTIAL
+        if state.blocks == digest.blocks:
             if now < self._compare_at.get(rank, 0.0) and not is_doubted:
                 return Comparison.NOT_COMPARED
             self.comparisons += 1
-            held = sum(state.blocks for state in index.ranks.values())
+            held = sum(one.blocks for one in index.ranks.values())
             self._compare_at[rank] = now + held * SECONDS_PER_HELD_BLOCK
             if index_digest(index, rank) == digest:
                 return Comparison.AGREES
         self.mismatches += 1
         return Comparison.DIFFERS
 
-    def is_stale_again(self, rank: Rank) -> bool:
+    def note_stale(self, rank: Rank) -> bool:
         """Note a message of an old epoch; returns whether the rank goes on with that epoch: its
         clock went back, or another process has its id."""
         self._stale[rank] = count = self._stale.get(rank, 0) + 1
@@ -78,7 +78,7 @@ class IndexCheck:
             del self._stale[rank]
         return count >= STALE_IN_A_ROW
 
-    def is_current(self, rank: Rank) -> None:
+    def note_current(self, rank: Rank) -> None:
         """Note a message of the current epoch."""
         self._stale.pop(rank, None)
 

@@ -18,7 +18,7 @@ from .index_check import Comparison, IndexCheck
 from .membership import QUIET_AFTER, Membership
 from .resync import ResyncPlan, ResyncRequest
 from .staleness import StalenessWindow
-from .stored_events import numbering, subject_rank, why_refused
+from .stored_events import forget_future, read_header, subject_rank, why_refused
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class LiveIndex:
         index: another one after `begin_anew`.
         plan, members, check, staleness: who is asked when, who is there, what digests have shown,
             and how old events were.
-        refused: messages, or headers of them, that could not be used.
+        refused: messages that could not be used, and times of publishing that are no number.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LiveIndex:
         self.refused = 0
         self._name = name
         self._on_need = on_need
-        self._told: set[str] = set()
+        self._why_refused: dict[str, str] = {}
 
     def __repr__(self) -> str:
         return f"<LiveIndex {self._name} [{len(self.index.ranks)} ranks, {len(self.plan)} in need]>"
@@ -73,22 +73,23 @@ class LiveIndex:
         if why := why_refused(message, rank):
             self._refuse(rank, why, now)
             return
-        event_epoch, first_id = numbering(message.data)
+        header = read_header(message.data)
+        forget_future(self.index, rank, message)
         before = self.index.ranks.get(rank)
-        is_new = before is None or event_epoch > before.event_epoch
+        is_new = before is None or header.event_epoch > before.event_epoch
         applied = self.index.apply(rank.instance, message.data)
         if applied.verdict is Verdict.MALFORMED:
             self._refuse(rank, UNREADABLE, now)
             return
         if applied.verdict is Verdict.STALE:
-            if self.check.is_stale_again(rank):
+            if self.check.note_stale(rank):
                 self.need(rank, "stale", now)
             return
-        self.check.is_current(rank)
+        self.check.note_current(rank)
         # Of what is live the age is nothing, whatever the server's clock says.
         age = 0.0 if is_live else max(0.0, unix_now - message.time)
         self.members.heard(rank, now, age=age)
-        if is_new and not first_id:
+        if is_new and not header.first_id:
             self.plan.answer(rank)
         elif applied.needs_resync or is_new:
             verdict = "joined late" if is_new else applied.verdict.value.replace("_", " ")
@@ -102,10 +103,10 @@ class LiveIndex:
     def _refuse(self, rank: Rank, why: str, now: float) -> None:
         """A message of a rank cannot be used: the rank may hold something else than is known."""
         self.refused += 1
-        if rank.instance not in self._told:
-            self._told.add(rank.instance)
+        if rank.instance not in self._why_refused:
             logger.warning("%s: events of %s are refused: %s", self._name, rank, why)
-        if rank not in self.index.ranks:
+        self._why_refused[rank.instance] = why
+        if rank not in self.index.ranks and rank not in self.plan:
             # It stays unknown: an instance could have 65,536 of them asked.
             return
         if self.plan.is_asked(rank):
@@ -115,9 +116,12 @@ class LiveIndex:
     def _compare(self, rank: Rank, digest: CacheDigest, now: float) -> None:
         is_doubted = rank in self.plan
         outcome = self.check.compare(self.index, rank, digest, now, is_doubted=is_doubted)
-        if outcome is Comparison.AGREES:
+        if outcome is Comparison.AGREES or (
+            # What it said again is here, but for what there is no room for.
+            outcome is Comparison.EVICTED and self.plan.is_answered(rank)
+        ):
             self.plan.confirm(rank)
-        elif outcome is not Comparison.NOT_COMPARED:
+        elif outcome not in (Comparison.EVICTED, Comparison.NOT_COMPARED):
             self.need(rank, outcome.value, now)
 
     def _note_staleness(self, fields: Mapping[str, str], unix_now: float) -> None:
@@ -156,6 +160,22 @@ class LiveIndex:
             if is_known(rank.instance) and rank.instance not in silent
         ]
 
+    @property
+    def trouble(self) -> str:
+        """What is wrong with one of the ranks that are in need; empty while nothing is known."""
+        for rank in self.unsettled:
+            if reason := self.plan.reason(rank):
+                return f"{rank.instance}/{rank.dp_rank}: {reason}"
+        return ""
+
+    @property
+    def refusal(self) -> str:
+        """Why the events of one of the silent instances do not count; empty where none came."""
+        instance = min(self._why_refused.keys() & self.members.silent, default=None)
+        if instance is None:
+            return ""
+        return f"those of {instance} are refused, {self._why_refused[instance]}"
+
     def look_at_instances(self, known: Collection[str], now: float, *, can_hear: bool) -> None:
         """Forget who is gone, and find out who is too silent.
 
@@ -168,9 +188,9 @@ class LiveIndex:
             self.index.remove_instance(instance)
             self.plan.forget(instance)
             self.check.forget(instance)
-            self._told.discard(instance)
+            self._why_refused.pop(instance, None)
         for rank in [rank for rank in self.plan.ranks() if not self.members.is_known(rank[0])]:
-            if rank not in self.index.ranks:
+            if rank not in self.index.ranks and rank not in self.plan:
                 self.plan.forget(rank.instance)
         if not can_hear:
             self.members.not_listening()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Set
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Set
+from typing import Final, TypeAlias
 
 from dynbus.actors import Runtime
 from dynbus.bus.clock import monotonic
@@ -19,6 +19,9 @@ SILENCE_GRACE: Final = 1.0
 QUIET_AFTER: Final = 25.0
 """Seconds without a message after which a rank is asked whether its publisher still runs: an idle
 one sends a digest every 10 s."""
+
+Instances: TypeAlias = Callable[[], Collection[str] | None]
+"""The ids of the instances that have a lease; None while that is not known."""
 
 
 class Membership:

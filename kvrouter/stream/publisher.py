@@ -16,22 +16,22 @@ from types import TracebackType
 from typing import Final, Self, SupportsIndex
 
 from dynbus.actors import Actor
-from dynbus.bus.cleanup import finish
+from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, Unavailable
 from dynbus.bus.names import check_token, kv_event_subject, kv_resync_subject
 from dynbus.bus.transport import Connection, ConnectionState, Message
-from dynbus.kvrouter.events import HEADER, KvEvent
+from dynbus.kvrouter.events import KvEvent
 
 from .batch_sender import BatchSender
-from .epochs import EpochClock, latest_epoch
+from .epochs import EpochClock
 from .event_log import EventLog
 from .event_stream import EventStream, ensure_stream
 from .inbox import DEFAULT_HANDED_BYTES, Inbox
 from .own_events import own_events
 from .publisher_status import PublisherStatus, rank_status
 from .resync import decode_resync
-from .stored_events import numbering
+from .stored_events import rank_of, read_header
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class KvEventPublisher:
             await self._connection.barrier()
             exits.callback(self._connection.on_state(self._on_state))
             task = loop.create_task(self._run(), name=f"kv-events-{self._address[2]}")
-            exits.push_async_callback(_end, task)
+            exits.push_async_callback(end_tasks, task)
             self._exits = exits.pop_all()
         self._loop = loop
         return self
@@ -230,12 +230,12 @@ class KvEventPublisher:
     def status(self) -> PublisherStatus:
         """Counters of this publisher and its ranks."""
         return PublisherStatus(
-            tuple(rank_status(log) for log in self._logs.values()),
-            self._sender.failures,
-            self._malformed_requests,
-            self._refused,
-            self._inbox.dropped,
-            self._sender.last_failure,
+            ranks=tuple(rank_status(log) for log in self._logs.values()),
+            failures=self._sender.failures,
+            malformed_requests=self._malformed_requests,
+            refused=self._refused,
+            dropped=self._inbox.dropped,
+            last_failure=self._sender.last_failure,
         )
 
     async def flush(self, timeout: float = 5.0) -> None:
@@ -284,13 +284,15 @@ class KvEventPublisher:
         return log
 
     async def _last_epoch(self) -> int:
-        """The epoch of the last message of this instance id, in case the wall clock went back."""
+        """The epoch of the last message of this instance id, in case the wall clock went back.
+
+        One that no index takes counts as none.
+        """
         subject = kv_event_subject(*self._address, "*")
         stored = await self._connection.jetstream.last(self.stream.name, subject)
-        if stored is None or len(stored.data) < HEADER.size:
+        if stored is None or rank_of(stored) is None:
             return 0
-        epoch = numbering(stored.data).event_epoch
-        return epoch if epoch <= latest_epoch(stored.time) else 0
+        return read_header(stored.data).event_epoch
 
     async def _run(self) -> None:
         while True:
@@ -351,11 +353,6 @@ class KvEventPublisher:
         self._progress.set()
         if not log.is_idle:
             self._wake.set()  # A place is free, or a batch is to be repeated.
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
 
 
 def _check_rank(dp_rank: object) -> int:

@@ -32,11 +32,11 @@ class PublisherStatus:
     """How a publisher fares.
 
     Attributes:
-        failures: publishes that were not acknowledged.
+        failures: publishes that were not acknowledged, and steps that failed.
         malformed_requests: requests for a resync that cannot be read, or ask for no rank here.
         refused: calls with events that came after the publisher was closed.
         dropped: events that waited for a blocked event loop, when these were too many.
-        last_failure: the text of the last one, empty for none.
+        last_failure: its text; empty when a publish was acknowledged since.
     """
 
     ranks: tuple[RankStatus, ...]

@@ -109,6 +109,11 @@ class ResyncPlan:
         known = self._needs.get(rank)
         return known is not None and known.is_asked
 
+    def is_answered(self, rank: Rank) -> bool:
+        """Whether what a rank in need holds is on its way, or here."""
+        known = self._needs.get(rank)
+        return known is not None and known.answered
+
     def reason(self, rank: Rank) -> str:
         """Why a rank that is in need is."""
         return self._needs[rank].reason
@@ -167,10 +172,6 @@ class ResyncPlan:
             need.tries += 1
             self.asked += 1
         return chosen
-
-    def next_due(self) -> float | None:
-        """When a rank is to be asked next, as far as is known; None for never."""
-        return min((need.due for need in self._needs.values() if not need.answered), default=None)
 
     def _spread(self, first: float, times: int, most: float) -> float:
         doubled: float = first * 2.0 ** min(times, 10)

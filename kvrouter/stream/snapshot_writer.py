@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
-from dynbus.bus.cleanup import finish
+from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.names import kv_event_subject
@@ -114,7 +114,7 @@ class SnapshotWriter:
             task = asyncio.get_running_loop().create_task(
                 self._run(), name=f"kv-snapshots-{self._follower.component}"
             )
-            exits.push_async_callback(_end, task)
+            exits.push_async_callback(end_tasks, task)
             self._exits = exits.pop_all()
         return self
 
@@ -239,7 +239,7 @@ class SnapshotWriter:
         try:
             await asyncio.wait({writing, lost}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await finish(_cancel(writing, lost))
+            await finish(end_tasks(writing, lost))
         if writing.cancelled():
             self._abandoned += 1
             logger.warning("%r: a snapshot was given up: another router takes them now", self)
@@ -274,13 +274,3 @@ class SnapshotWriter:
         )
         self._written += 1
         logger.info("%r: took %s (%s)", self, self._latest.name, due.reason)
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    await _cancel(task)
-
-
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)

@@ -7,24 +7,25 @@ from typing import Final, NamedTuple
 from dynbus.bus.names import TOKEN
 from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import HEADER
-from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.radix.index import RadixIndex, Rank
 
 from .epochs import latest_epoch
 
 _TOKENS: Final = 5
 
 
-class Numbering(NamedTuple):
-    """Epoch and first id of a message."""
+class MessageHeader(NamedTuple):
+    """Whose a message says that it is, and where it stands among the rank's others."""
 
+    dp_rank: int
     event_epoch: int
     first_id: int
 
 
-def numbering(data: bytes) -> Numbering:
-    """The numbering of a message that is as long as `HEADER` at least."""
-    numbers = HEADER.unpack_from(data)
-    return Numbering(numbers[4], numbers[5])
+def read_header(data: bytes) -> MessageHeader:
+    """The header of a message that is as long as `HEADER` at least."""
+    _, _, dp_rank, _, event_epoch, first_id, *_ = HEADER.unpack_from(data)
+    return MessageHeader(dp_rank, event_epoch, first_id)
 
 
 def subject_rank(subject: str) -> Rank | None:
@@ -43,11 +44,11 @@ def why_refused(message: StoredMessage, rank: Rank) -> str:
     """
     if len(message.data) < HEADER.size:
         return "a message that is shorter than a header"
-    _, _, dp_rank, _, event_epoch, *_ = HEADER.unpack_from(message.data)
-    if dp_rank != rank.dp_rank:
+    header = read_header(message.data)
+    if header.dp_rank != rank.dp_rank:
         # Whoever may publish here speaks for this subject's rank alone.
-        return f"a message of rank {dp_rank}"
-    ahead: int = event_epoch - latest_epoch(message.time)
+        return f"a message of rank {header.dp_rank}"
+    ahead = header.event_epoch - latest_epoch(message.time)
     if ahead > 0:
         return (
             f"an epoch {ahead / 1e9:.0f} s further ahead of the server's clock than is allowed: "
@@ -60,3 +61,16 @@ def rank_of(message: StoredMessage) -> Rank | None:
     """The rank that a message's subject names, if the message may speak for it."""
     rank = subject_rank(message.subject)
     return None if rank is None or why_refused(message, rank) else rank
+
+
+def forget_future(index: RadixIndex, rank: Rank, message: StoredMessage) -> None:
+    """Forget a rank's instance if its epoch is one that no message can have any longer, and
+    `message` has a lower one: the clock of the server was set back since.
+
+    Nothing that the rank says would count otherwise, until the clock is there again.
+    """
+    state = index.ranks.get(rank)
+    if state is None or state.event_epoch <= latest_epoch(message.time):
+        return
+    if read_header(message.data).event_epoch < state.event_epoch:
+        index.remove_instance(rank.instance)

@@ -17,8 +17,8 @@ from dynbus.bus.transport import JetStream, NoStream, StreamInfo
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex
 
 from .event_stream import EventStream
-from .follower import IndexFollower, Instances, Position
-from .membership import UNKNOWN_GRACE, live_instances
+from .follower import IndexFollower, Position
+from .membership import UNKNOWN_GRACE, Instances, live_instances
 from .snapshot_plan import SnapshotPlan
 from .snapshot_writer import SnapshotWriter
 from .snapshots import READ_TIMEOUT, SnapshotInfo, SnapshotStore, UnusableSnapshot

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Final, Protocol, Self
 
-from dynbus.bus.cleanup import finish
+from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import Unavailable
 from dynbus.kvrouter.events import KvEvent
@@ -65,8 +65,7 @@ class EngineRunner:
     async def _close(self) -> None:
         task = self._task
         if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
+            await end_tasks(task)
         if self._failure is None:
             self._failure = Unavailable("the engine was stopped")
         self._end_readers()

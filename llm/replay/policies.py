@@ -105,8 +105,8 @@ class ByCost:
         max_batched_tokens: int,
         seed: int = 0,
     ) -> None:
-        self.index: RadixIndex | None = RadixIndex()
-        self._found = self.index
+        self._index = RadixIndex()
+        self.index: RadixIndex | None = self._index
         self._ranks = [Rank(name, 0) for name in names]
         self._cost = cost
         self._policy_name = policy_name
@@ -117,7 +117,7 @@ class ByCost:
         self._random = Random(seed)
 
     def choose(self, request_id: str, shape: RequestShape, sequence_hashes: Sequence[int]) -> int:
-        held = self._found.lookup(shape.block_hashes)
+        held = self._index.lookup(shape.block_hashes)
         candidates: list[Candidate] = []
         for rank in self._ranks:
             blocks = held.get(rank.instance, 0)

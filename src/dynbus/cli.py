@@ -23,7 +23,10 @@ from dynbus.bus.errors import DynbusError
 GROUP: Final = "dynbus.commands"
 DISTRIBUTION: Final = "dynbus"
 
-_EPILOG: Final = f"{exit_codes.GENERAL} `run` and `call` have more: see their --help."
+_EPILOG: Final = (
+    f"{exit_codes.GENERAL} `run` ends with 0 when Ctrl-C or SIGTERM drained it. "
+    "`run` and `call` have more: see their --help."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

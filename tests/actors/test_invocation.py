@@ -144,7 +144,7 @@ def test_retries_wait_until_there_is_room() -> None:
     async def story() -> str:
         async with TestKit() as kit:
             worker = await pair(kit)
-            busy = [asyncio.create_task(worker.alone(0.5)) for _ in range(2)]
+            busy = [asyncio.create_task(worker.alone(0.3)) for _ in range(2)]
             await asyncio.sleep(0.1)
             with call_options(retries=6):
                 answer = await worker.alone(0.0)
@@ -284,6 +284,39 @@ def test_a_call_passes_over_instances_that_serve_the_other_kind() -> None:
             return [await client.answer() for _ in range(3)]
 
     assert run(story()) == ["once"] * 3
+
+
+class Mistaken(Actor, namespace="attempts", component="Worker"):
+    """Sends a request to a handler that takes none."""
+
+    @handler
+    async def where(self, here: bool) -> str:
+        raise NotImplementedError
+
+
+class Counting(First):
+    """Counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        self.asked += 1
+        return await super().route(request, instances)
+
+
+def test_a_request_that_one_instance_refuses_as_wrong_is_sent_to_no_other() -> None:
+    router = Counting()
+
+    async def story() -> InvalidRequest:
+        async with TestKit() as kit:
+            await pair(kit)
+            with pytest.raises(InvalidRequest, match="takes no request") as caught:
+                await kit.client(Mistaken, routing=router).where(True)
+            return caught.value
+
+    assert not run(story()).started
+    assert router.asked == 1
 
 
 def test_a_misspelt_endpoint_is_told_apart_from_a_dead_instance() -> None:

@@ -180,6 +180,11 @@ def test_a_shared_dependency_comes_once() -> None:
         ("my-service", "is no target"),
         ("missing.py", "there is no file missing.py"),
         ("missing", "there is no module 'missing'"),
+        ("missing.actors", "is it a file? then write missing/actors.py"),
+        ("./folder", "'./folder' is a folder: give a file in it, for example folder/actors.py"),
+        ("folder/", "'folder/' is a folder: give a file in it, for example folder/actors.py"),
+        ("folder", "'folder' is a folder: give a file in it, for example folder/actors.py"),
+        ("other/", "for example other/serve.py"),
         ("service", "is it a file"),
         ("my-service.py", "must be a Python identifier"),
         ("good.py:Missing", "there is no 'Missing'; its actors are: One"),
@@ -197,6 +202,9 @@ def test_a_target_that_cannot_be_used_is_refused_with_the_remedy(
 ) -> None:
     base = actor("Base", bases='Actor, namespace="demo", abstract=True')
     (folder / "good.py").write_text(HEAD + base + actor("One"))
+    for file in ("folder/actors.py", "folder/a.py", "other/serve.py", "other/a-b.py"):
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(HEAD + actor("One"))
     (folder / "my-service.py").write_text(HEAD + actor("One"))
     (folder / "empty.py").write_text("")
     (folder / "imports.py").write_text("from good import One")
@@ -204,8 +212,10 @@ def test_a_target_that_cannot_be_used_is_refused_with_the_remedy(
     (folder / "mute.py").write_text(HEAD + 'class Mute(Actor, namespace="demo"): pass')
     (folder / "random.py").write_text(HEAD + actor("One"))
 
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as raised:
         load_targets([target])
+
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +236,26 @@ def test_a_file_that_raises_is_told_with_its_own_exception(
         load_targets(["service.py"])
 
     assert raised.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("line", ["from random import mine", "import random.mine"])
+def test_a_file_with_the_name_of_a_module_that_python_has_is_to_be_renamed(
+    line: str, folder: Path
+) -> None:
+    (folder / "random.py").write_text("mine = 1")
+    (folder / "service.py").write_text(line)
+
+    with pytest.raises(ImportFailed, match=r"rename your file random\.py$"):
+        load_targets(["service.py"])
+
+
+def test_what_a_standard_module_lacks_is_no_clash_of_names(folder: Path) -> None:
+    (folder / "service.py").write_text("from random import mine")
+
+    with pytest.raises(ImportFailed) as raised:
+        load_targets(["service.py"])
+
+    assert "rename" not in str(raised.value)
 
 
 def test_two_classes_of_one_name_are_refused(folder: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynbus import (
+    Cancelled,
     ConfigError,
     DeadlineExceeded,
     Draining,
@@ -18,6 +19,8 @@ from dynbus import (
     Migrate,
     NoInstances,
     Overloaded,
+    PayloadTooLarge,
+    PermissionDenied,
     Unavailable,
     UnknownOutcome,
 )
@@ -45,7 +48,14 @@ def policy(
 def failed(error: DynbusError, **changes: Any) -> FailedAttempt:
     """A first attempt at the only instance, which answered with `error`."""
     return FailedAttempt(
-        error, 1, routed=True, unreachable=False, lost=False, settling=False, others=False
+        error,
+        1,
+        sent=True,
+        routed=True,
+        unreachable=False,
+        lost=False,
+        settling=False,
+        others=False,
     )._replace(**changes)
 
 
@@ -127,7 +137,16 @@ def test_a_call_moves_as_often_as_it_may(error: DynbusError) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ConfigError("wrong"), DeadlineExceeded("late"), NoInstances("none", started=False)]
+    "error",
+    [
+        ConfigError("wrong", started=False),
+        DeadlineExceeded("late"),
+        NoInstances("none", started=False),
+        InvalidRequest("no number", started=False),
+        PayloadTooLarge("too long", started=False),
+        PermissionDenied("not you", started=False),
+        Cancelled("given up", started=False),
+    ],
 )
 def test_what_another_attempt_cannot_change_is_final(error: DynbusError) -> None:
     generous = policy(idempotent=True, retries=9, migration_limit=9)
@@ -135,17 +154,19 @@ def test_what_another_attempt_cannot_change_is_final(error: DynbusError) -> None
     assert generous.decide(failed(error, others=True)) == GiveUp()
 
 
-def test_a_wrong_request_is_offered_to_others_and_never_repeated() -> None:
-    wrong = InvalidRequest("wrong kind", started=False)
+def test_an_instance_of_the_other_kind_is_passed_over_and_never_asked_again() -> None:
+    other_kind = failed(InvalidRequest("other kind", started=False), sent=False)
 
-    assert policy().decide(failed(wrong, others=True)) == RetryNow()
-    assert policy(retries=9).decide(failed(wrong)) == GiveUp()
+    assert policy().decide(other_kind._replace(others=True)) == RetryNow()
+    assert policy(retries=9).decide(other_kind) == GiveUp()
 
 
 @st.composite
 def attempts(draw: st.DrawFn) -> FailedAttempt:
     error = ERRORS[draw(st.sampled_from(sorted(ERRORS)))]("", started=draw(st.booleans()))
-    flags = {name: draw(st.booleans()) for name in ("routed", "unreachable", "lost", "others")}
+    flags = {
+        name: draw(st.booleans()) for name in ("sent", "routed", "unreachable", "lost", "others")
+    }
     return failed(error, **flags)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections import defaultdict
 
-from .conftest import RunExample
+from .conftest import EXAMPLES, RunExample
 
 LINE = re.compile(r"(\w+)-(\d) went to (\w+): (\d+) of 1648 tokens reused, (\d+) expected")
 
@@ -39,3 +42,24 @@ def test_a_caller_that_cannot_route_calls_the_router_actor(run_example: RunExamp
 
     assert output.count("token_id") == 3
     assert '"cached_tokens":0' in output.replace(" ", "").splitlines()[0]
+
+
+def test_without_a_server_the_client_says_so_in_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "client.py"],
+        cwd=EXAMPLES / "kv_routing",
+        env={
+            **os.environ,
+            # Nothing listens at the port of a protocol that discards what it gets.
+            "NATS_URL": "nats://127.0.0.1:9",
+            "PYTHONPATH": str(EXAMPLES.parent / "src"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("Unavailable: no NATS server can be reached (127.0.0.1:9")

@@ -87,6 +87,14 @@ def test_a_plan_has_the_dependencies_first_and_what_each_gets() -> None:
             {"actor_options": [ActorOption("Spliter", "x", "1")]},
             r"^--Spliter\.x: Spliter is no actor of this run \(did you mean Splitter\?\)",
         ),
+        (
+            {
+                "actor_options": [
+                    ActorOption(name, "workers", "0") for name in ("Splitter", "Shouter")
+                ]
+            },
+            r"^nothing is left to run: workers = 0 for Splitter, Shouter: give one of them 1$",
+        ),
     ],
 )
 def test_an_option_that_cannot_be_used_is_refused_by_its_name(

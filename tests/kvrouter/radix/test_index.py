@@ -8,8 +8,8 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels import each_kernel
 from tests.kvrouter.event_strategies import removed_events, stored_events
-from tests.kvrouter.kernels import each_kernel
 from tests.kvrouter.naive_caches import NaiveCaches
 
 from dynbus.kvrouter.events import (

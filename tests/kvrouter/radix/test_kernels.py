@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.kernels import KERNELS
 from tests.kvrouter.event_strategies import removed_events, stored_events
-from tests.kvrouter.kernels import KERNELS
 from xxhash import xxh3_64_intdigest
 
 from dynbus.kvrouter import hashing

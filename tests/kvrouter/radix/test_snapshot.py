@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels import each_kernel
 from tests.kvrouter.event_strategies import removed_events, stored_events
-from tests.kvrouter.kernels import each_kernel
 from xxhash import xxh3_128_digest
 
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent, Tier, encode_events
@@ -141,10 +141,12 @@ def forged(**changed: Any) -> bytes:
         "caches": [[1, 0, words(11, 12), words(at(1, 0), at(1, 1))]],
         "ranks": None,
         "runs": [[1, 0, 0, words(1, 2), {1: 2}, {}, ()]],
+        "evicted": 0,
     }
     parts.update(changed)
     ranks = [[*parts["rank"], parts["caches"]]] if parts["ranks"] is None else parts["ranks"]
-    return sealed([5, parts["next_run"], parts["next_holder"], ranks, parts["runs"]])
+    numbers = 5, parts["next_run"], parts["next_holder"]
+    return sealed([*numbers, ranks, parts["runs"], parts["evicted"]])
 
 
 def one_cache(names: bytes, locations: bytes) -> list[Any]:
@@ -160,6 +162,18 @@ def test_a_snapshot_that_fits_together_is_loaded(kernel: KernelName) -> None:
 
     assert sequence == 5
     assert index.lookup([1, 2, 3]) == {"a": 2}
+
+
+@each_kernel
+def test_a_snapshot_that_does_not_tell_of_evictions_is_loaded(kernel: KernelName) -> None:
+    original = RadixIndex(kernel=kernel)
+    feed([original], [(("a", 0), [BlockStored(None, [1, 2], [1, 2])])], {})
+    parts = msgspec.msgpack.decode(dump_index(original, 5)[len(MAGIC) + 16 :])
+
+    index, sequence = load_index(sealed(parts[:-1]), max_blocks=2, kernel=kernel)
+
+    assert (parts[-1], len(parts)) == (0, 6)
+    assert (sequence, index.lookup([1, 2]), index.has_evicted) == (5, {"a": 2}, False)
 
 
 @each_kernel
@@ -191,6 +205,8 @@ def test_a_snapshot_that_fits_together_is_loaded(kernel: KernelName) -> None:
         forged(rank=["a", 0, 1, -1, False]),
         forged(rank=["a", 0, 1, 1 << 64 - 1, "no"]),
         forged(ranks=[["a", 0, 1, 1, False, []], ["a", 0, 1, 1, False, []]], runs=[]),
+        forged(evicted=-1),
+        forged(evicted=None),
         forged(runs=[]),
         forged(runs=[[1, 0, 0, b"123", {1: 2}, {}, []]]),
         forged(runs=[[1, 1, 0, BLOCKS, {1: 2}, {}, []]]),
@@ -247,3 +263,18 @@ def test_a_snapshot_with_changed_bytes_is_torn_or_gives_an_index_that_works(
         index.remove_instance(instance)
     index.sweep()
     assert (index.statistics().blocks, index.statistics().detached) == (0, 0)
+
+
+@each_kernel
+def test_a_loaded_index_knows_that_blocks_were_evicted_unless_it_has_more_room(
+    kernel: KernelName,
+) -> None:
+    original = RadixIndex(max_blocks=2, kernel=kernel)
+    feed([original], [(("a", 0), [BlockStored(None, [n], [n])]) for n in range(1, 5)], {})
+    dumped = dump_index(original, 1)
+
+    loaded, _ = load_index(dumped, max_blocks=2, kernel=kernel)
+    roomy, _ = load_index(dumped, max_blocks=100, kernel=kernel)
+
+    assert loaded.statistics().evicted == original.statistics().evicted > 0
+    assert not roomy.has_evicted

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 import pytest
 
 from dynbus import (
     DeadlineExceeded,
     Draining,
+    Migrate,
     Overloaded,
     call_options,
+    handler,
 )
 from dynbus.kvrouter.routing.opening import open_router
 from dynbus.kvrouter.routing.router import KvRouter
 from dynbus.kvrouter.routing.scheduling import SchedulerConfig
 from dynbus.testing import TestKit, run
 
-from .routing_fixtures import until
-from .worker import Worker, prompt, running, start, waiting, where
+from .routing_fixtures import by_name, until
+from .worker import Prompt, Worker, prompt, running, start, waiting, where
 
 
 def test_load_is_given_back_however_a_call_ends() -> None:
@@ -138,3 +141,37 @@ def test_a_call_that_leaves_the_queue_at_its_deadline_says_that_it_was_there() -
             return str(caught.value)
 
     assert "waited 5 s in the router's queue" in run(story())
+
+
+class Choosy(Worker, namespace="llm"):
+    """Has all calls continue elsewhere but those to the one of the last name."""
+
+    @handler(migration_limit=2)
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[str, None]:
+        if self.name != "c":
+            raise Migrate("not here")
+        yield self.name
+
+
+def test_a_decision_says_which_instances_earlier_attempts_of_its_call_have_tried() -> None:
+    async def story() -> list[tuple[int, dict[str, str]]]:
+        async with TestKit() as kit:
+            for name in ("a", "b", "c"):
+                await kit.start(Choosy, instance_id=name, name=name, metadata={})
+            router = KvRouter(policy=by_name)
+            client = kit.client(Choosy, routing=router)
+            with call_options(request_id="mine"):
+                for of in range(2):
+                    assert await where(client, prompt(of=of)) == "c"
+            found = router.decisions("mine")
+            return [(decision.attempt, dict(decision.excluded)) for decision in found]
+
+    tried = "tried before, by attempt {}, which ended with Migrate"
+    of_one_call: list[tuple[int, dict[str, str]]] = [
+        (1, {}),
+        (2, {"a": tried.format(1)}),
+        (3, {"a": tried.format(1), "b": tried.format(2)}),
+    ]
+    found = [(attempt, dict(sorted(excluded.items()))) for attempt, excluded in run(story())]
+
+    assert found == of_one_call * 2

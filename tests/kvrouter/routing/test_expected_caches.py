@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dynbus.kvrouter.radix.index import Overlap, Rank
-from dynbus.kvrouter.routing.cost import DynamoCost
+from dynbus.kvrouter.routing.cost import Candidate, DynamoCost, RequestShape
+from dynbus.kvrouter.routing.expected_caches import ExpectedCaches
+from dynbus.kvrouter.routing.profile import InstanceProfile
 from dynbus.kvrouter.routing.scheduler import KvScheduler
 from dynbus.kvrouter.routing.scheduling import SchedulerConfig
 
-from .routing_fixtures import BLOCK, HandIndex, decide, profile, request
+from .routing_fixtures import BLOCK, HandIndex, decide, profile, request, shape
 
 A, B, C = profile("a"), profile("b"), profile("c")
 ABC = [A, B, C]
@@ -44,6 +48,36 @@ def test_without_events_own_decisions_count_for_longer_and_as_far_as_there_is_ro
 
     assert again.awareness.startswith("approximate (")
     assert again.candidates[0].overlap.device == 2
+
+
+def expected(caches: ExpectedCaches, wanted: RequestShape, *profiles: InstanceProfile) -> list[int]:
+    """How many blocks of a prompt each instance is taken to hold, all of them guessed."""
+    overlaps, guessed = caches.overlaps(profiles, wanted, 1.0)
+    assert [overlap.total for overlap in overlaps] == guessed
+    return guessed
+
+
+@pytest.mark.parametrize("follower", [None, HandIndex()], ids=["approximate", "exact"])
+def test_what_another_router_has_sent_somewhere_is_expected_there(
+    follower: HandIndex | None,
+) -> None:
+    caches, wanted = ExpectedCaches(follower, SchedulerConfig()), shape(4)
+
+    caches.note_elsewhere(Rank("a", 0), wanted.sequence_hashes, 0.0)
+
+    assert expected(caches, wanted, A, B) == [4, 0]
+
+
+def test_without_a_time_to_forget_in_what_others_sent_counts_for_instances_known_here_alone() -> (
+    None
+):
+    caches, wanted = ExpectedCaches(None, SchedulerConfig(approximate_ttl=None)), shape(4)
+    caches.note_sent(A, Candidate(Rank("a", 0)), 0, [], 0.0)
+
+    for name in ("a", "b"):
+        caches.note_elsewhere(Rank(name, 0), wanted.sequence_hashes, 0.5)
+
+    assert expected(caches, wanted, A, B) == [4, 0]
 
 
 def test_a_prompt_whose_beginning_was_told_and_lost_can_be_sent_again() -> None:

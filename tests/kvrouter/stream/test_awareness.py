@@ -35,7 +35,15 @@ GOOD = Observation(following=True, ranks=4, target="llm.Engin")
             {"silent": "ba"},
             "degraded (no events from a, b: open a KvEventPublisher in each engine)",
         ),
+        (
+            {"silent": "ba", "refusal": "those of a are refused, too new"},
+            "degraded (no events from a, b: those of a are refused, too new)",
+        ),
         ({"silent": "a", "approximates": True}, "approximate (no events from a)"),
+        (
+            {"silent": "a", "approximates": True, "refusal": "those of a are refused, too new"},
+            "approximate (no events from a: those of a are refused, too new)",
+        ),
         (
             {"silent": "edcba", "ranks": 0},
             "off (no events from a, b, c and 2 more: open a KvEventPublisher in each engine)",

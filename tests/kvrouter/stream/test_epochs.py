@@ -37,3 +37,11 @@ def test_a_clock_that_was_days_ahead_is_believed_again_once_it_is_set() -> None:
     clock = EpochClock(lambda: next(times))
 
     assert [clock.next(), clock.next()] == [3 * CLOCK_ALLOWANCE, 50]
+
+
+def test_an_epoch_of_before_the_clock_was_set_back_by_days_is_not_outdone() -> None:
+    times = iter([3 * CLOCK_ALLOWANCE, 50])
+    clock = EpochClock(lambda: next(times))
+    before = clock.next()
+
+    assert clock.next(above=before) == 50

@@ -437,6 +437,18 @@ def test_an_instance_that_sends_nothing_is_asked_and_named_as_silent() -> None:
     assert run(story()) == ("off (no events from a: open a KvEventPublisher in each engine)", 1)
 
 
+def test_an_instance_whose_events_are_all_refused_is_named_with_the_reason() -> None:
+    async def story() -> str:
+        at = EventBus()
+        ahead = latest_epoch(unix_time() + 3600.0)
+        async with at.follower(lambda: frozenset({"a"})) as follower:
+            await store(at, event_subject("a"), stored(1), event_epoch=ahead)
+            await eventually(lambda: follower.status().refused)
+            return str(follower.awareness())
+
+    assert "no events from a: those of a are refused, an epoch " in run(story())
+
+
 def test_an_instance_whose_publisher_died_is_asked_and_named_as_silent() -> None:
     async def story() -> tuple[str, AwarenessLevel]:
         at = EventBus()

@@ -13,6 +13,7 @@ from dynbus.bus.transport import NoStream
 from dynbus.kvrouter.events import BlockRemoved, KvEvent, encode_events
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
 from dynbus.kvrouter.radix.snapshot import dump_index
+from dynbus.kvrouter.stream.epochs import CLOCK_ALLOWANCE
 from dynbus.kvrouter.stream.history import (
     NOW,
     NoHistory,
@@ -203,6 +204,27 @@ def test_the_components_of_a_namespace_are_those_with_events() -> None:
         return await components_of(connection.jetstream, "demo")
 
     assert run(story()) == ["Engine", "Other"]
+
+
+def test_what_a_snapshot_says_of_a_time_to_come_gives_way_to_what_follows() -> None:
+    async def story() -> PastIndex:
+        connection = await told(EventBus())
+        future = RadixIndex()
+        epoch = int(unix_time() * 1e9) + 2 * CLOCK_ALLOWANCE
+        future.apply("a", encode_events([stored(9)], event_epoch=epoch, first_id=0))
+        store = SnapshotStore(connection.jetstream, "demo")
+        created = (await connection.jetstream.stream_info(STREAM)).created
+        await store.write(
+            "Engine", Coverage(created, 4), dump_index(future, 4), blocks=1, instances=1
+        )
+        later = encode_events([stored(7)], event_epoch=2, first_id=0)
+        await connection.jetstream.publish(event_subject("a"), later)
+        return await index_at(connection.jetstream, "demo", "Engine")
+
+    past = run(story())
+
+    assert past.snapshot is not None
+    assert [past.index.lookup([one]) for one in (9, 7)] == [{}, {"a": 1}]
 
 
 def test_changes_are_counted_for_each_rank_that_has_some() -> None:

@@ -69,15 +69,15 @@ def test_what_was_forgotten_for_memory_is_not_asked_for() -> None:
 
     outcome = IndexCheck().compare(index, A, CacheDigest(29, 0), 0.0, is_doubted=False)
 
-    assert outcome is Comparison.NOT_COMPARED
+    assert outcome is Comparison.EVICTED
 
 
 def test_an_old_epoch_that_goes_on_is_told_from_one_that_ends() -> None:
     check = IndexCheck()
 
-    ending = [check.is_stale_again(A) for _ in range(STALE_IN_A_ROW - 1)]
-    check.is_current(A)
-    going_on = [check.is_stale_again(A) for _ in range(STALE_IN_A_ROW + 1)]
+    ending = [check.note_stale(A) for _ in range(STALE_IN_A_ROW - 1)]
+    check.note_current(A)
+    going_on = [check.note_stale(A) for _ in range(STALE_IN_A_ROW + 1)]
 
     assert not any(ending)
     assert going_on == [False] * (STALE_IN_A_ROW - 1) + [True, False]
@@ -87,11 +87,11 @@ def test_an_instance_that_is_gone_leaves_nothing() -> None:
     check, index = IndexCheck(), index_of(stored(1, 2))
     check.compare(index, A, index_digest(index, A), 0.0, is_doubted=False)
     for _ in range(STALE_IN_A_ROW - 1):
-        check.is_stale_again(A)
+        check.note_stale(A)
 
     check.forget("a")
 
-    assert not check.is_stale_again(A)
+    assert not check.note_stale(A)
     assert check.compare(index, A, index_digest(index, A), 0.0, is_doubted=False) is (
         Comparison.AGREES
     )

@@ -40,9 +40,10 @@ class Story:
         is_live: bool = True,
         subject: str = event_subject("a"),
         headers: dict[str, str] | None = None,
+        at: float = STORED,
     ) -> None:
         data = data or encode_events(events, event_epoch=event_epoch, first_id=first_id)
-        message = StoredMessage(subject, 1, STORED, headers or {}, data)
+        message = StoredMessage(subject, 1, at, headers or {}, data)
         self.live.apply(message, now, unix_now, is_live=is_live)
 
     def reasons(self) -> list[str]:
@@ -192,3 +193,74 @@ def test_only_instances_with_a_lease_are_asked() -> None:
 
     assert [rank for rank, _ in asked] == [A]
     assert story.live.unsettled == [A]
+
+
+def test_an_instance_whose_clock_is_days_ahead_is_not_asked_again_soon() -> None:
+    story = Story()
+    ahead = latest_epoch(STORED) + 1
+    story.live.look_at_instances(["a"], 90.0, can_hear=True)
+    asked: list[float] = []
+    now = 100.0
+
+    while now < 160.0:
+        story.live.look_at_instances(["a"], now, can_hear=True)
+        if story.live.requests(now):
+            asked.append(now)
+            story.read(stored(1), event_epoch=ahead, now=now)
+        now += 0.1
+
+    assert 4 <= len(asked) <= 9
+
+
+def test_an_instance_without_events_that_count_is_known_by_why_they_are_refused() -> None:
+    story = Story()
+    story.live.look_at_instances(["a", "b"], 90.0, can_hear=True)
+    before = story.live.refusal
+
+    story.read(stored(1), event_epoch=latest_epoch(STORED + 1.0))
+    refused = story.live.refusal
+    story.read(stored(1))
+
+    assert (before, story.live.refusal) == ("", "")
+    assert refused == (
+        "those of a are refused, an epoch 1 s further ahead of the server's clock than is "
+        "allowed: set the clock of its machine"
+    )
+
+
+def test_what_was_said_before_the_server_clock_was_set_back_by_days_gives_way() -> None:
+    story = Story()
+    days = 2 * 24 * 3600.0
+    story.read(stored(1), event_epoch=int((STORED + days) * 1e9), at=STORED + days)
+    within = latest_epoch(STORED)
+    story.read(stored(2), event_epoch=within, subject=event_subject("b"))
+
+    story.read(stored(3), event_epoch=int(STORED * 1e9))
+    story.read(stored(4), event_epoch=int(STORED * 1e9), subject=event_subject("b"))
+
+    lookup = story.live.index.lookup
+    assert [lookup([one]) for one in (1, 2, 3, 4)] == [{}, {"b": 1}, {"a": 1}, {}]
+
+
+def test_a_rank_that_is_evicted_before_its_first_digest_is_settled_by_that() -> None:
+    story = Story()
+    story.live.index = RadixIndex(max_blocks=2)
+    story.read(stored(1, 2))
+    story.read(stored(11), stored(12), stored(13), first_id=1)
+
+    before = story.live.unsettled
+    story.read(digest_of(stored(1, 2), stored(11), stored(12), stored(13)), first_id=4)
+
+    assert story.live.index.has_evicted
+    assert (before, story.live.unsettled) == ([A], [])
+
+
+def test_a_late_joiner_is_asked_although_blocks_of_others_were_evicted() -> None:
+    story = Story()
+    story.live.index = RadixIndex(max_blocks=2)
+    story.read(stored(1, 2), stored(3, 4), subject=event_subject("b"))
+
+    story.read(stored(5), first_id=7)
+    story.read(digest_of(stored(5)), first_id=8)
+
+    assert A in [rank for rank, _ in story.live.requests(101.0)]

@@ -7,12 +7,13 @@ from tests.kvrouter.event_bus import event_subject, stored
 
 from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import encode_events
-from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.radix.index import RadixIndex, Rank
 from dynbus.kvrouter.stream.epochs import latest_epoch
 from dynbus.kvrouter.stream.stored_events import (
-    Numbering,
-    numbering,
+    MessageHeader,
+    forget_future,
     rank_of,
+    read_header,
     subject_rank,
     why_refused,
 )
@@ -27,11 +28,11 @@ def message(
     return StoredMessage(subject or event_subject("a", 3), 1, STORED, {}, data)
 
 
-def test_a_message_has_the_rank_of_its_subject_and_a_numbering() -> None:
+def test_a_message_has_the_rank_of_its_subject_and_a_header() -> None:
     one = message(event_epoch=7, first_id=9)
 
     assert rank_of(one) == Rank("a", 3)
-    assert numbering(one.data) == Numbering(7, 9)
+    assert read_header(one.data) == MessageHeader(3, 7, 9)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +69,23 @@ def test_the_latest_epoch_counts_and_the_one_above_it_does_not() -> None:
 def test_what_does_not_count_says_why(one: StoredMessage, why: str) -> None:
     assert why_refused(one, Rank("a", 3)) == why
     assert rank_of(one) is None
+
+
+@pytest.mark.parametrize(
+    ("known", "said", "is_forgotten"),
+    [
+        (latest_epoch(STORED) + 1, 1, True),
+        (latest_epoch(STORED) + 1, latest_epoch(STORED), True),
+        (latest_epoch(STORED) + 1, latest_epoch(STORED) + 1, False),
+        (latest_epoch(STORED), 1, False),
+    ],
+)
+def test_an_epoch_that_nothing_can_follow_any_longer_gives_way(
+    known: int, said: int, is_forgotten: bool
+) -> None:
+    index = RadixIndex()
+    index.apply("a", message(event_epoch=known).data)
+
+    forget_future(index, Rank("a", 3), message(event_epoch=said))
+
+    assert (Rank("a", 3) not in index.ranks) is is_forgotten

@@ -1,7 +1,7 @@
 """The kernels of the index that can be had where the tests run.
 
 The first time on a machine the compiled one takes longer than a test may. So a process of its
-own compiles it while other tests run, and what is below this folder comes after them.
+own compiles it while other tests run, and those with the fixture `compiled_kernel` come last.
 """
 
 from __future__ import annotations

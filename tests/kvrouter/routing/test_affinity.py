@@ -1,0 +1,41 @@
+"""Sessions stay where they were, for some time and up to some load."""
+
+from __future__ import annotations
+
+from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.routing.affinity import SessionAffinity
+from dynbus.kvrouter.routing.cost import Candidate
+
+from .routing_fixtures import shape
+
+
+def test_sessions_are_forgotten_by_time_and_by_number() -> None:
+    affinity = SessionAffinity(ttl=10.0, limit=2)
+    wanted, candidates = shape(4), [Candidate(Rank("a", 0)), Candidate(Rank("b", 0))]
+    for at, session in enumerate(("one", "two", "three")):
+        affinity.bind(session, Rank("b", 0), float(at))
+
+    assert affinity.find("one", wanted, candidates, 3.0) is None
+    assert affinity.find("two", wanted, candidates, 3.0) == 1
+    assert affinity.find("two", wanted, candidates, 11.0) is None
+    assert affinity.find("three", wanted, candidates[:1], 11.0) is None
+
+
+def test_a_session_that_is_forgotten_at_once_harms_nobody() -> None:
+    affinity = SessionAffinity(ttl=0.0)
+
+    affinity.bind("s", Rank("a", 0), 1.0)
+
+    assert affinity.find("s", shape(4), [Candidate(Rank("a", 0))], 1.0) is None
+
+
+def test_a_session_bears_load_up_to_a_factor() -> None:
+    affinity = SessionAffinity(overload=2.0)
+    affinity.bind("s", Rank("a", 0), 0.0)
+
+    def kept(blocks: int) -> bool:
+        candidates = [Candidate(Rank("a", 0), active_blocks=blocks), Candidate(Rank("b", 0))]
+        return affinity.find("s", shape(4), candidates, 1.0) == 0
+
+    assert kept(8)
+    assert not kept(9)

@@ -1,0 +1,138 @@
+"""Policies are found by name, and read again while they are in use."""
+
+from __future__ import annotations
+
+import compileall
+import importlib
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from dynbus.bus.errors import ConfigError
+from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.routing.cost import Candidate, DynamoCost
+from dynbus.kvrouter.routing.policies import load_policy, policy_name
+
+from .routing_fixtures import by_name, shape
+
+
+def test_a_policy_has_a_name() -> None:
+    assert isinstance(load_policy("dynamo"), DynamoCost)
+    assert isinstance(load_policy("dynbus.kvrouter.routing.cost:DynamoCost"), DynamoCost)
+    assert load_policy("tests.kvrouter.routing.routing_fixtures:by_name") is by_name
+    assert policy_name(by_name) == "tests.kvrouter.routing.routing_fixtures:by_name"
+    assert policy_name(DynamoCost()) == "dynbus.kvrouter.routing.cost:DynamoCost"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("fastest", "is unknown: use one of dynamo, kv, or module:function$"),
+        ("mypol.cost", "or module:function; did you mean mypol:cost?"),
+        ("mypol.py", "or module:function, as mypol.py:function"),
+        ("no.such:f", "there is no module 'no' in .*tests|there is no module 'no' in /"),
+        (
+            "dynbus.kvrouter.routing.cost:DynamoCots",
+            r"has no 'DynamoCots' \(did you mean DynamoCost\?\)",
+        ),
+        ("dynbus.kvrouter.routing.cost:NO_OVERLAP", "is a Overlap"),
+    ],
+)
+def test_a_policy_that_is_none_is_refused_with_the_reason(name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_policy(name)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "WEIGHT = None\nimport nothing_like_this\n",
+        "WEIGHT = None\ndef cots(r, c): return []\n",
+        "WEIGHT = None\ncost = 3\n",
+        "WEIGHT = None\nclass cost:\n    def __init__(self): raise ValueError\n",
+    ],
+)
+def test_a_policy_goes_on_unharmed_when_its_file_cannot_be_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    file = tmp_path / "weighty.py"
+    monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
+    file.write_text("WEIGHT = 2.0\ndef cost(r, c): return [WEIGHT] * len(c)\n")
+    try:
+        policy = load_policy("weighty:cost")
+        file.write_text(broken)
+
+        with pytest.raises(ConfigError, match="weighty:cost"):
+            load_policy("weighty:cost", reload=True)
+
+        candidates = [Candidate(Rank("a", 0))]
+        assert policy(shape(4), candidates) == [2.0]
+        assert load_policy("weighty:cost") is policy
+        file.write_text("WEIGHT = 3.0\ndef cost(r, c): return [WEIGHT] * len(c)\n# mended\n")
+        assert load_policy("weighty:cost", reload=True)(shape(4), candidates) == [3.0]
+        assert policy(shape(4), candidates) == [2.0]
+    finally:
+        sys.modules.pop("weighty", None)
+
+
+def test_who_imported_a_policy_before_keeps_it_and_who_imports_it_later_has_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    package = tmp_path / "heavy"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "scale.py").write_text("SCALE = 1.0\n")
+    file = package / "costs.py"
+    text = "from .scale import SCALE\nWEIGHT = 2.0\ndef cost(r, c): return [WEIGHT * SCALE]\n"
+    file.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
+    try:
+        load_policy("heavy.costs:cost")
+        before = importlib.import_module("heavy.costs")
+        # As soon after, and as long, as before.
+        file.write_text(text.replace("2.0", "3.0"))
+        (package / "scale.py").write_text("SCALE = 9.0\n")
+
+        policy = load_policy("heavy.costs:cost", reload=True)
+
+        later = importlib.import_module("heavy.costs")
+        assert policy(shape(4), [Candidate(Rank("a", 0))]) == [3.0]
+        assert (before.WEIGHT, later.WEIGHT) == (2.0, 3.0)
+        assert sys.modules["heavy"].costs is later
+    finally:
+        for name in ("heavy", "heavy.costs", "heavy.scale"):
+            sys.modules.pop(name, None)
+
+
+def test_a_policy_without_its_source_is_read_again_and_stays_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "bare_policy.py"
+    source.write_text("def cost(request, candidates):\n    return [1.0] * len(candidates)\n")
+    compileall.compile_file(str(source), legacy=True, quiet=1)
+    source.unlink()
+    monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
+    before = load_policy("bare_policy:cost")
+    try:
+        assert load_policy("bare_policy:cost", reload=True) is not before
+    finally:
+        sys.modules.pop("bare_policy", None)
+
+    assert (tmp_path / "bare_policy.pyc").exists()
+
+
+def test_a_policy_in_an_archive_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "policies.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("zipped_policy.py", "def cost(request, candidates):\n    return []\n")
+    monkeypatch.syspath_prepend(str(archive))  # pyright: ignore[reportUnknownMemberType]
+    before = load_policy("zipped_policy:cost")
+    try:
+        assert load_policy("zipped_policy:cost", reload=True) is not before
+    finally:
+        sys.modules.pop("zipped_policy", None)
