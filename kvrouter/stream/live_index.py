@@ -190,7 +190,7 @@ class LiveIndex:
             self.check.forget(instance)
             self._why_refused.pop(instance, None)
         for rank in [rank for rank in self.plan.ranks() if not self.members.is_known(rank[0])]:
-            if rank not in self.index.ranks and rank not in self.plan:
+            if rank not in self.index.ranks:
                 self.plan.forget(rank.instance)
         if not can_hear:
             self.members.not_listening()

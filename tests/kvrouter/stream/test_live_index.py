@@ -264,3 +264,15 @@ def test_a_late_joiner_is_asked_although_blocks_of_others_were_evicted() -> None
     story.read(digest_of(stored(5)), first_id=8)
 
     assert A in [rank for rank, _ in story.live.requests(101.0)]
+
+
+def test_an_instance_that_left_before_it_answered_is_no_longer_waited_for() -> None:
+    story = Story()
+    story.live.look_at_instances(["a", "gone"], 100.0, can_hear=True)
+    story.live.look_at_instances(["a", "gone"], 102.0, can_hear=True)
+    before = list(story.live.plan.ranks())
+
+    story.live.look_at_instances(["a"], 103.0, can_hear=True)
+
+    assert sorted(before) == [A, Rank("gone", 0)]
+    assert list(story.live.plan.ranks()) == [A]
