@@ -16,7 +16,8 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks and wait until they have ended, however they do."""
     for task in tasks:
         task.cancel()
-    await asyncio.wait(tasks)
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 async def finish(cleanup: Coroutine[Any, Any, T]) -> T:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from .cleanup import end_tasks
 from .clock import monotonic
 from .drops import DropReason
 from .errors import DynbusError, NoInstances, Unavailable
@@ -293,8 +294,7 @@ class Discovery:
 
     async def _stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end_tasks(self._task)
         if self._consumer is not None:
             await self._consumer.stop()
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from . import headers
+from .cleanup import end_tasks
 from .clock import monotonic
 from .drops import DropReason
 from .errors import PermissionDenied, Unavailable
@@ -132,8 +133,7 @@ class Heartbeats:
     async def stop(self) -> None:
         for task in (self._task, self._confirming):
             if task is not None:
-                task.cancel()
-                await asyncio.wait([task])
+                await end_tasks(task)
 
     def bounced(self, key: str) -> None:
         """A message of the main loop to the remote of this bounce token found nobody."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from .cleanup import end_tasks
 from .errors import ConfigError, DynbusError, Unavailable
 from .names import INSTANCES_BUCKET
 from .transport import (
@@ -224,8 +225,7 @@ class LeaseKeeper:
     async def end(self) -> None:
         """Withdraw the record; a failure is logged, the record expires by itself then."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end_tasks(self._task)
             self._task = None
         if not self.lease.written or self.lease.state in (LeaseState.CONFLICT, LeaseState.ENDED):
             return

@@ -51,7 +51,7 @@ class Compilation:
         end = time.monotonic() + LONGEST
         while not IS_FIRST and cache_folder() is not None and not is_compiled():
             assert time.monotonic() < end, "the process that compiles the kernel does not end"
-            time.sleep(0.1)
+            time.sleep(0.1)  # it is another process's child: nothing here is told of its end
         load_compiled(required=True)
 
     def end(self) -> None:

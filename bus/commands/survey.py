@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from dynbus.bus.cleanup import end_tasks
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.leases import INSTANCES_STREAM
@@ -118,8 +119,7 @@ async def _gather(connection: Connection, inbox: str) -> Survey:
             notice = f"the records cannot be read ({error}): only instances that answer are shown"
         return Survey(join(records, await answering), notice)
     finally:
-        answering.cancel()
-        await asyncio.wait([answering])
+        await end_tasks(answering)
 
 
 def join(records: Iterable[InstanceRecord], answers: Iterable[Answer]) -> list[Row]:

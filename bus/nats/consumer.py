@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus import headers as header_block
+from dynbus.bus.cleanup import end_tasks
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.transport import ConnectionState, Message, StoredMessage
@@ -91,8 +92,7 @@ class NatsOrderedConsumer:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end_tasks(self._task)
             self._task = None
         if self._stop_listening is not None:
             self._stop_listening()

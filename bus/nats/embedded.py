@@ -229,12 +229,12 @@ class _User:
             return None
         with suppress(TimeoutError):
             async with asyncio.timeout(_ANNOUNCED_WITHIN):
-                while True:
-                    folder = neighbours.data_folder(self._address.port)
-                    if folder is not None and _runs(folder, info):
-                        return folder
-                    await asyncio.sleep(POLL)
-        return None
+                await until(lambda: self._noted(info) is not None)
+        return self._noted(info)
+
+    def _noted(self, info: ServerInfo) -> DataFolder | None:
+        folder = neighbours.data_folder(self._address.port)
+        return folder if folder is not None and _runs(folder, info) else None
 
     def _another_port(self) -> str:
         return f"for example --nats nats://127.0.0.1:{self._address.port + 1}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from dynbus.bus import headers
+from dynbus.bus.cleanup import end_tasks
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, PayloadTooLarge
 from dynbus.bus.names import kv_event_subject
@@ -96,11 +97,7 @@ class BatchSender:
 
     async def close(self) -> None:
         """Give up what is in flight."""
-        sending = [task for _, task in self._sending.values()]
-        for task in sending:
-            task.cancel()
-        if sending:
-            await asyncio.wait(sending)
+        await end_tasks(*(task for _, task in self._sending.values()))
 
     def note_failure(self, error: Exception) -> None:
         """Count a failure, and send nothing for a while."""

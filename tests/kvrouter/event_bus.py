@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import BlockStored, Tier
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.awareness import AwarenessLevel
@@ -32,6 +33,18 @@ def event_subject(instance_id: str, dp_rank: int = 0) -> str:
 
 def resync_subject(instance_id: str, dp_rank: int = 0) -> str:
     return f"demo.Engine._kv_resync.{instance_id}.{dp_rank}"
+
+
+async def stored_messages(bus: MemoryBus) -> list[StoredMessage]:
+    """All that the stream holds."""
+    connection = await bus.connect()
+    found: list[StoredMessage] = []
+    read = asyncio.Event()
+    consumer = await connection.jetstream.consume(STREAM, found.append, on_caught_up=read.set)
+    await read.wait()
+    await consumer.stop()
+    await connection.close()
+    return found
 
 
 class EventBus:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynbus.kvrouter.radix.index import Overlap, Rank
+from dynbus.kvrouter.routing.active_load import ActiveLoad
 from dynbus.kvrouter.routing.cost import Candidate, DynamoCost, RequestShape
 from dynbus.kvrouter.routing.expected_caches import ExpectedCaches
 from dynbus.kvrouter.routing.profile import InstanceProfile
@@ -89,7 +90,8 @@ def test_a_prompt_whose_beginning_was_told_and_lost_can_be_sent_again() -> None:
         decision = decide(scheduler, request(f"at {now}", [A], blocks=blocks), now)
         scheduler.ended(decision.number, now)
 
-    assert len(scheduler.load) == 0  # type: ignore[arg-type]
+    assert isinstance(scheduler.load, ActiveLoad)
+    assert len(scheduler.load) == 0
 
 
 def test_an_instance_that_began_anew_is_taken_to_hold_nothing() -> None:

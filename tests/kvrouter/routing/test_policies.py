@@ -107,6 +107,14 @@ def test_who_imported_a_policy_before_keeps_it_and_who_imports_it_later_has_the_
             sys.modules.pop(name, None)
 
 
+def assert_read_again(module: str) -> None:
+    before = load_policy(f"{module}:cost")
+    try:
+        assert load_policy(f"{module}:cost", reload=True) is not before
+    finally:
+        sys.modules.pop(module, None)
+
+
 def test_a_policy_without_its_source_is_read_again_and_stays_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,11 +123,7 @@ def test_a_policy_without_its_source_is_read_again_and_stays_where_it_is(
     compileall.compile_file(str(source), legacy=True, quiet=1)
     source.unlink()
     monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
-    before = load_policy("bare_policy:cost")
-    try:
-        assert load_policy("bare_policy:cost", reload=True) is not before
-    finally:
-        sys.modules.pop("bare_policy", None)
+    assert_read_again("bare_policy")
 
     assert (tmp_path / "bare_policy.pyc").exists()
 
@@ -131,8 +135,4 @@ def test_a_policy_in_an_archive_is_read_again(
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("zipped_policy.py", "def cost(request, candidates):\n    return []\n")
     monkeypatch.syspath_prepend(str(archive))  # pyright: ignore[reportUnknownMemberType]
-    before = load_policy("zipped_policy:cost")
-    try:
-        assert load_policy("zipped_policy:cost", reload=True) is not before
-    finally:
-        sys.modules.pop("zipped_policy", None)
+    assert_read_again("zipped_policy")

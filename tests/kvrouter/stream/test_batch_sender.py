@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from tests.kvrouter.event_bus import STREAM, event_subject, eventually, stored
+from tests.kvrouter.event_bus import STREAM, event_subject, eventually, stored, stored_messages
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.stream.batch_sender import MAX_RETRY, BatchSender
 from dynbus.kvrouter.stream.epochs import EpochClock
 from dynbus.kvrouter.stream.event_log import EventLog
@@ -52,14 +51,7 @@ async def begun() -> AsyncGenerator[Sending]:
 
 async def stored_subjects(bus: MemoryBus) -> list[str]:
     """Of the messages in the stream, in their order."""
-    connection = await bus.connect()
-    found: list[StoredMessage] = []
-    read = asyncio.Event()
-    consumer = await connection.jetstream.consume(STREAM, found.append, on_caught_up=read.set)
-    await read.wait()
-    await consumer.stop()
-    await connection.close()
-    return [message.subject for message in found]
+    return [message.subject for message in await stored_messages(bus)]
 
 
 def test_every_rank_s_batches_are_stored_under_its_subject() -> None:

@@ -17,6 +17,7 @@ from tests.kvrouter.event_bus import (
     eventually,
     resync_subject,
     stored,
+    stored_messages,
 )
 
 from dynbus.bus.errors import ConfigError, Unavailable
@@ -38,18 +39,6 @@ from dynbus.kvrouter.stream.resync import ResyncRequest, encode_resync
 from dynbus.testing import run
 
 
-async def messages(at: EventBus) -> list[StoredMessage]:
-    """All that the stream holds."""
-    connection = await at.bus.connect()
-    found: list[StoredMessage] = []
-    read = asyncio.Event()
-    consumer = await connection.jetstream.consume(STREAM, found.append, on_caught_up=read.set)
-    await read.wait()
-    await consumer.stop()
-    await connection.close()
-    return found
-
-
 async def ask(at: EventBus, known_epoch: int = 0, instance_id: str = "a") -> None:
     """Ask for a resync as a router does."""
     connection = await at.bus.connect()
@@ -68,7 +57,7 @@ def test_events_are_published_for_their_rank_with_ids_that_tell_repeats() -> Non
             publisher.publish([stored(1, 2)])
             publisher.publish([stored(7)], dp_rank=3)
             await publisher.flush()
-            return await messages(at)
+            return await stored_messages(at.bus)
 
     begun, first, of_rank_3 = run(story())
 
@@ -88,7 +77,7 @@ def test_events_of_a_moment_share_a_message() -> None:
             for number in range(1, 101):
                 publisher.publish([stored(number)])
             await publisher.flush()
-            return await messages(at)
+            return await stored_messages(at.bus)
 
     _, shared = run(story())
 
@@ -163,7 +152,7 @@ def test_lists_may_be_changed_once_they_were_handed_over() -> None:
             publisher.publish([BlockStored(None, hashes, hashes)])
             hashes.clear()
             await publisher.flush()
-            return decode_events((await messages(at))[-1].data).engine_hashes
+            return decode_events((await stored_messages(at.bus))[-1].data).engine_hashes
 
     assert run(story()) == [1, 2, 3]
 
@@ -224,7 +213,7 @@ def test_a_publish_whose_acknowledgement_is_lost_is_repeated_and_stored_once() -
                 await asyncio.sleep(0.2)
             await publisher.flush()
             statistics = publisher.status().ranks[0].statistics
-            found = [decode_events(message.data) for message in await messages(at)]
+            found = [decode_events(message.data) for message in await stored_messages(at.bus)]
             return [batch.first_id for batch in found], statistics.epochs, statistics.repeats
 
     first_ids, epochs, repeats = run(story())
@@ -246,7 +235,7 @@ def test_while_the_server_is_away_events_wait_and_go_out_in_order() -> None:
             at.bus.start()
             await publisher.flush()
             statistics = publisher.status().ranks[0].statistics
-            found = [decode_events(message.data) for message in await messages(at)]
+            found = [decode_events(message.data) for message in await stored_messages(at.bus)]
             return statistics.epochs, [
                 batch.engine_hashes[batch.bounds[event]]
                 for batch in found
@@ -292,7 +281,7 @@ def test_a_stream_made_again_is_told_everything_with_the_next_message() -> None:
             at.bus.jetstream.delete(STREAM)
             publisher.publish([stored(3, parent=2)])
             await publisher.flush()
-            found = [decode_events(message.data) for message in await messages(at)]
+            found = [decode_events(message.data) for message in await stored_messages(at.bus)]
             epoch = found[-1].event_epoch
             disorders = publisher.status().ranks[0].statistics.disorders
             return disorders, [
@@ -359,7 +348,9 @@ def test_an_instance_that_comes_back_has_a_higher_epoch_whatever_its_clock_says(
             await publisher.flush()
         async with second.publisher() as publisher:
             await publisher.flush()
-        return [decode_events(message.data).event_epoch for message in await messages(first)]
+        return [
+            decode_events(message.data).event_epoch for message in await stored_messages(first.bus)
+        ]
 
     epochs = run(story())
 
@@ -388,7 +379,7 @@ def test_an_event_that_is_larger_than_a_message_is_cut_into_pieces() -> None:
             publisher.publish([stored(*range(1, 3001)), BlockRemoved(list(range(2000, 3001)))])
             await publisher.flush()
             await at.settled(follower)
-            sizes = [len(message.data) for message in await messages(at)]
+            sizes = [len(message.data) for message in await stored_messages(at.bus)]
             return max(sizes) <= 4096 and follower.lookup(list(range(1, 3001))) == {"a": 1999}
 
     assert run(story())
