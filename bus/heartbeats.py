@@ -8,8 +8,8 @@ nothing here.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
+import secrets
 import sys
 import threading
 import traceback
@@ -21,7 +21,7 @@ from .cleanup import end_tasks
 from .clock import monotonic
 from .drops import DropReason
 from .errors import PermissionDenied, Unavailable
-from .liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, RemoteLiveness
+from .liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, SILENCE_LIMIT, RemoteLiveness
 from .transport import ConnectionState, Message
 from .wire import Batch, Frame, Ping, Pong, decode_batch, encode_batch
 
@@ -40,21 +40,37 @@ class Remote(Protocol):
     """The other side of open calls, as the control lane sees it.
 
     `liveness` belongs to the lane; everything else is read by it and written by the main loop.
+
+    Attributes:
+        incarnation: what control batches between the two carry, both ways. Only they know it:
+            a batch with another is somebody else's.
+        heard_at: when something of it last arrived on the data connection.
     """
 
     liveness: RemoteLiveness | None
+    incarnation: str
+    heard_at: float
 
     @property
     def control_subject(self) -> str:
         """Where its control lane listens."""
         ...
 
+    @property
+    def due_since(self) -> float | None:
+        """Since when it has owed us heartbeats: it knows of a call that is open at both ends."""
+        ...
+
     def has_work(self) -> bool:
-        """Whether calls are open, or acknowledgements to be sent."""
+        """Whether it is to hear from us: calls are open, or acknowledgements to be sent."""
         ...
 
     def beat(self) -> list[Frame]:
         """The next heartbeat, a frame for each of its messages; called on the lane's thread."""
+        ...
+
+    def returned(self) -> None:
+        """It is heard again after a message to it found nobody; called on the main loop."""
         ...
 
     def gone(self) -> None:
@@ -70,13 +86,24 @@ class Registry(Generic[R]):
 
     Args:
         identity: what this side calls itself in its batches: a reply base or an instance id.
+        key: which of the remotes a batch claims to come from.
         on_batch: takes their control batches on the main loop.
+        while_blocked: takes them on the lane as well, while the main loop does not answer.
     """
 
-    def __init__(self, identity: str, on_batch: Callable[[Batch], None]) -> None:
+    def __init__(
+        self,
+        identity: str,
+        key: Callable[[Batch], str],
+        on_batch: Callable[[Batch], None],
+        while_blocked: Callable[[Batch], None] | None = None,
+    ) -> None:
         self.identity = identity
+        self.key = key
         self.on_batch = on_batch
-        self.token = ""
+        self.while_blocked = while_blocked
+        # Bounces are the server's word. Who could guess the subject could speak for it.
+        self.token = secrets.token_hex(8)
         self.remotes: dict[str, R] = {}
 
     def bounce_token(self, remote_id: str) -> str:
@@ -95,7 +122,6 @@ class Heartbeats:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._registries: dict[str, Registry[Any]] = {}
-        self._tokens = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
         self._confirming: asyncio.Task[None] | None = None
         self._early = asyncio.Event()
@@ -108,7 +134,6 @@ class Heartbeats:
 
     def add(self, registry: Registry[Any]) -> None:
         """Beat for the remotes of `registry` from now on."""
-        registry.token = str(next(self._tokens))
         self._registries[registry.token] = registry
 
     def remove(self, registry: Registry[Any]) -> None:
@@ -151,10 +176,14 @@ class Heartbeats:
         if batch is None:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
             return
-        remote_id = batch.sender.rpartition(".")[2]
-        remote = registry.remotes.get(remote_id)
-        if remote is not None and remote.liveness is not None:
-            remote.liveness.heard(monotonic())
+        remote_id = registry.key(batch)
+        remote: Remote | None = registry.remotes.get(remote_id)
+        if remote is not None:
+            if batch.incarnation != remote.incarnation:
+                self._bus.to_main(self._bus.drop, DropReason.STALE)
+                return
+            if remote.liveness is not None and remote.liveness.heard(monotonic()):
+                self._bus.to_main(remote.returned)
         concerns_calls = False
         for frame in batch.frames:
             if type(frame) is Ping:
@@ -163,6 +192,8 @@ class Heartbeats:
             elif type(frame) is not Pong:
                 concerns_calls = True
         if concerns_calls:
+            if registry.while_blocked is not None and self.blocked >= HEARTBEAT_INTERVAL:
+                registry.while_blocked(batch)
             self._bus.to_main(registry.on_batch, batch)
 
     async def _run(self) -> None:
@@ -179,43 +210,54 @@ class Heartbeats:
             now = monotonic()
             if now - last > FROZEN_TICK:
                 # The whole process did not run: the silence was ours, not the remotes'.
-                self._extend(now + 2 * HEARTBEAT_INTERVAL)
+                self._extend(now + SILENCE_LIMIT)
             last = now
             self._check_main_loop(now)
+            if self._bus.lane.connection.state is not ConnectionState.CONNECTED:
+                continue
             if now >= next_beat:
                 next_beat = now + HEARTBEAT_INTERVAL
-                self._beat_all(now)
+                for registry in list(self._registries.values()):
+                    self._beat(registry, now)
+            self._judge(now)
 
-    def _beat_all(self, now: float) -> None:
-        doubted: list[tuple[Remote, RemoteLiveness]] = []
-        for registry in list(self._registries.values()):
-            doubted += self._beat(registry, now)
-        if doubted and self._confirming is None:
-            self._confirming = asyncio.create_task(self._confirm(doubted), name="confirm-gone")
-
-    def _beat(self, registry: Registry[Any], now: float) -> list[tuple[Remote, RemoteLiveness]]:
-        """Send to the remotes that calls are open with; returns those that seem to be gone."""
-        doubted: list[tuple[Remote, RemoteLiveness]] = []
-        cut_off = self._bus.lane.connection.state is not ConnectionState.CONNECTED
+    def _beat(self, registry: Registry[Any], now: float) -> None:
+        """Send to the remotes that are to hear from us."""
         for remote_id, remote in list(registry.remotes.items()):
             if not remote.has_work():
                 remote.liveness = None
                 continue
             if remote.liveness is None:
                 remote.liveness = RemoteLiveness(now)
-            if cut_off:
-                continue
             try:
                 for frame in remote.beat():
                     self._send(registry, remote_id, remote, [frame])
             except Exception:
                 # Whatever is wrong with the calls there, all others are to hear from us.
                 logger.exception("a heartbeat of %s to %s failed", registry.identity, remote_id)
-            if remote.liveness.is_gone(now):
-                doubted.append((remote, remote.liveness))
-        return doubted
 
-    async def _confirm(self, doubted: list[tuple[Remote, RemoteLiveness]]) -> None:
+    def _judge(self, now: float) -> None:
+        """Look for remotes that seem to be gone."""
+        if self._confirming is not None:
+            return
+        doubted = [remote for remote in self._remotes() if self._seems_gone(remote, now)]
+        if doubted:
+            self._confirming = asyncio.create_task(self._confirm(doubted), name="confirm-gone")
+
+    def _remotes(self) -> list[Remote]:
+        registries = list(self._registries.values())
+        return [remote for registry in registries for remote in list(registry.remotes.values())]
+
+    @staticmethod
+    def _seems_gone(remote: Remote, now: float) -> bool:
+        liveness = remote.liveness
+        if liveness is None:
+            return False
+        # What comes on the data connection is a sign of life as good as a heartbeat.
+        liveness.heard_data(remote.heard_at)
+        return liveness.is_gone(now, remote.due_since)
+
+    async def _confirm(self, doubted: list[Remote]) -> None:
         """Tell the main loop who is gone, unless the silence is that of our own connection.
 
         The server's answer comes after everything else that it had for us.
@@ -230,8 +272,9 @@ class Heartbeats:
             pass
         finally:
             self._confirming = None
-        for remote, liveness in doubted:
-            if remote.liveness is liveness and liveness.is_gone(monotonic()):
+        now = monotonic()
+        for remote in doubted:
+            if self._seems_gone(remote, now):
                 logger.warning("whoever listens at %s is gone", remote.control_subject)
                 remote.liveness = None
                 self._bus.to_main(remote.gone)
@@ -241,7 +284,7 @@ class Heartbeats:
     ) -> None:
         self._bus.lane.connection.publish(
             remote.control_subject,
-            encode_batch(registry.identity, self._bus.incarnation, 0, frames),
+            encode_batch(registry.identity, remote.incarnation, 0, frames),
             reply=self._bus.replies.control_bounce(registry.bounce_token(remote_id)),
         )
 
@@ -262,10 +305,9 @@ class Heartbeats:
         remote.liveness.ping_bounced(monotonic())
 
     def _extend(self, until: float) -> None:
-        for registry in list(self._registries.values()):
-            for remote in list(registry.remotes.values()):
-                if remote.liveness is not None:
-                    remote.liveness.extend(until)
+        for remote in self._remotes():
+            if remote.liveness is not None:
+                remote.liveness.extend(until)
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:

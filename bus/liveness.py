@@ -1,10 +1,11 @@
 """Whether the other side of a call is still there.
 
-Two signals speak against it: silence (heartbeats come every `HEARTBEAT_INTERVAL` while calls
-are open) and the server's own 503 for a message that found nobody. Neither is believed
-blindly: silence does not count while we are cut off ourselves or have been frozen, and a 503
-only after a ping on the control lane found nobody either and the other side had time to
-connect again. One object per remote side, without I/O or clock.
+Two signals speak against it: silence, where heartbeats are due (they come every
+`HEARTBEAT_INTERVAL` while a call is open), and the server's own 503 for a message that found
+nobody. Neither is believed blindly: silence counts from the moment on since when the other side
+knows of an open call, and not while we are cut off ourselves or have been frozen; a 503 counts
+only after a ping on the control lane found nobody either and the other side had time to connect
+again. One object per remote side, without I/O or clock.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Final
 HEARTBEAT_INTERVAL: Final = 0.4
 SILENCE_LIMIT: Final = 1.4
 GONE_AFTER: Final = 0.8
-RECONNECT_GRACE: Final = 3.0
+RECONNECT_GRACE: Final = 3.3
+"""Seconds for the other side to come back in after our own reconnection: three, and its way."""
 
 
 class RemoteLiveness:
@@ -24,10 +26,11 @@ class RemoteLiveness:
         now: when the first call with this remote began.
     """
 
-    __slots__ = ("_absent_since", "_heard", "_pinged")
+    __slots__ = ("_absent_since", "_grace_until", "_heard", "_pinged")
 
     def __init__(self, now: float) -> None:
         self._heard = now
+        self._grace_until = now
         self._absent_since: float | None = None
         self._pinged = False
 
@@ -35,16 +38,23 @@ class RemoteLiveness:
         state = "absent" if self._absent_since is not None else "heard"
         return f"<RemoteLiveness [{state} | heard: {self._heard:.3f}]>"
 
-    @property
-    def heard_at(self) -> float:
-        """When the remote was last heard, or was given time until."""
-        return self._heard
-
-    def heard(self, now: float) -> None:
-        """A message of the remote arrived."""
+    def heard(self, now: float) -> bool:
+        """A control message of the remote arrived; True when one to it had bounced before."""
+        returned = self._pinged or self._absent_since is not None
         self._heard = max(self._heard, now)
         self._absent_since = None
         self._pinged = False
+        return returned
+
+    def heard_data(self, at: float) -> None:
+        """Something of the remote arrived on the data connection at `at`."""
+        self._heard = max(self._heard, at)
+        if self._absent_since is not None and at > self._absent_since:
+            self._absent_since = None
+
+    def is_heard(self, now: float) -> bool:
+        """Whether nothing speaks against it yet."""
+        return now < max(self._heard + SILENCE_LIMIT, self._grace_until)
 
     def bounced(self) -> bool:
         """A message to the remote found nobody; True when it should be pinged to confirm that."""
@@ -55,17 +65,23 @@ class RemoteLiveness:
 
     def ping_bounced(self, now: float) -> None:
         """The confirming ping found nobody either."""
-        if self._absent_since is None and now >= self._heard:
+        if self._absent_since is None:
             self._absent_since = now
 
     def extend(self, until: float) -> None:
-        """Give the remote time until then: we were cut off, or did not run."""
-        self._heard = max(self._heard, until)
+        """Judge the remote no sooner than then: we were cut off, or did not run."""
+        self._grace_until = max(self._grace_until, until)
         self._absent_since = None
         self._pinged = False
 
-    def is_gone(self, now: float) -> bool:
-        """Whether the remote is to be treated as dead."""
+    def is_gone(self, now: float, due_since: float | None) -> bool:
+        """Whether the remote is to be treated as dead.
+
+        Args:
+            due_since: since when it has owed us heartbeats; None while it owes none.
+        """
+        if now < self._grace_until:
+            return False
         if self._absent_since is not None and now - self._absent_since >= GONE_AFTER:
             return True
-        return now - self._heard >= SILENCE_LIMIT
+        return due_since is not None and now - max(self._heard, due_since) >= SILENCE_LIMIT

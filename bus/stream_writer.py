@@ -322,6 +322,16 @@ class StreamWriter:
         self._items_only = False
         return True
 
+    def repeat_last(self) -> None:
+        """Hand out the last unit again: whoever misses it, or one before it, sees so.
+
+        There is no need where fresh units follow by themselves.
+        """
+        if self._units and not self.has_fresh:
+            self._sent_before = max(self._sent_before, self._acknowledged + self._next_unsent)
+            self._next_unsent -= 1
+            self._items_only = False
+
     def _split(self, data: bytes) -> bytes:
         if len(data) > self.max_item_bytes:
             raise PayloadTooLarge(

@@ -6,6 +6,8 @@ instance and returns a `PendingCall`, which ends with bytes or one error, in tim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from dynbus.bus import headers
@@ -25,8 +27,9 @@ from dynbus.bus.errors import (
     UnknownOutcome,
 )
 from dynbus.bus.heartbeats import Registry
-from dynbus.bus.liveness import HEARTBEAT_INTERVAL, SILENCE_LIMIT
+from dynbus.bus.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.names import EndpointName
+from dynbus.bus.tokens import random_id
 from dynbus.bus.transport import ConnectionState, Message
 from dynbus.bus.wire import (
     BATCH_OVERHEAD,
@@ -72,7 +75,9 @@ class Caller:
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
-        self.registry: Registry[RemoteInstance] = Registry(bus.replies.base, self._on_control)
+        self.registry: Registry[RemoteInstance] = Registry(
+            bus.replies.base, lambda batch: batch.sender, self._on_control
+        )
         self.deadlines = Deadlines(bus.loop)
         self._calls: dict[int, PendingCall] = {}
         self._number = 0
@@ -98,6 +103,7 @@ class Caller:
     async def _start_control(self) -> None:
         connection = self.bus.lane.connection
         connection.on_error(self._refused_on_lane)
+        connection.on_state(lambda state: self.bus.to_main(self._on_state, state))
         connection.subscribe(
             self.bus.replies.control_frames,
             lambda message: self.bus.heartbeats.receive(self.registry, message),
@@ -119,7 +125,7 @@ class Caller:
         """Whether calls are open at an instance and its heartbeats arrive."""
         remote = self.registry.remotes.get(instance_id)
         liveness = remote.liveness if remote is not None else None
-        return liveness is not None and monotonic() - liveness.heard_at < SILENCE_LIMIT
+        return liveness is not None and liveness.is_heard(monotonic())
 
     def load(self, instance_id: str) -> int:
         """Calls that an instance last reported to run or wait there."""
@@ -148,7 +154,7 @@ class Caller:
         )
         self._number = number = self._number + 1
         window = self._window()
-        call = PendingCall(self, remote, number, head, window)
+        call = PendingCall(self, remote, number, head, window, now)
         block = self._head_block(call, head, window, now)
         self._check_parts(head, block, data)
         self._window_left -= window
@@ -163,13 +169,18 @@ class Caller:
 
     def send(self, remote: RemoteInstance, *frames: Frame) -> None:
         """Send control frames to an instance, from the main loop, in as few messages as fit."""
+        self._send_control(remote, frames, self.registry.bounce_token(remote.instance_id))
+
+    def _send_control(
+        self, remote: RemoteInstance, frames: Sequence[Frame], bounce_token: str
+    ) -> None:
         bus = self.bus
-        reply = bus.replies.bounce(self.registry.bounce_token(remote.instance_id))
+        reply = bus.replies.bounce(bounce_token)
         room = (bus.data.max_payload - BATCH_OVERHEAD) // CONTROL_FRAME_BYTES
         room = min(room, MAX_CONTROL_FRAMES)
         for first in range(0, len(frames), room):
             batch = list(frames[first : first + room])
-            data = encode_batch(bus.replies.base, bus.incarnation, 0, batch)
+            data = encode_batch(bus.replies.base, remote.incarnation, 0, batch)
             bus.data.publish(remote.control_subject, data, reply=reply)
 
     def forget(self, call: PendingCall) -> None:
@@ -180,6 +191,14 @@ class Caller:
             call.remote.calls.pop(call.number, None)
             call.remote.done.append((call.number, call.secret))
             self._window_left += call.reader.window
+            if call.doubt:
+                self.bus.bounce_handlers.pop(call.doubt, None)
+
+    def ask_anew(self, remote: RemoteInstance) -> None:
+        """Tell an instance again where its calls stand: what was said last may be lost."""
+        if self.bus.data.state is ConnectionState.CONNECTED:
+            calls = list(remote.calls.values())
+            self.send(remote, *(frame for call in calls for frame in call.standing()))
 
     def instance_gone(self, remote: RemoteInstance) -> None:
         """An instance died: end its calls. A call that never began is told apart by retries."""
@@ -244,7 +263,7 @@ class Caller:
     def _head_block(self, call: PendingCall, head: CallHead, window: int, now: float) -> bytes:
         text = (
             f"NATS/1.0\r\n{headers.FRAMES}: {VERSION} {call.secret.hex()} {window} "
-            f"{self.bus.incarnation}\r\n"
+            f"{call.remote.incarnation}\r\n"
             f"{headers.REQUEST_ID}: {head.request_id}\r\n"
         )
         if head.deadline is not None:
@@ -289,16 +308,31 @@ class Caller:
             self.bus.drop(DropReason.STALE)
             return
         if headers.status(message.headers) == headers.NO_RESPONDERS:
-            call.unreachable = True
-            call.fail(
-                Unavailable(
-                    "the instance is gone",
-                    hop=call.endpoint.hop(call.remote.instance_id),
-                    started=False,
-                )
-            )
+            self._doubt(call)
             return
         self._plain_answer(call, message)
+
+    def _doubt(self, call: PendingCall) -> None:
+        """The server says that nobody took a request: make sure of it.
+
+        Requests are numbered one by one, so others than the server could say so, and a call that
+        did begin would be made a second time. The instance is asked; that nobody hears the
+        question either is said at a subject that only the server knows.
+        """
+        if call.doubt:
+            return
+        call.doubt = random_id()
+        self.bus.bounce_handlers[call.doubt] = partial(self._unreachable, call)
+        self._send_control(call.remote, (call.resume_frame(),), call.doubt)
+
+    def _unreachable(self, call: PendingCall) -> None:
+        """Neither a request nor the question after it found anybody."""
+        call.unreachable = True
+        hop = call.endpoint.hop(call.remote.instance_id)
+        if call.reader.has_begun:
+            call.fail(StreamLost("the instance is gone", hop=hop))
+        else:
+            call.fail(Unavailable("the instance is gone", hop=hop, started=False))
 
     def _plain_answer(self, call: PendingCall, message: Message) -> None:
         """An answer without frames: a responder that refused the request as a whole."""
@@ -317,10 +351,8 @@ class Caller:
         if batch is None:
             self.bus.drop(DropReason.MALFORMED)
             return
-        remote = self.registry.remotes.get(batch.sender)
-        if remote is not None:
-            remote.load = batch.load
         calls = self._calls
+        proven: PendingCall | None = None
         for frame in batch.frames:
             if not isinstance(frame, _RESULTS):
                 self.bus.drop(DropReason.UNEXPECTED)
@@ -329,14 +361,19 @@ class Caller:
             if call is None or frame.secret != call.secret or frame.attempt != call.attempt:
                 self.bus.drop(DropReason.STALE)
                 continue
+            proven = call
             if isinstance(frame, _ITEMS) and call.reader.receive_next(frame):
                 call.wake()
             else:
                 call.receive(frame)
+        if proven is not None:
+            remote = proven.remote
+            remote.load = batch.load
+            remote.heard_at = monotonic()
 
     def _on_control(self, batch: Batch) -> None:
         remote = self.registry.remotes.get(batch.sender)
-        if remote is None:
+        if remote is None or remote.incarnation != batch.incarnation:
             self.bus.drop(DropReason.STALE)
             return
         for frame in batch.frames:
@@ -358,6 +395,10 @@ class Caller:
         if frame.blocked >= HEARTBEAT_INTERVAL:
             # Requests wait in front of its loop; asked for them now it would call them lost.
             return
+        if frame.calls and not remote.has_work():
+            # It keeps results that nobody waits for: what said so was lost.
+            self.send(remote, *remote.beat())
+            return
         sent = dict(frame.calls)
         calls = [call for call in remote.calls.values() if covers(frame, call.number)]
         said = [call.compare(sent.get(call.number)) for call in calls]
@@ -366,6 +407,7 @@ class Caller:
     def _lost(self, call: PendingCall) -> None:
         hop = call.endpoint.hop(call.remote.instance_id)
         if call.reader.next_sequence == 0:
+            call.unreachable = bool(call.doubt)
             call.fail(Unavailable("the request was lost on its way", hop=hop, started=False))
         else:
             call.fail(StreamLost("the instance does not know the stream any longer", hop=hop))
@@ -387,4 +429,4 @@ class Caller:
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
             for remote in list(self.registry.remotes.values()):
-                self.send(remote, *(call.resume_frame() for call in remote.calls.values()))
+                self.ask_anew(remote)

@@ -53,7 +53,13 @@ class CallHead(NamedTuple):
 
 
 class PendingCall:
-    """A call that was sent to one instance. Owned by the task that awaits it."""
+    """A call that was sent to one instance. Owned by the task that awaits it.
+
+    Attributes:
+        begun_at: when it was sent, on the monotonic clock.
+        doubt: the bounce token of the question whether it arrived at all; empty if unasked.
+        unreachable: whether nobody took it, or its instance died.
+    """
 
     __slots__ = (
         "_behind_at",
@@ -64,6 +70,8 @@ class PendingCall:
         "_unlink",
         "_waiter",
         "attempt",
+        "begun_at",
+        "doubt",
         "endpoint",
         "error",
         "number",
@@ -76,7 +84,13 @@ class PendingCall:
     )
 
     def __init__(
-        self, caller: Caller, remote: RemoteInstance, number: int, head: CallHead, window: int
+        self,
+        caller: Caller,
+        remote: RemoteInstance,
+        number: int,
+        head: CallHead,
+        window: int,
+        now: float,
     ) -> None:
         self._caller = caller
         self.remote = remote
@@ -86,6 +100,8 @@ class PendingCall:
         self.endpoint = head.endpoint
         self.request_id = head.request_id
         self.streaming = head.streaming
+        self.begun_at = now
+        self.doubt = ""
         self.reader = StreamReader(window=window, max_item_bytes=caller.bus.config.max_item_bytes)
         self.error: DynbusError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -245,6 +261,15 @@ class PendingCall:
     def resume_frame(self) -> Resume:
         """What asks the writer to send everything that is not here yet."""
         return Resume(self.number, self.secret, self.attempt, self.reader.next_sequence)
+
+    def standing(self) -> list[Credit | Resume]:
+        """What a writer is to be told that may have missed all that was said to it lately."""
+        reader = self.reader
+        said: list[Credit | Resume] = [self.resume_frame()]
+        if reader.granted > reader.window:
+            position = reader.next_sequence
+            said.append(Credit(self.number, self.secret, self.attempt, reader.granted, position))
+        return said
 
     def resume(self) -> None:
         """Ask the writer to send everything that is not here yet."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from dynbus.bus.call_spans import CALL_BYTES, span_room, split_calls
 from dynbus.bus.liveness import RemoteLiveness
 from dynbus.bus.names import control_subject
+from dynbus.bus.tokens import random_id
 from dynbus.bus.wire import Frame, Open
 
 if TYPE_CHECKING:
@@ -17,13 +18,22 @@ ACKNOWLEDGEMENT_BYTES: Final = 32
 
 
 class RemoteInstance:
-    """An instance that this process calls, and the calls that are open there."""
+    """An instance that this process calls, and the calls that are open there.
+
+    Attributes:
+        incarnation: what requests to it tell and control batches carry, both ways; random, so
+            that only the two know it.
+        heard_at: when results of it last arrived.
+        load: calls that it last reported to run or wait there.
+    """
 
     def __init__(self, caller: Caller, namespace: str, component: str, instance_id: str) -> None:
         self._caller = caller
         self.instance_id = instance_id
         self._control_subject = control_subject(namespace, component, instance_id)
         self.liveness: RemoteLiveness | None = None
+        self.incarnation = random_id()
+        self.heard_at = 0.0
         self.calls: dict[int, PendingCall] = {}
         self.done: list[tuple[int, bytes]] = []
         self.load = 0
@@ -31,6 +41,11 @@ class RemoteInstance:
     @property
     def control_subject(self) -> str:
         return self._control_subject
+
+    @property
+    def due_since(self) -> float | None:
+        calls = list(self.calls.values())
+        return calls[0].begun_at if calls else None
 
     def has_work(self) -> bool:
         return bool(self.calls or self.done)
@@ -50,6 +65,9 @@ class RemoteInstance:
             Open(first.calls, done, first.first, first.last),
             *(Open(span.calls, [], span.first, span.last) for span in rest),
         ]
+
+    def returned(self) -> None:
+        self._caller.ask_anew(self)
 
     def gone(self) -> None:
         self._caller.instance_gone(self)

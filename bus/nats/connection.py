@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 LOW_BACKLOG: Final = 1024 * 1024
 FIRST_RECONNECT_DELAY: Final = 0.05
-MAX_RECONNECT_DELAY: Final = 0.4
+MAX_RECONNECT_DELAY: Final = 0.2
 REFUSED_RECONNECT_DELAY: Final = 5.0
 CANCEL_AGAIN: Final = 0.25
 CANCEL_TRIES: Final = 20

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dynbus.bus import headers
 from dynbus.bus.call_spans import CALL_BYTES, covers, span_room, split_calls
@@ -25,6 +25,7 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.heartbeats import Registry
 from dynbus.bus.names import control_subject, is_safe_reply
+from dynbus.bus.transport import ConnectionState
 from dynbus.bus.wire import (
     SECRET_BYTES,
     Batch,
@@ -37,11 +38,12 @@ from dynbus.bus.wire import (
     Pong,
     Resume,
     Unknown,
+    encode_batch,
     failed_frame,
 )
 
 from .remembered_requests import RememberedRequests
-from .remote_client import RemoteClient
+from .remote_client import RemoteClient, client_key
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
@@ -57,8 +59,27 @@ BARRIER_TIMEOUT: Final = 5.0
 LOST_CANCEL_BEATS: Final = 3
 ARRIVAL_GRACE: Final = 2.0
 IDLE_CLIENT_SECONDS: Final = 5.0
+KEPT_SECONDS: Final = 15.0
+"""How long results are kept for a client that has no call here and does not acknowledge them."""
+
 KILL_AFTER: Final = 1.0
 MAX_KILL_AFTER: Final = 60.0
+
+
+class Sender(NamedTuple):
+    """Who sends a control batch, as the batch says.
+
+    Attributes:
+        base: its reply base.
+        incarnation: what batches between the two carry.
+    """
+
+    base: str
+    incarnation: str
+
+    @property
+    def key(self) -> str:
+        return client_key(self.base, self.incarnation)
 
 
 class ServerControl:
@@ -81,7 +102,12 @@ class ServerControl:
         execution: Execution,
         outbox: Outbox,
     ) -> None:
-        self.registry: Registry[RemoteClient] = Registry(instance_id, self.receive)
+        self.registry: Registry[RemoteClient] = Registry(
+            instance_id,
+            lambda batch: client_key(batch.sender, batch.incarnation),
+            self.receive,
+            self._while_blocked,
+        )
         self.plain: set[ServerCall] = set()
         self.refused = RememberedRequests()
         self.lost = RememberedRequests(fails_closed=True)
@@ -89,7 +115,7 @@ class ServerControl:
         # Those of clients that were taken for dead.
         self._forgotten = RememberedRequests(fails_closed=True)
         # Questions after requests that may have arrived, but were not read yet.
-        self._unsure: list[tuple[str, Resume]] = []
+        self._unsure: list[tuple[Sender, Resume]] = []
         self._making_sure: asyncio.Task[None] | None = None
         self._bus = bus
         self._execution = execution
@@ -128,24 +154,22 @@ class ServerControl:
 
     def client(self, base: str, incarnation: str) -> RemoteClient | None:
         """The client that reads at `base`; None for one that may not be answered."""
-        client = self.registry.remotes.get(base.rpartition(".")[2])
+        client = self.registry.remotes.get(client_key(base, incarnation))
         if client is not None and client.base == base:
             return client
-        client = self._new_client(base)
-        if client is not None:
-            client.incarnation = incarnation
-        return client
+        return self._new_client(base, incarnation)
 
-    def _new_client(self, base: str) -> RemoteClient | None:
+    def _new_client(self, base: str, incarnation: str) -> RemoteClient | None:
         if base.count(".") != 2 or not is_safe_reply(base, self._bus.config.reply_prefixes):
             self._bus.drop(DropReason.UNSAFE_REPLY)
             return None
-        client_id = base.rpartition(".")[2]
-        if client_id in self.registry.remotes:
+        key = client_key(base, incarnation)
+        if key in self.registry.remotes:
             self._bus.drop(DropReason.CLIENT_ID_TAKEN)
             return None
-        bounce = self._bus.replies.bounce(self.registry.bounce_token(client_id))
-        client = self.registry.remotes[client_id] = RemoteClient(self, self._outbox, base, bounce)
+        bounce = self._bus.replies.bounce(self.registry.bounce_token(key))
+        client = RemoteClient(self, self._outbox, base, incarnation, bounce)
+        self.registry.remotes[key] = client
         return client
 
     def verdict(self, call: FramedCall) -> DynbusError | None:
@@ -153,7 +177,7 @@ class ServerControl:
 
         A call that was asked to stop may begin, and is asked again here.
         """
-        request = call.client.client_id, call.writer.number, call.writer.secret
+        request = call.client.key, call.writer.number, call.writer.secret
         if self.stopped.has(*request):
             call.context.stop_generating()
         if self.refused.has(*request):
@@ -180,32 +204,43 @@ class ServerControl:
         most = span_room(self._bus.lane.connection.max_payload) // CALL_BYTES
         return [Heartbeat(blocked, draining, *span) for span in split_calls(calls, most)]
 
-    def touch_fresh(self) -> None:
-        """Have everything sent that was not, now that the connection is back."""
-        # Bytes of the last moments may be lost; whoever misses some asks, see `Resume`.
+    def reconnected(self) -> None:
+        """Have everything sent that was not, now that the data connection is back.
+
+        Bytes of the last moments may be lost. The last unit of each call is sent again, so that
+        whoever misses some asks for them at once.
+        """
         most = self._outbox.max_unit_bytes()
         for client in list(self.registry.remotes.values()):
             for call in client.calls.values():
                 # It may be another server, with another limit.
                 call.writer.limit_units(most)
-            client.touch_fresh()
+            client.touch_all()
 
     def forget_idle(self, now: float) -> None:
-        """Forget clients that have had no call here for a while."""
-        for client_id, client in list(self.registry.remotes.items()):
-            if client.calls or client.kept or client.dirty:
+        """Forget clients that have had no call here for a while.
+
+        Results that one of them does not acknowledge are kept a little longer, and for as long
+        as we are cut off ourselves.
+        """
+        cut_off = self._bus.data.state is not ConnectionState.CONNECTED
+        for key, client in list(self.registry.remotes.items()):
+            if client.calls or client.dirty or (client.kept and cut_off):
                 client.busy_at = now
+            elif client.kept:
+                if now - client.busy_at > KEPT_SECONDS:
+                    self.client_gone(client)
             elif now - client.busy_at > IDLE_CLIENT_SECONDS:
-                del self.registry.remotes[client_id]
+                del self.registry.remotes[key]
 
     def client_gone(self, client: RemoteClient) -> None:
         """A client died: stop its calls and forget it, but know them should it come back."""
-        if self.registry.remotes.get(client.client_id) is client:
-            del self.registry.remotes[client.client_id]
+        if self.registry.remotes.get(client.key) is client:
+            del self.registry.remotes[client.key]
         for number in (*client.calls, *client.kept):
             writer = client.writer(number)
             if writer is not None:
-                self._forgotten.add(client.client_id, number, writer.secret, monotonic())
+                self._forgotten.add(client.key, number, writer.secret, monotonic())
         for call in list(client.calls.values()):
             if not call.ended:
                 kind = StreamLost if call.served.endpoint.streaming else UnknownOutcome
@@ -236,29 +271,43 @@ class ServerControl:
 
     def receive(self, batch: Batch) -> None:
         """Carry out what a client says."""
-        client = self.registry.remotes.get(batch.sender.rpartition(".")[2])
+        sender = Sender(batch.sender, batch.incarnation)
+        client = self.registry.remotes.get(sender.key)
         for frame in batch.frames:
             if isinstance(frame, Open):
                 if client is not None:
-                    self._on_open(client, batch.incarnation, frame)
+                    self._on_open(client, frame)
                 if frame.calls and (client is None or not client.has_work()):
                     # None of them is here; told so twice the client asks for each.
-                    nothing = Heartbeat(0.0, self._execution.draining, [], frame.first, frame.last)
-                    self._answer_control(batch.sender, nothing)
+                    self._say_nothing_is_here(sender, frame, 0.0)
             elif isinstance(frame, Credit | Cancel | Resume):
-                self._on_call_control(client, batch.sender, frame)
+                self._on_call_control(client, sender, frame)
             elif not isinstance(frame, Ping | Pong):
                 self._bus.drop(DropReason.UNEXPECTED)
 
-    def _on_open(self, client: RemoteClient, incarnation: str, frame: Open) -> None:
-        if incarnation != client.incarnation:
-            self._bus.drop(DropReason.STALE)
+    def _while_blocked(self, batch: Batch) -> None:
+        """Let a client that we do not know yet hear that we are here; called on the lane.
+
+        Its requests wait in front of the blocked main loop.
+        """
+        sender = Sender(batch.sender, batch.incarnation)
+        client = self.registry.remotes.get(sender.key)
+        if client is not None and client.has_work():
             return
+        for frame in batch.frames:
+            if isinstance(frame, Open) and frame.calls:
+                self._say_nothing_is_here(sender, frame, self._bus.heartbeats.blocked)
+
+    def _say_nothing_is_here(self, sender: Sender, frame: Open, blocked: float) -> None:
+        heartbeat = Heartbeat(blocked, self._execution.draining, [], frame.first, frame.last)
+        self._answer_control(sender, heartbeat)
+
+    def _on_open(self, client: RemoteClient, frame: Open) -> None:
         for number, secret in frame.done:
             writer = client.writer(number)
             if writer is None:
                 # A request that is still on its way, or waits in front of a blocked loop.
-                self.refused.add(client.client_id, number, secret, monotonic())
+                self.refused.add(client.key, number, secret, monotonic())
             elif writer.secret == secret:
                 self._release(client, number)
         client.missing = self._missing(client, frame)
@@ -314,7 +363,7 @@ class ServerControl:
     def _on_call_control(
         self,
         client: RemoteClient | None,
-        sender: str,
+        sender: Sender,
         frame: Credit | Cancel | Resume,
         *,
         is_sure: bool = False,
@@ -333,7 +382,7 @@ class ServerControl:
             elif not isinstance(frame, Resume):
                 # A request that is still on its way, or waits in front of a blocked loop.
                 memory = self.stopped if frame.kill_after < 0 else self.refused
-                memory.add(sender.rpartition(".")[2], frame.number, frame.secret, monotonic())
+                memory.add(sender.key, frame.number, frame.secret, monotonic())
             elif is_sure:
                 self._say_unknown(sender, frame)
             else:
@@ -364,7 +413,7 @@ class ServerControl:
         else:
             self._say_unknown(sender, frame)
 
-    def _make_sure(self, sender: str, frame: Resume) -> None:
+    def _make_sure(self, sender: Sender, frame: Resume) -> None:
         """Look again when all that the server had for us is read.
 
         Questions come on the lane. They overtake requests that wait in the other connection
@@ -384,21 +433,21 @@ class ServerControl:
                 logger.debug("%s cannot tell what has arrived: %s", self._hop, error)
                 continue
             for sender, frame in unsure:
-                client = self.registry.remotes.get(sender.rpartition(".")[2])
+                client = self.registry.remotes.get(sender.key)
                 self._on_call_control(client, sender, frame, is_sure=True)
 
-    def _say_unknown(self, sender: str, frame: Resume) -> None:
+    def _say_unknown(self, sender: Sender, frame: Resume) -> None:
         """Tell a client that its request is not here, and never accept it any more."""
-        request = sender.rpartition(".")[2], frame.number, frame.secret
+        request = sender.key, frame.number, frame.secret
         if self._forgotten.has(*request):
             self._say_forgotten(sender, frame)
         # A promise that could not be kept is not made.
         elif self.lost.add(*request, monotonic()):
             self._answer_control(sender, Unknown(frame.number, frame.secret, frame.attempt))
 
-    def _say_forgotten(self, sender: str, frame: Resume) -> None:
+    def _say_forgotten(self, sender: Sender, frame: Resume) -> None:
         """Tell a client that was taken for dead that its request did begin here."""
-        subject = f"{sender}.f"
+        subject = f"{sender.base}.f"
         if not is_safe_reply(subject, self._bus.config.reply_prefixes):
             self._bus.drop(DropReason.UNSAFE_REPLY)
             return
@@ -412,11 +461,12 @@ class ServerControl:
         )
         self._bus.data.publish(subject, self._outbox.encode([failed]))
 
-    def _answer_control(self, sender: str, frame: Frame) -> None:
+    def _answer_control(self, sender: Sender, frame: Frame) -> None:
         """Send one frame to the control lane of a client that need not have calls here."""
-        subject = f"{sender}.ctl.f"
+        subject = f"{sender.base}.ctl.f"
         if not is_safe_reply(subject, self._bus.config.reply_prefixes):
-            self._bus.drop(DropReason.UNSAFE_REPLY)
+            self._bus.to_main(self._bus.drop, DropReason.UNSAFE_REPLY)
             return
-        batch = self._outbox.encode([frame])
+        identity, load = self.registry.identity, self._execution.load
+        batch = encode_batch(identity, sender.incarnation, load, [frame])
         self._bus.lane.call(self._bus.lane.connection.publish, subject, batch)

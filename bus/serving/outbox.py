@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from dynbus.bus.errors import PayloadTooLarge
+from dynbus.bus.transport import ConnectionState
 from dynbus.bus.wire import BATCH_OVERHEAD, MAX_FRAME_BYTES, Frame, encode_batch
 
 if TYPE_CHECKING:
@@ -69,6 +70,9 @@ class Outbox:
         oversized: list[StreamWriter] = []
         for writer in writers:
             writer.dirty = False
+        if self._bus.data.state is not ConnectionState.CONNECTED:
+            # It stays fresh, and follows when the connection is back.
+            return
         for writer in writers:
             frame = writer.take_items(room) or writer.take_result(room)
             if frame is not None:

@@ -19,11 +19,23 @@ if TYPE_CHECKING:
 EARLY_ENDS: Final = 16
 
 
+def client_key(base: str, incarnation: str) -> str:
+    """What a client is known by at an instance.
+
+    Both know the incarnation, and nobody else does: whoever borrows the base of a client is
+    another one.
+    """
+    return f"{base.rpartition('.')[2]}-{incarnation}"
+
+
 class RemoteClient:
     """A dynbus client with calls at this instance.
 
     Attributes:
         base: its reply base; results go to one subject under it, control frames to another.
+        incarnation: what its requests told, and control batches carry, both ways.
+        key: what it is known by here.
+        heard_at: when a request of it last arrived.
         bounce: where the server says that nobody reads them.
         calls: calls that wait or run, by request number.
         kept: writers of ended calls that are not acknowledged yet.
@@ -34,11 +46,20 @@ class RemoteClient:
         busy_at: when it last had calls here, on the monotonic clock.
     """
 
-    def __init__(self, control: ServerControl, outbox: Outbox, base: str, bounce: str) -> None:
+    def __init__(
+        self,
+        control: ServerControl,
+        outbox: Outbox,
+        base: str,
+        incarnation: str,
+        bounce: str,
+    ) -> None:
         self._control = control
         self._outbox = outbox
         self.base = base
-        self.client_id = base.rpartition(".")[2]
+        self.incarnation = incarnation
+        self.key = client_key(base, incarnation)
+        self.heard_at = 0.0
         self.frames_subject = f"{base}.f"
         self._control_subject = f"{base}.ctl.f"
         self.bounce = bounce
@@ -49,7 +70,6 @@ class RemoteClient:
         self.dirty: list[StreamWriter] = []
         self.ended = 0
         self.parts: dict[int, PartialRequest] = {}
-        self.incarnation = ""
         self.busy_at = monotonic()
         self.missing: dict[int, int] = {}
 
@@ -59,6 +79,14 @@ class RemoteClient:
     @property
     def control_subject(self) -> str:
         return self._control_subject
+
+    @property
+    def due_since(self) -> float | None:
+        for call in list(self.calls.values()):
+            # Of what has ended here or was left there the client need not know any longer.
+            if not call.ended and not call.released and call.kill_timer is None:
+                return call.started_at
+        return None
 
     def has_work(self) -> bool:
         return bool(self.calls or self.kept)
@@ -96,9 +124,10 @@ class RemoteClient:
         if self.ended >= EARLY_ENDS:
             self._outbox.flush_client(self)
 
-    def touch_fresh(self) -> None:
-        """The same for every writer that has units which were not sent."""
+    def touch_all(self) -> None:
+        """Have everything sent that was not, and show the reader what was lost on its way."""
         for writer in (*(call.writer for call in self.calls.values()), *self.kept.values()):
+            writer.repeat_last()
             if writer.has_fresh:
                 self.touch(writer)
 
@@ -106,6 +135,9 @@ class RemoteClient:
         """The writer of a call that runs, or has ended and is not acknowledged yet."""
         call = self.calls.get(number)
         return call.writer if call is not None else self.kept.get(number)
+
+    def returned(self) -> None:
+        """It asks for what it misses."""
 
     def gone(self) -> None:
         self._control.client_gone(self)

@@ -13,7 +13,7 @@ from typing import Final
 from dynbus.bus import headers
 from dynbus.bus.context import MAX_ID_LENGTH, Context
 from dynbus.bus.errors import InvalidRequest
-from dynbus.bus.names import split_number
+from dynbus.bus.names import TOKEN, split_number
 from dynbus.bus.tokens import random_id
 from dynbus.bus.trace_context import trace_fields
 from dynbus.bus.wire import MAX_PARTS, SECRET_BYTES, VERSION
@@ -31,7 +31,13 @@ def read_framing(framing: str) -> tuple[bytes, int, str]:
         InvalidRequest: it is not one of version 1.
     """
     words = framing.split(" ")
-    if len(words) >= 4 and words[0] == _VERSION_WORD and len(words[1]) == 2 * SECRET_BYTES:
+    if (
+        len(words) >= 4
+        and words[0] == _VERSION_WORD
+        and len(words[1]) == 2 * SECRET_BYTES
+        # It becomes part of a subject.
+        and TOKEN.fullmatch(words[3])
+    ):
         try:
             return bytes.fromhex(words[1]), int(words[2]), words[3]
         except ValueError:

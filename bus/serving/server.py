@@ -230,6 +230,7 @@ class InstanceServer:
         client = self.control.client(base, incarnation)
         if client is None:
             return None
+        client.heard_at = now
         known = client.calls.get(number)
         if known is not None and number in client.parts and known.writer.secret == secret:
             return known
@@ -289,7 +290,7 @@ class InstanceServer:
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
-            self.control.touch_fresh()
+            self.control.reconnected()
 
     def _sweep(self) -> None:
         """End streams that are stuck, forget clients that are idle."""

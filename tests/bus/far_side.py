@@ -34,6 +34,7 @@ class Request(NamedTuple):
     number: int
     secret: bytes
     window: int
+    incarnation: str
     fields: Mapping[str, str]
     data: bytes
 
@@ -101,7 +102,8 @@ class FarSide:
         await self.send_control(Heartbeat(blocked, False, calls))
 
     async def _publish(self, subject: str, load: int, *frames: Frame) -> None:
-        batch = encode_batch(self.instance_id, "incarnation", load, list(frames))
+        incarnation = self.requests[0].incarnation
+        batch = encode_batch(self.instance_id, incarnation, load, list(frames))
         self.connection.publish(subject, batch)
         await settle(self.connection)
 
@@ -111,12 +113,15 @@ class FarSide:
 
     def _on_request(self, message: Message) -> None:
         fields = headers.decode(message.headers)
-        _, secret, window, _ = fields[headers.FRAMES].split()
+        _, secret, window, incarnation = fields[headers.FRAMES].split()
         reply = split_number(message.reply)
         assert reply is not None, message.reply
         base, number = reply
-        secret_bytes = bytes.fromhex(secret)
-        self.requests.append(Request(base, number, secret_bytes, int(window), fields, message.data))
+        self.requests.append(
+            Request(
+                base, number, bytes.fromhex(secret), int(window), incarnation, fields, message.data
+            )
+        )
         self._arrived.set()
 
     def _on_control(self, message: Message) -> None:

@@ -223,10 +223,11 @@ def test_a_remote_that_cannot_be_told_keeps_no_other_one_from_its_heartbeat(
             def fail() -> None:
                 raise PayloadTooLarge("too many calls")
 
-            monkeypatch.setattr(broken.remote, "beat", fail)
-            for _ in range(10):
-                await asyncio.sleep(HEARTBEAT_INTERVAL)
-                await side.far.beat()
+            with monkeypatch.context() as patched:
+                patched.setattr(broken.remote, "beat", fail)
+                for _ in range(10):
+                    await asyncio.sleep(HEARTBEAT_INTERVAL)
+                    await side.far.beat()
 
             assert isinstance(broken.error, DynbusError)
             return len(side.far.all(Open)), whole.is_open

@@ -23,8 +23,21 @@ def test_several_heartbeats_may_be_lost() -> None:
 def test_silence_beyond_the_limit_means_death() -> None:
     remote = RemoteLiveness(10.0)
 
-    assert not remote.is_gone(10.0 + SILENCE_LIMIT - 0.01)
-    assert remote.is_gone(10.0 + SILENCE_LIMIT + 0.01)
+    assert not remote.is_gone(10.0 + SILENCE_LIMIT - 0.01, due_since=10.0)
+    assert remote.is_gone(10.0 + SILENCE_LIMIT + 0.01, due_since=10.0)
+
+
+def test_silence_counts_from_when_heartbeats_are_due() -> None:
+    remote = RemoteLiveness(10.0)
+
+    assert not remote.is_gone(100.0 + SILENCE_LIMIT - 0.01, due_since=100.0)
+    assert remote.is_gone(100.0 + SILENCE_LIMIT + 0.01, due_since=100.0)
+
+
+def test_a_remote_that_owes_no_heartbeats_may_be_silent() -> None:
+    remote = RemoteLiveness(10.0)
+
+    assert not remote.is_gone(1000.0, due_since=None)
 
 
 def test_hearing_the_remote_starts_the_silence_anew() -> None:
@@ -32,7 +45,16 @@ def test_hearing_the_remote_starts_the_silence_anew() -> None:
 
     remote.heard(11.0)
 
-    assert not remote.is_gone(11.0 + SILENCE_LIMIT - 0.01)
+    assert not remote.is_gone(11.0 + SILENCE_LIMIT - 0.01, due_since=10.0)
+
+
+def test_results_are_a_sign_of_life() -> None:
+    remote = RemoteLiveness(10.0)
+
+    remote.heard_data(11.0)
+
+    assert not remote.is_gone(11.0 + SILENCE_LIMIT - 0.01, due_since=10.0)
+    assert remote.is_gone(11.0 + SILENCE_LIMIT + 0.01, due_since=10.0)
 
 
 def test_a_bounce_asks_for_one_ping() -> None:
@@ -47,7 +69,7 @@ def test_a_bounce_alone_is_not_believed() -> None:
 
     remote.bounced()
 
-    assert not remote.is_gone(10.0 + GONE_AFTER)
+    assert not remote.is_gone(10.0 + GONE_AFTER, due_since=10.0)
 
 
 def test_a_bounced_ping_means_death_after_the_time_to_connect_again() -> None:
@@ -56,35 +78,56 @@ def test_a_bounced_ping_means_death_after_the_time_to_connect_again() -> None:
 
     remote.ping_bounced(10.1)
 
-    assert not remote.is_gone(10.1 + GONE_AFTER - 0.01)
-    assert remote.is_gone(10.1 + GONE_AFTER + 0.01)
+    assert not remote.is_gone(10.1 + GONE_AFTER - 0.01, due_since=10.0)
+    assert remote.is_gone(10.1 + GONE_AFTER + 0.01, due_since=10.0)
 
 
-def test_a_remote_that_is_heard_after_its_ping_bounced_is_alive() -> None:
+def test_a_remote_that_is_heard_after_its_ping_bounced_is_alive_and_has_returned() -> None:
     remote = RemoteLiveness(10.0)
     remote.bounced()
     remote.ping_bounced(10.1)
 
-    remote.heard(10.2)
+    assert remote.heard(10.2)
 
-    assert not remote.is_gone(10.1 + GONE_AFTER)
+    assert not remote.is_gone(10.1 + GONE_AFTER, due_since=10.0)
+    assert not remote.heard(10.3)
     assert remote.bounced()
 
 
-def test_an_outage_of_ours_gives_the_remote_time() -> None:
+def test_results_that_arrived_before_the_bounce_say_nothing_against_it() -> None:
+    remote = RemoteLiveness(10.0)
+    remote.ping_bounced(10.3)
+
+    remote.heard_data(10.2)
+
+    assert remote.is_gone(10.3 + GONE_AFTER + 0.01, due_since=10.0)
+
+
+def test_an_outage_of_ours_gives_the_remote_time_and_no_more() -> None:
     remote = RemoteLiveness(10.0)
     remote.ping_bounced(10.1)
 
     remote.extend(20.0 + RECONNECT_GRACE)
 
-    assert not remote.is_gone(20.0 + RECONNECT_GRACE + SILENCE_LIMIT - 0.01)
-    assert remote.is_gone(20.0 + RECONNECT_GRACE + SILENCE_LIMIT + 0.01)
+    assert not remote.is_gone(20.0 + RECONNECT_GRACE - 0.01, due_since=10.0)
+    assert remote.is_gone(20.0 + RECONNECT_GRACE + 0.01, due_since=10.0)
 
 
-def test_a_bounce_during_that_time_counts_for_nothing() -> None:
+def test_a_remote_that_comes_back_in_that_time_is_alive() -> None:
+    remote = RemoteLiveness(10.0)
+    remote.extend(20.0 + RECONNECT_GRACE)
+    remote.ping_bounced(20.1)
+
+    remote.heard(23.0)
+
+    assert not remote.is_gone(20.0 + RECONNECT_GRACE + 0.01, due_since=10.0)
+
+
+def test_one_that_bounced_all_that_time_is_gone_at_its_end() -> None:
     remote = RemoteLiveness(10.0)
     remote.extend(20.0)
 
     remote.ping_bounced(15.0)
 
-    assert not remote.is_gone(15.0 + GONE_AFTER)
+    assert not remote.is_gone(20.0 - 0.01, due_since=None)
+    assert remote.is_gone(20.0 + 0.01, due_since=None)

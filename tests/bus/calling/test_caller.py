@@ -501,7 +501,8 @@ def test_it_tells_what_is_open_where_and_what_the_instance_reported() -> None:
 
             call = side.begin()
             side.begin()
-            await side.far.send(load=7)
+            item = Item(call.number, call.secret, 1, 0, b"1")
+            await side.far.send(item, load=7)
 
             assert before == (0, 0, False)
             assert caller.in_flight("one") == 2

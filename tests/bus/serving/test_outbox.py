@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 from tests.bus.far_side import settle
-from tests.bus.near_side import INSTANCE, PlayedClient, bus_in_memory, secret_of, sizes
+from tests.bus.near_side import INCARNATION, INSTANCE, PlayedClient, bus_in_memory, secret_of, sizes
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.errors import HandlerError
@@ -61,7 +61,9 @@ async def sending() -> AsyncGenerator[Sending, None]:
         for client in clients:
             await client.start()
         first, second = (
-            RemoteClient(control, outbox, client.base, bus.replies.bounce(client.base[-2:]))
+            RemoteClient(
+                control, outbox, client.base, INCARNATION, bus.replies.bounce(client.base[-2:])
+            )
             for client in clients
         )
         yield Sending(bus, server, execution, outbox, clients[0], clients[1], (first, second))

@@ -53,13 +53,19 @@ class RecordedControl:
 class Call:
     """A call as far as a client looks at it."""
 
-    def __init__(self, writer: StreamWriter) -> None:
+    def __init__(self, writer: StreamWriter, started_at: float = 0.0) -> None:
         self.writer = writer
+        self.started_at = started_at
+        self.ended = False
+        self.released = False
+        self.kill_timer: object = None
 
 
 def make_client() -> tuple[RemoteClient, RecordedOutbox, RecordedControl]:
     outbox, control = RecordedOutbox(), RecordedControl()
-    client = RemoteClient(cast("Any", control), cast("Any", outbox), "_R.ann.c1", "_R.-.s1.b.c1")
+    client = RemoteClient(
+        cast("Any", control), cast("Any", outbox), "_R.ann.c1", "i1", "_R.-.s1.b.c1"
+    )
     return client, outbox, control
 
 
@@ -91,7 +97,7 @@ def calls_of(client: RemoteClient) -> list[tuple[int, int]]:
 def test_its_subjects_follow_from_its_base() -> None:
     client, _, _ = make_client()
 
-    assert (client.client_id, client.frames_subject) == ("c1", "_R.ann.c1.f")
+    assert (client.key, client.frames_subject) == ("c1-i1", "_R.ann.c1.f")
     assert client.control_subject == "_R.ann.c1.ctl.f"
     assert repr(client) == "<RemoteClient _R.ann.c1 [0 calls, 0 kept]>"
 
@@ -120,20 +126,48 @@ def test_many_ends_in_one_turn_do_not_wait_for_the_last_of_them() -> None:
     assert len(client.dirty) == EARLY_ENDS - 1
 
 
-def test_after_a_reconnect_only_what_was_not_sent_is_sent() -> None:
+def test_after_a_reconnect_what_was_not_sent_is_sent_and_the_last_that_was_once_more() -> None:
     client, _, _ = make_client()
-    sent, fresh, kept = (add_call(client, number) for number in range(3))
-    for writer in (sent, fresh, kept):
+    sent, fresh, kept, held = (add_call(client, number) for number in range(4))
+    for writer in (sent, fresh, kept, held):
         writer.push(b"x")
+        writer.push(b"y")
     sent.take(1000)
+    held.take(1000)
+    held.acknowledge(2)
     keep(client, 2)
     for writer in client.dirty:
         writer.dirty = False
     client.dirty = []
 
-    client.touch_fresh()
+    client.touch_all()
 
-    assert client.dirty == [fresh, kept]
+    assert client.dirty == [sent, fresh, kept]
+    assert [item.sequence for item in sent.take(1000)] == [1]
+    assert [item.sequence for item in fresh.take(1000)] == [0]
+
+
+def test_it_owes_heartbeats_since_the_oldest_call_that_it_must_know_of() -> None:
+    client, _, _ = make_client()
+    assert client.due_since is None
+
+    for number, started_at in enumerate((1.0, 2.0, 3.0, 4.0)):
+        writer = StreamWriter(number, bytes(16), 1, granted=1, max_unit_bytes=1, max_item_bytes=1)
+        client.calls[number] = cast("Any", Call(writer, started_at))
+    ended, released, cancelled, _ = (cast("Any", call) for call in client.calls.values())
+    ended.ended = released.released = True
+    cancelled.kill_timer = object()
+
+    assert client.due_since == 4.0
+
+
+def test_it_owes_none_for_results_that_it_has_not_acknowledged() -> None:
+    client, _, _ = make_client()
+    add_call(client, 1)
+    keep(client, 1)
+
+    assert client.has_work()
+    assert client.due_since is None
 
 
 def test_a_writer_is_found_while_its_call_runs_and_until_it_is_acknowledged() -> None:

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 from tests.bus.far_side import settle
-from tests.bus.near_side import ADDRESS, INSTANCE, Served, endpoint, secret_of, serving, until
+from tests.bus.near_side import (
+    ADDRESS,
+    INCARNATION,
+    INSTANCE,
+    Served,
+    endpoint,
+    secret_of,
+    serving,
+    until,
+)
 
 from dynbus.bus import headers
 from dynbus.bus.context import context
@@ -16,6 +25,7 @@ from dynbus.bus.drops import DropReason
 from dynbus.bus.endpoint import Endpoint
 from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
 from dynbus.bus.names import control_subject
+from dynbus.bus.serving.remote_client import client_key
 from dynbus.bus.wire import (
     Cancel,
     Credit,
@@ -325,7 +335,7 @@ def test_a_request_in_parts_runs_once_when_all_are_there(order: list[int]) -> No
             await given.client.heard(End)
 
             assert handler.requests == [b"abc"]
-            assert given.instance.registry.remotes["c1"].parts == {}
+            assert given.instance.registry.remotes[client_key("c1", INCARNATION)].parts == {}
 
     run(story())
 
@@ -335,7 +345,9 @@ def test_a_part_with_another_secret_is_none_of_the_request() -> None:
         handler = Handler()
         async with serving(handler.endpoint) as given:
             given.client.send(1, b"a", PART="1/2")
-            given.client.send(1, b"X", PART="2/2", framing=f"1 {secret_of(9).hex()} 1000 other")
+            given.client.send(
+                1, b"X", PART="2/2", framing=f"1 {secret_of(9).hex()} 1000 {INCARNATION}"
+            )
             given.client.send(1, b"b", PART="2/2")
 
             await given.client.heard(End)
@@ -358,7 +370,7 @@ def test_a_request_whose_parts_are_too_large_together_is_refused() -> None:
             assert (failed.code, failed.started) == ("PayloadTooLarge", False)
             assert "max_request_bytes = 100" in failed.message
             assert handler.requests == []
-            assert given.instance.registry.remotes["c1"].parts == {}
+            assert given.instance.registry.remotes[client_key("c1", INCARNATION)].parts == {}
 
     run(story())
 
@@ -503,7 +515,7 @@ def test_a_client_that_has_had_no_call_for_a_while_is_forgotten() -> None:
             given.client.send(1, b"a")
             await given.client.heard(End)
             known = given.instance.registry.remotes
-            assert list(known) == ["c1"]
+            assert list(known) == [client_key("c1", INCARNATION)]
 
             await given.client.say(Credit(1, secret_of(1), 1, 0, 1))
             await asyncio.sleep(20.0)
