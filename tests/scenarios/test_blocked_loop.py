@@ -11,7 +11,7 @@ from dynbus import Runtime, UnknownOutcome, call_options
 from dynbus.bus.nats.server_process import RunningServer
 
 from .processes import Processes
-from .workload import Source, Wait
+from .workload import Count, Source, Wait
 
 pytestmark = pytest.mark.anyio
 
@@ -46,6 +46,30 @@ async def test_a_handler_that_blocks_its_loop_is_reported_and_its_calls_complete
     report = worker.output.split("the main loop has been blocked for")
     assert len(report) == 2
     assert "time.sleep(request.seconds)" in report[1]
+
+
+async def test_a_caller_that_begins_while_the_loop_is_blocked_waits_for_it_too(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    await processes.worker(own_server.url, instance_id="blocked", ttl=3.0)
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        with call_options(wait=5.0):
+            await source.where()
+        begun = time.monotonic()
+        blocking = asyncio.create_task(source.block(Wait(seconds=BLOCKED)))
+        await asyncio.sleep(0.3)
+
+        async with Runtime.connect(own_server.url) as stranger:
+            late = stranger.client(Source)
+            with call_options(wait=5.0):
+                items = late.count(Count(items=2))
+                done, seen = await asyncio.gather(late.where(), anext(aiter(items)))
+        took = time.monotonic() - begun
+        await blocking
+
+    assert done.instance == seen.instance == "blocked"
+    assert BLOCKED <= took < BLOCKED + 1.5
 
 
 async def test_a_caller_that_blocks_its_loop_keeps_its_streams(

@@ -7,6 +7,7 @@ import random
 import time
 
 import pytest
+from tests.conditions import eventually
 
 from dynbus import Runtime, call_options
 from dynbus.bus.nats.server_process import RunningServer
@@ -56,6 +57,62 @@ async def test_64_streams_go_on_byte_exactly_over_a_restart_of_the_broker(
 
     assert [len(items) for items in received] == [ITEMS] * 64
     assert after < 12.0
+
+
+async def port_opens(port: int) -> float:
+    """When the port of a server that starts takes connections, on the monotonic clock."""
+    while True:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            await asyncio.sleep(0.002)
+        else:
+            writer.close()
+            return time.monotonic()
+
+
+@pytest.mark.parametrize(
+    ("restarts", "most"),
+    [(5, 2.0), pytest.param(100, 1.0, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
+)
+async def test_the_last_of_64_streams_goes_on_soon_after_the_broker_is_back(
+    own_server: RunningServer, processes: Processes, restarts: int, most: float
+) -> None:
+    await processes.worker(own_server.url)
+    after: list[float] = []
+    async with Runtime.connect(own_server.url) as runtime:
+        source = runtime.client(Source)
+        heard: list[list[float]] = [[] for _ in range(64)]
+
+        async def read(times: list[float]) -> None:
+            with call_options(wait=5.0):
+                stream = source.count(Count(items=10**9, size=100, pause=0.01))
+            count = 0
+            async for item in stream:
+                assert item.index == count
+                count += 1
+                times.append(time.monotonic())
+
+        streams = [asyncio.create_task(read(times)) for times in heard]
+        for _ in range(restarts):
+            await eventually(lambda: all(heard))
+            await asyncio.to_thread(own_server.kill)
+            await asyncio.sleep(random.uniform(0.0, 1.0))
+            opening = asyncio.create_task(port_opens(own_server.port))
+            await own_server.start()
+            opened = await opening
+            for times in heard:
+                times.clear()
+            await eventually(lambda: all(heard))
+            after.append(max(times[0] for times in heard) - opened)
+        for stream in streams:
+            stream.cancel()
+
+    after.sort()
+    p50, p95 = after[len(after) // 2], after[len(after) * 95 // 100]
+    print(f"seconds to the last stream: p50 {p50:.2f}, p95 {p95:.2f}, worst {after[-1]:.2f}")
+    assert p95 <= most / 2 or restarts < 20
+    assert after[-1] <= most
 
 
 @pytest.mark.soak

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from nats.aio.client import Client
@@ -10,11 +11,12 @@ from tests.conditions import eventually
 from tests.proxy import Proxy
 
 from dynbus import Runtime, call_options
+from dynbus.bus.liveness import RECONNECT_GRACE
 from dynbus.bus.nats.server_process import RunningServer
 
 from .observation import holds_as_before, leftovers, no_handler_runs, resident
 from .processes import Process, Processes
-from .workload import Source
+from .workload import Count, Source
 
 pytestmark = pytest.mark.anyio
 
@@ -74,6 +76,60 @@ async def test_the_handlers_of_a_caller_that_is_cut_off_for_good_are_cancelled(
         took = await eventually(no_handler_runs(source), 5.0)
 
     assert took < STOPPED_WITHIN
+
+
+async def test_the_handlers_of_a_caller_that_dies_during_an_outage_stop_soon_after_it(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    async with Runtime.connect(own_server.url) as serving:
+        await serving.start(Source)
+        source = serving.client(Source)
+        caller = await processes.caller(own_server.url, "Source", streams=20)
+        connected: list[float] = []
+        serving.bus.data.on_state(lambda _: connected.append(time.monotonic()))
+
+        own_server.kill()
+        caller.kill()
+        await own_server.start()
+        await eventually(lambda: serving.is_connected)
+        await eventually(no_handler_runs(source), 10.0)
+        took = time.monotonic() - connected[-1]
+        journal = await source.journal()
+
+    # A caller that died looks like one that is about to come back.
+    assert RECONNECT_GRACE <= took < 4.0
+    assert len(journal.cancelled) == 20
+
+
+async def test_a_caller_that_is_back_within_three_seconds_of_an_outage_loses_nothing(
+    own_server: RunningServer,
+) -> None:
+    async with (
+        Proxy(own_server.port) as proxy,
+        Runtime.connect(own_server.url) as serving,
+        Runtime.connect(proxy.url) as calling,
+    ):
+        await serving.start(Source)
+        source = calling.client(Source)
+        received: list[int] = []
+
+        async def read() -> None:
+            with call_options(wait=5.0):
+                stream = source.count(Count(items=500, pause=0.01))
+            async for item in stream:
+                received.append(item.index)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(read())
+            await eventually(lambda: len(received) > 10)
+            proxy.refuse()
+            own_server.kill()
+            await own_server.start()
+            await eventually(lambda: serving.is_connected)
+            await asyncio.sleep(2.7)
+            proxy.refuse(False)
+
+    assert received == list(range(500))
 
 
 async def test_a_plain_client_that_dies_is_noticed_at_the_next_item(
