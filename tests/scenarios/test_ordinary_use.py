@@ -77,10 +77,10 @@ class Neighbourhood:
                 source = runtime.client(Source)
                 leaves_at = time.monotonic() + dice.uniform(5.0, 60.0)
                 # Some call all the time, some now and then.
-                rate = dice.choice((0.5, 2.0, 6.0, 6.0, 6.0, 20.0))
+                rate = dice.choice((0.5, 4.0, 8.0, 8.0, 8.0, 20.0))
                 while not self._is_over and time.monotonic() < leaves_at:
                     await self._one_call(source, dice)
-                    if dice.random() < 0.03:
+                    if dice.random() < 0.01:
                         await self._idle(dice.choice(TIMERS) * dice.uniform(0.9, 1.1))
                     else:
                         await self._idle(dice.expovariate(rate))
