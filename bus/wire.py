@@ -109,9 +109,14 @@ class Cancel(_Frame, frozen=True, array_like=True, gc=False, tag=5):
 
 
 class Resume(_Frame, frozen=True, array_like=True, gc=False, tag=6):
-    """Reader to writer: send every unit from `resume_from` again, or say `Unknown`."""
+    """Reader to writer: send every unit from `resume_from` again, or say `Unknown`.
+
+    Attributes:
+        age: seconds since the request was sent; None where its sender does not say.
+    """
 
     resume_from: int
+    age: float | None = None
 
 
 class Unknown(_Frame, frozen=True, array_like=True, gc=False, tag=7):

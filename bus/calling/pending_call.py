@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
 from dynbus.bus.errors import Cancelled, DeadlineExceeded, DynbusError, PayloadTooLarge
 from dynbus.bus.names import EndpointName
@@ -260,7 +261,8 @@ class PendingCall:
 
     def resume_frame(self) -> Resume:
         """What asks the writer to send everything that is not here yet."""
-        return Resume(self.number, self.secret, self.attempt, self.reader.next_sequence)
+        age = monotonic() - self.begun_at
+        return Resume(self.number, self.secret, self.attempt, self.reader.next_sequence, age)
 
     def standing(self) -> list[Credit | Resume]:
         """What a writer is to be told that may have missed all that was said to it lately."""

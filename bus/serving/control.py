@@ -44,9 +44,11 @@ from dynbus.bus.wire import (
 
 from .remembered_requests import RememberedRequests
 from .remote_client import RemoteClient, client_key
+from .request_digests import RequestDigests
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
+    from dynbus.bus.stream_writer import StreamWriter
     from dynbus.bus.transport import Message, Subscription
 
     from .calls import FramedCall, ServerCall
@@ -64,6 +66,8 @@ KEPT_SECONDS: Final = 15.0
 
 KILL_AFTER: Final = 1.0
 MAX_KILL_AFTER: Final = 60.0
+FLIGHT_SECONDS: Final = 0.25
+"""How long a question may have been on its way, and its request seem to be sent the later."""
 
 
 class Sender(NamedTuple):
@@ -110,12 +114,13 @@ class ServerControl:
         )
         self.plain: set[ServerCall] = set()
         self.refused = RememberedRequests()
-        self.lost = RememberedRequests(fails_closed=True)
+        self.lost = RequestDigests()
         self.stopped = RememberedRequests()
-        # Those of clients that were taken for dead.
-        self._forgotten = RememberedRequests(fails_closed=True)
-        # Questions after requests that may have arrived, but were not read yet.
-        self._unsure: list[tuple[Sender, Resume]] = []
+        # Those that began here, and of which nothing else is known any longer.
+        self._forgotten = RequestDigests()
+        self._heard_since = float("inf")
+        # Questions after requests that may have arrived, but were not read yet, and since when.
+        self._unsure: list[tuple[Sender, Resume, float]] = []
         self._making_sure: asyncio.Task[None] | None = None
         self._bus = bus
         self._execution = execution
@@ -141,6 +146,10 @@ class ServerControl:
         connection = self._bus.lane.connection
         self._subscription = connection.subscribe(self._subject, self._on_message)
         await connection.barrier()
+
+    def note_subscribed(self) -> None:
+        """Requests arrive here from now on."""
+        self._heard_since = monotonic()
 
     def stop(self) -> None:
         """Beat and hear no more."""
@@ -218,11 +227,13 @@ class ServerControl:
             client.touch_all()
 
     def forget_idle(self, now: float) -> None:
-        """Forget clients that have had no call here for a while.
+        """Forget clients that have had no call here for a while, and what is too old to matter.
 
         Results that one of them does not acknowledge are kept a little longer, and for as long
         as we are cut off ourselves.
         """
+        for memory in (self.refused, self.stopped, self.lost, self._forgotten):
+            memory.forget_old(now)
         cut_off = self._bus.data.state is not ConnectionState.CONNECTED
         for key, client in list(self.registry.remotes.items()):
             if client.calls or client.dirty or (client.kept and cut_off):
@@ -240,12 +251,16 @@ class ServerControl:
         for number in (*client.calls, *client.kept):
             writer = client.writer(number)
             if writer is not None:
-                self._forgotten.add(client.key, number, writer.secret, monotonic())
+                self._note_forgotten(client, writer)
         for call in list(client.calls.values()):
             if not call.ended:
                 kind = StreamLost if call.served.endpoint.streaming else UnknownOutcome
                 self._execution.abort(call, kind("the instance took its caller for dead"))
         client.kept.clear()
+
+    def _note_forgotten(self, client: RemoteClient, writer: StreamWriter) -> None:
+        """A request that did begin is about to be forgotten, and its reader did not say so."""
+        self._forgotten.add(client.key, writer.number, writer.secret, monotonic())
 
     # Frames ------------------------------------------------------------------------------
 
@@ -320,6 +335,9 @@ class ServerControl:
                 # the end of the stream.
                 gone = Cancelled("the caller does not list the call any longer")
                 self._execution.abort(call, gone)
+            writer = client.writer(number)
+            if writer is not None:
+                self._note_forgotten(client, writer)
             self._release(client, number)
 
     @staticmethod
@@ -365,14 +383,8 @@ class ServerControl:
         client: RemoteClient | None,
         sender: Sender,
         frame: Credit | Cancel | Resume,
-        *,
-        is_sure: bool = False,
     ) -> None:
-        """Carry out a frame that speaks of one call.
-
-        Args:
-            is_sure: whether all requests that came before the frame were read.
-        """
+        """Carry out a frame that speaks of one call."""
         writer = client.writer(frame.number) if client is not None else None
         if client is None or writer is None:
             if isinstance(frame, Credit):
@@ -383,8 +395,6 @@ class ServerControl:
                 # A request that is still on its way, or waits in front of a blocked loop.
                 memory = self.stopped if frame.kill_after < 0 else self.refused
                 memory.add(sender.key, frame.number, frame.secret, monotonic())
-            elif is_sure:
-                self._say_unknown(sender, frame)
             else:
                 self._make_sure(sender, frame)
             return
@@ -400,18 +410,18 @@ class ServerControl:
             if call is not None:
                 self._execution.cancel(call, min(frame.kill_after, MAX_KILL_AFTER))
         elif call is not None and frame.number in client.parts:
-            if not is_sure:
-                self._make_sure(sender, frame)
-                return
-            # Parts of the request were lost: it has not begun, and is to be sent anew.
-            call.released = True
-            self._execution.kill(call)
-            self._say_unknown(sender, frame)
-        elif writer.resume(frame.resume_from):
-            if writer.has_fresh:
-                client.touch(writer)
+            self._make_sure(sender, frame)
         else:
-            self._say_unknown(sender, frame)
+            self._resume(client, writer, sender, frame)
+
+    def _resume(
+        self, client: RemoteClient, writer: StreamWriter, sender: Sender, frame: Resume
+    ) -> None:
+        """Send again what a reader misses."""
+        if not writer.resume(frame.resume_from):
+            self._say_begun(sender, frame, "what the reader asks for is not kept any longer")
+        elif writer.has_fresh:
+            client.touch(writer)
 
     def _make_sure(self, sender: Sender, frame: Resume) -> None:
         """Look again when all that the server had for us is read.
@@ -419,7 +429,7 @@ class ServerControl:
         Questions come on the lane. They overtake requests that wait in the other connection
         while this process has more to do than it can.
         """
-        self._unsure.append((sender, frame))
+        self._unsure.append((sender, frame, monotonic()))
         if self._making_sure is None or self._making_sure.done():
             self._making_sure = self._bus.loop.create_task(self._answer_unsure())
 
@@ -432,21 +442,48 @@ class ServerControl:
                 # Whoever misses an answer asks again at its next heartbeats.
                 logger.debug("%s cannot tell what has arrived: %s", self._hop, error)
                 continue
-            for sender, frame in unsure:
-                client = self.registry.remotes.get(sender.key)
-                self._on_call_control(client, sender, frame, is_sure=True)
+            for sender, frame, asked_at in unsure:
+                self._answer_sure(sender, frame, asked_at)
 
-    def _say_unknown(self, sender: Sender, frame: Resume) -> None:
-        """Tell a client that its request is not here, and never accept it any more."""
+    def _answer_sure(self, sender: Sender, frame: Resume, asked_at: float) -> None:
+        """Answer a question now that all requests which came before it were read."""
+        client = self.registry.remotes.get(sender.key)
+        writer = client.writer(frame.number) if client is not None else None
+        if client is None or writer is None:
+            self._say_unknown(sender, frame, asked_at)
+        elif writer.secret != frame.secret or writer.attempt != frame.attempt:
+            self._bus.drop(DropReason.STALE)
+        elif frame.number in client.parts:
+            # Parts of the request were lost: it has not begun, and is to be sent anew.
+            call = client.calls[frame.number]
+            call.released = True
+            self._execution.kill(call)
+            self._say_unknown(sender, frame, asked_at)
+        else:
+            self._resume(client, writer, sender, frame)
+
+    def _say_unknown(self, sender: Sender, frame: Resume, asked_at: float) -> None:
+        """Tell a client that its request is not here, and never accept it any more.
+
+        It is said only where it is proven: whoever hears it may send the request again.
+        """
         request = sender.key, frame.number, frame.secret
         if self._forgotten.has(*request):
-            self._say_forgotten(sender, frame)
-        # A promise that could not be kept is not made.
-        elif self.lost.add(*request, monotonic()):
+            self._say_begun(sender, frame, "the instance took its caller for dead")
+        elif not self._would_know(frame, asked_at) or not self.lost.add(*request, monotonic()):
+            self._say_begun(sender, frame, "the instance cannot tell whether the call began")
+        else:
             self._answer_control(sender, Unknown(frame.number, frame.secret, frame.attempt))
 
-    def _say_forgotten(self, sender: Sender, frame: Resume) -> None:
-        """Tell a client that was taken for dead that its request did begin here."""
+    def _would_know(self, frame: Resume, asked_at: float) -> bool:
+        """Whether the request of a question would be known, had it begun at this instance's id."""
+        since = max(self._heard_since, self._forgotten.complete_since)
+        if frame.age is None:
+            return since == self._heard_since
+        return asked_at - frame.age - FLIGHT_SECONDS > since
+
+    def _say_begun(self, sender: Sender, frame: Resume, text: str) -> None:
+        """End a call at its client, as one that did begin here or may have."""
         subject = f"{sender.base}.f"
         if not is_safe_reply(subject, self._bus.config.reply_prefixes):
             self._bus.drop(DropReason.UNSAFE_REPLY)
@@ -457,7 +494,7 @@ class ServerControl:
             frame.secret,
             frame.attempt,
             frame.resume_from,
-            kind("the instance took its caller for dead", hop=self._hop),
+            kind(text, hop=self._hop),
         )
         self._bus.data.publish(subject, self._outbox.encode([failed]))
 

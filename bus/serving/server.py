@@ -128,6 +128,7 @@ class InstanceServer:
                 data.subscribe(str(served.address), receive, queue=self.component)
             )
         await data.barrier()
+        self.control.note_subscribed()
         self._stop_listening = data.on_state(self._on_state)
         self._sweeper = self.bus.loop.call_later(SWEEP_INTERVAL, self._sweep)
 

@@ -53,7 +53,11 @@ GOLDEN: list[tuple[Frame, bytes]] = [
         Cancel(7, SECRET, 1, 1.0),
         HEAD + b"\x95\x05" + CALL + b"\xcb?\xf0\x00\x00\x00\x00\x00\x00",
     ),
-    (Resume(7, SECRET, 1, 4), HEAD + b"\x95\x06" + CALL + b"\x04"),
+    (Resume(7, SECRET, 1, 4), HEAD + b"\x96\x06" + CALL + b"\x04\xc0"),
+    (
+        Resume(7, SECRET, 1, 4, 0.25),
+        HEAD + b"\x96\x06" + CALL + b"\x04\xcb?\xd0\x00\x00\x00\x00\x00\x00",
+    ),
     (Unknown(7, SECRET, 1), HEAD + b"\x94\x07" + CALL),
     (
         Open([(7, 3), (8, 0)], [(6, SECRET)]),
@@ -98,7 +102,7 @@ frames: st.SearchStrategy[Frame] = st.one_of(
     ),
     st.builds(Credit, *call, integers, integers),
     st.builds(Cancel, *call, seconds),
-    st.builds(Resume, *call, integers),
+    st.builds(Resume, *call, integers, st.none() | seconds),
     st.builds(Unknown, *call),
     st.builds(
         Open,

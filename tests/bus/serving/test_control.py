@@ -1,0 +1,183 @@
+"""What clients say of their calls: that a request never began is only said where it is so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+from tests.bus.far_side import settle
+from tests.bus.near_side import PlayedClient, endpoint, secret_of, serving, until
+
+from dynbus.bus.serving import request_digests
+from dynbus.bus.serving.request_digests import KEPT_SECONDS
+from dynbus.bus.wire import Failed, Item, Open, Resume, Unknown
+from dynbus.testing import run
+
+FLEET = 1100
+"""Clients that die with an open call."""
+
+
+async def stays(_: bytes) -> bytes:
+    await asyncio.sleep(10_000.0)
+    return b"done"
+
+
+async def numbers(_: bytes) -> AsyncGenerator[bytes, None]:
+    for number in range(4):
+        yield b"%d" % number
+    await asyncio.sleep(10_000.0)
+
+
+def request(client: PlayedClient, base: str, number: int) -> None:
+    """Send a request as if it came from `base`."""
+    mine, client.base = client.base, base
+    client.send(number, b"a")
+    client.base = mine
+
+
+def ask(number: int, age: float | None = None) -> Resume:
+    return Resume(number, secret_of(number), 1, 0, age)
+
+
+async def answer(client: PlayedClient) -> Failed | Unknown:
+    """What a question after a request is answered with."""
+    await until(lambda: client.control or client.all(Failed))
+    said = [frame for frame in client.control if isinstance(frame, Unknown)]
+    return said[0] if said else client.all(Failed)[0]
+
+
+def test_a_call_of_a_client_taken_for_dead_is_known_however_many_others_died() -> None:
+    async def story() -> Failed | Unknown:
+        async with serving(endpoint(stays, concurrency=None)) as given:
+            for index in range(FLEET):
+                request(given.client, f"_R.-.dead{index}", 1)
+            await asyncio.sleep(10.0)
+            assert given.instance.registry.remotes == {}
+            given.client.send(1, b"a")
+            await settle(given.client.connection)
+            assert given.instance.load == 1
+            await asyncio.sleep(10.0)
+            assert given.instance.registry.remotes == {}
+            given.client.batches.clear()
+            given.client.control.clear()
+
+            await given.client.say(ask(1, age=10.0))
+
+            return await answer(given.client)
+
+    said = run(story())
+
+    assert isinstance(said, Failed), said
+    assert (said.code, said.started) == ("UnknownOutcome", True)
+    assert "the instance took its caller for dead" in said.message
+
+
+def test_questions_in_the_name_of_others_do_not_keep_a_client_from_an_answer() -> None:
+    async def story() -> Failed | Unknown:
+        async with serving(endpoint(stays)) as given:
+            attacker = PlayedClient(await given.server.connect(), "attacker")
+            for index in range(FLEET):
+                attacker.base = f"_R.-.forged{index}"
+                await attacker.say(ask(index))
+            await attacker.connection.close()
+            await asyncio.sleep(1.0)
+
+            await given.client.say(ask(1, age=0.5))
+
+            return await answer(given.client)
+
+    assert run(story()) == Unknown(1, secret_of(1), 1)
+
+
+def test_an_instance_that_can_promise_no_more_says_that_the_outcome_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_digests, "REQUESTS", 1)
+
+    async def story() -> tuple[Failed | Unknown, Failed | Unknown]:
+        async with serving(endpoint(stays)) as given:
+            await asyncio.sleep(1.0)
+            await given.client.say(ask(1, age=0.5))
+            first = await answer(given.client)
+            given.client.control.clear()
+
+            await given.client.say(ask(2, age=0.5))
+
+            return first, await answer(given.client)
+
+    first, second = run(story())
+
+    assert isinstance(first, Unknown)
+    assert isinstance(second, Failed)
+    assert (second.code, second.started) == ("UnknownOutcome", True)
+
+
+@pytest.mark.parametrize(("age", "is_proven"), [(0.5, True), (3.0, False), (None, True)])
+def test_a_request_that_was_sent_before_the_instance_heard_any_may_have_begun_elsewhere(
+    age: float | None, is_proven: bool
+) -> None:
+    # An instance of the same id may have carried it out, and died of it.
+    async def story() -> Failed | Unknown:
+        async with serving(endpoint(stays)) as given:
+            await asyncio.sleep(2.0)
+
+            await given.client.say(ask(1, age))
+
+            return await answer(given.client)
+
+    assert isinstance(run(story()), Unknown) is is_proven
+
+
+@pytest.mark.parametrize(("age", "is_proven"), [(1.0, True), (2000.0, False), (None, False)])
+def test_what_is_forgotten_may_have_begun(age: float | None, is_proven: bool) -> None:
+    async def story() -> Failed | Unknown:
+        async with serving(endpoint(stays)) as given:
+            request(given.client, "_R.-.dead", 1)
+            await asyncio.sleep(10.0 + 3 * KEPT_SECONDS)
+
+            await given.client.say(ask(1, age))
+
+            return await answer(given.client)
+
+    assert isinstance(run(story()), Unknown) is is_proven
+
+
+def test_a_call_that_ended_because_nobody_listed_it_did_begin() -> None:
+    async def story() -> Failed | Unknown:
+        async with serving(endpoint(stays)) as given:
+            given.client.send(1, b"a")
+            await settle(given.client.connection)
+            for _ in range(8):
+                # Written before the request, and kept back on the way.
+                await given.client.say(Open([], [], 0, None))
+                await asyncio.sleep(0.5)
+            assert given.instance.control.calls() == []
+            given.client.batches.clear()
+            given.client.control.clear()
+
+            await given.client.say(ask(1, age=1.0))
+
+            return await answer(given.client)
+
+    said = run(story())
+
+    assert isinstance(said, Failed), said
+    assert said.code == "UnknownOutcome"
+
+
+def test_a_stream_whose_reader_asks_for_what_it_acknowledged_did_begin() -> None:
+    async def story() -> Failed | Unknown:
+        async with serving(endpoint(numbers, streaming=True)) as given:
+            given.client.send(1, b"a")
+            await given.client.heard(Item)
+            await given.client.say(Open([(1, 1)], []))
+
+            await given.client.say(ask(1, age=0.1))
+
+            return await answer(given.client)
+
+    said = run(story())
+
+    assert isinstance(said, Failed), said
+    assert "is not kept any longer" in said.message
