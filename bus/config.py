@@ -21,10 +21,12 @@ from .endpoint import MAX_SECONDS
 from .errors import ConfigError
 from .logs import redact_url
 from .names import ANONYMOUS, DEFAULT_REPLY_PREFIXES, check_token
+from .transport import REPLICAS
 
 DEFAULT_URL: Final = "nats://127.0.0.1:4222"
 MAX_BYTES: Final = 2**40
 """A terabyte: more than the memory of any machine that would hold it."""
+MAX_SERVERS: Final = 5
 _PREFIX: Final = "DYNBUS_"
 _SCHEMES: Final = ("nats", "tls", "ws", "wss")
 _LISTS: Final = ("servers", "reply_prefixes")
@@ -57,6 +59,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         reader_stall_timeout: seconds without credit after which a stream is ended.
         lease_ttl: seconds after which an instance that does not renew is gone; at least 2.
         stall_limit: seconds for which a blocked main loop is tolerated.
+        replicas: how many servers of a cluster keep the records of instances; 1 to 5, and no
+            more than the cluster has.
         drain_grace: seconds that calls have to finish when an instance goes away.
         reply_prefixes: where plain NATS clients may ask to be answered.
         debug: send a handler's traceback to its caller.
@@ -73,6 +77,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reader_stall_timeout: float = 30.0
     lease_ttl: float = 10.0
     stall_limit: float = 10.0
+    replicas: int = REPLICAS
     drain_grace: float = 30.0
     reply_prefixes: tuple[str, ...] = DEFAULT_REPLY_PREFIXES
     debug: bool = False
@@ -234,6 +239,8 @@ def _problem(name: str, value: Any) -> str:
         return f"it must be greater than 0 and at most {MAX_SECONDS:g}"
     if name == "lease_ttl" and not 2 <= value <= MAX_SECONDS:
         return f"the server's granularity needs 2 or more, and at most {MAX_SECONDS:g}"
+    if name == "replicas" and not 1 <= value <= MAX_SERVERS:
+        return f"it must be 1 to {MAX_SERVERS}, which is what JetStream takes"
     if name == "drain_grace" and not 0 <= value <= MAX_SECONDS:
         return f"it must be 0 to {MAX_SECONDS:g} seconds"
     return ""

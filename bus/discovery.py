@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from .cleanup import end_tasks
 from .clock import monotonic
 from .drops import DropReason
-from .errors import DynbusError, NoInstances, Unavailable
+from .errors import DynbusError, NoInstances, PermissionDenied, Unavailable
 from .headers import MARKER_REASON
-from .leases import INSTANCES_STREAM
+from .leases import INSTANCES_STREAM, ensure_bucket
 from .names import TOKEN, EndpointName
 from .transport import ConnectionState, OrderedConsumer, StoredMessage
 from .wire import InstanceRecord, decode_record
@@ -33,6 +33,9 @@ SUSPECT_SECONDS: Final = 5.0
 RETRY_DELAY: Final = 0.5
 HEARD_AGAIN: Final = 1.0
 FIRST_READING: Final = 5.0
+READ_AFTER: Final = 0.3
+READ_INTERVAL: Final = 1.0
+READ_TIMEOUT: Final = 2.0
 
 ComponentKey = tuple[str, str]
 
@@ -56,6 +59,24 @@ class Instance(NamedTuple):
     def metadata(self) -> Mapping[str, str]:
         """What the instance says of itself; not to be changed."""
         return self.record.metadata
+
+
+def record_key(subject: str) -> tuple[str, str, str] | None:
+    """The namespace, component and instance id of a record's subject; None for any other."""
+    tokens = subject.split(".")
+    if len(tokens) != 5 or not all(map(TOKEN.fullmatch, tokens[2:])):
+        return None
+    return tokens[2], tokens[3], tokens[4]
+
+
+def record_of(message: StoredMessage) -> InstanceRecord | None:
+    """The record in a message; None for one that cannot be read, or that speaks of another
+    instance than its subject, which is what permissions are given for."""
+    record = decode_record(message.data)
+    if record is None:
+        return None
+    told = (record.namespace, record.component, record.instance_id)
+    return record if told == record_key(message.subject) else None
 
 
 class InstanceView:
@@ -119,6 +140,10 @@ class InstanceView:
     def is_settling(self, now: float) -> bool:
         """Whether we were cut off until a moment ago, and others may be so still."""
         return now < self._grace_until
+
+    def doubt(self, namespace: str, component: str, instance_id: str) -> None:
+        """An instance counts as not shown by the reading that began, unless it still is."""
+        self._unseen.add((namespace, component, instance_id))
 
     def pass_ended(self, now: float) -> None:
         """It is complete: what it did not show has ended while we did not look.
@@ -190,8 +215,9 @@ class Discovery:
         self.synchronized = asyncio.Event()
         self._changed: set[asyncio.Future[None]] = set()
         self._consumer: OrderedConsumer | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._begun = False
+        self._is_watching = False
 
     def begin(self) -> None:
         """Start watching, once; returns at once."""
@@ -290,11 +316,14 @@ class Discovery:
     # On the lane ---------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._watch(), name="discovery")
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._watch(), name="discovery"),
+            loop.create_task(self._read_until_watching(), name="discovery-reading"),
+        ]
 
     async def _stop(self) -> None:
-        if self._task is not None:
-            await end_tasks(self._task)
+        await end_tasks(*self._tasks)
         if self._consumer is not None:
             await self._consumer.stop()
 
@@ -320,9 +349,32 @@ class Discovery:
                 logger.warning("discovery cannot watch yet: %s", error)
                 await asyncio.sleep(RETRY_DELAY)
 
+    async def _read_until_watching(self) -> None:
+        """Read the records from any server that keeps them, while there is no consumer yet.
+
+        To make one takes the leader of the servers, and for some seconds there may be none.
+        """
+        jetstream = self._bus.lane.connection.jetstream
+        delay = READ_AFTER
+        while True:
+            await asyncio.sleep(delay)
+            if self._is_watching:
+                return
+            delay = READ_INTERVAL
+            try:
+                records = await jetstream.read(INSTANCES_STREAM.name, timeout=READ_TIMEOUT)
+            except PermissionDenied as error:
+                logger.info("the records are not read directly: %s", error)
+                return
+            except DynbusError as error:
+                logger.debug("the records were not read directly: %s", error)
+                continue
+            self._bus.to_main(self._take_reading, records)
+
     async def _make_bucket(self) -> None:
         try:
-            await self._bus.lane.connection.jetstream.ensure_stream(INSTANCES_STREAM)
+            jetstream = self._bus.lane.connection.jetstream
+            await ensure_bucket(jetstream, self._bus.config.replicas)
         except DynbusError as error:
             logger.warning("the instances bucket cannot be made: %s", error)
             await asyncio.sleep(RETRY_DELAY)
@@ -332,28 +384,35 @@ class Discovery:
             self._bus.to_main(lambda: self.view.outage_ended(monotonic()))
 
     def _receive(self, message: StoredMessage) -> None:
-        tokens = message.subject.split(".")
-        if len(tokens) != 5 or not all(map(TOKEN.fullmatch, tokens[2:])):
+        key = record_key(message.subject)
+        if key is None:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
-            return
-        _, _, namespace, component, instance_id = tokens
-        if message.is_marker:
-            if MARKER_REASON in message.headers:
-                self._bus.to_main(self._expire, namespace, component, instance_id)
-            else:
-                self._bus.to_main(self._delete, namespace, component, instance_id)
-            return
-        record = decode_record(message.data)
-        if record is None or (record.namespace, record.component, record.instance_id) != (
-            namespace,
-            component,
-            instance_id,
-        ):
+        elif message.is_marker:
+            end = self._expire if MARKER_REASON in message.headers else self._delete
+            self._bus.to_main(end, *key)
+        elif (record := record_of(message)) is None:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
-            return
-        self._bus.to_main(self._put, record, message.time)
+        else:
+            self._bus.to_main(self._put, record, message.time)
 
     # On the main loop ----------------------------------------------------------------------
+
+    def _take_reading(self, messages: list[StoredMessage]) -> None:
+        """All records as one server keeps them, which may be some moments old."""
+        if self._is_watching:
+            return
+        for message in messages:
+            record = None if message.is_marker else record_of(message)
+            if record is None:
+                continue
+            key = (record.namespace, record.component, record.instance_id)
+            known = self.view.find(*key)
+            if known is None or known.renewed < message.time:
+                self._put(record, message.time)
+            # Who is gone by then is not shown by the consumer.
+            self.view.doubt(*key)
+        self.synchronized.set()
+        self._notify()
 
     def _put(self, record: InstanceRecord, renewed: float) -> None:
         key = (record.namespace, record.component, record.instance_id)
@@ -387,6 +446,7 @@ class Discovery:
         self._notify()
 
     def _caught_up(self) -> None:
+        self._is_watching = True
         self.view.pass_ended(monotonic())
         self.synchronized.set()
         self._notify()

@@ -16,10 +16,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from .cleanup import end_tasks
+from .clock import monotonic
 from .errors import ConfigError, DynbusError, Unavailable
 from .names import INSTANCES_BUCKET
+from .stream_repair import StreamRepair
 from .transport import (
+    REPLICAS,
     ConnectionState,
+    NoRoom,
     NoStream,
     StoredMessage,
     StreamConfig,
@@ -37,6 +41,9 @@ MARKER_TTL: Final = 120.0
 """Seconds for which an ended lease stays visible; far longer than a watcher's outage."""
 
 RETRY_DELAY: Final = 0.25
+COUNT_TIMEOUT: Final = 1.0
+ANSWER_TIMEOUT: Final = 2.0
+ELECTION_SECONDS: Final = 10.0
 RENEWALS_PER_COUNT: Final = 10
 
 INSTANCES_STREAM: Final = StreamConfig(
@@ -46,6 +53,34 @@ INSTANCES_STREAM: Final = StreamConfig(
     marker_ttl=MARKER_TTL,
     description="dynbus: one record per running instance",
 )
+
+
+async def ensure_bucket(
+    jetstream: JetStream,
+    replicas: int = REPLICAS,
+    *,
+    in_memory: bool = False,
+    timeout: float = 5.0,
+) -> None:
+    """Make the instances bucket, or give one that exists the replicas that it lacks.
+
+    It is kept in files, and in the server's memory where its disk is full: whoever has a record
+    in it writes it again when it is lost.
+
+    Args:
+        in_memory: make it in memory at once.
+
+    Raises:
+        DynbusError: the server does not answer, or refuses.
+    """
+    wanted = INSTANCES_STREAM._replace(replicas=replicas)
+    if not in_memory:
+        try:
+            await jetstream.ensure_stream(wanted, timeout=timeout)
+            return
+        except NoRoom as error:
+            logger.warning("the instances bucket is made in the server's memory: %s", error)
+    await jetstream.ensure_stream(wanted._replace(in_memory=True), timeout=timeout)
 
 
 def record_subject(namespace: str, component: str, instance_id: str) -> str:
@@ -114,11 +149,6 @@ class Lease:
         self.revision = sequence
         self.state = LeaseState.HELD
 
-    def missing(self) -> None:
-        """The bucket does not exist any longer; everything in it is gone."""
-        self.revision = 0
-        self.state = LeaseState.LOST
-
     def found(self, stored: StoredMessage | None) -> None:
         """Another sequence was there: this is it. The next write expects it.
 
@@ -141,6 +171,7 @@ class LeaseKeeper:
         on_state: called on the lane at each change of the lease's state.
         on_count: called on the lane now and then with the number of records, which are about
             as many as instances.
+        replicas: how many servers of a cluster are to keep the bucket, as far as it has them.
     """
 
     def __init__(
@@ -150,6 +181,7 @@ class LeaseKeeper:
         ttl: float,
         on_state: Callable[[LeaseState], None] | None = None,
         on_count: Callable[[int], None] | None = None,
+        replicas: int = REPLICAS,
     ) -> None:
         self.lease = Lease(record)
         self._jetstream = jetstream
@@ -158,6 +190,10 @@ class LeaseKeeper:
         self._on_count = on_count
         self._subject = record_subject(record.namespace, record.component, record.instance_id)
         self._until_count = 0
+        self._replicas = replicas
+        self._kept_by = 1
+        self._told = ""
+        self._repair = StreamRepair(jetstream, INSTANCES_STREAM.name, self._remake_bucket)
         self._now = asyncio.Event()
         self._paused = False
         self._task: asyncio.Task[None] | None = None
@@ -170,7 +206,9 @@ class LeaseKeeper:
             Unavailable: JetStream does not answer.
         """
         try:
-            stored = await self._jetstream.last(INSTANCES_STREAM.name, self._subject)
+            stored = await self._jetstream.last(
+                INSTANCES_STREAM.name, self._subject, timeout=ELECTION_SECONDS
+            )
         except NoStream:
             return
         self.lease.found(stored)
@@ -197,9 +235,18 @@ class LeaseKeeper:
 
         Raises:
             ConfigError: another process holds the same id.
-            Unavailable: JetStream does not answer.
+            Unavailable: JetStream does not answer for as long as a cluster takes to elect leaders.
         """
-        await self._renew()
+        ends = monotonic() + ELECTION_SECONDS
+        while True:
+            try:
+                await self._renew()
+                break
+            except Unavailable:
+                if monotonic() > ends:
+                    raise
+                await self._look_after_bucket()
+                await asyncio.sleep(RETRY_DELAY)
         await self._count()
         self._task = asyncio.get_running_loop().create_task(self._keep(), name="lease")
 
@@ -258,6 +305,7 @@ class LeaseKeeper:
                     return
 
     async def _keep(self) -> None:
+        delay = RETRY_DELAY
         while True:
             try:
                 async with asyncio.timeout(self._ttl / 3):
@@ -269,32 +317,75 @@ class LeaseKeeper:
                 continue
             try:
                 await self._renew()
-                await self._count()
+                delay = RETRY_DELAY
+                self._told = ""
             except ConfigError:
                 logger.exception("%r was taken over", self.lease)
                 return
-            except DynbusError as error:
-                logger.warning("%r was not renewed: %s", self.lease, error)
-                await asyncio.sleep(RETRY_DELAY)
-                self._now.set()
-            except Exception:
+            except Exception as error:  # noqa: BLE001
                 # An instance without a keeper would vanish while it works.
-                logger.exception("%r was not renewed", self.lease)
-                await asyncio.sleep(RETRY_DELAY)
+                self._log_failure(error)
+                if isinstance(error, Unavailable):
+                    await self._look_after_bucket()
+                else:
+                    # What the server refused at once it would refuse at once again.
+                    delay = min(2 * delay, self._ttl / 3)
+                await asyncio.sleep(delay)
                 self._now.set()
+            else:
+                await self._count()
+
+    def _log_failure(self, error: Exception) -> None:
+        if not isinstance(error, DynbusError):
+            logger.error("%r was not renewed", self.lease, exc_info=error)
+            return
+        # Once for each reason, until it is renewed: it is tried again several times a second.
+        told, self._told = self._told, str(error)
+        level = logging.DEBUG if told == self._told else logging.WARNING
+        logger.log(level, "%r was not renewed: %s", self.lease, error)
+
+    async def _look_after_bucket(self) -> None:
+        """Find out whether the bucket can take records at all, and mend it if not."""
+        if self._kept_by > 1:
+            # Its other servers go on without a broken one; they elect a leader just now.
+            return
+        try:
+            await self._repair.look()
+        except DynbusError as error:
+            logger.debug("the instances bucket was not looked at: %s", error)
+
+    async def _make_bucket(self) -> None:
+        await ensure_bucket(self._jetstream, self._replicas, timeout=ANSWER_TIMEOUT)
+
+    async def _remake_bucket(self) -> None:
+        # The disk that broke it may be full still, with room for a file and not for what follows.
+        await ensure_bucket(self._jetstream, self._replicas, in_memory=True)
 
     async def _count(self) -> None:
-        """Count the records now and then: not often, since every instance does."""
-        if self._until_count == 0:
-            info = await self._jetstream.stream_info(INSTANCES_STREAM.name)
+        """Count the records now and then: not often, since every instance does.
+
+        Only the leader of the bucket's servers answers that, and for some seconds nobody does
+        while they elect another: the lease does not wait for it.
+        """
+        self._until_count -= 1
+        if self._until_count > 0:
+            return
+        try:
+            info = await self._jetstream.stream_info(INSTANCES_STREAM.name, timeout=COUNT_TIMEOUT)
+            self._kept_by = info.replicas
             if self._on_count is not None:
                 self._on_count(info.messages)
-            self._until_count = RENEWALS_PER_COUNT
-        self._until_count -= 1
+            if info.in_cluster and info.replicas < self._replicas:
+                await self._make_bucket()
+        except DynbusError as error:
+            logger.debug("the instances were not counted: %s", error)
+            return
+        self._until_count = RENEWALS_PER_COUNT
 
     async def _renew(self) -> None:
         lease = self.lease
         before = lease.state
+        was_made = False
         for _ in range(4):
             write = lease.write()
             try:
@@ -309,10 +400,18 @@ class LeaseKeeper:
                 self._tell(before)
                 return
             except NoStream:
-                lease.missing()
-                await self._jetstream.ensure_stream(INSTANCES_STREAM)
+                # Servers that elect a leader take nothing either, and keep what they have: what
+                # revision to expect is known when the next write is refused.
+                if was_made:
+                    raise Unavailable(f"nobody takes {self._subject} just now") from None
+                await self._make_bucket()
+                was_made = True
             except WrongLastSequence:
-                lease.found(await self._jetstream.last(INSTANCES_STREAM.name, self._subject))
+                lease.found(
+                    await self._jetstream.last(
+                        INSTANCES_STREAM.name, self._subject, timeout=ANSWER_TIMEOUT
+                    )
+                )
                 if lease.state is LeaseState.CONFLICT:
                     self._tell(before)
                     raise self._conflict() from None

@@ -15,7 +15,7 @@ import msgspec
 
 from .errors import DynbusError
 from .names import check_token
-from .transport import StoredMessage, StreamConfig, StreamLimits
+from .transport import REPLICAS, StoredMessage, StreamConfig, StreamLimits
 
 _DIGEST: Final = "SHA-256="
 
@@ -27,12 +27,13 @@ class ObjectBucket(NamedTuple):
         name: letters, digits, `_` and `-`.
         max_bytes: of all objects, chunks of replaced ones included until they are dropped.
             A put that does not fit raises `StreamFull`.
+        replicas: how many servers of a cluster keep it at most.
     """
 
     name: str
     max_bytes: int | None = None
     in_memory: bool = False
-    replicas: int = 1
+    replicas: int = REPLICAS
     description: str = ""
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from .drops import DropReason
 from .errors import DynbusError
 from .headers import MARKER_REASON
+
+REPLICAS: Final = 3
+"""Servers that keep a stream, as far as a cluster has them: one of three may be lost."""
 
 
 class Message(NamedTuple):
@@ -87,6 +90,8 @@ class StreamConfig(NamedTuple):
         marker_ttl: seconds for which an expired or deleted subject leaves a marker; None
             for streams without message TTLs. At least 1.
         work_queue: each message goes to one consumer and is gone when acknowledged.
+        replicas: how many servers of a cluster keep it at most; a smaller cluster keeps it on
+            as many as it has.
     """
 
     name: str
@@ -135,6 +140,8 @@ class StreamInfo(NamedTuple):
         last_sequence: of the newest message that was ever stored; 0 when there was none.
         created: Unix seconds. A stream that was deleted and made again has another one, and
             its sequences begin at 1 again.
+        replicas: how many servers keep it.
+        in_cluster: whether more servers could.
     """
 
     messages: int
@@ -142,6 +149,8 @@ class StreamInfo(NamedTuple):
     first_sequence: int
     last_sequence: int
     created: float
+    replicas: int = 1
+    in_cluster: bool = False
 
 
 class WrongLastSequence(DynbusError):
@@ -172,6 +181,13 @@ class StreamFull(DynbusError):
     retryable = True
 
 
+class NoRoom(DynbusError):
+    """Raised when the server has no room on its disk for a stream, or may not use it."""
+
+    code = "NoRoom"
+    retryable = True
+
+
 class OrderedConsumer(Protocol):
     """A reader of a stream that restarts itself after gaps, silence and reconnects."""
 
@@ -188,10 +204,25 @@ class JetStream(Protocol):
         ...
 
     async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
-        """Make the stream, or leave one that exists with these subjects as it is.
+        """Make the stream, or leave one that exists with these subjects as it is, except that
+        it gets the replicas that it lacks where the cluster has servers for them.
 
         Raises:
             ConfigError: a stream of this name exists with other subjects.
+            NoRoom: there is none, and no room to make it.
+        """
+        ...
+
+    async def write_error(self, stream: str, *, timeout: float = 5.0) -> str:
+        """Why the store of a stream takes nothing any more, in the server's words; empty for
+        one that is well.
+
+        After a full disk a stream refuses every write, without an answer and also when there is
+        space again, until it is made again or its server is restarted.
+
+        Raises:
+            NoStream: the stream does not exist.
+            PermissionDenied: who asks must be allowed to purge the stream.
         """
         ...
 
@@ -233,6 +264,18 @@ class JetStream(Protocol):
 
         Raises:
             NoStream: the stream does not exist.
+        """
+        ...
+
+    async def read(
+        self, stream: str, subject: str = "", *, timeout: float = 5.0
+    ) -> list[StoredMessage]:
+        """What a stream holds of a subject (wildcards allowed), or all, oldest first.
+
+        Any replica answers, so it needs no leader; what it says may be some moments old.
+
+        Raises:
+            NoStream: no replica of the stream answers.
         """
         ...
 

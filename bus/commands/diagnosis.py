@@ -17,9 +17,10 @@ from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
 from dynbus.bus.leases import INSTANCES_STREAM, MARKER_TTL
 from dynbus.bus.logs import redact_url
 from dynbus.bus.names import ReplySubjects
+from dynbus.bus.nats.api_requests import unix_seconds
 from dynbus.bus.nats.connecting import connect_as
 from dynbus.bus.nats.connection import NatsConnection
-from dynbus.bus.nats.jetstream import stream_request, unix_seconds
+from dynbus.bus.nats.jetstream import NatsJetStream, stream_request
 from dynbus.bus.nats.server_process import Address, find_nats_server
 from dynbus.bus.tokens import random_id
 from dynbus.bus.transport import NoStream, StreamConfig
@@ -34,6 +35,7 @@ CLOCK_FAIL: Final = 10.0
 FEW_DESCRIPTORS: Final = 1024
 LEAST_FREE_STORAGE: Final = 1024 * 1024
 SMALL_STORAGE: Final = 256 * 1024 * 1024
+STREAMS: Final = ("KV_dynbus_", "DYNBUS_EVENTS_", "OBJ_DYNBUS_")
 ROUND_TRIPS: Final = 21
 API_SECONDS: Final = 5.0
 
@@ -151,6 +153,12 @@ def check_bucket(config: Mapping[str, Any] | None) -> Check:
     marker = int(config.get("subject_delete_marker_ttl") or 0) / 1e9
     if marker < MARKER_TTL:
         wrong.append(f"subject_delete_marker_ttl is {marker:g} s, less than {MARKER_TTL:g} s")
+    if not wrong and config.get("storage") == "memory":
+        return Check(
+            name,
+            "ok",
+            "in the server's memory, since its disk was full; in files again after a restart",
+        )
     if wrong:
         return Check(
             name,
@@ -159,6 +167,35 @@ def check_bucket(config: Mapping[str, Any] | None) -> Check:
             f"delete the stream {INSTANCES_STREAM.name}: running instances make it again",
         )
     return Check(name, "ok", "as dynbus makes it")
+
+
+def check_store(stream: str, write_error: str) -> Check:
+    """Whether a stream takes writes; `write_error` is empty when it does."""
+    if write_error:
+        return Check(
+            f"stream {stream}",
+            "fail",
+            f"takes no writes: {write_error}",
+            "make room on the server's disk and restart it, or delete the stream: it is made again",
+        )
+    return Check(f"stream {stream}", "ok", "takes writes")
+
+
+def check_replicas(stream: str, replicas: int, wanted: int, *, in_cluster: bool) -> Check:
+    """Whether a stream outlives each single server of its cluster."""
+    name = f"replicas of {stream}"
+    if not in_cluster:
+        return Check(name, "ok", "1: the server is no cluster")
+    text = f"kept by {replicas} of the cluster's servers"
+    if replicas >= wanted:
+        return Check(name, "ok", text)
+    return Check(
+        name,
+        "warn",
+        text,
+        f"with {wanted} servers whoever uses it raises that, if it may: "
+        f"nats stream edit {stream} --replicas {wanted}",
+    )
 
 
 def check_descriptors(soft: int) -> Check:
@@ -216,7 +253,7 @@ async def _check_server(config: BusConfig) -> list[Check]:
             check_payload(connection.max_payload),
             check_round_trip(await _round_trip(connection)),
         ]
-        return checks + await _check_jetstream(connection)
+        return checks + await _check_jetstream(connection, config.replicas)
     except DynbusError as error:
         return [
             Check("server", "fail", str(error), "it does not answer in time: is it overloaded?")
@@ -241,7 +278,7 @@ async def _round_trip(connection: NatsConnection) -> float:
     return sorted(times)[len(times) // 2]
 
 
-async def _check_jetstream(connection: NatsConnection) -> list[Check]:
+async def _check_jetstream(connection: NatsConnection, replicas: int) -> list[Check]:
     jetstream = connection.jetstream
     try:
         account = await jetstream.api("INFO", {}, timeout=API_SECONDS)
@@ -258,7 +295,30 @@ async def _check_jetstream(connection: NatsConnection) -> list[Check]:
         checks.append(check_bucket(None))
     except DynbusError as error:
         checks.append(Check("instances bucket", "fail", str(error), "allow $JS.API to the account"))
+    checks += await _check_streams(jetstream, replicas)
     return checks + await _check_writing(connection)
+
+
+async def _check_streams(jetstream: NatsJetStream, replicas: int) -> list[Check]:
+    """What is to be said of each stream of dynbus, as far as the account may look at it."""
+    try:
+        listed = await jetstream.api("STREAM.NAMES", {}, timeout=API_SECONDS)
+        names = [name for name in listed.get("streams") or () if name.startswith(STREAMS)]
+    except DynbusError:
+        # Whoever only serves or calls may not list streams.
+        names = [INSTANCES_STREAM.name]
+    checks: list[Check] = []
+    for name in names:
+        try:
+            info = await jetstream.stream_info(name, timeout=API_SECONDS)
+            checks.append(check_replicas(name, info.replicas, replicas, in_cluster=info.in_cluster))
+            checks.append(check_store(name, await jetstream.write_error(name, timeout=API_SECONDS)))
+        except (NoStream, PermissionDenied):
+            continue
+        except DynbusError as error:
+            remedy = "its servers may be electing a leader: try again in 10 s"
+            checks.append(Check(f"stream {name}", "fail", str(error), remedy))
+    return checks
 
 
 async def _check_writing(connection: NatsConnection) -> list[Check]:

@@ -174,7 +174,7 @@ class MemoryBus:
         heard = self._fan_out(message)
         stream = self.jetstream.stream_of(message.subject)
         if stream is not None:
-            if not self.jetstream.stalled:
+            if not (self.jetstream.stalled or stream.write_error):
                 answer(self.jetstream.store(stream, message))
         elif not heard:
             answer(NoStream(f"no stream takes {message.subject}"))
@@ -183,7 +183,7 @@ class MemoryBus:
         heard = self._fan_out(message)
         stream = self.jetstream.stream_of(message.subject)
         if stream is not None:
-            if not self.jetstream.stalled:
+            if not (self.jetstream.stalled or stream.write_error):
                 outcome = self.jetstream.store(stream, message)
                 self._acknowledge(stream.config.name, message.reply, outcome)
         elif message.reply and not heard:

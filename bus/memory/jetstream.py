@@ -66,6 +66,11 @@ class JetStreamServer:
             for reader in self._readers:
                 reader.restart()
 
+    def break_store(self, name: str, reason: str) -> None:
+        """Have a stream take nothing any more, as nats-server does after a full disk; "" mends
+        it, as does making the stream again."""
+        self.streams[name].write_error = reason
+
     def stream_of(self, subject: str) -> MemoryStream | None:
         """The stream that stores messages of `subject`."""
         return next((stream for stream in self.streams.values() if stream.takes(subject)), None)
@@ -97,6 +102,8 @@ class JetStreamServer:
                 )
         # Two streams of one instant are two streams, also on a clock that stands.
         self._last_created = max(unix_time(), self._last_created + CLOCK_STEP)
+        # There is one server.
+        config = config._replace(replicas=1)
         self.streams[config.name] = MemoryStream(config, self._last_created)
         for reader in list(self._readers):
             if reader.stream == config.name:
@@ -237,6 +244,17 @@ class MemoryJetStream:
         return await self._connection.request(
             message, partial(self._store, message), timeout=timeout
         )
+
+    async def write_error(self, stream: str, *, timeout: float = 5.0) -> str:
+        return await self._look(stream, "PURGE", lambda held: held.write_error, timeout)
+
+    async def read(
+        self, stream: str, subject: str = "", *, timeout: float = 5.0
+    ) -> list[StoredMessage]:
+        def held(of: MemoryStream) -> list[StoredMessage]:
+            return [of.get(sequence) for sequence in of.after(1, subject or ">")]
+
+        return await self._look(stream, "DIRECT.GET", held, timeout)
 
     async def last(
         self, stream: str, subject: str, *, timeout: float = 5.0

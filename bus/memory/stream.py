@@ -45,12 +45,16 @@ class MemoryStream:
     What nats-server 2.15 was seen to do, it does too: an expected sequence is checked before
     a repeated message id, and an expired subject leaves a marker that counts as its last
     message.
+
+    Attributes:
+        write_error: why it takes nothing any more; empty while it is well.
     """
 
     def __init__(self, config: StreamConfig, created: float = 0.0) -> None:
         self.config = config
         self.created = created
         self.last_sequence = 0
+        self.write_error = ""
         self._records: dict[int, _Record] = {}
         self._by_subject: dict[str, dict[int, None]] = {}
         self._bytes = 0

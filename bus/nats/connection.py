@@ -192,15 +192,30 @@ class NatsConnection(WatchedConnection):
             raise Unavailable(f"the server took nothing for {timeout} s") from None
 
     async def request(
-        self, subject: str, data: bytes, *, headers: bytes = b"", timeout: float = 5.0
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        headers: bytes = b"",
+        timeout: float = 5.0,
+        repeat: bool = False,
     ) -> Message:
         """One request and its reply, for APIs of the server.
 
+        Args:
+            repeat: send it again while no reply comes; for requests that may be carried out
+                twice.
+
         Raises:
             NoResponders: nobody serves the subject.
+            PermissionDenied: the server does not let us ask.
             Unavailable: no reply came in time.
         """
-        return await self._requests.send(subject, data, headers, timeout)
+        return await self._requests.send(subject, data, headers, timeout, repeat=repeat)
+
+    def refusal_of(self, subject: str) -> str:
+        """Why the server refused a subject in this session; empty when it did not."""
+        return self._denied.get(subject, "")
 
     def reconnect(self) -> None:
         """Drop the session; the next one follows by itself."""
@@ -366,6 +381,8 @@ class NatsConnection(WatchedConnection):
         if text.lower().startswith("permissions violation"):
             subject = text.partition('"')[2].partition('"')[0]
             self._denied[subject] = text
+            if "for publish to" in text.lower():
+                self._requests.refuse(subject, PermissionDenied(text))
             for listener in self._error_listeners:
                 listener(PermissionDenied(text), subject)
 

@@ -7,16 +7,17 @@ Reading a stream in order is in `nats/consumer.py`.
 from __future__ import annotations
 
 import base64
+import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from dynbus.bus import headers as header_block
-from dynbus.bus.errors import ConfigError, DynbusError
+from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
 from dynbus.bus.transport import (
+    NoRoom,
     NoStream,
     StoredMessage,
     StreamConfig,
@@ -26,19 +27,27 @@ from dynbus.bus.transport import (
     WrongLastSequence,
 )
 
-from .api_requests import NoResponders
+from .api_requests import NoResponders, unix_seconds
 from .consumer import NatsOrderedConsumer
+from .direct_get import read_stream
 
 if TYPE_CHECKING:
     from .connection import NatsConnection
 
+logger = logging.getLogger(__name__)
+
 _NANOSECONDS: Final = 1_000_000_000
+_NO_SUBJECT: Final = "dynbus.nothing"
 _WRONG_LAST_SEQUENCE = 10071
 _WRONG_LAST_SEQUENCE_CONSTANT = 10164
 _STREAM_NAME_IN_USE = 10058
 _STREAM_NOT_FOUND = 10059
 _MESSAGE_NOT_FOUND = 10037
 _NOT_STORED = 10077
+_NO_PEERS = 10005
+_ONE_SERVER = 10074
+_NO_ROOM = (10023, 10047)
+_REFUSED = 10051
 
 
 class JetStreamError(DynbusError):
@@ -66,6 +75,8 @@ def _raise_for(error: Mapping[str, Any], what: str) -> None:
         raise NoStream(text)
     if code == _NOT_STORED and "maximum " in text:
         raise StreamFull(text)
+    if code in _NO_ROOM or (code == _NOT_STORED and "creating store" in text):
+        raise NoRoom(text)
     raise JetStreamError(text, code)
 
 
@@ -129,6 +140,7 @@ class NatsJetStream:
 
     def __init__(self, connection: NatsConnection) -> None:
         self._connection = connection
+        self._left_as_is: set[str] = set()
 
     @property
     def max_payload(self) -> int:
@@ -143,24 +155,107 @@ class NatsJetStream:
             Unavailable: it does not answer, or has no JetStream.
         """
         data = msgspec.json.encode(request) if request else b""
-        reply = await self._connection.request(f"$JS.API.{call}", data, timeout=timeout)
+        reply = await self._connection.request(
+            f"$JS.API.{call}", data, timeout=timeout, repeat=True
+        )
         return _answer(reply.data, call)
 
     async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
-        try:
-            await self.api(f"STREAM.CREATE.{config.name}", stream_request(config), timeout=timeout)
+        replicas = await self._create(config, timeout)
+        if replicas == config.replicas:
             return
-        except JetStreamError as error:
-            if error.error_code != _STREAM_NAME_IN_USE:
-                raise
-        info = await self.api(f"STREAM.INFO.{config.name}", {}, timeout=timeout)
-        with _reading(f"STREAM.INFO.{config.name}"):
-            subjects = tuple(map(str, info["config"].get("subjects") or ()))
+        call = f"STREAM.INFO.{config.name}"
+        info = await self.api(call, {}, timeout=timeout)
+        with _reading(call):
+            found: dict[str, Any] = info["config"]
+            subjects = tuple(map(str, found.get("subjects") or ()))
+            has = int(found.get("num_replicas") or 1)
+            in_cluster = _is_in_cluster(info)
         if subjects != config.subjects:
             raise ConfigError(
                 f"stream {config.name} exists with subjects {', '.join(subjects)}; dynbus needs "
                 f"{', '.join(config.subjects)}: delete or rename the other one"
             )
+        if in_cluster:
+            await self._add_replicas(found, has, config.replicas, timeout)
+
+    async def _create(self, config: StreamConfig, timeout: float) -> int:
+        """Make the stream on as many servers as there are; 0 when it exists.
+
+        Returns:
+            How many servers it was asked for.
+        """
+        call = f"STREAM.CREATE.{config.name}"
+        replicas = config.replicas
+        while True:
+            request = stream_request(config._replace(replicas=replicas))
+            try:
+                await self.api(call, request, timeout=timeout)
+                return replicas
+            except NoRoom:
+                # The server looks for room before it sees that none is needed.
+                if not await self._exists(config.name, timeout):
+                    raise
+                return 0
+            except JetStreamError as error:
+                if error.error_code == _STREAM_NAME_IN_USE:
+                    return 0
+                if error.error_code == _ONE_SERVER and replicas > 1:
+                    replicas = 1
+                elif error.error_code == _NO_PEERS and replicas > 1:
+                    replicas -= 1
+                else:
+                    raise
+
+    async def _exists(self, stream: str, timeout: float) -> bool:
+        try:
+            await self.api(f"STREAM.INFO.{stream}", {}, timeout=timeout)
+        except NoStream:
+            return False
+        return True
+
+    async def _add_replicas(
+        self, config: Mapping[str, Any], has: int, wanted: int, timeout: float
+    ) -> None:
+        """Have more servers keep a stream, as many as there are; nothing else of it changes.
+
+        A failure is logged: the stream is there and works, also with fewer.
+        """
+        name = config["name"]
+        if name in self._left_as_is:
+            return
+        for replicas in range(wanted, has, -1):
+            request = {**config, "num_replicas": replicas}
+            try:
+                await self.api(f"STREAM.UPDATE.{name}", request, timeout=timeout)
+            except DynbusError as error:
+                if isinstance(error, JetStreamError) and error.error_code == _NO_PEERS:
+                    continue
+                if isinstance(error, PermissionDenied):
+                    self._left_as_is.add(name)
+                logger.warning(
+                    "stream %s is kept by %d of %d servers, and no more could be added: %s; with "
+                    "the right to do so: nats stream edit %s --replicas %d",
+                    *(name, has, wanted, error, name, wanted),
+                )
+            else:
+                logger.info("stream %s is kept by %d servers now, not %d", name, replicas, has)
+            return
+
+    async def write_error(self, stream: str, *, timeout: float = 5.0) -> str:
+        # Of a subject that nobody writes to: the server looks at its store before the subject.
+        try:
+            await self.purge(stream, _NO_SUBJECT, timeout=timeout)
+        except JetStreamError as error:
+            if error.error_code != _REFUSED:
+                raise
+            return str(error)
+        return ""
+
+    async def read(
+        self, stream: str, subject: str = "", *, timeout: float = 5.0
+    ) -> list[StoredMessage]:
+        return await read_stream(self._connection, stream, subject, timeout)
 
     async def delete_stream(self, name: str, *, timeout: float = 5.0) -> None:
         try:
@@ -234,6 +329,8 @@ class NatsJetStream:
                 int(state["first_seq"]),
                 int(state["last_seq"]),
                 unix_seconds(answer["created"]),
+                int(answer["config"].get("num_replicas") or 1),
+                _is_in_cluster(answer),
             )
 
     async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:
@@ -271,6 +368,11 @@ class NatsJetStream:
         return consumer
 
 
+def _is_in_cluster(info: Mapping[str, Any]) -> bool:
+    """Whether a stream's server belongs to a cluster; one alone names itself and no cluster."""
+    return bool((info.get("cluster") or {}).get("name"))
+
+
 def _stream_config(found: Mapping[str, Any]) -> StreamConfig:
     """The inverse of `stream_request`. The server writes "no limit" as -1, or as 0 for times."""
 
@@ -296,12 +398,3 @@ def _stream_config(found: Mapping[str, Any]) -> StreamConfig:
         replicas=int(found.get("num_replicas") or 1),
         description=str(found.get("description") or ""),
     )
-
-
-def unix_seconds(time: str) -> float:
-    """Unix seconds of a time as the server writes it: RFC 3339, to the nanosecond.
-
-    Raises:
-        ValueError: it is none.
-    """
-    return datetime.fromisoformat(time).timestamp()

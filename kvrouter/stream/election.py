@@ -20,6 +20,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.names import KV_ELECTION_BUCKET, kv_election_subject
 from dynbus.bus.transport import (
+    REPLICAS,
     JetStream,
     NoStream,
     StoredMessage,
@@ -39,6 +40,7 @@ ELECTION_STREAM: Final = StreamConfig(
     subjects=(f"$KV.{KV_ELECTION_BUCKET}.>",),
     limits=StreamLimits(max_messages_per_subject=1, max_bytes=8 * 1024 * 1024),
     marker_ttl=MARKER_TTL,
+    replicas=REPLICAS,
     description="dynbus: which router takes the snapshots of a component",
 )
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.names import check_token, kv_event_stream, kv_event_subject
-from dynbus.bus.transport import JetStream, StreamConfig, StreamLimits
+from dynbus.bus.transport import REPLICAS, JetStream, StreamConfig, StreamLimits
 
 DEFAULT_MAX_BYTES: Final = 512 * 1024 * 1024
 DEFAULT_MAX_AGE: Final = 24 * 3600.0
@@ -28,6 +28,8 @@ class EventStream:
         max_bytes: of all messages.
         max_age: seconds.
         in_memory: whether they are lost with the server, instead of stored in files.
+        replicas: how many servers of a cluster keep them at most; a stream that has fewer gets
+            more as soon as there are servers for them.
 
     Raises:
         ConfigError: the namespace is no legal name, or a limit is not a number above 0.
@@ -37,7 +39,7 @@ class EventStream:
     max_bytes: int = DEFAULT_MAX_BYTES
     max_age: float = DEFAULT_MAX_AGE
     in_memory: bool = False
-    replicas: int = 1
+    replicas: int = REPLICAS
 
     def __post_init__(self) -> None:
         check_token("namespace", self.namespace)
@@ -105,7 +107,7 @@ async def ensure_stream(jetstream: JetStream, stream: EventStream, *, timeout: f
 
 
 def _settings(found: StreamConfig, wanted: StreamConfig) -> Iterator[_Setting]:
-    for name in ("subjects", "in_memory", "work_queue", "replicas"):
+    for name in ("subjects", "in_memory", "work_queue"):
         yield _Setting(name, getattr(found, name), getattr(wanted, name))
     for name in StreamLimits._fields:
         has, want = getattr(found.limits, name), getattr(wanted.limits, name)

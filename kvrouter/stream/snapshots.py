@@ -18,7 +18,7 @@ from dynbus.bus.errors import DynbusError
 from dynbus.bus.names import TOKEN, check_token, kv_event_stream, kv_snapshot_bucket
 from dynbus.bus.object_records import NoObject, ObjectBucket, ObjectDamaged, ObjectInfo
 from dynbus.bus.objects import CHUNK_SIZE, ObjectStore
-from dynbus.bus.transport import JetStream, NoStream, StreamFull, StreamInfo
+from dynbus.bus.transport import REPLICAS, JetStream, NoStream, StreamFull, StreamInfo
 from dynbus.kvrouter.radix.index import RadixIndex
 from dynbus.kvrouter.radix.snapshot import TornSnapshot, load_index
 
@@ -138,7 +138,7 @@ class SnapshotStore:
         keep: int = KEPT,
         max_bytes: int = DEFAULT_MAX_BYTES,
         in_memory: bool = False,
-        replicas: int = 1,
+        replicas: int = REPLICAS,
         chunk_size: int = CHUNK_SIZE,
     ) -> None:
         self.namespace = check_token("namespace", namespace)

@@ -14,10 +14,11 @@ from dynbus.bus.leases import (
     Lease,
     LeaseKeeper,
     LeaseState,
+    ensure_bucket,
     record_subject,
 )
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.transport import StoredMessage
+from dynbus.bus.transport import StoredMessage, StreamConfig
 from dynbus.bus.wire import InstanceRecord, encode_record
 from dynbus.testing import run
 
@@ -89,14 +90,6 @@ def test_a_change_is_in_the_next_write() -> None:
     assert lease.write().record.draining
 
 
-def test_a_missing_bucket_starts_from_nothing() -> None:
-    lease = held()
-
-    lease.missing()
-
-    assert (lease.state, lease.write().expected) == (LeaseState.LOST, 0)
-
-
 def test_nothing_stored_means_that_the_lease_expired() -> None:
     lease = held()
 
@@ -161,6 +154,120 @@ def test_keepers_tell_how_many_records_there_are_at_first_and_then_now_and_then(
         return at_first, counts[len(at_first) :]
 
     assert run(story()) == ([1, 2, 3], [3, 3, 3])
+
+
+FULL = "no space left on device"
+
+
+def test_a_bucket_whose_store_takes_nothing_any_more_is_made_again_in_memory() -> None:
+    async def story() -> tuple[list[LeaseState], StreamConfig, StoredMessage | None]:
+        bus = MemoryBus()
+        jetstream = (await bus.connect()).jetstream
+        states: list[LeaseState] = []
+        keeper = LeaseKeeper(jetstream, RECORD, 9.0, states.append)
+        await keeper.announce()
+
+        bus.jetstream.break_store(INSTANCES_STREAM.name, FULL)
+        await asyncio.sleep(9.0)
+        config = await jetstream.stream_config(INSTANCES_STREAM.name)
+        last = await jetstream.last(INSTANCES_STREAM.name, SUBJECT)
+        await keeper.end()
+        return states, config, last
+
+    states, config, last = run(story())
+    assert states == [LeaseState.HELD, LeaseState.ENDED]
+    assert config.in_memory
+    assert last is not None
+    assert not last.is_marker
+
+
+def test_an_instance_can_start_while_the_store_of_the_bucket_takes_nothing() -> None:
+    async def story() -> StoredMessage | None:
+        bus = MemoryBus()
+        jetstream = (await bus.connect()).jetstream
+        await ensure_bucket(jetstream)
+        bus.jetstream.break_store(INSTANCES_STREAM.name, FULL)
+
+        keeper = LeaseKeeper(jetstream, RECORD, 9.0)
+        await keeper.announce()
+        last = await jetstream.last(INSTANCES_STREAM.name, SUBJECT)
+        await keeper.end()
+        return last
+
+    last = run(story())
+    assert last is not None
+    assert not last.is_marker
+
+
+def test_the_bucket_is_made_again_once_by_all_whose_leases_are_not_renewed() -> None:
+    async def story() -> tuple[int, int]:
+        bus = MemoryBus()
+        keepers = [
+            LeaseKeeper(
+                (await bus.connect()).jetstream,
+                msgspec.structs.replace(RECORD, instance_id=f"a{number}"),
+                9.0,
+            )
+            for number in range(20)
+        ]
+        for keeper in keepers:
+            await keeper.announce()
+        jetstream = (await bus.connect()).jetstream
+        made: list[float] = []
+
+        bus.jetstream.break_store(INSTANCES_STREAM.name, FULL)
+        for _ in range(90):
+            await asyncio.sleep(0.1)
+            made.append((await jetstream.stream_info(INSTANCES_STREAM.name)).created)
+        info = await jetstream.stream_info(INSTANCES_STREAM.name)
+        for keeper in keepers:
+            await keeper.end()
+        return len(set(made)), info.messages
+
+    assert run(story()) == (2, 20)
+
+
+def test_a_bucket_that_is_merely_slow_to_answer_is_left_as_it_is() -> None:
+    async def story() -> tuple[float, float]:
+        bus = MemoryBus()
+        jetstream = (await bus.connect()).jetstream
+        keeper = LeaseKeeper(jetstream, RECORD, 9.0)
+        await keeper.announce()
+        before = await jetstream.stream_info(INSTANCES_STREAM.name)
+
+        with bus.drop("$KV.>", count=2):
+            await asyncio.sleep(9.0)
+        after = await jetstream.stream_info(INSTANCES_STREAM.name)
+        await keeper.end()
+        return before.created, after.created
+
+    before, after = run(story())
+    assert before == after
+
+
+def test_a_lease_stays_held_while_the_servers_elect_a_leader() -> None:
+    async def story() -> tuple[list[LeaseState], int]:
+        bus = MemoryBus()
+        jetstream = (await bus.connect()).jetstream
+        states: list[LeaseState] = []
+        keeper = LeaseKeeper(jetstream, RECORD, 9.0, states.append)
+        await keeper.announce()
+        subjects = bus.jetstream.streams[INSTANCES_STREAM.name].config
+
+        # Nobody listens where records go, and the bucket is there all the same.
+        stream = bus.jetstream.streams[INSTANCES_STREAM.name]
+        stream.config = subjects._replace(subjects=())
+        bus.jetstream.ensure = lambda config: None  # type: ignore[method-assign]
+        await asyncio.sleep(5.0)
+        stream.config = subjects
+        await asyncio.sleep(3.0)
+        revision = keeper.lease.revision
+        await keeper.end()
+        return states, revision
+
+    states, revision = run(story())
+    assert states == [LeaseState.HELD, LeaseState.ENDED]
+    assert revision > 1
 
 
 async def cancelled_while_writing(bus: MemoryBus, fault: str) -> StoredMessage | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,6 +14,10 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import Runtime
+from dynbus.bus.commands.diagnosis import diagnose
+from dynbus.bus.config import BusConfig
+from dynbus.bus.errors import DynbusError
+from dynbus.bus.leases import INSTANCES_STREAM, ensure_bucket
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer, free_port
 
@@ -130,3 +135,70 @@ async def test_streams_and_calls_go_on_while_every_server_is_restarted_in_turn(
 
         assert {result for result in results if isinstance(result, int)} == {ITEMS}
         assert leftovers(runtime) == {}
+
+
+async def is_whole(runtime: Runtime) -> bool:
+    """Whether all three servers keep the instances bucket, and have all that is in it."""
+    connection = runtime.bus.data
+    assert isinstance(connection, NatsConnection)
+    try:
+        info = await connection.jetstream.api(
+            f"STREAM.INFO.{INSTANCES_STREAM.name}", {}, timeout=2.0
+        )
+    except DynbusError:
+        return False
+    followers = info["cluster"].get("replicas") or ()
+    return len(followers) == 2 and all(one["current"] for one in followers)
+
+
+@pytest.mark.timeout(240)
+async def test_a_new_client_works_within_two_seconds_whichever_server_was_killed(
+    cluster: Cluster, processes: Processes
+) -> None:
+    workers = [await processes.worker(cluster.url, instance_id=f"w{n}") for n in range(2)]
+    async with Runtime.connect(cluster.url) as runtime:
+        await runtime.discovery.wait_synchronized(5.0)
+        took: list[float] = []
+        answered: set[str] = set()
+
+        async def call_as_new_client() -> None:
+            begun = time.monotonic()
+            async with Runtime.connect(cluster.url) as new:
+                answered.add((await new.client(Source).where()).instance)
+            took.append(time.monotonic() - begun)
+
+        for server in cluster.servers:
+            await eventually(lambda: is_whole(runtime), 30.0, what="the bucket is whole")
+            await asyncio.to_thread(server.kill)
+            # For as long as the servers that are left may take to elect their leaders.
+            ends = time.monotonic() + 8.0
+            while time.monotonic() < ends:
+                await call_as_new_client()
+                await asyncio.sleep(0.5)
+            await server.start()
+        log = "".join(worker.output for worker in workers)
+
+    assert max(took) < 2.0
+    assert answered == {"w0", "w1"}
+    assert "is lost" not in log
+    assert "STREAM.INFO" not in log
+
+
+@pytest.mark.timeout(120)
+async def test_a_bucket_that_one_server_keeps_gets_replicas_by_itself(
+    cluster: Cluster, processes: Processes
+) -> None:
+    config = BusConfig(servers=tuple(server.url for server in cluster.servers))
+    async with Runtime.connect(cluster.url) as runtime:
+        jetstream = runtime.bus.data.jetstream
+        await jetstream.delete_stream(INSTANCES_STREAM.name)
+        await ensure_bucket(jetstream, 1)
+        before = [check for check in await diagnose(config) if "replicas" in check.name]
+
+        await processes.worker(cluster.url)
+        await eventually(lambda: is_whole(runtime), 30.0, what="the bucket is whole")
+        after = [check for check in await diagnose(config) if "replicas" in check.name]
+
+    assert [check.status for check in before] == ["warn"]
+    assert "--replicas 3" in before[0].remedy
+    assert [check.status for check in after] == ["ok"]

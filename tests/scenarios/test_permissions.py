@@ -39,6 +39,7 @@ CLIENT = [
     f"$JS.API.STREAM.INFO.{BUCKET}",
     f"$JS.API.CONSUMER.CREATE.{BUCKET}.>",
     f"$JS.API.CONSUMER.DELETE.{BUCKET}.>",
+    f"$JS.API.DIRECT.GET.{BUCKET}",
     "$JS.FC.>",
 ]
 PUBLISH = {"serving": INSTANCE, "relaying": INSTANCE + CLIENT, "calling": CLIENT}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -191,6 +195,57 @@ async def test_a_bucket_that_is_deleted_is_made_and_filled_again_and_nobody_disa
         assert seen == {frozenset({"i0", "i1", "i2"})}
         assert done.instance in {"i0", "i1", "i2"}
         assert all(record is not None and decode_record(record.data) for record in records)
+
+
+@contextmanager
+def full_disk(server: RunningServer) -> Generator[None, None, None]:
+    """Have every write of the server to a file fail, as on a disk without space."""
+    before = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux changes limits of a process")
+async def test_leases_are_renewed_and_instances_start_while_the_servers_disk_is_full_and_after(
+    own_server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        Runtime.connect(own_server.url, lease_ttl=2.0) as serving,
+        Runtime.connect(own_server.url, lease_ttl=2.0) as watching,
+    ):
+        await serving.start(Source, instance_id="before")
+        jetstream = watching.bus.data.jetstream
+
+        async def counter(instance_id: str) -> int:
+            subject = record_subject("scenario", "Source", instance_id)
+            stored = await jetstream.last(INSTANCES_STREAM.name, subject)
+            record = decode_record(stored.data) if stored is not None else None
+            return record.counter if record is not None else 0
+
+        async def is_renewed_twice(instance_id: str) -> None:
+            known = await counter(instance_id)
+
+            async def is_further() -> bool:
+                return await counter(instance_id) >= known + 2
+
+            await eventually(is_further, 10.0, what=f"{instance_id} is renewed")
+
+        await is_renewed_twice("before")
+        with full_disk(own_server):
+            await is_renewed_twice("before")
+            await serving.start(Source, instance_id="meanwhile")
+            async with Runtime.connect(own_server.url) as new:
+                with call_options(instance="meanwhile", wait=5.0):
+                    done = await new.client(Source).where()
+            await is_renewed_twice("meanwhile")
+        for instance_id in ("before", "meanwhile"):
+            await is_renewed_twice(instance_id)
+
+    assert done.instance == "meanwhile"
+    assert "took no writes and is made again" in caplog.text
 
 
 async def test_an_instance_that_is_heard_is_not_removed_because_its_record_expired(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import sys
 from typing import Any
 
 import pytest
@@ -16,12 +18,15 @@ from dynbus.bus.commands.diagnosis import (
     check_headers,
     check_limits,
     check_payload,
+    check_replicas,
     check_round_trip,
+    check_store,
     check_version,
     diagnose,
 )
 from dynbus.bus.commands.doctor import doctor
 from dynbus.bus.config import BusConfig
+from dynbus.bus.errors import Unavailable
 from dynbus.bus.leases import INSTANCES_STREAM
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.jetstream import stream_request
@@ -58,6 +63,12 @@ from dynbus.bus.transport import StreamConfig
         (check_limits({}), "ok"),
         (check_bucket(None), "ok"),
         (check_bucket(stream_request(INSTANCES_STREAM)), "ok"),
+        (check_bucket(stream_request(INSTANCES_STREAM._replace(in_memory=True))), "ok"),
+        (check_store("S", ""), "ok"),
+        (check_store("S", "no space left on device"), "fail"),
+        (check_replicas("S", 1, 3, in_cluster=False), "ok"),
+        (check_replicas("S", 1, 3, in_cluster=True), "warn"),
+        (check_replicas("S", 3, 3, in_cluster=True), "ok"),
     ],
 )
 def test_each_finding_has_its_verdict(check: Check, status: str) -> None:
@@ -127,6 +138,29 @@ async def test_a_bucket_of_another_shape_on_the_server_fails(own_server: Running
     checks = await diagnose(BusConfig(servers=(own_server.url,)))
 
     assert [check.name for check in checks if check.status == "fail"] == ["instances bucket"]
+
+
+@pytest.mark.anyio
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux changes limits of a process")
+async def test_a_stream_that_takes_no_writes_after_a_full_disk_fails(
+    own_server: RunningServer,
+) -> None:
+    connection = await connect([own_server.url])
+    name = "DYNBUS_EVENTS_demo"
+    await connection.jetstream.ensure_stream(StreamConfig(name, (f"{name}.>",)))
+    before = resource.prlimit(own_server.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(own_server.pid, resource.RLIMIT_FSIZE, (0, before[1]))
+    with pytest.raises(Unavailable):
+        await connection.jetstream.publish(f"{name}.x", b"x", timeout=0.5)
+    resource.prlimit(own_server.pid, resource.RLIMIT_FSIZE, before)
+    await connection.close()
+
+    checks = await diagnose(BusConfig(servers=(own_server.url,)))
+
+    (failed,) = [check for check in checks if check.status == "fail"]
+    assert failed.name == f"stream {name}"
+    assert "takes no writes" in failed.found
+    assert "delete the stream" in failed.remedy
 
 
 def test_without_a_server_the_command_fails_and_says_how_to_get_one() -> None:

@@ -1,0 +1,136 @@
+"""Reading what a stream holds from any of its replicas.
+
+Every replica answers these requests, so they need neither the leader of the stream nor that of
+the cluster, and are answered while one is being elected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from dynbus.bus import headers as header_block
+from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
+from dynbus.bus.transport import Message, NoStream, StoredMessage
+
+from .api_requests import FIRST_REPEAT, unix_seconds
+
+if TYPE_CHECKING:
+    from .connection import NatsConnection
+
+PAGE: Final = 1000
+"""Messages that are asked for at a time."""
+
+_END = "204"
+_NOT_FOUND = "404"
+_OF_THE_ANSWER = frozenset(
+    f"Nats-{name}"
+    for name in ("Stream", "Subject", "Sequence", "Time-Stamp", "Num-Pending", "Last-Sequence")
+)
+
+
+class _Page:
+    """The messages of one answer, and whether it is complete."""
+
+    def __init__(self) -> None:
+        self.messages: list[StoredMessage] = []
+        self.heard = asyncio.Event()
+        self.pending: int | None = None
+        self.error: DynbusError | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.pending is not None or self.error is not None
+
+    def take(self, message: Message) -> None:
+        """Take one message of the answer."""
+        status = header_block.status(message.headers)
+        fields = header_block.decode(message.headers)
+        if status == header_block.NO_RESPONDERS:
+            self.error = NoStream("no replica of the stream answers")
+        elif status in (_END, _NOT_FOUND):
+            pending = fields.get("Nats-Num-Pending", "0")
+            self.pending = int(pending) if pending.isdecimal() else 0
+        elif status:
+            self.error = Unavailable(f"reading the stream: the server says {status}")
+        else:
+            try:
+                self.messages.append(_stored(fields, message.data))
+            except (LookupError, ValueError) as error:
+                self.error = Unavailable(f"reading the stream: an answer cannot be read: {error!r}")
+        self.heard.set()
+
+
+def _stored(fields: Mapping[str, str], data: bytes) -> StoredMessage:
+    own = {name: value for name, value in fields.items() if name not in _OF_THE_ANSWER}
+    return StoredMessage(
+        fields["Nats-Subject"],
+        int(fields["Nats-Sequence"]),
+        unix_seconds(fields["Nats-Time-Stamp"]),
+        own,
+        data,
+    )
+
+
+async def read_stream(
+    connection: NatsConnection, stream: str, subject: str, timeout: float
+) -> list[StoredMessage]:
+    """What the stream holds of a subject, oldest first.
+
+    Raises:
+        NoStream: no replica of the stream answers.
+        PermissionDenied: the server does not let us ask.
+        Unavailable: it is not complete within `timeout` seconds.
+    """
+    found: list[StoredMessage] = []
+    sequence = 1
+    try:
+        async with asyncio.timeout(timeout):
+            while True:
+                page = await _read_page(connection, stream, subject, sequence)
+                found += page.messages
+                if not page.pending or not page.messages:
+                    return found
+                sequence = page.messages[-1].sequence + 1
+    except TimeoutError:
+        raise Unavailable(f"no replica of {stream} answered within {timeout} s") from None
+
+
+async def _read_page(connection: NatsConnection, stream: str, subject: str, sequence: int) -> _Page:
+    """One answer that is complete; the caller bounds the wait."""
+    call = f"$JS.API.DIRECT.GET.{stream}"
+    request: dict[str, Any] = {"seq": sequence, "batch": PAGE, "next_by_subj": subject or ">"}
+    data = msgspec.json.encode(request)
+    pause = FIRST_REPEAT
+    while True:
+        await connection.wait_connected()
+        # A new inbox per try: what another replica still sends cannot be mixed in.
+        inbox = f"{connection.inbox}c.{secrets.token_hex(8)}"
+        page = _Page()
+        subscription = connection.subscribe(inbox, page.take)
+        try:
+            connection.publish(call, data, reply=inbox)
+            while not page.is_complete and await _is_heard(page, pause):
+                page.heard.clear()
+        finally:
+            subscription.unsubscribe()
+        if refusal := connection.refusal_of(call):
+            raise PermissionDenied(refusal)
+        if page.error is not None:
+            raise page.error
+        if page.is_complete:
+            return page
+        pause *= 2
+
+
+async def _is_heard(page: _Page, within: float) -> bool:
+    try:
+        async with asyncio.timeout(within):
+            await page.heard.wait()
+    except TimeoutError:
+        return False
+    return True
