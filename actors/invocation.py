@@ -321,13 +321,20 @@ class Invocation:
             return
         if unreachable:
             endpoint = self.endpoint
-            view.suspect(endpoint.namespace, endpoint.component, self.instance_id, monotonic())
+            self.runtime.discovery.suspect(
+                endpoint.namespace,
+                endpoint.component,
+                self.instance_id,
+                nobody_listens=not error.started,
+            )
         if isinstance(decision, GiveUp):
             raise error
         if isinstance(decision, PauseThenRetry):
             selection.forget_tried()
             await self._pause(decision, error)
         else:
+            if not decision.counted:
+                self._attempt -= 1
             selection.mark_tried(self.instance_id)
 
     async def _pause(self, decision: PauseThenRetry, error: DynbusError) -> None:

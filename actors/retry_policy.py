@@ -51,10 +51,17 @@ class FailedAttempt(NamedTuple):
     others: bool
 
 
-# Not tuples: without fields they would all be equal.
+# Not tuples: those are equal when their fields are.
 @dataclass(frozen=True, slots=True)
 class RetryNow:
-    """Try again on another instance, at once."""
+    """Try again on another instance, at once.
+
+    Attributes:
+        counted: whether the attempt counts: one where nobody listens costs a round trip, and the
+            deadline bounds those.
+    """
+
+    counted: bool = True
 
 
 class PauseThenRetry(NamedTuple):
@@ -106,6 +113,8 @@ class RetryPolicy:
         if failed.unreachable and not error.started and failed.settling:
             # Right after an outage an instance may be a moment later on the bus than we are.
             return PauseThenRetry(self._backoff(), counted=False)
+        if failed.unreachable and not error.started and failed.routed and failed.others:
+            return RetryNow(counted=False)
         if failed.number >= MAX_ATTEMPTS or _is_final(failed):
             return GiveUp()
         refused = not error.started and not failed.lost

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .cleanup import end_tasks
@@ -20,6 +21,7 @@ from .errors import DynbusError, NoInstances, PermissionDenied, Unavailable
 from .headers import MARKER_REASON
 from .leases import INSTANCES_STREAM, ensure_bucket
 from .names import TOKEN, EndpointName
+from .presence import InstanceKey, Presence
 from .transport import ConnectionState, OrderedConsumer, StoredMessage
 from .wire import InstanceRecord, decode_record
 
@@ -33,6 +35,10 @@ SUSPECT_SECONDS: Final = 5.0
 RETRY_DELAY: Final = 0.5
 HEARD_AGAIN: Final = 1.0
 FIRST_READING: Final = 5.0
+FIRST_QUESTION: Final = 0.25
+LAST_QUESTION: Final = 30.0
+LOOK_PAUSE: Final = 5.0
+QUESTIONS_PER_TURN: Final = 100
 READ_AFTER: Final = 0.3
 READ_INTERVAL: Final = 1.0
 READ_TIMEOUT: Final = 2.0
@@ -90,6 +96,7 @@ class InstanceView:
         self._instances: dict[ComponentKey, dict[str, Instance]] = {}
         self._expired: dict[tuple[str, str, str], float] = {}
         self._suspect: dict[tuple[str, str, str], float] = {}
+        self._absent: set[tuple[str, str, str]] = set()
         self._unseen: set[tuple[str, str, str]] = set()
         self._grace_until = 0.0
         self._renewal_grace = renewal_grace
@@ -110,7 +117,7 @@ class InstanceView:
         self._unseen.discard(key)
         news = before is None or before.record.incarnation != record.incarnation
         if news:
-            self._suspect.pop(key, None)
+            self.trust(*key)
         return news or before is None or before.record.draining != record.draining
 
     def delete(self, namespace: str, component: str, instance_id: str) -> None:
@@ -159,9 +166,31 @@ class InstanceView:
         """Do not choose an instance until it renews, or for a moment: it does not answer."""
         self._suspect[(namespace, component, instance_id)] = now + SUSPECT_SECONDS
 
+    def note_absent(self, namespace: str, component: str, instance_id: str) -> bool:
+        """Do not choose an instance until it is trusted: nobody listens where it would.
+
+        True when that was not known of it.
+        """
+        key = (namespace, component, instance_id)
+        if key in self._absent or self.find(*key) is None:
+            return False
+        self._absent.add(key)
+        self._choice.pop(key[:2], None)
+        return True
+
+    def is_absent(self, namespace: str, component: str, instance_id: str) -> bool:
+        """Whether nobody listens where an instance would, as far as is known."""
+        return (namespace, component, instance_id) in self._absent
+
     def trust(self, namespace: str, component: str, instance_id: str) -> bool:
-        """End the suspicion of an instance; True when there was one."""
-        return self._suspect.pop((namespace, component, instance_id), None) is not None
+        """End every suspicion of an instance; True when there was one."""
+        key = (namespace, component, instance_id)
+        was_suspect = self._suspect.pop(key, None) is not None
+        if key not in self._absent:
+            return was_suspect
+        self._absent.discard(key)
+        self._choice.pop(key[:2], None)
+        return True
 
     def instances(self, namespace: str, component: str, now: float) -> list[Instance]:
         """The instances of a component that may be chosen, in a stable order."""
@@ -172,7 +201,12 @@ class InstanceView:
         choice = self._choice.get(key)
         if choice is None:
             known = self._instances.get(key, {})
-            choice = [one for one in known.values() if not one.record.draining]
+            absent = self._absent
+            choice = [
+                one
+                for one in known.values()
+                if not one.record.draining and (namespace, component, one.id) not in absent
+            ]
             self._choice[key] = choice
         if not self._suspect:
             return choice
@@ -191,6 +225,7 @@ class InstanceView:
     def _drop(self, key: tuple[str, str, str]) -> None:
         self._expired.pop(key, None)
         self._suspect.pop(key, None)
+        self._absent.discard(key)
         self._choice.pop(key[:2], None)
         component = self._instances.get(key[:2])
         if component is not None:
@@ -218,6 +253,9 @@ class Discovery:
         self._tasks: list[asyncio.Task[None]] = []
         self._begun = False
         self._is_watching = False
+        self._is_closed = False
+        self._presence = Presence(bus)
+        self._looked_around: dict[ComponentKey, float] = {}
 
     def begin(self) -> None:
         """Start watching, once; returns at once."""
@@ -227,6 +265,7 @@ class Discovery:
 
     async def close(self) -> None:
         """Stop watching."""
+        self._is_closed = True
         if self._begun:
             await self._bus.lane.run(self._stop())
 
@@ -295,6 +334,22 @@ class Discovery:
         raise NoInstances(
             f"{namespace}.{component}@{instance_id} is not known after {timeout} s", started=False
         )
+
+    def suspect(
+        self, namespace: str, component: str, instance_id: str, *, nobody_listens: bool
+    ) -> None:
+        """Have other instances chosen: a call to this one failed.
+
+        Args:
+            nobody_listens: as the server says, so that it is chosen again once somebody does;
+                False for one that does not answer.
+        """
+        key = (namespace, component, instance_id)
+        if not nobody_listens:
+            self.view.suspect(*key, monotonic())
+            return
+        self._note_absent(key)
+        self._look_around((namespace, component))
 
     async def _change(self, at_most: float) -> None:
         future: asyncio.Future[None] = self._bus.loop.create_future()
@@ -438,8 +493,72 @@ class Discovery:
             # JetStream could not take its renewal in time; it is no less alive for that.
             self._bus.loop.call_later(HEARD_AGAIN, self._expire_unless_heard, instance)
             return
+        # Its renewal may wait for servers that elect a leader: is there anybody?
+        self._presence.ask(key, partial(self._expire_or_wait, instance))
+
+    def _expire_or_wait(self, instance: Instance, there: bool | None) -> None:
+        record = instance.record
+        key = (record.namespace, record.component, record.instance_id)
+        if self._is_closed or self.view.find(*key) is not instance:
+            return
+        if there is False:
+            self.view.expire(*key, monotonic())
+            self._notify()
+        else:
+            self._bus.loop.call_later(EXPIRY_GRACE, self._expire_after_grace, instance)
+
+    def _expire_after_grace(self, instance: Instance) -> None:
+        record = instance.record
+        key = (record.namespace, record.component, record.instance_id)
+        if self._is_closed or self.view.find(*key) is not instance:
+            return
+        if self._is_heard(instance.id):
+            self._expire_unless_heard(instance)
+            return
         self.view.expire(*key, monotonic())
         self._notify()
+
+    def _note_absent(self, key: InstanceKey) -> None:
+        if self.view.note_absent(*key):
+            self._notify()
+            self._bus.loop.call_later(FIRST_QUESTION, self._ask_absent, key, FIRST_QUESTION)
+
+    def _ask_absent(self, key: InstanceKey, pause: float) -> None:
+        """Ask again for an instance that was not there: it may only have changed servers."""
+        if not self._is_closed and self.view.is_absent(*key):
+            self._presence.ask(key, partial(self._answer_of_absent, key, pause))
+
+    def _answer_of_absent(self, key: InstanceKey, pause: float, there: bool | None) -> None:
+        if self._is_closed or not self.view.is_absent(*key):
+            return
+        if there:
+            self.view.trust(*key)
+            self._notify()
+            return
+        pause = min(2 * pause, LAST_QUESTION)
+        self._bus.loop.call_later(pause, self._ask_absent, key, pause)
+
+    def _look_around(self, component: ComponentKey) -> None:
+        """Ask for all instances of a component of which one is not there: of thousands of
+        records nobody may stand behind, a call would find that out one by one."""
+        now = monotonic()
+        if now - self._looked_around.get(component, -LOOK_PAUSE) < LOOK_PAUSE:
+            return
+        self._looked_around[component] = now
+        known = self.view.instances(*component, now)
+        self._ask_all([(*component, one.id) for one in known])
+
+    def _ask_all(self, keys: list[InstanceKey]) -> None:
+        if self._is_closed:
+            return
+        for key in keys[:QUESTIONS_PER_TURN]:
+            self._presence.ask(key, partial(self._answer_of_known, key))
+        if len(keys) > QUESTIONS_PER_TURN:
+            self._bus.loop.call_soon(self._ask_all, keys[QUESTIONS_PER_TURN:])
+
+    def _answer_of_known(self, key: InstanceKey, there: bool | None) -> None:
+        if there is False and not self._is_closed:
+            self._note_absent(key)
 
     def _delete(self, namespace: str, component: str, instance_id: str) -> None:
         self.view.delete(namespace, component, instance_id)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from dynbus.bus.discovery import EXPIRY_GRACE, SUSPECT_SECONDS, InstanceView
-from dynbus.bus.wire import InstanceRecord
+from dynbus.bus.discovery import EXPIRY_GRACE, SUSPECT_SECONDS, InstanceView, record_of
+from dynbus.bus.transport import StoredMessage
+from dynbus.bus.wire import InstanceRecord, encode_record
 
 KEY = ("demo", "Splitter")
 
@@ -184,3 +185,67 @@ def test_a_renewal_does_not_clear_a_suspect() -> None:
     view.put(msgspec.structs.replace(record("a"), counter=2), 1.0)
 
     assert ids(view, 100.1) == ["b"]
+
+
+def test_an_absent_instance_is_not_chosen_until_it_is_trusted_however_long_that_takes() -> None:
+    view = view_of("a", "b")
+
+    assert view.note_absent(*KEY, "a")
+    assert not view.note_absent(*KEY, "a")
+    assert ids(view, 1e6) == ["b"]
+
+    assert view.trust(*KEY, "a")
+    assert not view.trust(*KEY, "a")
+    assert ids(view, 1e6) == ["a", "b"]
+
+
+def test_an_absent_instance_that_was_started_again_is_chosen_at_once() -> None:
+    view = view_of("a")
+    view.note_absent(*KEY, "a")
+
+    view.put(record("a", incarnation="2"), 1.0)
+
+    assert ids(view) == ["a"]
+
+
+def test_what_is_not_known_cannot_be_absent() -> None:
+    view = view_of("a")
+
+    assert not view.note_absent(*KEY, "b")
+
+    view.note_absent(*KEY, "a")
+    view.delete(*KEY, "a")
+    view.put(record("a"), 1.0)
+    assert ids(view) == ["a"]
+
+
+def test_an_instance_of_an_older_reading_that_the_next_does_not_show_is_forgotten() -> None:
+    view = InstanceView()
+    view.pass_began()
+    for instance_id in ("a", "b"):
+        view.put(record(instance_id), 1.0)
+        view.doubt(*KEY, instance_id)
+
+    view.put(record("b"), 2.0)
+    view.pass_ended(100.0)
+
+    assert ids(view, 100.1) == ["b"]
+
+
+def message(data: bytes, subject: str = "$KV.dynbus_instances.demo.Splitter.a") -> StoredMessage:
+    return StoredMessage(subject, 1, 0.0, {}, data)
+
+
+def test_a_record_that_speaks_of_another_instance_than_its_subject_is_none() -> None:
+    data = encode_record(record("a"))
+
+    assert record_of(message(data)) == record("a")
+    for subject in (
+        "$KV.dynbus_instances.demo.Splitter.b",
+        "$KV.dynbus_instances.demo.Shouter.a",
+        "$KV.dynbus_instances.other.Splitter.a",
+        "$KV.dynbus_instances.demo.Splitter.a.b",
+        "$KV.dynbus_instances.demo.Splitter",
+    ):
+        assert record_of(message(data, subject)) is None
+    assert record_of(message(b"{}")) is None

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 
+import msgspec
 import pytest
 from tests.conditions import eventually
 from tests.proxy import Proxy
@@ -18,7 +19,7 @@ from dynbus import Actor, ConfigError, NoInstances, Runtime, call_options, handl
 from dynbus.bus.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.transport import JetStream
-from dynbus.bus.wire import decode_record
+from dynbus.bus.wire import decode_record, encode_record
 
 from .processes import Processes
 from .workload import Done, Source, Wait
@@ -274,6 +275,100 @@ async def test_an_instance_that_is_heard_is_not_removed_because_its_record_expir
         await working
 
         assert seen == {frozenset({"heard"})}
+
+
+async def test_an_instance_that_listens_is_not_removed_before_it_can_have_renewed_its_record(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    await processes.worker(own_server.url, instance_id="late", ttl=6.0)
+    async with Runtime.connect(own_server.url) as watching:
+        await eventually(lambda: watching.instance_ids("scenario", "Source") == ["late"])
+        seen: set[frozenset[str]] = set()
+
+        # Nobody has a call open, and the record expires before it is renewed.
+        await expire_record(watching.bus.data.jetstream, "late")
+        await ids_seen(watching, 4.5, seen)
+
+    assert seen == {frozenset({"late"})}
+
+
+@pytest.mark.parametrize("end", ["killed", "frozen"])
+async def test_an_instance_that_is_gone_is_removed_when_its_record_expires(
+    own_server: RunningServer, processes: Processes, end: str
+) -> None:
+    worker = await processes.worker(own_server.url, instance_id="gone", ttl=60.0)
+    async with Runtime.connect(own_server.url) as watching:
+        await eventually(lambda: watching.instance_ids("scenario", "Source") == ["gone"])
+        if end == "killed":
+            worker.kill()
+        else:
+            worker.freeze()
+
+        await expire_record(watching.bus.data.jetstream, "gone")
+        took = await eventually(lambda: watching.instance_ids("scenario", "Source") == [], 10.0)
+
+    assert took < (1.0 if end == "killed" else 6.0)
+
+
+async def expire_record(jetstream: JetStream, instance_id: str) -> None:
+    """Store what the server stores when a record is not renewed in time."""
+    await jetstream.publish(
+        record_subject("scenario", "Source", instance_id),
+        b"",
+        headers={"Nats-Marker-Reason": "MaxAge"},
+        ttl=120,
+    )
+
+
+async def test_thousands_of_records_that_nobody_stands_behind_make_no_call_fail(
+    own_server: RunningServer,
+) -> None:
+    async with (
+        Runtime.connect(own_server.url) as serving,
+        Runtime.connect(own_server.url) as calling,
+    ):
+        for number in range(2):
+            await serving.start(Source, instance_id=f"true{number}")
+        jetstream = calling.bus.data.jetstream
+        stored = await jetstream.last(
+            INSTANCES_STREAM.name, record_subject("scenario", "Source", "true0")
+        )
+        record = decode_record(stored.data) if stored is not None else None
+        assert record is not None
+        for first in range(0, 5000, 500):
+            await asyncio.gather(
+                *(
+                    jetstream.publish(
+                        record_subject("scenario", "Source", f"false{number}"),
+                        encode_record(
+                            msgspec.structs.replace(
+                                record, instance_id=f"false{number}", incarnation=f"f{number}"
+                            )
+                        ),
+                        ttl=60,
+                    )
+                    for number in range(first, first + 500)
+                )
+            )
+        await calling.discovery.wait_synchronized(10.0)
+        await eventually(lambda: len(calling.instance_ids("scenario", "Source")) == 5002, 20.0)
+        source = calling.client(Source)
+
+        with call_options(timeout=5.0):
+            first_done = await asyncio.gather(*(source.where() for _ in range(20)))
+        took: list[float] = []
+        done: list[Done] = []
+        for _ in range(200):
+            begun = time.monotonic()
+            with call_options(timeout=5.0):
+                done.append(await source.where())
+            took.append(time.monotonic() - begun)
+        known = set(calling.instance_ids("scenario", "Source"))
+
+    assert {one.instance for one in first_done + done} == {"true0", "true1"}
+    assert known == {"true0", "true1"}
+    assert all(one.attempt == 1 for one in first_done + done)
+    assert sorted(took)[100] < 0.1
 
 
 async def test_all_leases_survive_a_restart_of_the_broker_when_they_are_about_to_expire(
