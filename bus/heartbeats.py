@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import sys
-import threading
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from . import headers
+from .blocked_loop import BlockReport, depth_here
 from .cleanup import end_tasks
 from .clock import monotonic
 from .drops import DropReason
@@ -32,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 TICK: Final = 0.1
 SERVER_ANSWER: Final = 0.5
-BLOCKED_REPORT: Final = 0.1
 FROZEN_TICK: Final = 0.7
 
 
@@ -125,10 +122,10 @@ class Heartbeats:
         self._task: asyncio.Task[None] | None = None
         self._confirming: asyncio.Task[None] | None = None
         self._early = asyncio.Event()
-        self._main_thread = threading.get_ident()
         self._main_answered = True
         self._main_asked_at = 0.0
-        self._block_reported = False
+        self._main_depth = 0
+        self._block_report = BlockReport(TICK)
         self.blocked = 0.0
         self.longest_block = 0.0
 
@@ -148,6 +145,8 @@ class Heartbeats:
         Raises:
             PermissionDenied: the server refuses the reply subjects.
         """
+        # First, so that a block of the very beginning is found as well.
+        self._bus.to_main(self._main_answer)
         connection = self._bus.lane.connection
         connection.subscribe(self._bus.replies.control_bounce("*"), self._ping_bounced)
         connection.on_state(self._on_state)
@@ -317,21 +316,15 @@ class Heartbeats:
     def _check_main_loop(self, now: float) -> None:
         if self._main_answered:
             self.blocked = 0.0
-            self._block_reported = False
             self._main_answered = False
             self._main_asked_at = now
+            self._block_report.begin(now)
             self._bus.to_main(self._main_answer)
             return
         self.blocked = now - self._main_asked_at
         self.longest_block = max(self.longest_block, self.blocked)
-        if self.blocked > BLOCKED_REPORT and not self._block_reported:
-            self._block_reported = True
-            frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-            frame = frames.get(self._main_thread)
-            stack = "".join(traceback.format_stack(frame)) if frame is not None else "unknown"
-            logger.warning(
-                "the main loop has been blocked for %.0f ms by:\n%s", self.blocked * 1000, stack
-            )
+        self._block_report.look(now, self._main_depth)
 
     def _main_answer(self) -> None:
         self._main_answered = True
+        self._main_depth = depth_here()

@@ -6,8 +6,11 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 import pytest
+from tests.conditions import eventually
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
@@ -240,10 +243,8 @@ def test_a_remote_that_cannot_be_told_keeps_no_other_one_from_its_heartbeat(
     assert "a heartbeat of" in caplog.text
 
 
-@pytest.mark.anyio
-async def test_a_blocked_main_loop_is_measured_and_reported_with_its_stack(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@asynccontextmanager
+async def bus_with_a_lane_of_its_own() -> AsyncGenerator[Bus]:
     control = MemoryBus()
     lane = ThreadLane("test-control")
 
@@ -253,21 +254,47 @@ async def test_a_blocked_main_loop_is_measured_and_reported_with_its_stack(
     await lane.start(connect)
     bus = Bus(BusConfig(), await MemoryBus().connect(), lane, ReplySubjects("-", "c" * 32))
     await bus.start()
-
-    def block_the_loop() -> float:
-        # Blocks this loop until the lane has noticed; the lane goes on by itself.
-        until = time.monotonic() + 10.0
-        waiting = threading.Event()
-        while bus.heartbeats.blocked < 0.5 and time.monotonic() < until:
-            waiting.wait(0.01)
-        return bus.heartbeats.blocked
-
     try:
-        with caplog.at_level(logging.WARNING):
-            measured = block_the_loop()
+        yield bus
     finally:
         await bus.close()
 
+
+@pytest.mark.anyio
+async def test_a_blocked_main_loop_is_measured_and_reported_with_the_lines_that_block_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with bus_with_a_lane_of_its_own() as bus:
+
+        def block_the_loop() -> float:
+            # Blocks this loop until the lane has noticed; the lane goes on by itself.
+            until = time.monotonic() + 10.0
+            waiting = threading.Event()
+            while bus.heartbeats.blocked < 0.5 and time.monotonic() < until:
+                waiting.wait(0.01)
+            return bus.heartbeats.blocked
+
+        with caplog.at_level(logging.WARNING):
+            measured = block_the_loop()
+
+    (report,) = [text for text in caplog.messages if "the main loop has been blocked" in text]
     assert measured >= 0.5
     assert bus.heartbeats.longest_block >= measured
-    assert "block_the_loop" in caplog.text
+    assert "block_the_loop" in report
+    assert "_run_once" not in report
+
+
+@pytest.mark.anyio
+async def test_a_main_loop_that_is_not_heard_while_it_waits_is_measured_and_not_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unheard(function: object) -> None:
+        """As on a machine that is so busy that this loop is not woken."""
+
+    async with bus_with_a_lane_of_its_own() as bus:
+        monkeypatch.setattr(bus, "to_main", unheard)
+
+        with caplog.at_level(logging.WARNING):
+            await eventually(lambda: bus.heartbeats.blocked >= 0.5)
+
+    assert not any("blocked" in text for text in caplog.messages)

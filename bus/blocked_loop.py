@@ -1,0 +1,167 @@
+"""Who blocks the main loop: whether it is blocked by its own code, and by which lines.
+
+A loop that does not answer is not always blocked by a handler. On a busy machine the whole process
+waits for a processor, or only the main thread does; a suspended process runs nothing at all. Such
+time is taken off, and a loop that waits in itself has nobody to name. The deciding parts are pure:
+`block_of` of times, `frames_to_show` of frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Final, NamedTuple
+
+BLOCKED_REPORT: Final = 0.1
+"""Seconds after which a block is reported."""
+LATE: Final = 1.5
+"""A look that comes after so many times its interval was held up itself."""
+SHOWN_FRAMES: Final = 12
+"""Frames of a report: the innermost ones, which hold the line that blocks."""
+
+logger = logging.getLogger(__name__)
+
+_ASYNCIO: Final = f"{Path(asyncio.__file__).parent}{os.sep}"
+_MACHINERY: Final = (
+    _ASYNCIO,
+    *(f"{Path(__file__).parents[1] / folder}{os.sep}" for folder in ("actors", "bus")),
+)
+
+
+class Reading(NamedTuple):
+    """What the clocks say of a thread, in seconds.
+
+    Attributes:
+        now: the monotonic clock.
+        used: processor time of the thread so far; 0 where it is not told.
+        waited: how long it was ready to run and no processor was free; 0 where it is not told.
+    """
+
+    now: float
+    used: float
+    waited: float
+
+
+def block_of(began: Reading, now: Reading, away: float) -> float:
+    """Seconds since `began` for which the thread did not answer by its own doing.
+
+    Args:
+        away: seconds since `began` in which the thread that watches it did not run when it
+            should have. What the watched thread did not compute meanwhile is nobody's doing;
+            what it computed is, as it may have kept the interpreter to itself.
+    """
+    stalled = max(now.waited - began.waited, away - (now.used - began.used), 0.0)
+    return now.now - began.now - stalled
+
+
+class ThreadClock:
+    """Reads the clocks of one thread from any other. Made on the thread itself."""
+
+    def __init__(self) -> None:
+        # How long a thread waited for a processor is told by Linux only.
+        self._file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        thread = threading.get_ident()
+        known = hasattr(time, "pthread_getcpuclockid")
+        self._clock = time.pthread_getcpuclockid(thread) if known else None
+
+    def read(self, now: float) -> Reading:
+        used = time.clock_gettime(self._clock) if self._clock is not None else 0.0
+        try:
+            with self._file.open("rb", buffering=0) as figures:
+                waited = int(figures.read().split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            waited = 0.0
+        return Reading(now, used, waited)
+
+
+def depth_here() -> int:
+    """How many frames lie beneath the caller's: of a callback of the loop, those of the loop."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    depth = -1
+    while frame is not None:
+        frame = frame.f_back
+        depth += 1
+    return depth
+
+
+def stack_of(thread: int) -> list[traceback.FrameSummary]:
+    """The stack of another thread, outermost frame first; empty for one that has ended."""
+    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    if frame is None:
+        return []
+    return traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)[::-1]
+
+
+def frames_to_show(
+    stack: list[traceback.FrameSummary], loop_depth: int
+) -> list[traceback.FrameSummary]:
+    """The frames of whatever the loop runs, from the first line of the user's; at most the
+    innermost `SHOWN_FRAMES`, and none where the loop waits in itself.
+
+    Args:
+        stack: outermost frame first.
+        loop_depth: how many frames lie beneath those of a callback.
+    """
+    inside = stack[loop_depth:]
+    if all(frame.filename.startswith(_ASYNCIO) for frame in inside):
+        return []
+    machinery = [frame.filename.startswith(_MACHINERY) for frame in inside]
+    first = machinery.index(False) if False in machinery else 0
+    return inside[first:][-SHOWN_FRAMES:]
+
+
+class BlockReport:
+    """Reports each block of a loop once. Made on the loop's thread; used on the one that watches.
+
+    Args:
+        interval: seconds between two looks.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._thread = threading.get_ident()
+        self._clock = ThreadClock()
+        self._began = self._clock.read(time.monotonic())
+        self._looked_at = 0.0
+        self._away = 0.0
+        self._reported = False
+
+    def begin(self, now: float) -> None:
+        """The loop has answered, and is asked again."""
+        self._began = self._clock.read(now)
+        self._looked_at = now
+        self._away = 0.0
+        self._reported = False
+
+    def look(self, now: float, loop_depth: int) -> None:
+        """The loop has not answered yet: report it when somebody blocks it.
+
+        Args:
+            loop_depth: as of `frames_to_show`.
+        """
+        since = now - self._looked_at
+        self._looked_at = now
+        if since > LATE * self._interval:
+            self._away += since
+        if self._reported:
+            return
+        seconds = block_of(self._began, self._clock.read(now), self._away)
+        if seconds <= BLOCKED_REPORT:
+            return
+        frames = frames_to_show(stack_of(self._thread), loop_depth)
+        if not frames:
+            return
+        self._reported = True
+        logger.warning(
+            "the main loop has been blocked for %.0f ms, and every call of this process waits: "
+            "await there, or have it done by asyncio.to_thread:\n%s",
+            seconds * 1000,
+            "".join(traceback.format_list(frames)).rstrip(),
+        )
