@@ -92,6 +92,7 @@ class Bus:
         except BaseException:
             await finish(_close_both(lane, data))
             raise
+        logger.info("%s is client %s at %s", name, replies.client_id[:8], data.server_name)
         return bus
 
     @classmethod

@@ -274,7 +274,6 @@ class Heartbeats:
         now = monotonic()
         for remote in doubted:
             if self._seems_gone(remote, now):
-                logger.warning("whoever listens at %s is gone", remote.control_subject)
                 remote.liveness = None
                 self._bus.to_main(remote.gone)
 

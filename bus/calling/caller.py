@@ -6,6 +6,7 @@ instance and returns a `PendingCall`, which ends with bytes or one error, in tim
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -56,6 +57,8 @@ from .remote_instance import RemoteInstance
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_WINDOW: Final = 16 * 1024
 PART_HEADER_BYTES: Final = 64
@@ -202,7 +205,11 @@ class Caller:
 
     def instance_gone(self, remote: RemoteInstance) -> None:
         """An instance died: end its calls. A call that never began is told apart by retries."""
-        for call in list(remote.calls.values()):
+        calls = list(remote.calls.values())
+        # One that nobody waits for has left, as instances do.
+        level = logging.WARNING if calls else logging.DEBUG
+        logger.log(level, "%s is gone: %d open calls to it end", remote.name, len(calls))
+        for call in calls:
             hop = call.endpoint.hop(remote.instance_id)
             call.unreachable = True
             if call.streaming:

@@ -30,6 +30,7 @@ class RemoteInstance:
     def __init__(self, caller: Caller, namespace: str, component: str, instance_id: str) -> None:
         self._caller = caller
         self.instance_id = instance_id
+        self.name = f"{namespace}.{component}@{instance_id}"
         self._control_subject = control_subject(namespace, component, instance_id)
         self.liveness: RemoteLiveness | None = None
         self.incarnation = random_id()

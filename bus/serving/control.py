@@ -252,6 +252,14 @@ class ServerControl:
             writer = client.writer(number)
             if writer is not None:
                 self._note_forgotten(client, writer)
+        # Callers come and go: what is left of them ends here.
+        logger.info(
+            "%s: a caller is gone, %s: %d of its calls are cancelled, %d results dropped",
+            self._hop,
+            client.label,
+            sum(not call.ended for call in client.calls.values()),
+            len(client.kept),
+        )
         for call in list(client.calls.values()):
             if not call.ended:
                 kind = StreamLost if call.served.endpoint.streaming else UnknownOutcome

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from dynbus.bus.clock import monotonic
+from dynbus.bus.names import ANONYMOUS
 
 if TYPE_CHECKING:
     from dynbus.bus.liveness import RemoteLiveness
@@ -87,6 +88,13 @@ class RemoteClient:
             if not call.ended and not call.released and call.kill_timer is None:
                 return call.started_at
         return None
+
+    @property
+    def label(self) -> str:
+        """What messages call it: its id, as in the log of its process, and its principal."""
+        _, principal, client_id = self.base.split(".")
+        of = "" if principal == ANONYMOUS else f" of {principal}"
+        return f"client {client_id[:8]}{of}"
 
     def has_work(self) -> bool:
         return bool(self.calls or self.kept)

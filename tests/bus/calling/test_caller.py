@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -378,6 +379,25 @@ def test_the_calls_of_an_instance_that_is_gone_end(
             assert side.caller.statistics() == {}
 
     run(story())
+
+
+@pytest.mark.parametrize(("calls", "level"), [(0, "DEBUG"), (2, "WARNING")])
+def test_an_instance_that_is_gone_is_named_with_the_calls_that_end(
+    calls: int, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        async with played() as side:
+            begun = [side.begin() for _ in range(calls + 1)]
+            begun[-1].abandon()
+
+            side.caller.instance_gone(begun[-1].remote)
+
+    with caplog.at_level(logging.DEBUG, "dynbus.bus.calling.caller"):
+        run(story())
+
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert record.message == f"played.FarSide@one is gone: {calls} open calls to it end"
 
 
 def test_an_instance_whose_loop_is_blocked_too_long_is_gone() -> None:

@@ -98,6 +98,7 @@ def test_its_subjects_follow_from_its_base() -> None:
     client, _, _ = make_client()
 
     assert (client.key, client.frames_subject) == ("c1-i1", "_R.ann.c1.f")
+    assert client.label == "client c1 of ann"
     assert client.control_subject == "_R.ann.c1.ctl.f"
     assert repr(client) == "<RemoteClient _R.ann.c1 [0 calls, 0 kept]>"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -24,6 +25,7 @@ from dynbus.bus.context import context
 from dynbus.bus.drops import DropReason
 from dynbus.bus.endpoint import Endpoint
 from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
+from dynbus.bus.liveness import SILENCE_LIMIT
 from dynbus.bus.names import control_subject
 from dynbus.bus.serving.remote_client import client_key
 from dynbus.bus.wire import (
@@ -523,6 +525,30 @@ def test_a_client_that_has_had_no_call_for_a_while_is_forgotten() -> None:
             assert known == {}
 
     run(story())
+
+
+def test_of_a_caller_that_is_gone_it_is_said_who_it_was_and_what_became_of_its_calls(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story() -> None:
+        async with serving(Handler().endpoint, endpoint(Handler(60.0), name="slow")) as given:
+            given.client.send(1, b"a")
+            await given.client.heard(End)
+            for number in (2, 3):
+                given.client.send(number, b"b", subject=f"near.Side.slow.{INSTANCE}")
+
+            await asyncio.sleep(2 * SILENCE_LIMIT)
+
+            assert given.instance.load == 0
+
+    with caplog.at_level(logging.INFO):
+        run(story())
+
+    (record,) = [each for each in caplog.records if "is gone" in each.message]
+    assert record.levelno == logging.INFO
+    assert record.message == (
+        "near.Side@i1: a caller is gone, client c1: 2 of its calls are cancelled, 1 results dropped"
+    )
 
 
 def test_a_frame_that_no_client_sends_is_counted() -> None:
