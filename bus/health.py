@@ -10,14 +10,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from .errors import ConfigError
 from .hosts import is_loopback
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 MAX_REQUEST_BYTES: Final = 8192
 MAX_CONNECTIONS: Final = 64
@@ -94,9 +98,9 @@ class HealthServer:
     Args:
         live: whether the process works at all; if not, an orchestrator restarts it.
         ready: whether it can take calls now.
-        metrics: serve `/metrics` from prometheus-client's registry, which
-            `telemetry.configure(prometheus=True)` fills; without it `/metrics` answers 501
-            with the remedy.
+        metrics: serve `/metrics`; without it the answer there is 501 with the remedy.
+        registry: what `/metrics` shows; prometheus-client's own registry unless given, which
+            `telemetry.configure(prometheus=True)` fills.
         insecure: allow a host that other machines can reach.
 
     `live` and `ready` are called in the server's loop. One that raises counts as not well.
@@ -114,6 +118,7 @@ class HealthServer:
         live: Callable[[], Status],
         ready: Callable[[], Status],
         metrics: bool = False,
+        registry: CollectorRegistry | None = None,
         insecure: bool = False,
     ) -> None:
         if not insecure and not is_loopback(host):
@@ -125,7 +130,7 @@ class HealthServer:
         self.host = "127.0.0.1" if host.lower() == "localhost" else host
         self.port = port
         self._checks = {"/live": live, "/ready": ready}
-        self._expose = _metrics_page() if metrics else None
+        self._expose = _metrics_page(registry) if metrics else None
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -258,13 +263,17 @@ def _problem(status: HTTPStatus) -> _Response:
     return _Response(status, json.dumps({"status": status.phrase}).encode() + b"\n")
 
 
-def _metrics_page() -> Callable[[], tuple[str, bytes]]:
+def _metrics_page(registry: CollectorRegistry | None) -> Callable[[], tuple[str, bytes]]:
     try:
-        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+        from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
     except ImportError as error:
         raise ConfigError(f"/metrics {METRICS_REMEDY}") from error
 
+    collecting = threading.Lock()
+
     def page() -> tuple[str, bytes]:
-        return CONTENT_TYPE_LATEST, generate_latest()
+        # OpenTelemetry's collector gives two that collect at once one page with all of it twice.
+        with collecting:
+            return CONTENT_TYPE_LATEST, generate_latest(registry or REGISTRY)
 
     return page

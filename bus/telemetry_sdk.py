@@ -279,7 +279,8 @@ def _prometheus_reader() -> MetricReader:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
     except ImportError as error:
         raise _missing_extra("metrics", error) from error
-    return PrometheusMetricReader()
+    # Its `target_info` would carry the instance's id, and be a new series at each start.
+    return PrometheusMetricReader(disable_target_info=True)
 
 
 def _exporter(signal: Signal, name: str, otlp_endpoint: str | None) -> Any:

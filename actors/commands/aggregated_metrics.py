@@ -1,37 +1,37 @@
-"""`/metrics` of a run with several processes: the pages of all children as one.
+"""`/metrics` of a run with several processes: their pages as one.
 
-Each sample gets the label `dynbus_instance`, so that counters of different processes stay apart.
+Each sample of a child gets the label `dynbus_worker`, so that those of different processes stay
+apart. It is the child's place in the run, as `demo.Splitter/2`: it stays when the child is started
+again, where an instance's id would begin new series each time. The parent adds the process metrics
+of its own, without the label, and nothing else: it imports the actors' files to know the classes,
+and with them counters that never count.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.actors.supervisor import Supervisor
 
-INSTANCE_LABEL: Final = "dynbus_instance"
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+WORKER_LABEL: Final = "dynbus_worker"
 TIMEOUT: Final = 3.0
 
-_PROCESS_METRICS: Final = ("python_", "process_")
+
+def registry_of(supervisor: Supervisor) -> CollectorRegistry:
+    """What gives the metrics of all processes of a run; called on the supervisor's loop."""
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    registry.register(_RunCollector(supervisor, asyncio.get_running_loop()))
+    return registry
 
 
-@contextmanager
-def exposed(supervisor: Supervisor) -> Generator[None, None, None]:
-    """Have prometheus-client's registry of this process give the metrics of the children."""
-    from prometheus_client import REGISTRY
-
-    collector = _ChildrenCollector(supervisor, asyncio.get_running_loop())
-    REGISTRY.register(collector)
-    try:
-        yield
-    finally:
-        REGISTRY.unregister(collector)
-
-
-class _ChildrenCollector:
+class _RunCollector:
     def __init__(self, supervisor: Supervisor, loop: asyncio.AbstractEventLoop) -> None:
         self._supervisor = supervisor
         self._loop = loop
@@ -41,26 +41,44 @@ class _ChildrenCollector:
 
     def collect(self) -> Iterable[Any]:
         """Ask every child; called on a thread of the health server."""
+        from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR
+
+        own = [
+            family
+            for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR)
+            for family in collector.collect()
+        ]
         asked = asyncio.run_coroutine_threadsafe(self._supervisor.metrics(), self._loop)
-        return merge((child.instance_id, page) for child, page in asked.result(TIMEOUT))
+        return merge(own, ((child.label, page) for child, page in asked.result(TIMEOUT)))
 
 
-def merge(pages: Iterable[tuple[str, str]]) -> list[Any]:
-    """The metric families of all pages, by name, with each sample's instance as a label."""
+def merge(own: Iterable[Any], pages: Iterable[tuple[str, str]]) -> list[Any]:
+    """The metric families of this process and of all pages, each name once.
+
+    Args:
+        own: families of prometheus-client, which get no label.
+        pages: of each worker its label, and its metrics in the text format.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     families: dict[str, Any] = {}
-    for instance_id, page in pages:
+    for family in own:
+        _add(families, family, {})
+    for worker, page in sorted(pages):
         for family in text_string_to_metric_families(page):
-            if family.name.startswith(_PROCESS_METRICS):
-                continue  # this process has the same names for itself
-            merged = families.setdefault(family.name, family)
-            samples = [
-                sample._replace(labels={**sample.labels, INSTANCE_LABEL: instance_id})
-                for sample in family.samples
-            ]
-            if merged is family:
-                merged.samples = samples
-            else:
-                merged.samples.extend(samples)
+            _add(families, family, {WORKER_LABEL: worker})
     return list(families.values())
+
+
+def _add(families: dict[str, Any], family: Any, labels: dict[str, str]) -> None:
+    from prometheus_client import Metric
+
+    # Not the family itself: some collectors give the same object each time.
+    new = Metric(family.name, family.documentation, family.type)
+    known = families.setdefault(family.name, new)
+    known.samples += [
+        sample._replace(labels={**sample.labels, **labels}) for sample in family.samples
+    ]
+    if known.type != family.type:
+        # Two actors that count different things by one name: a name has one type on a page.
+        known.type = "unknown"

@@ -38,6 +38,8 @@ from .local_server import embedded_if_local
 from .plan import Plan, RunOptions, health_address, is_installed, make_plan, print_plan
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from dynbus.actors.runtime import Runtime
 
 AT_ONCE_SECONDS: Final = 2.0
@@ -110,15 +112,14 @@ async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | N
         running = asyncio.ensure_future(supervisor.run())
         stack.push_async_callback(_cancelled, running)
         if options.health is not None:
-            from .aggregated_metrics import exposed
+            from .aggregated_metrics import registry_of
 
-            if metrics:
-                stack.enter_context(exposed(supervisor))
             server = _health(
                 options,
                 Status,
                 lambda: Status(supervisor.problems(), supervisor.details()),
                 metrics,
+                registry_of(supervisor) if metrics else None,
             )
             await _open_health(server)
             stack.push_async_callback(server.aclose)
@@ -204,10 +205,17 @@ def _health(
     live: Callable[[], Status],
     ready: Callable[[], Status],
     metrics: bool,
+    registry: CollectorRegistry | None = None,
 ) -> HealthServer:
     host, port = health_address(options.health or "", public=options.health_public)
     return HealthServer(
-        host, port, live=live, ready=ready, metrics=metrics, insecure=options.health_public
+        host,
+        port,
+        live=live,
+        ready=ready,
+        metrics=metrics,
+        registry=registry,
+        insecure=options.health_public,
     )
 
 

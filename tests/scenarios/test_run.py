@@ -415,6 +415,49 @@ def test_health_answers_while_a_handler_blocks_the_only_process(folder: Folder) 
     assert call.communicate(timeout=20)[0] == '"done"\n'
 
 
+COUNTING = """
+from prometheus_client import Counter
+from dynbus import Actor, handler
+
+jobs = Counter("jobs", "Jobs of the user's own counting.")
+
+class Counting(Actor, namespace="demo"):
+    @handler
+    async def work(self) -> int:
+        jobs.inc()
+        return 1
+"""
+
+
+def metrics_page(port: int) -> str:
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+def test_no_family_stands_twice_on_the_page_and_no_instance_has_series_of_its_own(
+    folder: Folder,
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.prometheus")
+    (folder.path / "counting.py").write_text(COUNTING)
+    port = free_port()
+    folder.start_ready("counting.py", "--health", f"127.0.0.1:{port}")
+    folder.dynbus("call", "demo.Counting.work")
+    (instance,) = [row["instance_id"] for row in json.loads(folder.dynbus("ps", "--json").stdout)]
+
+    page = metrics_page(port)
+
+    lines = page.splitlines()
+    types = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    series = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    own = [line for line in lines if line.startswith("jobs_total")]
+    assert len(types) == len(set(types))
+    assert len(series) == len(set(series))
+    assert own == ['jobs_total{dynbus_worker="demo.Counting/1"} 1.0']
+    assert sum(line.startswith("process_cpu_seconds_total") for line in lines) == 2
+    assert 'process_cpu_seconds_total{dynbus_worker="demo.Counting/1"}' in page
+    assert instance not in page
+
+
 def test_metrics_of_several_processes_come_from_one_page(folder: Folder) -> None:
     pytest.importorskip("opentelemetry.exporter.prometheus")
     port = free_port()
@@ -429,10 +472,10 @@ def test_metrics_of_several_processes_come_from_one_page(folder: Folder) -> None
     for instance in instances:
         folder.dynbus("call", "demo.Splitter.split", '"a"', "--instance", instance)
 
-    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-        page = answer.read().decode()
+    page = metrics_page(port)
 
     calls = [line for line in page.splitlines() if line.startswith("dynbus_calls_total{")]
-    found = [id for id in instances if any(f'dynbus_instance="{id}"' in call for call in calls)]
-    assert found == instances
-    assert len(calls) == 2
+    assert [call.partition('dynbus_worker="')[2].partition('"')[0] for call in calls] == [
+        "demo.Splitter/1",
+        "demo.Splitter/2",
+    ]
