@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import unix_time
+from dynbus.bus.context import inside_instance
 from dynbus.bus.errors import ConfigError, Draining, DynbusError, Unavailable
 from dynbus.bus.leases import LeaseKeeper, LeaseState
+from dynbus.bus.names import InstanceName
 from dynbus.bus.serving.server import InstanceServer
 from dynbus.bus.serving.services import ServiceResponder
 from dynbus.bus.transport import ConnectionState
@@ -48,8 +50,17 @@ inside_on_stop: ContextVar[bool] = ContextVar("dynbus_inside_on_stop", default=F
 """Whether this code runs within an `on_stop`, which must not wait for its own end."""
 
 
+def new_instance_id() -> str:
+    """A random instance id."""
+    return secrets.token_hex(8)
+
+
 class ActorInstance:
     """A started actor. Made by `Runtime.start`; `stop` ends it gracefully.
+
+    Args:
+        instance_id: a random one unless given.
+        id_is_random: nobody else can have the given id, so nobody is asked for it.
 
     Attributes:
         actor: the user's object.
@@ -57,22 +68,24 @@ class ActorInstance:
     """
 
     def __init__(
-        self, runtime: Runtime, actor: type[Actor], arguments: dict[str, Any], instance_id: str
+        self,
+        runtime: Runtime,
+        actor: type[Actor],
+        arguments: dict[str, Any],
+        instance_id: str,
+        *,
+        id_is_random: bool = False,
     ) -> None:
         check_startable(actor)
-        self.id = instance_id or secrets.token_hex(8)
-        self.actor = actor(**build_arguments(actor, arguments))
-        self.actor.__dynbus_bind__(runtime, self.id)
+        self.id = instance_id or new_instance_id()
+        self._name = InstanceName(actor.__dynbus_namespace__, actor.__dynbus_component__, self.id)
+        with inside_instance(self._name):
+            self.actor = actor(**build_arguments(actor, arguments))
+            self.actor.__dynbus_bind__(runtime, self.id)
+            self.server = InstanceServer(runtime.bus, *self._name, endpoints_of(self.actor))
         self.lifecycle = Lifecycle()
         self._runtime = runtime
-        self.server = InstanceServer(
-            runtime.bus,
-            actor.__dynbus_namespace__,
-            actor.__dynbus_component__,
-            self.id,
-            endpoints_of(self.actor),
-        )
-        self._id_was_given = bool(instance_id)
+        self._id_was_given = bool(instance_id) and not id_is_random
         self._keeper: LeaseKeeper | None = None
         self._services: ServiceResponder | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -99,6 +112,10 @@ class ActorInstance:
             Unavailable: `stop` was called meanwhile; nothing is left behind then.
             Exception: what `on_start` raised; nor then.
         """
+        with inside_instance(self._name):
+            await self._start()
+
+    async def _start(self) -> None:
         self.lifecycle.to(InstanceState.STARTING)
         try:
             try:
@@ -136,7 +153,8 @@ class ActorInstance:
                 return
             self.lifecycle.to(InstanceState.DRAINING)
             seconds = self._runtime.bus.config.drain_grace if grace is None else grace
-            self._stopping = asyncio.get_running_loop().create_task(self._stop(seconds))
+            with inside_instance(self._name):
+                self._stopping = asyncio.get_running_loop().create_task(self._stop(seconds))
         await asyncio.shield(self._stopping)
 
     def stop_now(self) -> None:

@@ -161,11 +161,18 @@ class Runtime:
             Unavailable: the runtime is closed, before or while the actor starts.
             Exception: what `on_start` raised.
         """
-        if self._closing is not None:
-            raise Unavailable("the runtime is closed", started=False)
+        self._check_open()
         if instance_id:
             check_token("instance_id", instance_id)
-        instance = ActorInstance(self, actor, arguments, instance_id)
+        return await self.serve(ActorInstance(self, actor, arguments, instance_id))
+
+    async def serve(self, instance: ActorInstance) -> ActorInstance:
+        """Start an instance that was made for this runtime.
+
+        Raises:
+            ConfigError, Unavailable, Exception: as of `start`.
+        """
+        self._check_open()
         if instance.id in self.instances:
             raise ConfigError(f"instance id {instance.id!r} is in use in this process")
         self.instances[instance.id] = instance
@@ -175,6 +182,10 @@ class Runtime:
             self.instances.pop(instance.id, None)
             raise
         return instance
+
+    def _check_open(self) -> None:
+        if self._closing is not None:
+            raise Unavailable("the runtime is closed", started=False)
 
     def forget(self, instance: ActorInstance) -> None:
         """An instance has stopped."""

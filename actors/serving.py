@@ -34,11 +34,16 @@ _OWN_FOLDERS: Final = tuple(
 
 
 class Assignment(NamedTuple):
-    """What one process serves of an actor class."""
+    """What one process serves of an actor class.
+
+    Attributes:
+        instance_id: of its only worker, where it is known before; it must be random.
+    """
 
     actor: type[Actor]
     arguments: Mapping[str, Any]
     workers: int
+    instance_id: str = ""
 
 
 class Failure(NamedTuple):
@@ -153,7 +158,14 @@ async def _start_all(
     for assignment in assignments:
         for _ in range(assignment.workers):
             try:
-                await runtime.start(assignment.actor, **assignment.arguments)
+                instance = ActorInstance(
+                    runtime,
+                    assignment.actor,
+                    dict(assignment.arguments),
+                    assignment.instance_id,
+                    id_is_random=True,
+                )
+                await runtime.serve(instance)
             except (ConfigError, PermissionDenied, Unavailable):
                 raise
             except (Exception, SystemExit) as error:

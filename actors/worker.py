@@ -46,6 +46,7 @@ from .child_messages import (
     StopInstance,
 )
 from .configuration import Text
+from .instance import new_instance_id
 from .loader import resolve
 from .runtime import Runtime
 from .serving import Assignment, Ending, StartFailed, failure_of, problems_of, serve
@@ -126,12 +127,18 @@ class Channel:
 
 
 class Worker:
-    """The child process from its first command to its exit code."""
+    """The child process from its first command to its exit code.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Args:
+        label: `namespace.component/number`, as the parent names the child.
+    """
+
+    def __init__(self, connection: socket.socket, label: str) -> None:
         self._channel = Channel(
             connection, orphaned=self._on_orphaned, metrics_asked=self._on_metrics_asked
         )
+        self._label = label
+        self._instance_id = new_instance_id()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: Ending | None = None
 
@@ -156,19 +163,33 @@ class Worker:
         from dynbus.bus import telemetry
 
         sys.path[:] = load.path
-        configure_logging(load.log_format, load.log_level)
+        address = self._label.partition("/")[0]
+        configure_logging(
+            load.log_format, load.log_level, actor=address, instance=self._instance_id
+        )
         actor = resolve(load.actor)
         # Makes its codecs, which takes a while: better now than on the loop.
         check_startable(actor)
+        namespace, _, component = address.partition(".")
         if load.otlp_endpoint or load.metrics:
             import atexit
 
             shutdown = telemetry.configure(
-                service_name="dynbus", otlp_endpoint=load.otlp_endpoint, prometheus=load.metrics
+                service_name=component,
+                service_namespace=namespace,
+                instance_id=self._instance_id,
+                otlp_endpoint=load.otlp_endpoint,
+                prometheus=load.metrics,
             )
             atexit.register(shutdown.shutdown)
+        else:
+            telemetry.configure_from_environment(
+                service_name=component,
+                service_namespace=namespace,
+                instance_id=self._instance_id,
+            )
         texts = {name: Text(text) for name, text in load.texts.items()}
-        return Assignment(actor, {**load.values, **texts}, 1)
+        return Assignment(actor, {**load.values, **texts}, 1, self._instance_id)
 
     async def _serve(self, assignment: Assignment, load: LoadActor) -> int:
         self._loop = asyncio.get_running_loop()
@@ -248,7 +269,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
-    sys.exit(Worker(connection).run())
+    sys.exit(Worker(connection, sys.argv[2]).run())
 
 
 if __name__ == "__main__":

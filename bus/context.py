@@ -7,14 +7,15 @@ that deadline, cancellation and trace follow every sub-call without a word in th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Final
 
 from .clock import monotonic
 from .errors import ConfigError
+from .names import InstanceName
 from .tokens import random_id
 
 MAX_ID_LENGTH: Final = 128
@@ -193,3 +194,24 @@ def current_context() -> Context | None:
 def enter_context(value: Context) -> None:
     """Make `value` the context of the running task from here on."""
     _current.set(value)
+
+
+_instance: ContextVar[InstanceName | None] = ContextVar("dynbus_instance", default=None)
+
+
+def current_instance() -> InstanceName | None:
+    """The instance whose code is running: a handler, `on_start`, a task that one of them began.
+
+    None outside of those, also in callbacks of the bus.
+    """
+    return _instance.get()
+
+
+@contextmanager
+def inside_instance(name: InstanceName) -> Generator[None]:
+    """What runs or begins here is code of this instance."""
+    token = _instance.set(name)
+    try:
+        yield
+    finally:
+        _instance.reset(token)

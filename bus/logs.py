@@ -15,7 +15,7 @@ import sys
 from collections.abc import MutableMapping
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
-from .context import current_context
+from .context import current_context, current_instance
 from .errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +50,12 @@ def _hide(found: re.Match[str]) -> str:
 
 
 def configure_logging(
-    format: LogFormat | None = None, level: str = "info", *, stream: IO[str] | None = None
+    format: LogFormat | None = None,
+    level: str = "info",
+    *,
+    stream: IO[str] | None = None,
+    actor: str = "",
+    instance: str = "",
 ) -> None:
     """Send every log record of the process to one place, in one format.
 
@@ -62,6 +67,8 @@ def configure_logging(
             on a terminal and `json` elsewhere. Colour needs a terminal and no `NO_COLOR`.
         level: the least severe level to show.
         stream: standard error by default.
+        actor, instance: `namespace.component` and the id of the only instance of this process, for
+            the records of code that belongs to no call and no instance.
 
     Raises:
         ConfigError: format or level is unknown.
@@ -75,7 +82,7 @@ def configure_logging(
     out = sys.stderr if stream is None else stream
     on_terminal = out.isatty()
     as_json = format == "json" or (format is None and not on_terminal)
-    shared = _shared_processors(as_json)
+    shared = _shared_processors(as_json, _AddOrigin(actor, instance))
     handler = _Handler(out)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -109,7 +116,29 @@ class _Handler(logging.StreamHandler[IO[str]]):
     """The handler of `configure_logging`, told from others by its type."""
 
 
-def _shared_processors(as_json: bool) -> list[Processor]:
+class _AddOrigin:
+    """Adds to a record its `actor`, `instance` and `process`: those of the code that runs, else
+    those of the process."""
+
+    def __init__(self, actor: str, instance: str) -> None:
+        self._of_process = actor, instance
+
+    def __call__(
+        self, logger: object, method: str, event_dict: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        running = current_instance()
+        actor, instance = self._of_process
+        if running is not None:
+            actor, instance = running.address, running.instance_id
+        if actor:
+            event_dict.setdefault("actor", actor)
+        if instance:
+            event_dict.setdefault("instance", instance)
+        event_dict.setdefault("process", os.getpid())
+        return event_dict
+
+
+def _shared_processors(as_json: bool, add_origin: Processor) -> list[Processor]:
     import structlog
 
     stamp = (
@@ -123,6 +152,7 @@ def _shared_processors(as_json: bool) -> list[Processor]:
         stamp,
         structlog.processors.StackInfoRenderer(),
         _add_call,
+        add_origin,
         _add_span,
     ]
 

@@ -48,6 +48,19 @@ def check_token(kind: str, value: object) -> str:
     )
 
 
+class InstanceName(NamedTuple):
+    """One running actor: the component that it is of, and its id."""
+
+    namespace: str
+    component: str
+    instance_id: str
+
+    @property
+    def address(self) -> str:
+        """`namespace.component`."""
+        return f"{self.namespace}.{self.component}"
+
+
 class EndpointName(NamedTuple):
     """`namespace.component.endpoint`: one handler of one kind of actor."""
 

@@ -3,7 +3,7 @@
 A call has two spans of one trace: `send ns.component.endpoint` (PRODUCER) at the caller and
 `process ns.component.endpoint` (CONSUMER) at the instance, joined by `traceparent`. The
 instance is an attribute of a span, never a part of a name, and no metric carries an id, so
-their number stays bounded.
+their number stays bounded. The spans of an instance belong to a service of its component's name.
 
 `Telemetry.from_environment` decides once, when a runtime connects. Where it returns None,
 nothing of OpenTelemetry is imported and calls pay nothing.
@@ -11,17 +11,13 @@ nothing of OpenTelemetry is imported and calls pay nothing.
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
 import time
 from collections.abc import Mapping
 from contextvars import Token
 from typing import TYPE_CHECKING, Final
 
 from . import headers as h
-from .context import Context
-from .errors import ConfigError
+from .context import Context, current_instance
 from .metrics import (
     CANCELLATIONS,
     CONNECTIONS,
@@ -32,10 +28,11 @@ from .metrics import (
     error_code,
     listed,
 )
-from .names import EndpointName
+from .names import EndpointName, InstanceName
 from .telemetry_sdk import Shutdown as Shutdown
 from .telemetry_sdk import configure as configure
-from .telemetry_sdk import installed, is_requested, leaves_unsampled, providers
+from .telemetry_sdk import configure_from_environment as configure_from_environment
+from .telemetry_sdk import leaves_unsampled, provider_of, providers
 from .trace_context import TraceApi, is_unsampled
 
 if TYPE_CHECKING:
@@ -46,7 +43,8 @@ if TYPE_CHECKING:
 MAX_ENDPOINTS: Final = 1000
 """Endpoints with labels of their own per process; calls to further ones share one label."""
 
-logger = logging.getLogger(__name__)
+MAX_INSTANCES: Final = 256
+"""Instances whose tracers are kept; with more of them at a time they are made anew."""
 
 
 class _Profile:
@@ -54,9 +52,7 @@ class _Profile:
 
     __slots__ = ("attributes", "kind", "label_map", "labels", "name", "side")
 
-    def __init__(
-        self, endpoint: EndpointName, side: str, instance_id: str, kind: SpanKind, counted: bool
-    ) -> None:
+    def __init__(self, endpoint: EndpointName, side: str, kind: SpanKind, counted: bool) -> None:
         operation = "process" if side == "server" else "send"
         self.side = side
         self.kind = kind
@@ -69,7 +65,6 @@ class _Profile:
         }
         if side == "server":
             self.attributes["messaging.consumer.group.name"] = endpoint.component
-            self.attributes["dynbus.instance_id"] = instance_id
         namespace, component, name = endpoint if counted else (OTHER, OTHER, OTHER)
         self.label_map = {
             "dynbus.namespace": namespace,
@@ -207,10 +202,12 @@ class Telemetry:
     ) -> None:
         self.api = TraceApi()
         self.metrics = None if meter_provider is None else Metrics(meter_provider)
+        self._provider = tracer_provider
         self._tracer = None if tracer_provider is None else tracer_provider.get_tracer("dynbus")
+        self._tracers: dict[InstanceName, Tracer] = {}
         # Then a call that belongs to an unsampled trace needs no span at all, only its headers.
         self._leaves_unsampled = tracer_provider is not None and leaves_unsampled(tracer_provider)
-        self._profiles: dict[tuple[EndpointName, str, str], _Profile] = {}
+        self._profiles: dict[tuple[EndpointName, str], _Profile] = {}
 
     @classmethod
     def from_environment(cls) -> Telemetry | None:
@@ -220,15 +217,7 @@ class Telemetry:
         the standard `OTEL_*` variables decide; where they name an exporter or an endpoint,
         the SDK is set up and flushed at exit.
         """
-        if not any(installed()) and is_requested(os.environ):
-            try:
-                shutdown = configure(service_name="dynbus")
-            except ConfigError as error:
-                # A container's OTEL_* variables are meant for all its programs, so they must
-                # not stop one that came without the SDK.
-                logger.warning("telemetry is off: %s", error)
-                return None
-            atexit.register(shutdown.shutdown)
+        configure_from_environment(service_name="dynbus")
         return _shared.get(*providers())
 
     def client_call(
@@ -239,7 +228,7 @@ class Telemetry:
         It becomes a child of the current span; where that belongs to another trace than
         `parent`, as in a task shared by several requests, `parent` decides.
         """
-        profile = self._profile(endpoint, "client", "")
+        profile = self._profile(endpoint, "client")
         inherited = parent.trace_headers() if parent is not None else {}
         if self._tracer is None:
             return CallObservation(self, profile, None, None, inherited)
@@ -248,7 +237,9 @@ class Telemetry:
                 self.api.baggage.inject(inherited)
             return CallObservation(self, profile, None, None, inherited)
         context = self._client_parent(inherited)
-        span = self._start(self._tracer, profile, context, streaming, request_id)
+        caller = current_instance()
+        tracer = self._tracer if caller is None else self._tracer_of(caller)
+        span = self._start(tracer, profile, context, streaming, request_id, profile.attributes)
         fields = self.api.write(span.get_span_context())
         if self.api.all_baggage(context):
             self.api.baggage.inject(fields, context)
@@ -271,14 +262,16 @@ class Telemetry:
             incoming: the trace headers of the request, as `trace_fields` reads them; a
                 malformed `traceparent` begins a new trace.
         """
-        profile = self._profile(endpoint, "server", instance_id)
+        profile = self._profile(endpoint, "server")
         if self._tracer is None:
             return CallObservation(self, profile, None, None, incoming)
         remote = self.api.read(incoming)
         context = self._server_parent(remote, incoming)
         if self._leaves_unsampled and remote is not None and not remote.trace_flags.sampled:
             return CallObservation(self, profile, None, context, incoming)
-        span = self._start(self._tracer, profile, context, streaming, request_id)
+        tracer = self._tracer_of(InstanceName(endpoint.namespace, endpoint.component, instance_id))
+        attributes = {**profile.attributes, "dynbus.instance_id": instance_id}
+        span = self._start(tracer, profile, context, streaming, request_id, attributes)
         fields = self.api.write(span.get_span_context())
         if h.BAGGAGE in incoming:
             fields[h.BAGGAGE] = incoming[h.BAGGAGE]
@@ -287,20 +280,18 @@ class Telemetry:
     def credit_stall(self, endpoint: EndpointName, seconds: float) -> None:
         """Note that a stream's writer waited `seconds` for its reader."""
         if self.metrics is not None:
-            self.metrics.credit_stall.record(
-                seconds, self._profile(endpoint, "server", "").label_map
-            )
+            self.metrics.credit_stall.record(seconds, self._profile(endpoint, "server").label_map)
 
     def in_flight(self, endpoint: EndpointName, delta: int, *, side: str = "server") -> None:
         """Note that `delta` more (or, below 0, fewer) calls are running."""
         if self.metrics is not None:
-            self.metrics.in_flight.add(self._profile(endpoint, side, "").labels, delta)
+            self.metrics.in_flight.add(self._profile(endpoint, side).labels, delta)
 
     def cancellation(self, endpoint: EndpointName, kind: str, *, side: str = "server") -> None:
         """Note a `stop` or a `kill`."""
         if self.metrics is not None:
             label = ("dynbus.kind", listed(kind, CANCELLATIONS))
-            labels = self._profile(endpoint, side, "").labels
+            labels = self._profile(endpoint, side).labels
             self.metrics.cancellations.add((*labels, label))
 
     def reconnect(self, connection: str) -> None:
@@ -315,13 +306,23 @@ class Telemetry:
             label = ("dynbus.reason", listed(reason, DROP_REASONS))
             self.metrics.drops.add((label,), count)
 
-    def _profile(self, endpoint: EndpointName, side: str, instance_id: str) -> _Profile:
-        key = (endpoint, side, instance_id)
+    def _tracer_of(self, instance: InstanceName) -> Tracer:
+        tracer = self._tracers.get(instance)
+        if tracer is None:
+            assert self._provider is not None
+            if len(self._tracers) >= MAX_INSTANCES:
+                self._tracers.clear()
+            tracer = provider_of(instance, self._provider).get_tracer("dynbus")
+            self._tracers[instance] = tracer
+        return tracer
+
+    def _profile(self, endpoint: EndpointName, side: str) -> _Profile:
+        key = (endpoint, side)
         profile = self._profiles.get(key)
         if profile is None:
             counted = len(self._profiles) < MAX_ENDPOINTS
             kind = self.api.CONSUMER if side == "server" else self.api.PRODUCER
-            profile = _Profile(endpoint, side, instance_id, kind, counted)
+            profile = _Profile(endpoint, side, kind, counted)
             if counted:
                 self._profiles[key] = profile
         return profile
@@ -356,8 +357,9 @@ class Telemetry:
         context: OtelContext | None,
         streaming: bool,
         request_id: str,
+        attributes: Mapping[str, str],
     ) -> Span:
-        span = tracer.start_span(profile.name, context, profile.kind, attributes=profile.attributes)
+        span = tracer.start_span(profile.name, context, profile.kind, attributes=attributes)
         if span.is_recording():
             span.set_attribute("messaging.message.id", request_id)
             span.set_attribute("dynbus.streaming", streaming)

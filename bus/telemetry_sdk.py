@@ -6,21 +6,26 @@ the extras `otlp` and `metrics`.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from .errors import ConfigError
 from .logs import redact_url
+from .names import InstanceName
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import MetricReader
     from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor
+    from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
     from opentelemetry.trace import TracerProvider
 
 Signal = Literal["traces", "metrics"]
@@ -31,6 +36,17 @@ HTTP_PORT: Final = 4318
 """Where collectors listen for OTLP over HTTP; every other port is taken for gRPC."""
 
 logger = logging.getLogger(__name__)
+
+
+class _Installed(NamedTuple):
+    """The tracer provider that `configure` has installed, with what those of instances share."""
+
+    provider: SdkTracerProvider
+    processor: SynchronousMultiSpanProcessor
+
+
+_installed: _Installed | None = None
+_refused: set[str] = set()
 
 
 class Shutdown:
@@ -174,9 +190,66 @@ def _is_placeholder(value: object) -> bool:
     return type(value).__module__.startswith(("opentelemetry.trace", "opentelemetry.metrics"))
 
 
+def provider_of(instance: InstanceName, provider: TracerProvider) -> TracerProvider:
+    """Where the spans of an instance come from: a service of its component's name.
+
+    It sends them with `provider`'s exporters, and is `provider` itself where the program has set
+    that up: then its resource is the program's affair.
+    """
+    ours = _installed
+    if ours is None or ours.provider is not provider:
+        return provider
+    from opentelemetry.sdk.trace import TracerProvider
+
+    namespace, component, instance_id = instance
+    return TracerProvider(
+        sampler=ours.provider.sampler,
+        resource=ours.provider.resource.merge(
+            _not_given(
+                {
+                    "service.name": component,
+                    "service.namespace": namespace,
+                    "service.instance.id": instance_id,
+                }
+            )
+        ),
+        shutdown_on_exit=False,
+        active_span_processor=ours.processor,
+    )
+
+
+def configure_from_environment(
+    *, service_name: str, service_namespace: str = "", instance_id: str = ""
+) -> None:
+    """Do what `configure` does where the standard variables ask for it, and send the rest at exit.
+
+    Nothing is done in a program that has set up an SDK. What keeps telemetry from being set up is
+    logged once: a container's `OTEL_*` variables are meant for all its programs, so they must not
+    stop one that came without the SDK.
+
+    Raises:
+        ConfigError: the OTLP protocol is none that we have.
+    """
+    if any(installed()) or not is_requested(os.environ):
+        return
+    try:
+        shutdown = configure(
+            service_name=service_name,
+            service_namespace=service_namespace,
+            instance_id=instance_id,
+        )
+    except ConfigError as error:
+        if str(error) not in _refused:
+            _refused.add(str(error))
+            logger.warning("telemetry is off: %s", error)
+        return
+    atexit.register(shutdown.shutdown)
+
+
 def configure(
     *,
     service_name: str,
+    service_namespace: str = "",
     otlp_endpoint: str | None = None,
     prometheus: bool = False,
     instance_id: str = "",
@@ -188,11 +261,12 @@ def configure(
     before stays as it is.
 
     Args:
-        service_name: unless `OTEL_SERVICE_NAME` or `OTEL_RESOURCE_ATTRIBUTES` has one.
+        service_name, service_namespace: unless `OTEL_SERVICE_NAME` or
+            `OTEL_RESOURCE_ATTRIBUTES` has one.
         otlp_endpoint: `http://HOST:PORT` of a collector; wins over the variables. Its port
             tells the protocol (4318 HTTP, else gRPC) where no variable does.
         prometheus: collect metrics for `/metrics` of the health server.
-        instance_id: becomes the resource's `service.instance.id`.
+        instance_id: becomes the resource's `service.instance.id`; random unless given.
 
     Raises:
         ConfigError: an extra is not installed, or a variable has a value that is not usable.
@@ -214,7 +288,7 @@ def configure(
         return Shutdown([])
     extra = "otlp" if for_traces or for_metrics else "metrics"
     try:
-        resource = _resource(service_name, instance_id)
+        resource = _resource(service_name, service_namespace, instance_id)
     except ImportError as error:
         raise _missing_extra(extra, error) from error
     steps: list[Callable[[], object]] = []
@@ -229,27 +303,41 @@ def _missing_extra(extra: str, error: ImportError) -> ConfigError:
     return ConfigError(f'telemetry needs an extra: pip install "dynbus[{extra}]" ({error})')
 
 
-def _resource(service_name: str, instance_id: str) -> Resource:
+def _resource(service_name: str, service_namespace: str, instance_id: str) -> Resource:
+    from opentelemetry.sdk.resources import Resource
+
+    ours = {
+        "service.name": service_name,
+        "service.namespace": service_namespace,
+        "service.instance.id": instance_id or str(uuid.uuid4()),
+    }
+    return Resource.create(_not_given(ours).attributes)
+
+
+def _not_given(attributes: Mapping[str, str]) -> Resource:
+    """Those of our resource attributes that have a value and that no variable gives."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
-    from_environment = OTELResourceDetector().detect().attributes
-    ours = {"service.name": service_name, "service.instance.id": instance_id}
-    return Resource.create(
-        {key: value for key, value in ours.items() if value and key not in from_environment}
-    )
+    given = OTELResourceDetector().detect().attributes
+    return Resource({key: value for key, value in attributes.items() if value and key not in given})
 
 
 def _install_tracing(
     resource: Resource, names: tuple[str, ...], otlp_endpoint: str | None
 ) -> Callable[[], object]:
     from opentelemetry import trace
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    global _installed
+    processor = SynchronousMultiSpanProcessor()  # type: ignore[no-untyped-call]
+    provider = TracerProvider(
+        resource=resource, shutdown_on_exit=False, active_span_processor=processor
+    )
     for name in names:
         provider.add_span_processor(BatchSpanProcessor(_exporter("traces", name, otlp_endpoint)))
     trace.set_tracer_provider(provider)
+    _installed = _Installed(provider, processor)
     return provider.shutdown
 
 

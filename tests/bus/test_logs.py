@@ -6,6 +6,7 @@ import contextvars
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,10 @@ import pytest
 import structlog
 from opentelemetry.sdk.trace import TracerProvider
 
-from dynbus.bus.context import Context, enter_context
+from dynbus.bus.context import Context, enter_context, inside_instance
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.logs import configure_logging, redact_url
+from dynbus.bus.names import InstanceName
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -63,6 +65,7 @@ def test_a_record_is_one_json_object(stream: io.StringIO) -> None:
         "event": "Shouter has load 3",
         "level": "info",
         "logger": "dynbus.bus.test",
+        "process": os.getpid(),
     }
 
 
@@ -98,6 +101,24 @@ def test_every_line_inside_a_handler_names_its_call(stream: io.StringIO) -> None
     assert within["instance"] == "i1"
     assert within["trace_id"] == TRACE
     assert not {"request_id", "endpoint", "instance", "trace_id"} & without.keys()
+
+
+def test_every_line_names_the_actor_the_instance_and_the_process(stream: io.StringIO) -> None:
+    configure_logging("json", stream=stream, actor="demo.Only", instance="i0")
+
+    logging.getLogger("nats").warning("of the process")
+    with inside_instance(InstanceName("demo", "Shouter", "i1")):
+        logging.getLogger("user").warning("of an instance")
+        inside(Context("request-1", hop="demo.Shouter.generate@i1"), logging.getLogger("user"))
+
+    origins = [
+        (line["event"], line["actor"], line["instance"], line["process"]) for line in lines(stream)
+    ]
+    assert origins == [
+        ("of the process", "demo.Only", "i0", os.getpid()),
+        ("of an instance", "demo.Shouter", "i1", os.getpid()),
+        ("inside", "demo.Shouter", "i1", os.getpid()),
+    ]
 
 
 def test_the_current_span_is_named_on_each_line(stream: io.StringIO) -> None:

@@ -371,6 +371,19 @@ def test_however_many_endpoints_are_called_the_labels_stay_bounded(recorder: Rec
     assert rest.value == 100
 
 
+def test_however_many_instances_come_and_go_an_endpoint_keeps_its_labels(
+    recorder: Recorder,
+) -> None:
+    for number in range(MAX_ENDPOINTS + 100):
+        recorder.telemetry.server_call(
+            GENERATE, f"i{number}", {}, streaming=False, request_id=""
+        ).end()
+
+    (calls,) = recorder.points("dynbus.calls")
+    assert calls.labels["dynbus.endpoint"] == "generate"
+    assert calls.value == MAX_ENDPOINTS + 100
+
+
 def test_what_happens_outside_of_calls_is_counted(recorder: Recorder) -> None:
     telemetry = recorder.telemetry
 
@@ -539,7 +552,8 @@ def test_a_disabled_sdk_costs_as_little_as_none(environment: dict[str, str]) -> 
 def test_a_missing_extra_is_named_by_configure_and_does_not_stop_a_runtime() -> None:
     output = python(
         "import sys; sys.modules['opentelemetry.sdk.resources'] = None\n"
-        "from dynbus.bus.telemetry import ConfigError, Telemetry, configure\n"
+        "from dynbus.bus.errors import ConfigError\n"
+        "from dynbus.bus.telemetry import Telemetry, configure\n"
         "print(Telemetry.from_environment())\n"
         "try:\n"
         "    configure(service_name='x')\n"

@@ -5,6 +5,7 @@ Which exporters the variables choose, and what costs nothing, is in `test_teleme
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -160,6 +161,77 @@ def test_the_resource_names_the_service_unless_the_variables_do() -> None:
     )
 
     assert (ours.strip(), theirs.strip()) == ("svc i1", "other i1")
+
+
+SPANS = """
+import json
+from opentelemetry import trace
+from dynbus.bus.context import Context, inside_instance
+from dynbus.bus.names import EndpointName, InstanceName
+from dynbus.bus.telemetry import Telemetry
+endpoint = EndpointName("demo", "Inner", "run")
+telemetry = Telemetry.from_environment()
+telemetry.client_call(endpoint, streaming=False, request_id="r", parent=None).end()
+with inside_instance(InstanceName("demo", "Outer", "o1")):
+    telemetry.client_call(endpoint, streaming=False, request_id="r", parent=None).end()
+telemetry.server_call(endpoint, "i2", {}, streaming=False, request_id="r").end()
+trace.get_tracer_provider().force_flush()
+"""
+
+
+def services(*setup: str, **environment: str) -> list[tuple[str, str, str, str]]:
+    """Of each span: its name, and name, namespace and instance of its service."""
+    output = python(
+        "\n".join(setup) + SPANS,
+        OTEL_TRACES_EXPORTER="console",
+        OTEL_METRICS_EXPORTER="none",
+        **environment,
+    )
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while at < len(output):
+        span, at = decoder.raw_decode(output, at)
+        at += len(output[at:]) - len(output[at:].lstrip())
+        given = span["resource"]["attributes"]
+        found.append(
+            (span["name"].partition(" ")[0], *(given.get(f"service.{key}", "") for key in KEYS))
+        )
+    return found
+
+
+KEYS = ("name", "namespace", "instance.id")
+
+
+def test_the_spans_of_an_instance_are_those_of_a_service_of_its_component() -> None:
+    (send, *of_instances) = services()
+
+    assert send[:3] == ("send", "dynbus", "")
+    assert send[3]
+    assert of_instances == [("send", "Outer", "demo", "o1"), ("process", "Inner", "demo", "i2")]
+
+
+def test_a_service_that_the_variables_name_is_that_of_every_span() -> None:
+    named = services(OTEL_SERVICE_NAME="mine", OTEL_RESOURCE_ATTRIBUTES="service.namespace=all")
+
+    assert [each[:3] for each in named] == [
+        ("send", "mine", "all"),
+        ("send", "mine", "all"),
+        ("process", "mine", "all"),
+    ]
+    assert [each[3] for each in named[1:]] == ["o1", "i2"]
+
+
+def test_of_a_provider_that_the_program_has_installed_the_resource_stays_for_instances() -> None:
+    named = services(
+        "from opentelemetry import trace",
+        "from opentelemetry.sdk.resources import Resource",
+        "from opentelemetry.sdk.trace import TracerProvider",
+        "from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor",
+        "mine = TracerProvider(resource=Resource({'service.name': 'mine'}))",
+        "mine.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter()))",
+        "trace.set_tracer_provider(mine)",
+    )
+
+    assert [each[1:] for each in named] == [("mine", "", "")] * 3
 
 
 def test_a_provider_that_the_program_has_installed_stays() -> None:

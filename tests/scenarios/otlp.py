@@ -26,15 +26,17 @@ class Collector:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spans: list[Span] = []
+        self._services: dict[bytes, dict[str, str]] = {}
         self._metrics: list[Metric] = []
         self.resources: list[dict[str, str]] = []
 
     def take_traces(self, request: trace_service_pb2.ExportTraceServiceRequest) -> None:
         with self._lock:
             for resource in request.resource_spans:
-                self._note_resource(resource.resource)
+                attributes = self._note_resource(resource.resource)
                 for scope in resource.scope_spans:
                     self._spans.extend(scope.spans)
+                    self._services.update({span.span_id: attributes for span in scope.spans})
 
     def take_metrics(self, request: metrics_service_pb2.ExportMetricsServiceRequest) -> None:
         with self._lock:
@@ -43,12 +45,18 @@ class Collector:
                 for scope in resource.scope_metrics:
                     self._metrics.extend(scope.metrics)
 
-    def _note_resource(self, resource: Any) -> None:
-        self.resources.append({each.key: each.value.string_value for each in resource.attributes})
+    def _note_resource(self, resource: Any) -> dict[str, str]:
+        attributes = {each.key: each.value.string_value for each in resource.attributes}
+        self.resources.append(attributes)
+        return attributes
 
     @property
     def spans(self) -> dict[str, Span]:
         return {span.name: span for span in self._spans}
+
+    def resource_of(self, span: str) -> dict[str, str]:
+        """The resource that a span of this name came with."""
+        return self._services[self.spans[span].span_id]
 
     @property
     def metrics(self) -> dict[str, Metric]:

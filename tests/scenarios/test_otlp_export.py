@@ -132,8 +132,9 @@ def test_an_endpoint_given_to_configure_wins_over_the_variables(protocol: str) -
 
     assert len(collector.spans) == 4
     assert "dynbus.calls" in collector.metrics
-    assert collector.resources[0]["service.name"] == "named"
-    assert collector.resources[0]["service.instance.id"] == "instance-1"
+    outside = collector.resource_of("send demo.Outer.run")
+    assert outside["service.name"] == "named"
+    assert outside["service.instance.id"] == "instance-1"
 
 
 def test_an_unsampled_trace_is_not_exported_and_its_calls_are_counted() -> None:
@@ -154,15 +155,16 @@ def test_an_unsampled_trace_is_not_exported_and_its_calls_are_counted() -> None:
     assert "dynbus.calls" in collector.metrics
 
 
-def test_three_processes_and_their_caller_make_one_trace(
-    nats_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("options", [[], ["--in-process"]])
+def test_three_actors_and_their_caller_make_one_trace_with_a_service_for_each(
+    options: list[str], nats_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = Path(__file__).parents[2] / "examples" / "pipeline" / "actors.py"
     collector = Collector()
     with grpc_receiver(collector) as endpoint, project_folder(tmp_path) as project:
         project.url = nats_server.url
         (tmp_path / "actors.py").write_text(example.read_text())
-        run = project.start_ready("actors.py", "--otlp-endpoint", endpoint, instances=3)
+        run = project.start_ready("actors.py", "--otlp-endpoint", endpoint, *options, instances=3)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         call = project.dynbus("call", "pipeline.Numberer.number", '{"text": "a b"}')
         run.terminate()
@@ -176,7 +178,14 @@ def test_three_processes_and_their_caller_make_one_trace(
         "send pipeline.Splitter.split",
         "process pipeline.Splitter.split",
     ]
+    services = ["dynbus", "Numberer", "Numberer", "Shouter", "Shouter", "Splitter"]
     assert call.returncode == 0, call.stderr
+    assert [collector.resource_of(span)["service.name"] for span in order] == services
+    for span in order[1::2]:
+        resource = collector.resource_of(span)
+        attributes = {e.key: e.value.string_value for e in collector.spans[span].attributes}
+        assert resource["service.namespace"] == "pipeline"
+        assert resource["service.instance.id"] == attributes["dynbus.instance_id"]
     assert set(order) == set(collector.spans)
     assert len({span.trace_id for span in collector.spans.values()}) == 1
     for parent, child in zip(order, order[1:], strict=False):

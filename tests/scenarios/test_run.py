@@ -387,6 +387,22 @@ def health(port: int, path: str) -> tuple[int, dict[str, Any]]:
             return error.code, json.load(error)
 
 
+@pytest.mark.parametrize("options", [[], ["--in-process"]])
+def test_log_lines_outside_of_calls_name_actor_instance_and_process(
+    options: list[str], folder: Folder
+) -> None:
+    run = folder.start_ready("actors.py:Shouter", *options, "--log-format", "json", instances=2)
+
+    lines = [json.loads(line) for line in folder.output().splitlines() if line[:1] == "{"]
+
+    ready = {line["actor"]: line for line in lines if line["event"].endswith(" is ready")}
+    workers = {each.pid for each in folder.workers()} or {run.pid}
+    assert set(ready) == {"demo.Shouter", "demo.Splitter"}
+    for actor, line in ready.items():
+        assert line["event"] == f"{actor}@{line['instance']} is ready"
+    assert {line["process"] for line in ready.values()} == workers
+
+
 def test_the_health_of_all_processes_is_served_by_the_parent(folder: Folder) -> None:
     port = free_port()
     folder.start_ready("actors.py:Slow", "--health", f"127.0.0.1:{port}")
