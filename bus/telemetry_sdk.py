@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from .errors import ConfigError
 from .logs import redact_url
 from .names import InstanceName
+from .telemetry_export import watch
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -335,7 +336,9 @@ def _install_tracing(
         resource=resource, shutdown_on_exit=False, active_span_processor=processor
     )
     for name in names:
-        provider.add_span_processor(BatchSpanProcessor(_exporter("traces", name, otlp_endpoint)))
+        exporter = _exporter("traces", name, otlp_endpoint)
+        watch(exporter, "traces")
+        provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
     _installed = _Installed(provider, processor)
     return provider.shutdown
@@ -355,8 +358,11 @@ def _install_metrics(
         if name == "prometheus" and prometheus:
             continue  # it would collect the same figures into the same registry
         exporter = _exporter("metrics", name, otlp_endpoint)
-        is_reader = isinstance(exporter, MetricReader)
-        readers.append(exporter if is_reader else PeriodicExportingMetricReader(exporter))
+        if isinstance(exporter, MetricReader):
+            readers.append(exporter)
+        else:
+            watch(exporter, "metrics")
+            readers.append(PeriodicExportingMetricReader(exporter))
     provider = MeterProvider(readers, resource=resource, shutdown_on_exit=False)
     metrics.set_meter_provider(provider)
     return provider.shutdown

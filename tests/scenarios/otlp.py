@@ -82,13 +82,14 @@ class MetricsService(metrics_service_pb2_grpc.MetricsServiceServicer):
 
 
 @contextmanager
-def grpc_receiver(collector: Collector) -> Generator[str]:
+def grpc_receiver(collector: Collector, *, takes_metrics: bool = True) -> Generator[str]:
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
     # The generated functions have no annotations.
     traces: Any = trace_service_pb2_grpc
     metrics: Any = metrics_service_pb2_grpc
     traces.add_TraceServiceServicer_to_server(TraceService(collector), server)
-    metrics.add_MetricsServiceServicer_to_server(MetricsService(collector), server)
+    if takes_metrics:
+        metrics.add_MetricsServiceServicer_to_server(MetricsService(collector), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -98,7 +99,7 @@ def grpc_receiver(collector: Collector) -> Generator[str]:
 
 
 @contextmanager
-def http_receiver(collector: Collector) -> Generator[str]:
+def http_receiver(collector: Collector, *, takes_metrics: bool = True) -> Generator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -107,7 +108,7 @@ def http_receiver(collector: Collector) -> Generator[str]:
             assert self.headers["Content-Type"] == "application/x-protobuf"
             if self.path == "/v1/traces":
                 collector.take_traces(trace_service_pb2.ExportTraceServiceRequest.FromString(body))
-            elif self.path == "/v1/metrics":
+            elif self.path == "/v1/metrics" and takes_metrics:
                 collector.take_metrics(
                     metrics_service_pb2.ExportMetricsServiceRequest.FromString(body)
                 )

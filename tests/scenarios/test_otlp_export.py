@@ -41,6 +41,11 @@ call(outer, None, lambda parent: call(inner, parent, lambda _: None, HandlerErro
 
 
 def run(program: str, environment: dict[str, str]) -> None:
+    assert output_of(program, environment) == ""
+
+
+def output_of(program: str, environment: dict[str, str]) -> str:
+    """What a program that ends well has logged."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -49,7 +54,8 @@ def run(program: str, environment: dict[str, str]) -> None:
         text=True,
         timeout=40,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 @pytest.fixture(params=RECEIVERS)
@@ -135,6 +141,57 @@ def test_an_endpoint_given_to_configure_wins_over_the_variables(protocol: str) -
     outside = collector.resource_of("send demo.Outer.run")
     assert outside["service.name"] == "named"
     assert outside["service.instance.id"] == "instance-1"
+
+
+EXPORTING = """
+import time
+from opentelemetry import metrics, trace
+from dynbus.bus.telemetry import Telemetry
+Telemetry.from_environment()
+metrics.get_meter("t").create_counter("jobs").add(1)
+for number in range(5):
+    trace.get_tracer("t").start_span(f"span {number}").end()
+    trace.get_tracer_provider().force_flush()
+    metrics.get_meter_provider().force_flush()
+"""
+
+
+@pytest.mark.parametrize("protocol", RECEIVERS)
+def test_of_a_receiver_that_takes_traces_only_one_line_tells_how_to_turn_metrics_off(
+    protocol: str,
+) -> None:
+    collector = Collector()
+
+    with RECEIVERS[protocol](collector, takes_metrics=False) as endpoint:
+        output = output_of(
+            EXPORTING,
+            {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+                "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+                "OTEL_METRIC_EXPORT_INTERVAL": "10",
+            },
+        )
+
+    (line,) = output.splitlines()
+    assert line.startswith("the receiver takes no metrics (Failed to export metrics")
+    assert line.endswith("OTEL_METRICS_EXPORTER=none turns metrics off")
+    assert len(collector.spans) == 5
+
+
+@pytest.mark.parametrize("protocol", RECEIVERS)
+def test_of_a_receiver_that_is_down_one_line_for_each_signal_tells(protocol: str) -> None:
+    output = output_of(
+        EXPORTING,
+        {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1",
+            "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
+            "OTEL_METRIC_EXPORT_INTERVAL": "10",
+        },
+    )
+
+    told = sorted(line.partition(" (")[0] for line in output.splitlines())
+    assert told == ["nobody takes the metrics", "nobody takes the traces"]
 
 
 def test_an_unsampled_trace_is_not_exported_and_its_calls_are_counted() -> None:
