@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
     ConfigError,
@@ -275,29 +276,51 @@ class NatsConnection(WatchedConnection):
 
     async def _run(self, session: NatsSession) -> None:
         while True:
+            why = "the session broke"
             try:
-                await self._serve(session)
+                why = await self._serve(session)
             except Exception:
                 # Whatever ended a session, another one follows it.
                 logger.exception("%s: the session broke", self.name)
             finally:
                 session.abort()
+            lost_at = monotonic()
+            # A server that goes away in order has said so, and is left for another.
+            level = logging.INFO if self._lame_duck else logging.WARNING
+            logger.log(
+                level,
+                "%s: the connection to %s is lost: %s; connecting again",
+                self.name,
+                session.server_name,
+                why,
+            )
             self._end()
             session = await self._reopen()
+            logger.info(
+                "%s: connected again, to %s, after %.2f s",
+                self.name,
+                session.server_name,
+                monotonic() - lost_at,
+            )
 
     async def _reopen(self) -> NatsSession:
         """Open and begin a session, for as long as it takes."""
         delay = FIRST_RECONNECT_DELAY
+        told: set[str] = set()
         while True:
             await asyncio.sleep(delay * jitter.uniform(0.5, 1.0))
             delay = min(delay * 2, MAX_RECONNECT_DELAY)
             try:
                 session = await self._open_session(2.0)
             except PermissionDenied as error:
-                logger.error("reconnect refused: %s", error)
+                if error.code not in told:
+                    logger.error("%s: %s; trying again", self.name, error)
+                told.add(error.code)
                 delay = REFUSED_RECONNECT_DELAY
             except Unavailable as error:
-                logger.debug("not reconnected yet: %s", error)
+                if error.code not in told:
+                    logger.info("%s: not connected again yet: %s", self.name, error)
+                told.add(error.code)
             except Exception:
                 # A server that is killed in the middle of a handshake leaves half a line.
                 logger.exception("%s: the handshake broke", self.name)
@@ -325,29 +348,32 @@ class NatsConnection(WatchedConnection):
         self._pings.lose()
         self._requests.lose()
 
-    async def _serve(self, session: NatsSession) -> None:
-        """Read until the session ends; never raises for what a server or peer sends."""
+    async def _serve(self, session: NatsSession) -> str:
+        """Read until the session ends, and return why it did; never raises for what a server or
+        peer sends."""
         reader = ServerReader(self._deliver, self._control)
         pings = self._pings
-        pings.watch(lambda: self._give_up(session))
+        given_up = False
+
+        def give_up() -> None:
+            nonlocal given_up
+            given_up = True
+            session.abort()
+
+        pings.watch(give_up)
         try:
             while True:
                 chunk = await session.read()
                 if not chunk:
-                    logger.info("%s: the server closed the connection", self.name)
-                    return
+                    return "the server is silent" if given_up else "the server closed it"
                 pings.heard()
                 reader.feed(chunk)
         except (OSError, ProtocolViolation, asyncio.IncompleteReadError) as error:
             if isinstance(error, ProtocolViolation):
                 self._malformed += 1
-            logger.warning("%s: the session ended: %s", self.name, error)
+            return "the server is silent" if given_up else str(error) or type(error).__name__
         finally:
             pings.unwatch()
-
-    def _give_up(self, session: NatsSession) -> None:
-        logger.warning("%s: the server is silent, connecting anew", self.name)
-        session.abort()
 
     # Messages -------------------------------------------------------------------------
 

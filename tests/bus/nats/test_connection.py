@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
@@ -115,6 +116,29 @@ async def test_a_restarted_server_is_found_again(own_server: RunningServer, subj
         await eventually(lambda: connection.state is ConnectionState.CONNECTED)
 
         assert await hears(connection, subject)
+
+
+async def test_the_loss_of_the_server_and_its_return_are_told_once_each(
+    proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dynbus.bus.nats.connection")
+    async with connected(proxy.url) as connection:
+        proxy.refuse()
+        proxy.cut()
+        tried = proxy.accepted
+        await eventually(lambda: proxy.accepted >= tried + 5)
+        proxy.refuse(False)
+        await eventually(lambda: connection.state is ConnectionState.CONNECTED)
+        await eventually(lambda: len(caplog.records) == 3)
+
+    server = f"127.0.0.1:{proxy.port}"
+    (lost, waiting, again) = [(record.levelname, record.message) for record in caplog.records]
+    assert lost[0] == "WARNING"
+    assert lost[1].startswith(f"dynbus: the connection to {server} is lost: ")
+    assert waiting[0] == "INFO"
+    assert waiting[1].startswith("dynbus: not connected again yet: ")
+    assert again[0] == "INFO"
+    assert again[1].startswith(f"dynbus: connected again, to {server}, after ")
 
 
 async def test_a_connection_that_is_closed_while_disconnected_stays_closed(proxy: Proxy) -> None:
@@ -264,7 +288,7 @@ cluster {{ name: "c", listen: "127.0.0.1:{own}", routes: ["nats://127.0.0.1:{oth
 
 
 async def test_a_server_that_is_going_away_is_left_for_another_before_it_goes(
-    tmp_path: Path, subject: str
+    tmp_path: Path, subject: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ports = free_port(), free_port()
     first = await run_server(store_dir=tmp_path / "1", config=cluster(*ports))
@@ -276,6 +300,7 @@ async def test_a_server_that_is_going_away_is_left_for_another_before_it_goes(
 
             os.kill(first.pid, signal.SIGUSR2)  # lame duck
             await eventually(lambda: connection.statistics().reconnects == 1)
+            assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
             assert connection.server_name == f"127.0.0.1:{second.port}"
             assert await hears(connection, subject)
