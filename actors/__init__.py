@@ -4,7 +4,7 @@ from dynbus.bus.discovery import Instance
 from dynbus.bus.names import EndpointName
 
 from .actor import Actor, depends
-from .clients import Call, EndpointClient
+from .clients import Call, EndpointClient, with_options
 from .handlers import handler
 from .instance import ActorInstance
 from .json_object import JsonObject
@@ -49,4 +49,5 @@ __all__ = [
     "call_options",
     "depends",
     "handler",
+    "with_options",
 ]

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Final,
+    Generic,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.names import check_token
 
 from .handlers import SPEC, HandlerSpec
+from .options import ClientOptions, client_options
 
 if TYPE_CHECKING:
     from .routing import Routing
@@ -104,12 +115,14 @@ class Actor:
 class Dependency(Generic[A]):
     """The descriptor behind `depends()`."""
 
-    def __init__(self, actor: type[A], routing: Routing | None) -> None:
+    def __init__(self, actor: type[A], routing: Routing | None, options: ClientOptions) -> None:
         given: Any = actor  # not everyone runs a type checker
         if not (isinstance(given, type) and issubclass(given, Actor)):
             raise ConfigError(f"depends({actor!r}): give an Actor class")
         self.actor = actor
         self.routing: Routing | None = routing
+        client_options(options, f"depends({actor.__name__})")
+        self._options = options
         self._name = ""
 
     def __set_name__(self, owner: type[Any], name: str) -> None:
@@ -122,22 +135,29 @@ class Dependency(Generic[A]):
     def __get__(self, instance: Actor | None, owner: type[Any]) -> Dependency[A] | A:
         if instance is None:
             return self
-        client = instance.runtime.client(self.actor, routing=self.routing)
+        client = instance.runtime.client(self.actor, routing=self.routing, **self._options)
         # From now on the instance's own attribute is found first.
         instance.__dict__[self._name] = client
         return client
 
 
-def depends(actor: type[A], *, routing: Routing | None = None) -> A:
+def depends(
+    actor: type[A], *, routing: Routing | None = None, **options: Unpack[ClientOptions]
+) -> A:
     """Declare that a class calls `actor`: typed as the actor, a client at run time.
 
     `dynbus run` starts the dependencies of what it starts. Deadline, cancellation, metadata
     and trace of the running call follow every call made through it.
 
+    Args:
+        routing: the name of a policy, or a `Router`; round robin unless given.
+        options: `timeout`, `wait`, `priority`, `retries` and `metadata` of every call made
+            through it, see `call_options`.
+
     Raises:
-        ConfigError: `actor` is not an Actor class.
+        ConfigError: `actor` is not an Actor class, or an option is not usable.
     """
-    return cast(A, Dependency(actor, routing))
+    return cast(A, Dependency(actor, routing, options))
 
 
 def address_of(cls: type[Actor]) -> str:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Generator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from dynbus.bus.context import Context
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
-from dynbus.bus.errors import InvalidRequest
+from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.names import EndpointName, check_token
 
 from .actor import Actor, address_of
+from .brief_repr import brief_repr
 from .codec import Misfit
 from .handlers import HandlerSpec
 from .invocation import Invocation
 from .json_object import decode_json, decode_json_items, encode_json
-from .options import current_options
+from .options import DEFAULT, NONE, CallOptions, Default, checked, current_options
 from .routing import Router, RoutingName, make_router
 from .stream import Stream
 
@@ -92,10 +93,17 @@ class Call:
 class EndpointClient:
     """An untyped client of one endpoint. `generate` routes by the client's own policy."""
 
-    def __init__(self, runtime: Runtime, endpoint: EndpointName, router: Router) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoint: EndpointName,
+        router: Router,
+        options: CallOptions = NONE,
+    ) -> None:
         self.endpoint = endpoint
         self._runtime = runtime
         self._router = router
+        self._options = options
         self._routers: dict[RoutingName, Router] = {}
 
     def __repr__(self) -> str:
@@ -150,10 +158,18 @@ class EndpointClient:
             router = self._routers[name] = make_router(name)
         return router
 
+    def _with_options(self, options: CallOptions) -> EndpointClient:
+        """This client with other options; both route in turn."""
+        made = EndpointClient(
+            self._runtime, self.endpoint, self._router, options.over(self._options)
+        )
+        made._routers = self._routers
+        return made
+
     def _call(self, request: Any, router: Router, *, instance: str = "") -> Call:
-        options = current_options()
+        options = current_options().over(self._options)
         if instance:
-            options = options.merged({"instance": instance})
+            options = CallOptions(instance=instance).over(options)
         invocation = Invocation(
             self._runtime,
             self.endpoint,
@@ -174,17 +190,25 @@ class ActorClient:
     instance has: `on_start`, `on_stop`, `runtime`, fields. That is told here.
     """
 
-    __slots__ = ("__weakref__", "_actor", "_router", "_runtime")
+    __slots__ = ("__weakref__", "_actor", "_options", "_router", "_runtime")
 
     _actor: type[Actor]
+    _options: CallOptions
     _router: Router
     _runtime: Runtime
 
-    def __init__(self, runtime: Runtime, actor: type[Actor], router: Router) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        actor: type[Actor],
+        router: Router,
+        options: CallOptions = NONE,
+    ) -> None:
         set_own = super().__setattr__
         set_own("_runtime", runtime)
         set_own("_actor", actor)
         set_own("_router", router)
+        set_own("_options", options)
 
     def __repr__(self) -> str:
         return f"<client of {address_of(self._actor)}>"
@@ -201,6 +225,10 @@ class ActorClient:
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{self._refusal(name)}, and cannot be changed")
 
+    def _with_options(self, options: CallOptions) -> ActorClient:
+        """This client with other options; both route in turn."""
+        return type(self)(self._runtime, self._actor, self._router, options.over(self._options))
+
     def _refusal(self, name: str) -> str:
         actor = self._actor
         handlers = ", ".join(actor.__dynbus_handlers__)
@@ -208,6 +236,53 @@ class ActorClient:
             return f"{actor.__name__}.{name} is a handler; a client has only: {handlers}"
         where = "; it stays in the actor's own process" if hasattr(actor, name) else ""
         return f"{actor.__name__}.{name} is not a handler{where}; a client has only: {handlers}"
+
+
+C = TypeVar("C", bound=Actor | EndpointClient)
+
+
+def with_options(
+    client: C,
+    /,
+    *,
+    timeout: float | None | Default = DEFAULT,
+    wait: float | None = None,
+    instance: str | None = None,
+    request_id: str | None = None,
+    priority: int | None = None,
+    idempotency_key: str | None = None,
+    retries: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> C:
+    """A client whose calls have these options, of the same type as `client`, which stays as it is.
+
+    It routes together with `client`. Its options go before those that `client` has, and
+    `call_options` around a call before both; metadata adds up. See `call_options` for what each
+    option means.
+
+    Raises:
+        ConfigError: `client` is no client or dependency, or a value is not usable.
+    """
+    given: Any = client
+    if not isinstance(given, ActorClient | EndpointClient):
+        raise ConfigError(
+            f"with_options({brief_repr(client)}): give a client, such as runtime.client(Other) "
+            "or self.other of a dependency"
+        )
+    options = checked(
+        CallOptions(
+            timeout=timeout,
+            wait=wait,
+            instance=instance,
+            request_id=request_id,
+            priority=priority,
+            idempotency_key=idempotency_key,
+            retries=retries,
+            metadata=metadata,
+        )
+    )
+    made = given._with_options(options)  # pyright: ignore[reportPrivateUsage]
+    return cast(C, made)
 
 
 _classes: WeakKeyDictionary[type[Actor], type[ActorClient]] = WeakKeyDictionary()
@@ -295,6 +370,9 @@ def _invoker(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Invocat
             timeout=timeout,
             idempotent=idempotent,
             migration_limit=spec.migration_limit,
+            options=current_options().over(
+                client._options  # pyright: ignore[reportPrivateUsage]
+            ),
             parent=parent,
         )
 

@@ -43,6 +43,7 @@ class Invocation:
     Args:
         streaming: None when only the instances' records can tell (untyped calls).
         timeout: seconds used when neither options nor parent give less; None for no limit.
+        options: of this very call; those in force here unless given.
     """
 
     __slots__ = (
@@ -90,7 +91,7 @@ class Invocation:
         self.data = data
         self.options = options
         self.request_id = options.request_id or (parent.id if parent else random_id())
-        self.instance_id = options.instance
+        self.instance_id = options.instance or ""
         self.call: PendingCall | None = None
         self._idempotent = idempotent or bool(options.idempotency_key)
         self._migration_limit = migration_limit
@@ -137,7 +138,9 @@ class Invocation:
         """
         options = self.options
         try:
-            await self._selection.learn_kind(options.instance, options.wait, self._time_left())
+            await self._selection.learn_kind(
+                options.instance or "", options.wait or 0.0, self._time_left()
+            )
             self._check_not_left()
         except BaseException as error:
             # Whether the call would have been a stream was not to be learned.
@@ -164,9 +167,9 @@ class Invocation:
             await runtime.wait_connected(self._time_left())
             self._check_not_left()
         # Until one is chosen a failure is no instance's, and no reason to try the next.
-        self.instance_id = self.options.instance
+        self.instance_id = self.options.instance or ""
         instance_id = self.instance_id or await selection.choose(
-            self.options.wait,
+            self.options.wait or 0.0,
             self._time_left(),
             attempt=self._attempt + 1,
             priority=self._priority,

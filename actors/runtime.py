@@ -8,7 +8,7 @@ import logging
 from collections.abc import Generator
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast, overload
+from typing import Any, Self, TypeVar, Unpack, cast, overload
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.calling.caller import Caller
@@ -24,6 +24,7 @@ from .actor import Actor
 from .brief_repr import brief_repr
 from .clients import EndpointClient, client_class
 from .instance import ActorInstance, inside_on_stop, stop_all
+from .options import ClientOptions, client_options
 from .routing import Routing, make_router
 
 logger = logging.getLogger(__name__)
@@ -98,19 +99,24 @@ class Runtime:
 
     # Clients -------------------------------------------------------------------------------
 
-    def client(self, actor: type[A], *, routing: Routing | None = None) -> A:
+    def client(
+        self, actor: type[A], *, routing: Routing | None = None, **options: Unpack[ClientOptions]
+    ) -> A:
         """A client with the methods of `actor`'s handlers, typed as the actor.
 
         Args:
             routing: the name of a policy, or a `Router`; round robin unless given.
+            options: `timeout`, `wait`, `priority`, `retries` and `metadata` of every call of
+                the client, see `call_options`.
 
         Raises:
-            ConfigError: it is no actor class, or one without a namespace, or `routing` is
-                unknown.
+            ConfigError: it is no actor class, or one without a namespace, or `routing` or an
+                option is not usable.
         """
         _address(actor)
+        own = client_options(options, f"client({actor.__name__})")
         self.discovery.begin()
-        return cast(A, client_class(actor)(self, actor, make_router(routing)))
+        return cast(A, client_class(actor)(self, actor, make_router(routing), own))
 
     def namespace(self, name: str) -> Namespace:
         """Where untyped clients begin: `runtime.namespace(n).component(c).endpoint(e)`."""
@@ -311,11 +317,24 @@ class EndpointAddress:
         self._runtime = runtime
         self.name = name
 
-    async def client(self, *, routing: Routing | None = None) -> EndpointClient:
-        """An untyped client, once the instances that exist now are known."""
+    async def client(
+        self, *, routing: Routing | None = None, **options: Unpack[ClientOptions]
+    ) -> EndpointClient:
+        """An untyped client, once the instances that exist now are known.
+
+        Args:
+            routing: the name of a policy, or a `Router`; round robin unless given.
+            options: `timeout`, `wait`, `priority`, `retries` and `metadata` of every call of
+                the client, see `call_options`.
+
+        Raises:
+            ConfigError: `routing` or an option is not usable.
+            Unavailable: the instances cannot be read.
+        """
+        own = client_options(options, f"client of {self.name}")
         self._runtime.discovery.begin()
         await self._runtime.discovery.wait_synchronized(self._runtime.bus.config.connect_timeout)
-        return EndpointClient(self._runtime, self.name, make_router(routing))
+        return EndpointClient(self._runtime, self.name, make_router(routing), own)
 
 
 def _address(actor: Any) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.cleanup import finish
@@ -28,6 +28,7 @@ from dynbus.bus.telemetry import Telemetry
 
 from .actor import Actor
 from .instance import ActorInstance
+from .options import ClientOptions
 from .routing import Routing
 from .runtime import Runtime
 
@@ -112,9 +113,11 @@ class TestKit:
         self.started[instance.id] = instance
         return instance
 
-    def client(self, actor: type[A], *, routing: Routing | None = None) -> A:
-        """A client of an actor, outside of any instance."""
-        return self.caller.client(actor, routing=routing)
+    def client(
+        self, actor: type[A], *, routing: Routing | None = None, **options: Unpack[ClientOptions]
+    ) -> A:
+        """A client of an actor, outside of any instance; see `Runtime.client`."""
+        return self.caller.client(actor, routing=routing, **options)
 
     async def kill(self, instance: ActorInstance) -> None:
         """What kill -9 does to an instance's process: its connections are gone, at once."""

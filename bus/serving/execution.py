@@ -32,6 +32,8 @@ from dynbus.bus.errors import (
 from .admission import Verdict
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from dynbus.bus.bus import Bus
     from dynbus.bus.telemetry import Telemetry
 
@@ -349,3 +351,11 @@ class Execution:
             call.last_progress = now
         elif idle is not None and now - call.last_progress > idle:
             self.abort(call, DeadlineExceeded(f"the handler yielded nothing for {idle} s"))
+
+
+def drives(frame: FrameType) -> bool:
+    """Whether a frame is that of a handler's own generator: it runs alone in a task of its own."""
+    caller = frame.f_back
+    # It is the code that counts, whichever object it belongs to.
+    stream = Execution._stream.__code__  # pyright: ignore[reportPrivateUsage]
+    return caller is not None and caller.f_code is stream

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from dynbus.actors import Actor, handler
 from dynbus.actors.clients import EndpointClient
 from dynbus.actors.json_object import JsonObject
-from dynbus.actors.options import call_options
 from dynbus.actors.stream import Stream
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
@@ -110,7 +109,8 @@ class Router(Actor, abstract=True):
             self._router = router = await exits.enter_async_context(
                 self._open(runtime, f"{namespace}.{component}")
             )
-            self._client = await runtime.endpoint(self._target).client(routing=router)
+            # Its caller's deadline holds; there is none beside it.
+            self._client = await runtime.endpoint(self._target).client(routing=router, timeout=None)
             known = runtime.discovery.view.everything()
             found = [
                 one
@@ -130,10 +130,7 @@ class Router(Actor, abstract=True):
         """What the chosen instance gives, item by item."""
         if self._client is None:
             raise RuntimeError("the router was not started")
-        with call_options(timeout=None):
-            # Its caller's deadline holds; there is none beside it.
-            call = self._client.generate(request)
-        answer = await call
+        answer = await self._client.generate(request)
         if not isinstance(answer, Stream):
             yield _plain(answer)
             return

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         call_options,
         depends,
         handler,
+        with_options,
     )
     from dynbus.bus.config import BusConfig
     from dynbus.bus.context import Context, context
@@ -85,6 +86,7 @@ __all__ = [
     "context",
     "depends",
     "handler",
+    "with_options",
 ]
 
 if not TYPE_CHECKING:

@@ -28,6 +28,7 @@ from dynbus import (
     context,
     depends,
     handler,
+    with_options,
 )
 from dynbus.actors import LeastLoaded, PowerOfTwo, Random, RoundRobin
 
@@ -98,7 +99,15 @@ class Splitter(Actor, namespace="demo"):
 
 
 class Shouter(Actor, namespace="demo", component="shouting"):
-    splitter = depends(Splitter, routing="least_loaded")
+    splitter = depends(
+        Splitter,
+        routing="least_loaded",
+        timeout=None,
+        wait=10.0,
+        retries=3,
+        priority=1,
+        metadata={"from": "shouter"},
+    )
 
     @handler(concurrency=64)
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Word, None]:
@@ -112,6 +121,11 @@ class Shouter(Actor, namespace="demo", component="shouting"):
     async def measure(self, prompt: Prompt) -> int:
         size = await self.splitter.size(prompt)
         assert_type(size, Size)
+        hurried = with_options(self.splitter, timeout=2.0, metadata={"tenant": "a"})
+        assert_type(hurried, Splitter)
+        assert_type(await hurried.size(prompt), Size)
+        async for word in with_options(hurried, instance="abc", timeout=None).split(prompt):
+            assert_type(word, Word)
         return size.characters
 
 
@@ -164,6 +178,7 @@ routers: list[Router] = [First(), Observing(), Always(), PowerOfTwo(), Random(),
 async def use_typed(runtime: Runtime) -> None:
     splitter = runtime.client(Splitter, routing=First())
     runtime.client(Splitter, routing=Observing())
+    assert_type(runtime.client(Splitter, timeout=2.0, wait=10.0, retries=1), Splitter)
     runtime.client(Splitter, routing=Always())
     assert_type(runtime.instance_ids(Splitter), list[str])
     assert_type(runtime.instance_ids("demo.Splitter"), list[str])
@@ -197,6 +212,8 @@ async def use_untyped(runtime: Runtime) -> None:
     endpoint = runtime.namespace("demo").component("Splitter").endpoint("split")
     client = await endpoint.client(routing="power_of_two")
     assert_type(client, EndpointClient)
+    assert_type(with_options(client, idempotency_key="k1", request_id="r1"), EndpointClient)
+    assert_type(await endpoint.client(wait=1.0, metadata={"tenant": "a"}), EndpointClient)
     assert_type(await client.wait_for_instances(timeout=5, count=2), list[str])
     assert_type(client.instance_ids(), list[str])
     result: Any = await client.direct({"text": "a"}, "abc")

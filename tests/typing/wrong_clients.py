@@ -16,6 +16,7 @@ from dynbus import (
     call_options,
     depends,
     handler,
+    with_options,
 )
 
 
@@ -47,6 +48,8 @@ class Shouter(Actor, namespace="demo"):
     plain = depends(Plain)  # error
     named = depends("Splitter")  # error
     routed = depends(Splitter, routing="fastest")  # error
+    hasty = depends(Splitter, time_out=1.0)  # error
+    slow = depends(Splitter, timeout="1s")  # error
 
     @handler
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Word, None]:
@@ -148,6 +151,8 @@ def wrong_routers(runtime: Runtime) -> None:
     runtime.client(Splitter, routing=Synchronous())  # error
     runtime.client(Splitter, routing=Picky())  # error
     runtime.client(Splitter, routing="fastest")  # error
+    runtime.client(Splitter, retry=1)  # error
+    runtime.client(Splitter, wait="long")  # error
     runtime.client(Plain)  # error
     runtime.client(Splitter())  # error
     runtime.instance_ids(Splitter())  # error
@@ -160,6 +165,17 @@ async def wrong_starts(runtime: Runtime) -> None:
     await runtime.start(Splitter())  # error
     async with Runtime() as _:  # error
         pass
+
+
+async def wrong_with_options(runtime: Runtime) -> None:
+    splitter = runtime.client(Splitter)
+    with_options(splitter, time_out=1.0)  # error
+    with_options(splitter, timeout="1s")  # error
+    with_options(splitter, 1.0)  # error
+    with_options(Plain(), timeout=1.0)  # error
+    with_options(runtime, timeout=1.0)  # error
+    await with_options(splitter, timeout=1.0).count("a b")  # error
+    await with_options(splitter, timeout=1.0).counts(Prompt(text="a"))  # error
 
 
 def wrong_options() -> None:
