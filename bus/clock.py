@@ -1,8 +1,9 @@
 """The clock of the library, and an event loop on which it jumps.
 
 Library code reads time with `monotonic()`. On a `JumpingLoop` that is the loop's virtual time,
-which stands still while anything can run and jumps to the next timer when everything waits: a
-test of a 30-second lease takes a millisecond, and takes it the same way every time.
+which stands still while anything can run, threads that work for the loop included, and jumps to
+the next timer when everything waits: a test of a 30-second lease takes no longer than what
+happens in these seconds, and takes it the same way every time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar, TypeVarTuple
+
+from .working_threads import WorkingThreads
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -32,6 +35,16 @@ Heartbeats and leases set timers for ever, so a wait beside them never looks lik
 
 IO_GRACE: Final = 0.01
 """Real seconds that open sockets get before time jumps."""
+
+DEFAULT_PATIENCE: Final = 60.0
+"""Real seconds for which time stands still for a thread."""
+
+STRANGER_PATIENCE: Final = 5.0
+"""Real seconds that threads which nobody knows of get where no timer is set at all."""
+
+_FIRST_LOOK: Final = 0.001
+_LAST_LOOK: Final = 0.02
+"""Real seconds between two looks at what the threads do: they do not tell when they wait."""
 
 _read_clock: Callable[[], float] = time.monotonic
 _running_loops = 0
@@ -56,21 +69,28 @@ class Deadlock(RuntimeError):
 class JumpingLoop(asyncio.SelectorEventLoop):
     """An event loop whose `time()` jumps to the next timer when nothing else is left to do.
 
-    Jobs in an executor are waited for in real time, as are open sockets for `IO_GRACE`
-    seconds per jump. Other threads may wake the loop with `call_soon_threadsafe`, but time
-    does not stand still for them.
+    Time stands still while a thread works for the loop: a job of an executor, a worker thread of
+    anyio, and any other thread that was started meanwhile. One that waits without a limit, for
+    the loop to carry out what `run_coroutine_threadsafe` handed back for example, does not
+    work. Open sockets are waited for in real time for `IO_GRACE` seconds per jump.
 
     Args:
         start: virtual seconds at which it begins.
         limit: virtual seconds after which `Deadlock` is raised, so that a wait beside a
             heartbeat that never ends is found too.
-        patience: real seconds for which a thread is waited for.
+        patience: real seconds for which a thread is waited for. Then `Deadlock` is raised for
+            a job, and other threads are left alone.
     """
 
     def __init__(
-        self, *, start: float = START, limit: float = DEFAULT_LIMIT, patience: float = 5.0
+        self,
+        *,
+        start: float = START,
+        limit: float = DEFAULT_LIMIT,
+        patience: float = DEFAULT_PATIENCE,
     ) -> None:
-        self._virtual = _VirtualSelector(self, start, limit, patience)
+        self._threads = WorkingThreads()
+        self._virtual = _VirtualSelector(self, self._threads, start, limit, patience)
         super().__init__(self._virtual)
 
     def time(self) -> float:
@@ -87,22 +107,14 @@ class JumpingLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        job = super().run_in_executor(executor, func, *args)
-        self._virtual.jobs += 1
-        job.add_done_callback(self._job_done)
-        return job
-
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        # The base class waits here for a thread of its own, in 3.12 with a timer of 300 s that
-        # would jump; `patience` bounds the wait instead.
-        self._virtual.jobs += 1
+        job, run = self._threads.begin(executor, func)
         try:
-            await super().shutdown_default_executor()
-        finally:
-            self._virtual.jobs -= 1
-
-    def _job_done(self, _job: asyncio.Future[Any]) -> None:
-        self._virtual.jobs -= 1
+            future = super().run_in_executor(executor, run, *args)
+        except BaseException:
+            self._threads.end(job)
+            raise
+        future.add_done_callback(lambda _: self._threads.end(job))
+        return future
 
 
 class _VirtualSelector(selectors.BaseSelector):
@@ -112,9 +124,16 @@ class _VirtualSelector(selectors.BaseSelector):
     ever when no timer is set.
     """
 
-    def __init__(self, loop: JumpingLoop, start: float, limit: float, patience: float) -> None:
+    def __init__(
+        self,
+        loop: JumpingLoop,
+        threads: WorkingThreads,
+        start: float,
+        limit: float,
+        patience: float,
+    ) -> None:
         self.now = start
-        self.jobs = 0
+        self._threads = threads
         self._loop = loop
         self._end = start + limit
         self._limit = limit
@@ -125,7 +144,7 @@ class _VirtualSelector(selectors.BaseSelector):
         events = self._real.select(0)
         if events or (timeout is not None and timeout <= 0):
             return events
-        events = self._real.select(self._real_wait(timeout))
+        events = self._wait_for_threads() or self._real.select(self._real_wait(timeout))
         if events:
             return events
         if timeout is None:
@@ -138,13 +157,30 @@ class _VirtualSelector(selectors.BaseSelector):
             )
         return []
 
+    def _wait_for_threads(self) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait until no thread works for the loop, or one has woken it: then what it did."""
+        end = time.monotonic() + self._patience
+        pause = _FIRST_LOOK
+        while working := self._threads.working():
+            events = self._real.select(pause)
+            if events:
+                return events
+            pause = min(2 * pause, _LAST_LOOK)
+            if time.monotonic() >= end and not self._threads.give_up_others():
+                raise Deadlock(
+                    f"deadlock: time has stood still for {self._patience:g} s, in which this "
+                    f"worked for the loop: {', '.join(working)}; run(..., patience=...) waits "
+                    f"longer{self._waiting()}"
+                )
+        # Whoever stopped working may have woken the loop as its last act.
+        return self._real.select(0)
+
     def _real_wait(self, timeout: float | None) -> float:
-        if self.jobs or (timeout is None and threading.active_count() > 1):
-            return self._patience
         # One descriptor is the loop's own, by which other threads wake it.
-        if len(self._real.get_map()) > 1:
-            return self._patience if timeout is None else IO_GRACE
-        return 0
+        has_sockets = len(self._real.get_map()) > 1
+        if timeout is None and (has_sockets or threading.active_count() > 1):
+            return min(self._patience, STRANGER_PATIENCE)
+        return IO_GRACE if has_sockets else 0
 
     def _waiting(self) -> str:
         lines: list[str] = []
@@ -174,13 +210,17 @@ def run(
     main: Coroutine[Any, Any, T],
     *,
     limit: float = DEFAULT_LIMIT,
-    patience: float = 5.0,
+    patience: float = DEFAULT_PATIENCE,
     debug: bool | None = None,
 ) -> T:
     """Run a coroutine on a `JumpingLoop` of its own and return its result.
 
+    Args:
+        limit, patience: see `JumpingLoop`.
+
     Raises:
-        Deadlock: nothing could ever have woken it, or `limit` virtual seconds went by.
+        Deadlock: nothing could ever have woken it, `limit` virtual seconds went by, or a thread
+            worked for longer than `patience`.
     """
 
     def make_loop() -> JumpingLoop:

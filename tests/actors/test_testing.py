@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 
+import anyio.to_thread
 import pytest
 from pydantic import BaseModel
 
@@ -19,6 +20,7 @@ from dynbus import (
     depends,
     handler,
 )
+from dynbus.bus.clock import monotonic
 from dynbus.testing import TestKit, run
 
 
@@ -45,6 +47,11 @@ class Splitter(Actor, namespace="kit"):
     async def wait(self, seconds: float) -> float:
         await asyncio.sleep(seconds)
         return seconds
+
+    @handler
+    async def work(self, seconds: float) -> float:
+        await anyio.to_thread.run_sync(time.sleep, seconds)
+        return monotonic()
 
 
 class Shouter(Actor, namespace="kit"):
@@ -75,6 +82,17 @@ def test_half_an_hour_passes_in_a_moment() -> None:
     begun = time.perf_counter()
     assert run(story()) == 1800.0
     assert time.perf_counter() - begun < 20.0
+
+
+def test_real_work_in_a_thread_takes_no_virtual_time() -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            await kit.start(Splitter)
+            begun = monotonic()
+            with call_options(timeout=0.6):
+                return await kit.client(Splitter).work(1.0) - begun
+
+    assert run(story()) < 0.1
 
 
 def test_a_deadline_passes_on_the_virtual_clock() -> None:

@@ -6,17 +6,29 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from typing import TypeVar
 
+import anyio.from_thread
+import anyio.to_thread
 import pytest
 
 from dynbus.bus.clock import EPOCH, START, Deadlock, JumpingLoop, monotonic, run, unix_time
 
+T = TypeVar("T")
+
+
+def timed(act: Callable[[], T]) -> tuple[T, float]:
+    """What `act` returns, and the real seconds that it took."""
+    started = time.monotonic()
+    result = act()
+    return result, time.monotonic() - started
+
 
 def real_seconds(act: Callable[[], object]) -> float:
-    started = time.monotonic()
-    act()
-    return time.monotonic() - started
+    return timed(act)[1]
 
 
 def test_hours_of_waiting_take_no_time() -> None:
@@ -150,6 +162,196 @@ def test_a_thread_wakes_the_loop() -> None:
         return result
 
     assert run(main()) == "woken"
+
+
+WORK = 0.3
+"""Real seconds of work in a thread, beside timers that are due much earlier."""
+
+Work = Callable[[Callable[[], str]], Coroutine[None, None, str]]
+
+
+async def in_a_thread_of_asyncio(work: Callable[[], str]) -> str:
+    return await asyncio.to_thread(work)
+
+
+async def in_a_thread_of_anyio(work: Callable[[], str]) -> str:
+    return await anyio.to_thread.run_sync(work)
+
+
+async def in_an_executor(work: Callable[[], str]) -> str:
+    with ThreadPoolExecutor(1) as executor:
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+
+async def in_a_pool_of_its_own(work: Callable[[], str]) -> str:
+    with ThreadPoolExecutor(1) as executor:
+        return await asyncio.wrap_future(executor.submit(work))
+
+
+async def in_a_process(work: Callable[[], str]) -> str:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+
+async def in_a_thread_that_wakes_the_loop(work: Callable[[], str]) -> str:
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[str] = loop.create_future()
+    thread = threading.Thread(
+        target=lambda: loop.call_soon_threadsafe(done.set_result, work()), daemon=True
+    )
+    thread.start()
+    result = await done
+    await asyncio.to_thread(thread.join)
+    return result
+
+
+async def in_a_thread_that_hands_work_back(work: Callable[[], str]) -> str:
+    loop = asyncio.get_running_loop()
+
+    async def back() -> str:
+        await asyncio.sleep(0)
+        return "back"
+
+    def both() -> str:
+        asyncio.run_coroutine_threadsafe(back(), loop).result()
+        return work()
+
+    return await asyncio.to_thread(both)
+
+
+def work() -> str:
+    time.sleep(WORK)
+    return "done"
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        in_a_thread_of_asyncio,
+        in_a_thread_of_anyio,
+        in_an_executor,
+        in_a_pool_of_its_own,
+        in_a_process,
+        in_a_thread_that_wakes_the_loop,
+        in_a_thread_that_hands_work_back,
+    ],
+    ids=lambda one: one.__name__,
+)
+def test_time_stands_still_while_a_thread_works_for_the_loop(do: Work) -> None:
+    async def beat() -> None:
+        while True:  # noqa: ASYNC110 - it waits for time, as heartbeats do
+            await asyncio.sleep(0.4)
+
+    async def main() -> tuple[str, str, float]:
+        beating = asyncio.create_task(beat())
+        async with asyncio.timeout(0.1):
+            first = await do(work)
+            second = await do(work)
+        beating.cancel()
+        return first, second, monotonic() - START
+
+    assert run(main()) == ("done", "done", 0.0)
+
+
+@pytest.mark.parametrize("limit", [None, 600.0], ids=["without a limit", "with a limit"])
+def test_time_goes_on_while_a_thread_waits_for_what_it_handed_back(limit: float | None) -> None:
+    async def main() -> tuple[float, float]:
+        loop = asyncio.get_running_loop()
+
+        async def back() -> float:
+            await asyncio.sleep(50)
+            return monotonic() - START
+
+        def hand_back() -> float:
+            return asyncio.run_coroutine_threadsafe(back(), loop).result(limit)
+
+        def from_anyio() -> float:
+            return anyio.from_thread.run(back)
+
+        return await asyncio.to_thread(hand_back), await anyio.to_thread.run_sync(from_anyio)
+
+    at, taken = timed(lambda: run(main()))
+
+    assert at == (50.0, 100.0)
+    assert taken < 5.0
+
+
+def test_time_goes_on_while_a_thread_waits_for_an_event_of_the_loop() -> None:
+    async def main() -> float:
+        event = threading.Event()
+        asyncio.get_running_loop().call_later(50, event.set)
+        await asyncio.to_thread(event.wait)
+        return monotonic() - START
+
+    assert run(main()) == 50.0
+
+
+def test_idle_threads_and_services_in_the_background_do_not_hold_time_up() -> None:
+    ending = threading.Event()
+
+    def serve() -> None:
+        while not ending.wait(0.05):
+            pass
+
+    async def main() -> float:
+        service = threading.Thread(target=serve, daemon=True)
+        service.start()
+        await asyncio.gather(*(asyncio.to_thread(time.monotonic) for _ in range(3)))
+        await anyio.to_thread.run_sync(time.monotonic)
+        await asyncio.sleep(3600)
+        ending.set()
+        service.join()
+        return monotonic() - START
+
+    passed, taken = timed(lambda: run(main()))
+
+    assert passed == 3600.0
+    assert taken < 5.0
+
+
+def test_a_job_that_works_for_too_long_is_named_and_time_never_jumps() -> None:
+    ending = threading.Event()
+
+    def stubborn() -> None:
+        while not ending.wait(0.05):
+            pass
+
+    seen: list[float] = []
+
+    async def main() -> None:
+        try:
+            async with asyncio.timeout(10):
+                await asyncio.to_thread(stubborn)
+        finally:
+            seen.append(monotonic() - START)
+            ending.set()
+
+    with pytest.raises(Deadlock, match=r"time has stood still for 0\.3 s.*thread 'asyncio_0'"):
+        run(main(), patience=0.3)
+
+    assert seen == [0.0]
+
+
+def test_a_thread_that_nobody_waits_for_holds_time_up_for_the_patience_only() -> None:
+    ending = threading.Event()
+
+    def stubborn() -> None:
+        while not ending.is_set():
+            time.sleep(0.01)
+
+    async def main() -> float:
+        thread = threading.Thread(target=stubborn)
+        thread.start()
+        for _ in range(100):
+            await asyncio.sleep(36)
+        ending.set()
+        thread.join()
+        return monotonic() - START
+
+    passed, taken = timed(lambda: run(main(), patience=0.3))
+
+    assert passed == 3600.0
+    assert 0.2 < taken < 5.0
 
 
 def test_a_thread_that_never_wakes_the_loop_is_waited_for_with_patience_only() -> None:
