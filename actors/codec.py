@@ -34,6 +34,7 @@ from .finite import (
     struct_may_hold_float,
     total_of,
 )
+from .raw_bytes import refuse_bytes, refuse_bytes_of_msgspec
 
 
 class Misfit(ValueError):
@@ -50,6 +51,9 @@ class Codec:
 
     Args:
         annotation: a resolved type, not a string.
+
+    Raises:
+        HoldsBytes: it holds bytes that JSON would not carry.
     """
 
     __slots__ = (
@@ -68,6 +72,7 @@ class Codec:
         self.annotation = annotation
         self._adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(annotation)
         self._list_adapter: pydantic.TypeAdapter[list[Any]] | None = None
+        refuse_bytes(self._adapter.core_schema)
         parts = list(parts_of(self._adapter.core_schema))
         self._type: Any = annotation if _is_data_class(annotation) else None
         # A class whose constructor does not validate: its instances pass as they are.
@@ -273,6 +278,7 @@ def codec_for(annotation: Any) -> AnyCodec:
     """The codec of an annotation.
 
     Raises:
+        HoldsBytes: it holds bytes that JSON would not carry.
         TypeError: neither pydantic nor msgspec can handle it.
     """
     return _cached(annotation) if _is_hashable(annotation) else _make(annotation)
@@ -298,6 +304,7 @@ def _make(annotation: Any) -> AnyCodec:
     except pydantic.PydanticUserError as error:
         if error.code == "typed-dict-version":
             # pydantic reads `typing.TypedDict` from Python 3.12 on, msgspec always does.
+            refuse_bytes_of_msgspec(annotation)
             return StructCodec(annotation)
         raise TypeError(str(error).partition("\n")[0]) from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, TypeVar, overload
 
@@ -21,12 +21,17 @@ from dynbus.bus.names import check_token
 
 from .annotations import resolve_annotations
 from .codec import AnyCodec, Misfit, codec_for
+from .raw_bytes import HoldsBytes
 from .shapes import describe_request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 SPEC: Final = "__dynbus_handler__"
 STREAM_TYPES: Final = (AsyncGenerator, AsyncIterator, AsyncIterable)
+
+
+class BytesDeclared(ConfigError):
+    """Raised for a handler whose request or result holds bytes that JSON would not carry."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ class HandlerSpec:
     def _codec(self, annotation: Any, what: str) -> AnyCodec:
         try:
             return codec_for(annotation)
+        except HoldsBytes as error:
+            raise BytesDeclared(f"{self.label}: {what} cannot be sent: {error}") from None
         except TypeError as error:
             raise ConfigError(
                 f"{self.label}: {what} of type {annotation!r} cannot be sent as JSON: {error}"
@@ -132,6 +139,20 @@ class HandlerSpec:
             ConfigError: one of them cannot be used.
         """
         _ = self.request_codec, self.result_codec
+
+    def check_declared(self) -> None:
+        """Refuse now what no later definition can mend.
+
+        Raises:
+            BytesDeclared: the request or the result holds bytes.
+        """
+        try:
+            # Of a copy, which keeps nothing: a name may be given to another class later.
+            replace(self).check()
+        except BytesDeclared:
+            raise
+        except Exception:  # noqa: BLE001 - what it names may be defined later; `check` tells then
+            return
 
 
 def _is_nothing(data: bytes) -> bool:
@@ -208,6 +229,7 @@ def handler(
             idempotent=idempotent,
             migration_limit=migration_limit,
         )
+        spec.check_declared()
         setattr(method, SPEC, spec)
         return method
 
