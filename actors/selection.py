@@ -14,7 +14,13 @@ from dynbus.bus import headers
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
 from dynbus.bus.discovery import Instance, InstanceView
-from dynbus.bus.errors import ConfigError, DeadlineExceeded, DynbusError
+from dynbus.bus.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DynbusError,
+    describe_exception,
+    only_cause,
+)
 from dynbus.bus.names import EndpointName
 
 from .brief_repr import brief_repr
@@ -213,7 +219,7 @@ class Selection:
                     request_id=self._request_id,
                     started=False,
                 ) from None
-            failed = self._failed(f"raised {type(error).__name__}: {error}")
+            failed = self._failed(f"raised {describe_exception(only_cause(error))}")
             raise failed from error
 
     def _observe(self, route: Route) -> None:

@@ -16,7 +16,14 @@ from typing import Any, Final, NamedTuple, TypeVar
 from dynbus.bus import exit_codes
 from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied, Unavailable
+from dynbus.bus.errors import (
+    ConfigError,
+    DynbusError,
+    PermissionDenied,
+    Unavailable,
+    describe_exception,
+    only_cause,
+)
 
 from .actor import Actor, address_of
 from .instance import STOP_TIMEOUT, ActorInstance, stop_all
@@ -86,7 +93,8 @@ class StartFailed(Exception):
     """Raised when an actor's constructor or `on_start` raised, which is the `__cause__`."""
 
     def __init__(self, actor: type[Actor], cause: BaseException) -> None:
-        super().__init__(f"{address_of(actor)} did not start: {type(cause).__name__}: {cause}")
+        told = describe_exception(only_cause(cause))
+        super().__init__(f"{address_of(actor)} did not start: {told}")
 
 
 async def serve(

@@ -19,11 +19,19 @@ DynbusError
 ├── ResumeMismatch      a continued stream does not fit what was already delivered
 └── UnknownOutcome      the call may or may not have been carried out
 
-An error crosses the wire as its code, message and the few fields below. A code that this
-version does not know becomes a plain `DynbusError`: always an error, never success.
+An error crosses the wire as its code, message and the few fields below. Where a class with that
+code is defined, it arrives as one of that class, a user's own too. A code that the process does not
+know becomes a plain `DynbusError`: always an error, never success. Nothing is imported for it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, cast
+from weakref import WeakValueDictionary
+
+MAX_LEAVES: Final = 5
+"""Exceptions of a group that `describe_exception` tells."""
 
 
 def safe_text(value: object) -> str:
@@ -34,8 +42,48 @@ def safe_text(value: object) -> str:
         return f"<{type(value).__name__} whose str() raises {type(error).__name__}>"
 
 
+def only_cause(error: BaseException) -> BaseException:
+    """The exception in a group of one, as task groups raise it; any other exception itself."""
+    while len(inner := _within(error)) == 1:
+        error = inner[0]
+    return error
+
+
+def describe_exception(error: BaseException) -> str:
+    """The type and text of an exception on one line; of a group those of what is in it too."""
+    told = f"{type(error).__name__}: {safe_text(error)}"
+    leaves = list(_leaves(error))
+    if not leaves:
+        return told
+    inner = "; ".join(describe_exception(leaf) for leaf in leaves[:MAX_LEAVES])
+    more = f"; and {len(leaves) - MAX_LEAVES} more" if len(leaves) > MAX_LEAVES else ""
+    return f"{told}: {inner}{more}"
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    for one in _within(error):
+        if _within(one):
+            yield from _leaves(one)
+        else:
+            yield one
+
+
+def _within(error: BaseException) -> Sequence[BaseException]:
+    """The exceptions of a group, which is never empty; none of any other exception."""
+    if isinstance(error, BaseExceptionGroup):
+        return cast("BaseExceptionGroup[BaseException]", error).exceptions
+    return ()
+
+
+_defined: WeakValueDictionary[str, type[DynbusError]] = WeakValueDictionary()
+"""The classes of this process by the code that each defines; the latest one of a code."""
+
+
 class DynbusError(Exception):
     """Any failure of a call.
+
+    A subclass with a `code` of its own arrives as itself where its class is defined, with the
+    fields below; its own constructor is not called there.
 
     Attributes:
         code: the name of the condition, as it crosses the wire.
@@ -52,6 +100,12 @@ class DynbusError(Exception):
     hop: str = ""
     request_id: str = ""
     started: bool = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        code: Any = vars(cls).get("code")
+        if isinstance(code, str):
+            _defined[code] = cls
 
     def __init__(
         self,
@@ -165,10 +219,13 @@ class HandlerError(DynbusError):
     """Raised when a handler raised an exception that is not a `DynbusError`.
 
     Attributes:
+        error_type: the name of the exception's class; empty when an instance of an earlier
+            version answered.
         remote_traceback: the handler's traceback when the instance runs with debugging on.
     """
 
     code = "HandlerError"
+    error_type: str = ""
     remote_traceback: str = ""
 
 
@@ -228,6 +285,32 @@ ERRORS: dict[str, type[DynbusError]] = {
         UnknownOutcome,
     )
 }
+
+
+def make_error(
+    code: str,
+    message: str,
+    *,
+    hop: str = "",
+    request_id: str = "",
+    started: bool = True,
+) -> DynbusError:
+    """The error of a code that came over the wire, of the class that has this code here.
+
+    Args:
+        hop, request_id, started: see `DynbusError`.
+    """
+    kind = ERRORS.get(code) or _defined.get(code)
+    error: DynbusError
+    try:
+        # The constructor of a user's class takes what the user likes.
+        error = (kind or DynbusError).__new__(kind or DynbusError, message)
+        DynbusError.__init__(error, message, hop=hop, request_id=request_id, started=started)
+    except Exception:  # noqa: BLE001 - a class that cannot be made so, which the base stands in for
+        error = DynbusError(message, hop=hop, request_id=request_id, started=started)
+    error.code = code
+    return error
+
 
 STATUS_CODES: dict[str, int] = {
     "InvalidRequest": 400,

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from .errors import ERRORS, DynbusError, HandlerError, Overloaded, safe_text
+from .errors import DynbusError, HandlerError, Overloaded, make_error, safe_text
 
 VERSION: Final = 1
 SECRET_BYTES: Final = 16
@@ -89,6 +89,7 @@ class Failed(_Frame, frozen=True, array_like=True, gc=False, tag=3):
     request_id: str
     retry_after: float
     traceback: str
+    error_type: str = ""
 
 
 class Credit(_Frame, frozen=True, array_like=True, gc=False, tag=4):
@@ -268,7 +269,7 @@ def failed_frame(
 
     Handlers raise what they like, so nothing here trusts a field to be of its type.
     """
-    traceback = error.remote_traceback if isinstance(error, HandlerError) else ""
+    raised = error if isinstance(error, HandlerError) else HandlerError()
     return Failed(
         number,
         secret,
@@ -281,7 +282,8 @@ def failed_frame(
         _sendable(error.hop, MAX_NAME),
         _sendable(error.request_id, MAX_NAME),
         _seconds(error.retry_after) if isinstance(error, Overloaded) else 0.0,
-        _sendable(traceback, min(MAX_TRACEBACK, limit // 4)),
+        _sendable(raised.remote_traceback, min(MAX_TRACEBACK, limit // 4)),
+        _sendable(raised.error_type, MAX_NAME),
     )
 
 
@@ -300,12 +302,17 @@ def _seconds(value: object) -> float:
 
 def error_of(frame: Failed) -> DynbusError:
     """The error that a terminal frame carries; an unknown code is a plain `DynbusError`."""
-    kind = ERRORS.get(frame.code, DynbusError)
-    error = kind(frame.message, hop=frame.hop, request_id=frame.request_id, started=frame.started)
-    error.code = frame.code
+    error = make_error(
+        frame.code,
+        frame.message,
+        hop=frame.hop,
+        request_id=frame.request_id,
+        started=frame.started,
+    )
     error.retryable = frame.retryable
     if isinstance(error, Overloaded):
         error.retry_after = frame.retry_after
     if isinstance(error, HandlerError):
         error.remote_traceback = frame.traceback
+        error.error_type = frame.error_type
     return error

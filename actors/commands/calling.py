@@ -18,7 +18,7 @@ from dynbus.actors.stream import Stream
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import error_line, notice
 from dynbus.bus.config import check_variables
-from dynbus.bus.errors import ConfigError, DynbusError, Overloaded, Unavailable
+from dynbus.bus.errors import ConfigError, DynbusError, HandlerError, Overloaded, Unavailable
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.logs import configure_logging, redact_url
 from dynbus.bus.names import EndpointName
@@ -100,6 +100,7 @@ def describe_error(error: DynbusError, *, as_json: bool) -> str:
         "retryable": error.retryable,
         "started": error.started,
         "retry_after": retry_after,
+        "error_type": error.error_type if isinstance(error, HandlerError) else "",
     }
     return msgspec.json.encode(fields).decode()
 

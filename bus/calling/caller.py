@@ -17,7 +17,6 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.deadlines import Deadlines
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
-    ERRORS,
     STATUS_CODES,
     DeadlineExceeded,
     DynbusError,
@@ -26,6 +25,7 @@ from dynbus.bus.errors import (
     StreamLost,
     Unavailable,
     UnknownOutcome,
+    make_error,
 )
 from dynbus.bus.heartbeats import Registry
 from dynbus.bus.liveness import HEARTBEAT_INTERVAL
@@ -348,10 +348,9 @@ class Caller:
         if text is None or call.secret.hex() not in fields.get(headers.FRAMES, ""):
             self.bus.drop(DropReason.UNEXPECTED)
             return
-        kind = ERRORS.get(fields.get(headers.ERROR, ""), DynbusError)
         status = fields.get(headers.SERVICE_ERROR_CODE, "")
         started = status not in {str(STATUS_CODES["Unavailable"]), str(STATUS_CODES["Overloaded"])}
-        call.fail(kind(text, started=started))
+        call.fail(make_error(fields.get(headers.ERROR, DynbusError.code), text, started=started))
 
     def _on_frames(self, message: Message) -> None:
         batch = decode_batch(message.data)

@@ -26,7 +26,8 @@ from dynbus.bus.errors import (
     Migrate,
     Overloaded,
     ReaderStalled,
-    safe_text,
+    describe_exception,
+    only_cause,
 )
 
 from .admission import Verdict
@@ -222,6 +223,7 @@ class Execution:
 
     def _conclude(self, call: ServerCall, error: BaseException) -> bool:
         """End a call as its handler's exception says; False when that must go on upwards."""
+        whole, error = error, only_cause(error)
         if isinstance(error, DynbusError):
             if isinstance(error, InvalidResponse):
                 # The caller is told; it is this actor's author who can mend it.
@@ -236,14 +238,15 @@ class Execution:
             call.fail(Draining("the instance was stopped"))
             return False
         else:
-            call.fail(self._handler_error(call, error))
+            logger.exception(
+                "%s raised in request %s", call.served.address, call.context.id, exc_info=whole
+            )
+            call.fail(self._handler_error(error))
         return True
 
-    def _handler_error(self, call: ServerCall, error: BaseException) -> DynbusError:
-        logger.exception(
-            "%s raised in request %s", call.served.address, call.context.id, exc_info=error
-        )
-        failure = HandlerError(f"{type(error).__name__}: {safe_text(error)}")
+    def _handler_error(self, error: BaseException) -> DynbusError:
+        failure = HandlerError(describe_exception(error))
+        failure.error_type = type(error).__name__
         if self.bus.config.debug:
             import traceback
 

@@ -16,6 +16,7 @@ from dynbus import (
     ConfigError,
     Context,
     DeadlineExceeded,
+    DynbusError,
     HandlerError,
     InvalidRequest,
     InvalidResponse,
@@ -42,6 +43,15 @@ class Prompt(BaseModel):
 
 class Word(BaseModel):
     text: str
+
+
+class NotToday(DynbusError):
+    """An error of a user."""
+
+    code = "NotToday"
+
+    def __init__(self) -> None:
+        super().__init__("not today")
 
 
 class Seen(BaseModel):
@@ -91,6 +101,16 @@ class Splitting(Actor, abstract=True):
 
     @handler
     async def fail(self, prompt: Prompt) -> None:
+        raise KeyError(prompt.text)
+
+    @handler
+    async def fail_in_a_task(self, prompt: Prompt) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._fail(prompt))
+
+    async def _fail(self, prompt: Prompt) -> None:
+        if prompt.text == "today":
+            raise NotToday
         raise KeyError(prompt.text)
 
     @handler
@@ -564,6 +584,20 @@ async def test_an_exception_of_the_handler_arrives_with_its_place_and_no_traceba
     assert error.message == "KeyError: 'k'"
     assert (error.hop, error.request_id) == (f"{bench.endpoint('fail')}@one", "r1")
     assert (error.retryable, error.remote_traceback) == (False, "")
+    assert error.error_type == "KeyError"
+
+
+async def test_a_failure_in_a_task_group_arrives_as_the_failure_itself(bench: Bench) -> None:
+    await bench.start()
+    client = bench.runtime.client(bench.splitter)
+
+    with pytest.raises(HandlerError) as raised:
+        await client.fail_in_a_task(Prompt(text="k"))
+    with pytest.raises(NotToday) as typed:
+        await client.fail_in_a_task(Prompt(text="today"))
+
+    assert (raised.value.message, raised.value.error_type) == ("KeyError: 'k'", "KeyError")
+    assert (typed.value.message, typed.value.code) == ("not today", "NotToday")
 
 
 async def test_a_typed_error_of_the_handler_arrives_as_itself(bench: Bench) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import sys
 
 import pytest
 from hypothesis import given
@@ -61,7 +63,7 @@ def test_an_error_crosses_the_wire_as_itself(kind: type[DynbusError]) -> None:
 
     assert type(arrived) is kind
     assert vars(arrived) == vars(error) | {"code": kind.code, "retryable": kind.retryable} | (
-        {"remote_traceback": ""} if kind is HandlerError else {}
+        {"remote_traceback": "", "error_type": ""} if kind is HandlerError else {}
     )
     assert str(arrived) == "why (at d.S.g@i)"
 
@@ -73,14 +75,132 @@ def test_overloaded_carries_when_to_retry() -> None:
     assert arrived.retry_after == 1.5
 
 
-def test_a_handler_error_carries_its_traceback() -> None:
+def test_a_handler_error_carries_the_type_of_the_exception_and_its_traceback() -> None:
     error = HandlerError("ValueError: no")
+    error.error_type = "ValueError"
     error.remote_traceback = "Traceback ..."
 
     arrived = across_the_wire(error)
 
     assert isinstance(arrived, HandlerError)
-    assert arrived.remote_traceback == "Traceback ..."
+    assert (arrived.error_type, arrived.remote_traceback) == ("ValueError", "Traceback ...")
+
+
+class NoSuchModel(DynbusError):
+    """An error of a user, whose constructor takes what it likes."""
+
+    code = "NoSuchModel"
+    retryable = True
+
+    def __init__(self, model: str, known: list[str]) -> None:
+        super().__init__(f"there is no {model}, but {known}")
+        self.model = model
+
+
+class Full(Overloaded):
+    """A kind of an error of dynbus, with a code of its own."""
+
+    code = "Full"
+
+
+class Silent(Overloaded):
+    """A kind of an error of dynbus, without a code of its own."""
+
+
+class Unmakeable(DynbusError):
+    """An error that cannot be made from a message."""
+
+    code = "Unmakeable"
+
+    def __new__(cls, one: int, two: int) -> Unmakeable:
+        return super().__new__(cls)
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("unmakeable")
+
+
+class Disguised(DynbusError):
+    """An error of a user with a code of dynbus."""
+
+    code = "Draining"
+
+
+def test_an_error_of_a_user_arrives_as_itself_where_its_class_is_defined() -> None:
+    arrived = across_the_wire(NoSuchModel("m", ["n"]))
+
+    assert type(arrived) is NoSuchModel
+    assert (arrived.code, arrived.retryable) == ("NoSuchModel", True)
+    assert str(arrived) == "there is no m, but ['n']"
+    assert not hasattr(arrived, "model")
+
+
+def test_an_error_of_a_user_keeps_the_fields_of_the_one_that_it_is_a_kind_of() -> None:
+    arrived = across_the_wire(Full("full", retry_after=2.0, hop="d.S.g@i", started=False))
+
+    assert type(arrived) is Full
+    assert (arrived.retry_after, arrived.hop, arrived.started) == (2.0, "d.S.g@i", False)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (Silent("full", retry_after=2.0), Overloaded, "Overloaded"),
+        (Unmakeable(1, 2), DynbusError, "Unmakeable"),
+        (Disguised("no"), errors.Draining, "Draining"),
+    ],
+)
+def test_any_other_error_of_a_user_arrives_as_what_dynbus_has_for_its_code(
+    error: DynbusError, kind: type[DynbusError], code: str
+) -> None:
+    arrived = across_the_wire(error)
+
+    assert type(arrived) is kind
+    assert (arrived.code, arrived.message) == (code, error.message)
+
+
+def test_a_code_whose_class_is_gone_arrives_as_the_base() -> None:
+    def define() -> type[DynbusError]:
+        return type("Passing", (DynbusError,), {"code": "Passing"})
+
+    kept = define()
+    while_defined = type(across_the_wire(kept("no")))
+    frame = failed_frame(7, SECRET, 1, 3, kept("no"))
+    del kept
+
+    assert while_defined.__name__ == "Passing"
+    del while_defined
+    gc.collect()
+    assert type(error_of(frame)) is DynbusError
+
+
+@pytest.mark.parametrize("code", ["os.system", "builtins.KeyError", "Passing\n", "", "object"])
+def test_nothing_is_looked_up_or_imported_by_a_name_from_the_wire(code: str) -> None:
+    before = set(sys.modules)
+    frame = Failed(7, SECRET, 1, 3, code, "m", False, True, "", "", 0.0, "", "os.system")
+
+    error = error_of(frame)
+
+    assert (type(error), error.code) == (DynbusError, code)
+    assert set(sys.modules) == before
+
+
+def test_a_group_of_one_is_what_is_in_it() -> None:
+    inner = KeyError("k")
+
+    assert errors.only_cause(ExceptionGroup("a", [ExceptionGroup("b", [inner])])) is inner
+    assert errors.only_cause(inner) is inner
+
+
+def test_a_group_of_several_tells_what_is_in_it() -> None:
+    group = ExceptionGroup("two", [ValueError("a"), ExceptionGroup("in", [KeyError("b")])])
+    many = ExceptionGroup("many", [ValueError(str(n)) for n in range(7)])
+
+    assert errors.only_cause(group) is group
+    assert errors.describe_exception(group) == (
+        "ExceptionGroup: two (2 sub-exceptions): ValueError: a; KeyError: 'b'"
+    )
+    assert errors.describe_exception(many).endswith("ValueError: 4; and 2 more")
+    assert errors.describe_exception(ValueError("a")) == "ValueError: a"
 
 
 @given(st.text(), st.text(), st.booleans())

@@ -44,9 +44,9 @@ GOLDEN: list[tuple[Frame, bytes]] = [
     (End(7, SECRET, 1, 6, None), HEAD + b"\x96\x02" + CALL + b"\x06\xc0"),
     (End(7, SECRET, 1, 6, b"r"), HEAD + b"\x96\x02" + CALL + b"\x06\xc4\x01r"),
     (
-        Failed(7, SECRET, 1, 6, "Overloaded", "full", True, False, "d.S.g@i", "id", 1.5, ""),
-        HEAD + b"\x9d\x03" + CALL + b"\x06\xaaOverloaded\xa4full\xc3\xc2\xa7d.S.g@i\xa2id"
-        b"\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa0",
+        Failed(7, SECRET, 1, 6, "Overloaded", "full", True, False, "d.S.g@i", "id", 1.5, "", "E"),
+        HEAD + b"\x9e\x03" + CALL + b"\x06\xaaOverloaded\xa4full\xc3\xc2\xa7d.S.g@i\xa2id"
+        b"\xcb?\xf8\x00\x00\x00\x00\x00\x00\xa0\xa1E",
     ),
     (Credit(7, SECRET, 1, 4096, 3), HEAD + b"\x96\x04" + CALL + b"\xcd\x10\x00\x03"),
     (

@@ -133,6 +133,7 @@ def test_an_error_is_one_object_for_programs() -> None:
         "retryable": True,
         "started": False,
         "retry_after": 1.5,
+        "error_type": "",
     }
 
 

@@ -164,6 +164,13 @@ def test_a_handler_does_not_see_the_variables_of_whoever_delivered_its_request()
     ("raised", "kind", "message"),
     [
         (ValueError("no"), HandlerError, "ValueError: no"),
+        (ExceptionGroup("in a group", [ValueError("no")]), HandlerError, "ValueError: no"),
+        (ExceptionGroup("in a group", [Overloaded("later")]), Overloaded, "later"),
+        (
+            ExceptionGroup("group", [ValueError("no"), Overloaded("later")]),
+            HandlerError,
+            "ExceptionGroup: group (2 sub-exceptions): ValueError: no; Overloaded: later",
+        ),
         (Overloaded("later"), Overloaded, "later"),
         (GeneratorExit(), Migrate, "the handler asks for another instance"),
         (asyncio.CancelledError(), Cancelled, "the handler was cancelled"),
@@ -220,6 +227,7 @@ def test_a_traceback_is_told_only_where_that_was_asked_for(debug: bool) -> None:
         await bench.execution.idle()
 
         assert isinstance(call.error, HandlerError)
+        assert call.error.error_type == "ValueError"
         assert ("in handler" in call.error.remote_traceback) is debug
 
     story(endpoint(handler), tell, debug=debug)
