@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from inspect import Parameter
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -340,6 +341,8 @@ def _invoker(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Invocat
     """What both kinds of method do first: bind, validate, and make the invocation."""
     codec = spec.request_codec
     parameter = spec.parameter.name if spec.parameter is not None else ""
+    default = spec.default
+    has_default = default is not Parameter.empty
     streaming, timeout, idempotent = spec.streaming, spec.timeout, spec.idempotent
 
     def invoke(client: ActorClient, request: tuple[Any, ...], named: dict[str, Any]) -> Invocation:
@@ -353,6 +356,8 @@ def _invoker(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Invocat
                 value = request[0]
             elif not request and list(named) == [parameter]:
                 value = named[parameter]
+            elif has_default and not request and not named:
+                value = default
             else:
                 raise TypeError(f"{spec.label}() takes one request, {parameter!r}")
             try:

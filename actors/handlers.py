@@ -101,8 +101,15 @@ class HandlerSpec:
                 f"{self.label}: {what} of type {annotation!r} cannot be sent as JSON: {error}"
             ) from None
 
+    @property
+    def default(self) -> Any:
+        """The request of a call that gives none; `inspect.Parameter.empty` without one."""
+        return self.parameter.default if self.parameter is not None else inspect.Parameter.empty
+
     def request_decoder(self) -> Callable[[bytes], Any]:
         """How an instance reads requests: bytes to request, None for a handler without one.
+
+        No bytes are the handler's default, where it has one; so is null, unless it fits.
 
         What it returns raises `InvalidRequest` for bytes that do not fit.
         """
@@ -110,11 +117,16 @@ class HandlerSpec:
         if codec is None:
             return self._decode_nothing
         decode = codec.decode
+        has_default = self.default is not inspect.Parameter.empty
+        # Made anew for each call, so that none sees what another did to it.
+        default = codec.encode(self.default) if has_default else b""
 
         def decode_request(data: bytes) -> Any:
             try:
                 return decode(data)
             except Misfit as error:
+                if has_default and _is_nothing(data):
+                    return decode(default)
                 raise InvalidRequest(self._explain(codec, data, error)) from None
 
         return decode_request
@@ -138,7 +150,15 @@ class HandlerSpec:
         Raises:
             ConfigError: one of them cannot be used.
         """
-        _ = self.request_codec, self.result_codec
+        codec, _ = self.request_codec, self.result_codec
+        if codec is None or self.default is inspect.Parameter.empty:
+            return
+        try:
+            codec.encode(self.default)
+        except Misfit as error:
+            raise ConfigError(
+                f"{self.label}: the default of the request does not fit its annotation: {error}"
+            ) from None
 
     def check_declared(self) -> None:
         """Refuse now what no later definition can mend.

@@ -41,6 +41,9 @@ class Prompt(BaseModel):
     text: str
 
 
+DEFAULT_PROMPT = Prompt(text="a")
+
+
 class Word(BaseModel):
     text: str
 
@@ -82,6 +85,14 @@ class Splitting(Actor, abstract=True):
     @handler
     async def nothing(self) -> None:
         pass
+
+    @handler
+    async def repeat(self, prompt: Prompt = DEFAULT_PROMPT) -> str:
+        return prompt.text
+
+    @handler
+    async def repeats(self, number: int | None = 2) -> AsyncGenerator[int | None, None]:
+        yield number
 
     @handler
     async def look(self) -> Seen:
@@ -230,6 +241,20 @@ async def test_a_call_without_request_and_result_gives_none(bench: Bench) -> Non
     await bench.start()
 
     await bench.runtime.client(bench.splitter).nothing()
+
+
+async def test_a_request_with_a_default_may_be_left_out(bench: Bench) -> None:
+    await bench.start()
+    client = bench.runtime.client(bench.splitter)
+    untyped = await bench.runtime.endpoint(bench.endpoint("repeat")).client()
+
+    texts = [await client.repeat(), await client.repeat(Prompt(text="b"))]
+    numbers = [one for request in (3, None) async for one in client.repeats(request)]
+
+    assert texts == ["a", "b"]
+    assert numbers == [3, None]
+    assert [one async for one in client.repeats()] == [2]
+    assert await untyped.generate() == "a"
 
 
 async def test_constructor_arguments_reach_the_actor(bench: Bench) -> None:

@@ -270,6 +270,9 @@ class Filter(BaseModel):
     limit: int = 10
 
 
+EVERYTHING = Filter(name="all", tags=[])
+
+
 class Asking:
     async def nothing(self) -> None:
         pass
@@ -281,6 +284,12 @@ class Asking:
         pass
 
     async def maybe(self, prompt: Prompt | None) -> None:
+        pass
+
+    async def defaulted(self, filter: Filter = EVERYTHING) -> None:
+        pass
+
+    async def maybe_defaulted(self, number: int | None = 7) -> None:
         pass
 
 
@@ -321,6 +330,33 @@ def test_a_missing_request_is_refused_with_what_is_wanted(
         decode(data)
 
     assert str(caught.value) == f"{wanted}, but the body was {body}"
+
+
+@pytest.mark.parametrize("data", [b"", b" \n", b"null"])
+def test_nothing_is_the_default_of_the_request_made_anew(data: bytes) -> None:
+    decode = spec_of(Asking.defaulted).request_decoder()
+
+    first, second = decode(data), decode(data)
+    first.tags.append("changed")
+
+    assert second == Filter(name="all", tags=[])
+    assert decode(b'{"name":"a","tags":[]}').name == "a"
+
+
+def test_null_is_the_request_where_it_fits_also_beside_a_default() -> None:
+    decode = spec_of(Asking.maybe_defaulted).request_decoder()
+
+    assert (decode(b""), decode(b"null"), decode(b"3")) == (7, None, 3)
+
+
+def test_a_default_that_does_not_fit_is_refused_before_the_start() -> None:
+    async def wrong(self: Any, number: int = "many") -> None:  # type: ignore[assignment]
+        pass
+
+    spec = spec_of(wrong)
+
+    with pytest.raises(ConfigError, match="the default of the request does not fit its annotation"):
+        spec.check()
 
 
 def test_null_is_a_request_where_the_handler_takes_it() -> None:

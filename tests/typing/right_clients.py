@@ -37,6 +37,9 @@ class Prompt(BaseModel):
     text: str
 
 
+DEFAULT_PROMPT = Prompt(text="a")
+
+
 class Word(BaseModel):
     text: str
 
@@ -92,6 +95,10 @@ class Splitter(Actor, namespace="demo"):
     @handler
     async def count(self) -> int:
         return self.seen
+
+    @handler
+    async def repeat(self, prompt: Prompt = DEFAULT_PROMPT) -> str:
+        return prompt.text
 
     @handler
     async def tell(self, prompt: Prompt, context: Context | None = None) -> None:
@@ -188,6 +195,8 @@ async def use_typed(runtime: Runtime) -> None:
     assert_type(await splitter.size(prompt=Prompt(text="a")), Size)
     assert_type(await splitter.row(Packed(numbers=[1])), Row)
     assert_type(await splitter.count(), int)
+    assert_type(await splitter.repeat(), str)
+    assert_type(await splitter.repeat(Prompt(text="b")), str)
     await splitter.tell(Prompt(text="a"))
     async for letter in splitter.letters(Prompt(text="a")):
         assert_type(letter, str)
