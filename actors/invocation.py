@@ -14,6 +14,7 @@ from dynbus.bus import headers
 from dynbus.bus.calling.caller import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, current_context
+from dynbus.bus.discovery import EXPIRY_GRACE, SUSPECT_SECONDS
 from dynbus.bus.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.errors import (
     Cancelled,
@@ -27,7 +28,7 @@ from dynbus.bus.tokens import jitter, random_id
 
 from .codec import Misfit
 from .options import DEFAULT, CallOptions, current_options
-from .retry_policy import FailedAttempt, GiveUp, PauseThenRetry, RetryPolicy
+from .retry_policy import FailedAttempt, GiveUp, PauseThenRetry, RetryPolicy, is_away
 from .routing import NO_METADATA, Router
 from .selection import Selection
 
@@ -60,6 +61,7 @@ class Invocation:
         "_priority",
         "_retry_policy",
         "_selection",
+        "_wait_until",
         "call",
         "data",
         "endpoint",
@@ -107,6 +109,7 @@ class Invocation:
         self._metadata: Mapping[str, str] = NO_METADATA
         self._priority = 0
         self._observation: CallObservation | None = None
+        self._wait_until: float | None = None
         limit = timeout if options.timeout is DEFAULT else options.timeout
         deadline = monotonic() + limit if isinstance(limit, int | float) else None
         if parent is not None and parent.deadline is not None:
@@ -136,10 +139,9 @@ class Invocation:
             DeadlineExceeded: none was found in time.
             Cancelled: the call was left.
         """
-        options = self.options
         try:
             await self._selection.learn_kind(
-                options.instance or "", options.wait or 0.0, self._time_left()
+                self.options.instance or "", self._wait_left(), self._time_left()
             )
             self._check_not_left()
         except BaseException as error:
@@ -169,7 +171,7 @@ class Invocation:
         # Until one is chosen a failure is no instance's, and no reason to try the next.
         self.instance_id = self.options.instance or ""
         instance_id = self.instance_id or await selection.choose(
-            self.options.wait or 0.0,
+            self._wait_left(),
             self._time_left(),
             attempt=self._attempt + 1,
             priority=self._priority,
@@ -246,6 +248,8 @@ class Invocation:
                     break
                 except DynbusError as error:
                     if self.call is not None and self.call.reader.has_begun:
+                        if self.call.unreachable and self.call.error is error:
+                            self._pass_over(error, unreachable=True)
                         raise
                     await self._prepare_retry(error)
         except BaseException as error:
@@ -302,34 +306,30 @@ class Invocation:
                 retries=self.options.retries,
                 migration_limit=self._migration_limit,
             )
-        view = self.runtime.discovery.view
-        decision = self._retry_policy.decide(
-            FailedAttempt(
-                error,
-                self._attempt,
-                sent=call is not None,
-                routed=bool(self.instance_id and not self.options.instance),
-                unreachable=unreachable,
-                lost=answered
-                and not unreachable
-                and not error.started
-                and isinstance(error, Unavailable),
-                settling=view.is_settling(monotonic()),
-                others=selection.has_untried(self.instance_id),
-            )
+        if error.started:
+            # There was an instance: for the next one the caller waits anew.
+            self._wait_until = None
+        failed = FailedAttempt(
+            error,
+            self._attempt,
+            sent=call is not None,
+            routed=bool(self.instance_id and not self.options.instance),
+            unreachable=unreachable,
+            lost=answered
+            and not unreachable
+            and not error.started
+            and isinstance(error, Unavailable),
+            settling=self.runtime.discovery.view.is_settling(monotonic()),
+            others=selection.has_untried(self.instance_id),
+            waits=self._wait_left() > 0,
         )
+        decision = self._retry_policy.decide(failed)
         if isinstance(decision, PauseThenRetry) and not decision.counted:
             await self._pause(decision, error)
             self._attempt -= 1
             return
-        if unreachable:
-            endpoint = self.endpoint
-            self.runtime.discovery.suspect(
-                endpoint.namespace,
-                endpoint.component,
-                self.instance_id,
-                nobody_listens=not error.started,
-            )
+        if answered and is_away(failed):
+            self._pass_over(error, unreachable=unreachable)
         if isinstance(decision, GiveUp):
             raise error
         if isinstance(decision, PauseThenRetry):
@@ -339,6 +339,30 @@ class Invocation:
             if not decision.counted:
                 self._attempt -= 1
             selection.mark_tried(self.instance_id)
+
+    def _pass_over(self, error: DynbusError, *, unreachable: bool) -> None:
+        """Have nobody choose the instance for a while: it is away, or has fallen silent."""
+        seconds = SUSPECT_SECONDS
+        if error.started:
+            # Only a renewal can show that it is back, and its record lives no longer than this.
+            seconds = self.runtime.bus.config.lease_ttl + EXPIRY_GRACE
+        self.runtime.discovery.suspect(
+            self.endpoint.namespace,
+            self.endpoint.component,
+            self.instance_id,
+            seconds,
+            nobody_listens=unreachable and not error.started,
+        )
+
+    def _wait_left(self) -> float:
+        """Seconds that the call still waits for an instance, from its first look for one on."""
+        wait = self.options.wait
+        if not wait:
+            return 0.0
+        now = monotonic()
+        if self._wait_until is None:
+            self._wait_until = now + wait
+        return max(0.0, self._wait_until - now)
 
     async def _pause(self, decision: PauseThenRetry, error: DynbusError) -> None:
         seconds = max(decision.backoff * jitter.uniform(0.5, 1.0), decision.least)

@@ -191,8 +191,8 @@ def call_options(
 
     Args:
         timeout: seconds for the whole call; None for no limit.
-        wait: seconds to wait for an instance when there is none; 0 waits only for the first
-            reading of the instances' records, 5 s at most.
+        wait: seconds to wait for an instance when there is none, or the only one has just gone;
+            0 waits only for the first reading of the instances' records, 5 s at most.
         instance: the id of the instance to call, instead of a routed one.
         request_id: the id that the request and its sub-calls carry.
         priority: larger is more urgent; handed to routers and handlers.

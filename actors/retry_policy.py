@@ -39,6 +39,7 @@ class FailedAttempt(NamedTuple):
         settling: whether the bus came back a moment ago, so that instances may still be
             coming back too.
         others: whether there is another instance that was not tried.
+        waits: whether the caller would wait on for an instance if there were none.
     """
 
     error: DynbusError
@@ -49,6 +50,7 @@ class FailedAttempt(NamedTuple):
     lost: bool
     settling: bool
     others: bool
+    waits: bool
 
 
 # Not tuples: those are equal when their fields are.
@@ -118,7 +120,7 @@ class RetryPolicy:
         if failed.number >= MAX_ATTEMPTS or _is_final(failed):
             return GiveUp()
         refused = not error.started and not failed.lost
-        if failed.routed and refused and failed.others:
+        if failed.routed and refused and (failed.others or (failed.waits and is_away(failed))):
             return RetryNow()
         if isinstance(error, Migrate | Draining) and self._may_migrate(failed):
             self._migrations += 1
@@ -144,6 +146,12 @@ class RetryPolicy:
 
     def _backoff(self) -> float:
         return float(min(MAX_BACKOFF, FIRST_BACKOFF * 2**self._repeated))
+
+
+def is_away(failed: FailedAttempt) -> bool:
+    """Whether an instance takes no more calls, so that it is not to be chosen again soon."""
+    error = failed.error
+    return failed.unreachable or (isinstance(error, Draining) and not error.started)
 
 
 def _is_final(failed: FailedAttempt) -> bool:

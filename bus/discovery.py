@@ -162,9 +162,16 @@ class InstanceView:
             self._expired[key] = max(self._grace_until, now + self._renewal_grace)
         self._unseen = set()
 
-    def suspect(self, namespace: str, component: str, instance_id: str, now: float) -> None:
-        """Do not choose an instance until it renews, or for a moment: it does not answer."""
-        self._suspect[(namespace, component, instance_id)] = now + SUSPECT_SECONDS
+    def suspect(
+        self,
+        namespace: str,
+        component: str,
+        instance_id: str,
+        now: float,
+        seconds: float = SUSPECT_SECONDS,
+    ) -> None:
+        """Do not choose an instance until it renews, or for so long: it does not answer."""
+        self._suspect[(namespace, component, instance_id)] = now + seconds
 
     def note_absent(self, namespace: str, component: str, instance_id: str) -> bool:
         """Do not choose an instance until it is trusted: nobody listens where it would.
@@ -311,7 +318,7 @@ class Discovery:
         except TimeoutError:
             found = self.view.instances(endpoint.namespace, endpoint.component, monotonic())
         if len(found) < count:
-            waited = f" within {timeout} s" if timeout else ""
+            waited = f" within {timeout:.3g} s" if timeout else ""
             have = f", {len(found)} of {count} found" if found else ""
             raise NoInstances(f"no instance serves {endpoint}{waited}{have}", started=False)
         return found
@@ -336,17 +343,24 @@ class Discovery:
         )
 
     def suspect(
-        self, namespace: str, component: str, instance_id: str, *, nobody_listens: bool
+        self,
+        namespace: str,
+        component: str,
+        instance_id: str,
+        seconds: float,
+        *,
+        nobody_listens: bool,
     ) -> None:
         """Have other instances chosen: a call to this one failed.
 
         Args:
+            seconds: for how long at most, where somebody listens.
             nobody_listens: as the server says, so that it is chosen again once somebody does;
                 False for one that does not answer.
         """
         key = (namespace, component, instance_id)
         if not nobody_listens:
-            self.view.suspect(*key, monotonic())
+            self.view.suspect(*key, monotonic(), seconds)
             return
         self._note_absent(key)
         self._look_around((namespace, component))

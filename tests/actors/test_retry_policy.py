@@ -56,6 +56,7 @@ def failed(error: DynbusError, **changes: Any) -> FailedAttempt:
         lost=False,
         settling=False,
         others=False,
+        waits=False,
     )._replace(**changes)
 
 
@@ -137,6 +138,25 @@ def test_where_nobody_listens_is_passed_over_without_counting_while_there_are_ot
 
     assert decisions == [RetryNow(counted=False)] * 100
     assert last == GiveUp()
+@pytest.mark.parametrize(
+    ("error", "unreachable"),
+    [(Unavailable("gone", started=False), True), (Draining("going", started=False), False)],
+)
+def test_a_caller_that_waits_is_given_the_instance_that_follows_one_that_is_away(
+    error: DynbusError, unreachable: bool
+) -> None:
+    attempt = failed(error, unreachable=unreachable)
+
+    assert policy().decide(attempt) == GiveUp()
+    assert policy().decide(attempt._replace(waits=True)) == RetryNow()
+    assert policy().decide(attempt._replace(waits=True, routed=False)) == GiveUp()
+
+
+@pytest.mark.parametrize(
+    "error", [REFUSED, UNKNOWN, Draining("going"), HandlerError("no"), LOST], ids=repr
+)
+def test_waiting_for_an_instance_repeats_nothing_that_one_has_answered(error: DynbusError) -> None:
+    assert policy(retries=0).decide(failed(error, waits=True)) == GiveUp()
 
 
 @pytest.mark.parametrize("error", [Migrate("not here"), Draining("going")])
@@ -177,7 +197,8 @@ def test_an_instance_of_the_other_kind_is_passed_over_and_never_asked_again() ->
 def attempts(draw: st.DrawFn) -> FailedAttempt:
     error = ERRORS[draw(st.sampled_from(sorted(ERRORS)))]("", started=draw(st.booleans()))
     flags = {
-        name: draw(st.booleans()) for name in ("sent", "routed", "unreachable", "lost", "others")
+        name: draw(st.booleans())
+        for name in ("sent", "routed", "unreachable", "lost", "others", "waits")
     }
     return failed(error, **flags)
 
