@@ -10,6 +10,7 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import NoInstances, Runtime, StreamLost, Unavailable, UnknownOutcome, call_options
+from dynbus.bus.discovery import SUSPECT_SECONDS
 from dynbus.bus.nats.server_process import RunningServer
 
 from .observation import Prefer, begun_at, no_handler_runs
@@ -167,7 +168,7 @@ async def test_a_frozen_worker_is_noticed_and_sends_nothing_once_it_thaws(
 async def test_a_frozen_worker_gets_no_more_calls_until_it_is_heard_again(
     own_server: RunningServer, processes: Processes
 ) -> None:
-    worker = await processes.worker(own_server.url, instance_id="frozen")
+    worker = await processes.worker(own_server.url, instance_id="frozen", ttl=16.0)
     await processes.worker(own_server.url, instance_id="lively")
     async with Runtime.connect(own_server.url) as runtime:
         source = runtime.client(Source, routing=Prefer("frozen"))
@@ -177,9 +178,11 @@ async def test_a_frozen_worker_gets_no_more_calls_until_it_is_heard_again(
         first = await source.repeatable(Wait())
         begun = time.monotonic()
         places: list[str] = []
-        while time.monotonic() - begun < 4.0:
-            places.append((await source.repeatable(Wait())).instance)
+        # Its lease lives all the while, and longer than one that nobody listens at is left alone.
+        while time.monotonic() - begun < SUSPECT_SECONDS + 2.5:
+            places.append((await source.where()).instance)
             await asyncio.sleep(0.1)
+        assert runtime.discovery.view.find("scenario", "Source", "frozen") is not None
         worker.thaw()
 
         async def chosen_again() -> bool:
