@@ -22,24 +22,14 @@ from dynbus.bus.errors import ConfigError
 from .annotations import resolve_annotations
 from .codec import explain
 from .config_file import ConfigFile, mapping
+from .redaction import holds_secret, shown
 
 MAX_WORKERS: Final = 1024
 
 BUS_KEY: Final = "bus"
 SERVICE_KEY: Final = "ServiceArgs"
 WORKERS: Final = "workers"
-SECRET_WORDS: Final = frozenset(
-    {"apikey", "credential", "key", "passphrase", "passwd", "password", "secret", "token"}
-)
-"""An argument whose name has one of these words, or more of them (`api_keys`), is not printed."""
-MEASURES: Final = frozenset(
-    {"bits", "bytes", "count", "length", "limit", "max", "min", "num", "number", "per", "size"}
-)
-"""Unless it has one of these, or is a number of them: `key_size`, `prompt_tokens=512`."""
-HIDDEN: Final = "***"
-
 _OPTION = re.compile(r"--([A-Za-z_]\w*)\.([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
-_WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _VARIABLE = re.compile(r"DYNBUS_(\w+?)__\w+")
 _NO_SOURCES: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -241,23 +231,6 @@ def build_arguments(
     }
 
 
-def shown(name: str, value: Any) -> Any:
-    """A constructor argument as it may be printed."""
-    if _is_secret(name, value):
-        return HIDDEN
-    return str(value) if isinstance(value, Text) else value
-
-
-def _is_secret(name: str, value: Any) -> bool:
-    words = set(_WORD_START.sub("_", name).lower().split("_"))
-    if words & MEASURES:
-        return False
-    if words & SECRET_WORDS:
-        return True
-    is_number = isinstance(value, int | float) or (isinstance(value, Text) and value.isdigit())
-    return not is_number and any(word.removesuffix("s") in SECRET_WORDS for word in words)
-
-
 def defaults(actor: type[Any]) -> dict[str, Any]:
     """The constructor arguments that have a default, and it."""
     return {
@@ -295,15 +268,15 @@ def _validate(name: str, value: Any, annotation: Any, source: str) -> Any:
         return _read_text(adapter, value)
     except pydantic.ValidationError as error:
         raise ConfigError(
-            f"{source} = {shown(name, value)!r}: {_remedy(name, annotation, error)}"
+            f"{source} = {shown(name, value)!r}: {_remedy(name, value, annotation, error)}"
         ) from None
 
 
-def _remedy(name: str, annotation: Any, error: pydantic.ValidationError) -> str:
+def _remedy(name: str, value: Any, annotation: Any, error: pydantic.ValidationError) -> str:
     details = error.errors(include_url=False, include_context=False, include_input=False)
     plain = len(details) == 1 and not details[0]["loc"]
     # A longer explanation quotes parts of the value.
-    why = details[0]["msg"] if plain or shown(name, "") == HIDDEN else explain(error)
+    why = details[0]["msg"] if plain or holds_secret(name, value) else explain(error)
     return f"give {inspect.formatannotation(annotation)}: {why}"
 
 

@@ -49,7 +49,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What a process tells the bus about itself and expects of it.
 
     Attributes:
-        servers: NATS URLs, tried in random order.
+        servers: NATS URLs, tried in random order; HOST:PORT alone is read as `nats://HOST:PORT`.
         principal: the credential's name as permissions spell it in `_R.{principal}.>`.
         credentials: path of a NATS credentials file.
         connect_timeout: seconds for the first connection.
@@ -83,10 +83,11 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     debug: bool = False
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "servers", tuple(map(_with_scheme, self.servers)))
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if problem := _problem(name, value):
-                raise _misfit(name, value, problem)
+                raise _misfit(name, name, value, problem)
 
 
 class _Given(NamedTuple):
@@ -207,12 +208,21 @@ def _convert(name: str, given: _Given) -> Any:
     except msgspec.ValidationError:
         problem = _expected(name)
     if problem:
-        raise _misfit(given.source, given.value, problem)
+        raise _misfit(name, given.source, given.value, problem)
     return value
 
 
-def _misfit(source: str, value: Any, problem: str) -> ConfigError:
-    return ConfigError(f"{source} = {redact_url(repr(value))}: {problem}")
+def _misfit(name: str, source: str, value: Any, problem: str) -> ConfigError:
+    told = repr(value)
+    if name == "servers" and isinstance(value, str) and "://" not in value:
+        # Whatever stands before an @ is a credential here, a lone token too.
+        told = repr(redact_url(f"nats://{value}").removeprefix("nats://"))
+    return ConfigError(f"{source} = {redact_url(told)}: {problem}")
+
+
+def _with_scheme(server: str) -> str:
+    """The URL with its scheme, by which credentials are known as such wherever it is shown."""
+    return server if "://" in server or not _is_nats_url(server) else f"nats://{server}"
 
 
 def _expected(name: str) -> str:

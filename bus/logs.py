@@ -28,10 +28,11 @@ LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 HIDDEN: Final = "***"
 
 # After a scheme of NATS anything up to the last @ is a credential, as a password may hold
-# any character; in other URLs an @ may also stand in the path.
+# any character; in other URLs an @ may also stand in the path. One of NATS may lack its scheme.
 _CREDENTIALS = re.compile(
     r"""(?:(?<=\bnats)|(?<=\btls)|(?<=\bws)|(?<=\bwss)):// (?: (?!://)[^\s"'<>] )* @
-      | :// [^\s/?\#"'<>]* @""",
+      | :// [^\s/?\#"'<>]* @
+      | (?<![^\s"'`(<\[{=,;]) [^\s"'`<>@/:,;=(\[{]+ : (?!//) [^\s"'<>]* @""",
     re.VERBOSE | re.IGNORECASE,
 )
 
@@ -39,14 +40,16 @@ _CREDENTIALS = re.compile(
 def redact_url(text: str) -> str:
     """Replace the credentials of every URL in `text` by `***`, keeping a user's name.
 
-    A name without a password is a token to NATS and is hidden too.
+    A name without a password is a token to NATS and is hidden too. `user:password@` is taken for
+    credentials without a scheme as well.
     """
     return _CREDENTIALS.sub(_hide, text) if "@" in text else text
 
 
 def _hide(found: re.Match[str]) -> str:
-    user, colon, _ = found[0][3:-1].partition(":")
-    return f"://{user}:{HIDDEN}@" if colon else f"://{HIDDEN}@"
+    scheme = "://" if found[0].startswith("://") else ""
+    user, colon, _ = found[0][len(scheme) : -1].partition(":")
+    return f"{scheme}{user}:{HIDDEN}@" if colon else f"{scheme}{HIDDEN}@"
 
 
 def configure_logging(

@@ -23,9 +23,9 @@ from dynbus.actors.configuration import (
     bus_settings,
     defaults,
     misspelt_variables,
-    shown,
 )
 from dynbus.actors.loader import load_targets
+from dynbus.actors.redaction import shown
 from dynbus.actors.serving import Assignment
 from dynbus.bus.commands.terminal import plain, print_json, print_table
 from dynbus.bus.config import BusConfig, load_config
@@ -186,14 +186,12 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
                 spec.name: "stream" if spec.streaming else "unary"
                 for spec in a.actor.__dynbus_handlers__.values()
             },
-            "arguments": {
-                name: _printable(shown(name, value)) for name, value in _effective(a).items()
-            },
+            "arguments": {name: shown(name, value) for name, value in _effective(a).items()},
         }
         for a in plan.assignments
     ]
     bus = {name: getattr(plan.config, name) for name in plan.config.__struct_fields__}
-    bus["servers"] = tuple(redact_url(server) for server in plan.config.servers)
+    bus["servers"] = tuple(map(redact_url, plan.config.servers))
     if as_json:
         print_json({"servers": bus["servers"], "actors": rows, "bus": bus})
         return
@@ -232,12 +230,3 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(cast("tuple[str, ...]", value))
     return msgspec.json.encode(value).decode()
-
-
-def _printable(value: Any) -> Any:
-    """The value where JSON has it, else how Python shows it."""
-    try:
-        msgspec.json.encode(value)
-    except (TypeError, ValueError):
-        return repr(value)
-    return value

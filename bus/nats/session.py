@@ -193,4 +193,4 @@ async def _ignore(error: Exception) -> None:
 
 
 def _address(server: str) -> str:
-    return urlsplit(server).netloc.rpartition("@")[2] or server
+    return (urlsplit(server).netloc or server).rpartition("@")[2]

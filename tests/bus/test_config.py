@@ -223,10 +223,35 @@ def test_a_value_from_elsewhere_is_refused_with_the_place_that_it_came_from() ->
 
 
 @pytest.mark.parametrize(
-    "url", ["nats://h", "tls://h:1", "ws://h", "wss://h:2", "h:4222", "nats://u:p@[::1]:4222"]
+    "url", ["nats://h", "tls://h:1", "ws://h", "wss://h:2", "nats://u:p@[::1]:4222"]
 )
 def test_every_form_of_a_nats_url_is_accepted(url: str) -> None:
     assert load_config({"servers": url}, {}).servers == (url,)
+
+
+@pytest.mark.parametrize("url", ["h:4222", "u:p@h:4222", "token@h:4222"])
+def test_a_url_without_a_scheme_gets_that_of_nats_by_which_its_credentials_are_known(
+    url: str,
+) -> None:
+    config = load_config({}, {"NATS_URL": url})
+
+    assert config.servers == BusConfig(servers=(url,)).servers == (f"nats://{url}",)
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("me:s3cret@host", "me:***@host"),
+        ("me:s3,cret@host", "me:***@host"),
+        ("s3cret@host", "***@host"),
+        ("nats://me:s3cret@", "nats://me:***@"),
+    ],
+)
+def test_a_url_that_is_refused_is_quoted_without_its_password(url: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({}, {"NATS_URL": url})
+
+    assert str(caught.value).startswith(f"NATS_URL = '{told}': write NATS URLs")
 
 
 def test_a_config_that_is_made_in_code_is_checked_too() -> None:

@@ -52,14 +52,16 @@ def url_of(server: RunningServer, user: str, password: str = "secret") -> str:
     return f"nats://{user}:{password}@127.0.0.1:{server.port}"
 
 
-@pytest.mark.parametrize("url", ["operator:wrong@", "nobody:secret@", ""])
+@pytest.mark.parametrize(
+    "url", ["nats://operator:wrong@", "nats://nobody:secret@", "nats://", "operator:wrong@"]
+)
 async def test_wrong_credentials_are_told_at_once_and_without_the_password(
     guarded: RunningServer, url: str
 ) -> None:
     begun = time.monotonic()
 
     with pytest.raises(PermissionDenied) as raised:
-        await Runtime.connect(f"nats://{url}127.0.0.1:{guarded.port}")
+        await Runtime.connect(f"{url}127.0.0.1:{guarded.port}")
 
     assert time.monotonic() - begun < 2.0
     assert f"127.0.0.1:{guarded.port}" in str(raised.value)

@@ -26,11 +26,17 @@ from .options import run_options
 
 ACTORS = """
 from pathlib import Path
+from pydantic import BaseModel
 from dynbus import Actor, depends, handler
+
+class Store(BaseModel):
+    url: str = "redis://me:hunter2@h/1"
+    options: dict[str, str] = {"password": "hunter2"}
 
 class Splitter(Actor, namespace="planned"):
     def __init__(
-        self, separator: str = " ", count: int = 1, api_key: str = "x", place: Path = Path("a")
+        self, separator: str = " ", count: int = 1, api_key: str = "x", place: Path = Path("a"),
+        store: Store = Store(),
     ) -> None: ...
 
     @handler
@@ -167,7 +173,13 @@ def test_a_printed_plan_has_every_value_defaults_included(
         "class": "planned_actors:Splitter",
         "instances": 1,
         "endpoints": {"split": "unary"},
-        "arguments": {"separator": " ", "count": 3, "api_key": "***", "place": "PosixPath('a')"},
+        "arguments": {
+            "separator": " ",
+            "count": 3,
+            "api_key": "***",
+            "place": "a",
+            "store": {"url": "redis://me:***@h/1", "options": {"password": "***"}},
+        },
     }
     assert shouter["arguments"] == {}
     assert printed["servers"] == printed["bus"]["servers"] == ["nats://me:***@h:1"]
@@ -179,6 +191,6 @@ def test_a_plan_for_people_has_the_same(capsys: pytest.CaptureFixture[str]) -> N
 
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[1].startswith("planned.Splitter planned_actors:Splitter 1 split=unary separator=")
-    assert 'count=1, api_key="***", place="PosixPath(\'a\')"' in lines[1]
+    assert 'count=1, api_key="***", place="a"' in lines[1]
     assert "drain_grace 30.0" in lines
     assert "reply_prefixes _R.,_INBOX.,_R_.,_GR_." in lines

@@ -163,10 +163,11 @@ async def test_a_stream_that_takes_no_writes_after_a_full_disk_fails(
     assert "delete the stream" in failed.remedy
 
 
-def test_without_a_server_the_command_fails_and_says_how_to_get_one() -> None:
-    url = f"nats://me:secret@127.0.0.1:{free_port()}"
+@pytest.mark.parametrize("scheme", ["nats://", ""])
+def test_without_a_server_the_command_fails_and_says_how_to_get_one(scheme: str) -> None:
+    url = f"{scheme}me:secret@127.0.0.1:{free_port()}"
 
-    result = CliRunner().invoke(doctor, ["--json", "--nats", url])
+    result = CliRunner().invoke(doctor, ["--json"], env={"NATS_URL": url})
 
     server = json.loads(result.stdout)[0]
     assert result.exit_code == 1
