@@ -20,6 +20,7 @@ from dynbus.bus.names import check_token
 
 from .handlers import SPEC, HandlerSpec
 from .options import ClientOptions, client_options
+from .restart_policy import OnCrash, check_on_crash
 
 if TYPE_CHECKING:
     from .routing import Routing
@@ -38,6 +39,8 @@ class Actor:
         namespace: the deployment or model that it belongs to; inherited when left out.
         component: its name on the bus; the class name unless given.
         abstract: True for a base class that is never started itself.
+        on_crash: what `dynbus run` does when an instance ends by itself: `"restart"`, after a
+            pause and for ever, or `"escalate"`, which ends the run; inherited when left out.
 
     Constructor arguments of a subclass are configuration: they can be set from YAML, the
     command line and the environment.
@@ -46,6 +49,7 @@ class Actor:
     __dynbus_namespace__: ClassVar[str] = ""
     __dynbus_component__: ClassVar[str] = ""
     __dynbus_abstract__: ClassVar[bool] = True
+    __dynbus_on_crash__: ClassVar[OnCrash] = "restart"
     __dynbus_handlers__: ClassVar[dict[str, HandlerSpec]] = {}
     __dynbus_dependencies__: ClassVar[dict[str, Dependency[Any]]] = {}
 
@@ -58,6 +62,7 @@ class Actor:
         namespace: str | None = None,
         component: str | None = None,
         abstract: bool = False,
+        on_crash: OnCrash | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
@@ -65,6 +70,8 @@ class Actor:
             cls.__dynbus_namespace__ = check_token("namespace", namespace)
         cls.__dynbus_component__ = check_token("component", component or cls.__name__)
         cls.__dynbus_abstract__ = abstract
+        if on_crash is not None:
+            cls.__dynbus_on_crash__ = check_on_crash(on_crash, f"{cls.__name__}: on_crash")
         cls.__dynbus_handlers__ = _collect_handlers(cls)
         cls.__dynbus_dependencies__ = {
             name: value

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import logging
+import os
 import signal
 import socket
 import sys
@@ -17,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from dynbus.bus import exit_codes
+from dynbus.bus.clock import monotonic
 from dynbus.bus.logs import LogFormat
 
 from .actor import address_of
@@ -37,6 +40,11 @@ from .loader import dependency_depth, reference
 from .serving import Assignment, Failure
 
 MAX_REPORT: Final = 64 * 1024 * 1024
+GROUP_SECONDS: Final = 3.0
+"""Seconds that what a process started has to be gone after it: its guard kills it."""
+GROUP_POLL: Final = 0.02
+
+logger = logging.getLogger(__name__)
 
 
 class ChildState(enum.Enum):
@@ -64,14 +72,20 @@ class Child:
 
     Attributes:
         label: `namespace.component/number`, as messages and the process list name it.
+        on_crash: what follows when its process ends by itself.
+        ready_at: when the process that runs now, or ran last, became ready; None when it did not.
+        crash: how the process before ended, when that was not asked for; empty once it is ready.
     """
 
     def __init__(self, assignment: Assignment, number: int, settings: WorkerSettings) -> None:
         self.label = f"{address_of(assignment.actor)}/{number}"
+        self.on_crash = assignment.on_crash
         self.dependency_depth = dependency_depth(assignment.actor)
         self.state = ChildState.LOADING
         self.instance_id = ""
         self.failure: Failure | None = None
+        self.ready_at: float | None = None
+        self.crash = ""
         self.problems: Mapping[str, str] = {}
         self.details: Mapping[str, str] = {}
         self.has_been_ready = asyncio.Event()
@@ -92,7 +106,9 @@ class Child:
         return process.pid if process is not None and process.returncode is None else None
 
     async def run(self, spawning: asyncio.Lock, loaded: Callable[[], None]) -> int:
-        """Run one process to its end and return its exit code, negative for a signal.
+        """Run one process to its end, and that of all that it started.
+
+        Returns its exit code, negative for a signal.
 
         Args:
             spawning: held while the process is made.
@@ -101,7 +117,7 @@ class Child:
         Raises:
             OSError: there is no process, since none could be made.
         """
-        self.state, self.failure = ChildState.LOADING, None
+        self.state, self.failure, self.ready_at = ChildState.LOADING, None, None
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -118,8 +134,11 @@ class Child:
         reading = asyncio.ensure_future(self._read(reader, loaded))
         try:
             code = await self._process.wait()
+            self.state = ChildState.ENDED
             # What it said last; processes that it left behind may keep the socket open.
             await asyncio.wait({reading}, timeout=1.0)
+            self.state = ChildState.ENDED  # whatever that was
+            await self._group_ended(self._process.pid)
         finally:
             reading.cancel()
             self._writer.close()
@@ -154,6 +173,20 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
+    async def _group_ended(self, pid: int) -> None:
+        """Wait until the guard of the process's group has ended what the process left behind.
+
+        The next process may need the memory that it holds.
+        """
+        deadline = monotonic() + GROUP_SECONDS
+        while _group_exists(pid):
+            if monotonic() > deadline:
+                logger.error(
+                    "processes that %s (process %d) started go on after it", self.label, pid
+                )
+                return
+            await asyncio.sleep(GROUP_POLL)
+
     async def _read(self, reader: asyncio.StreamReader, loaded: Callable[[], None]) -> None:
         decoder = msgspec.json.Decoder(Report)
         try:
@@ -172,6 +205,7 @@ class Child:
             loaded()
         elif isinstance(report, InstanceReady):
             self.state, self.instance_id = ChildState.READY, report.instance_id
+            self.ready_at, self.crash = monotonic(), ""
             self.problems, self.details = {}, {}
             self.has_been_ready.set()
         elif isinstance(report, InstanceFailed):
@@ -183,21 +217,36 @@ class Child:
 
 
 async def _spawn(fd: int, label: str) -> asyncio.subprocess.Process:
-    """Start a child process with SIGINT blocked, until it has had time to ignore it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Start a worker that leads a session, and so a process group, of its own.
+
+    Ctrl-C in a terminal then reaches neither it nor what it starts: the run hears it and drains.
+    """
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",  # what lies in the working directory is not to be taken for our own imports
+        "-m",
+        "dynbus.actors.worker",
+        str(fd),
+        label,
+        stdin=asyncio.subprocess.DEVNULL,
+        pass_fds=(fd,),
+        start_new_session=True,
+    )
+
+
+def _group_exists(leader: int) -> bool:
+    """Whether a process is left in the group of a worker that has ended.
+
+    It is only asked, never signalled: its number may be that of others by now.
+    """
+    with contextlib.suppress(ChildProcessError):
+        # As the first process of a container we are the parent of what is left, dead or alive.
+        os.waitpid(-leader, os.WNOHANG)
     try:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # what lies in the working directory is not to be taken for our own imports
-            "-m",
-            "dynbus.actors.worker",
-            str(fd),
-            label,
-            stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(fd,),
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.killpg(leader, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def _load_command(assignment: Assignment, settings: WorkerSettings) -> LoadActor:

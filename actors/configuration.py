@@ -23,12 +23,14 @@ from .annotations import resolve_annotations
 from .codec import explain
 from .config_file import ConfigFile, mapping
 from .redaction import holds_secret, shown
+from .restart_policy import OnCrash, check_on_crash
 
 MAX_WORKERS: Final = 1024
 
 BUS_KEY: Final = "bus"
 SERVICE_KEY: Final = "ServiceArgs"
 WORKERS: Final = "workers"
+ON_CRASH: Final = "on_crash"
 _OPTION = re.compile(r"--([A-Za-z_]\w*)\.([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
 _VARIABLE = re.compile(r"DYNBUS_(\w+?)__\w+")
 _NO_SOURCES: Final[Mapping[str, str]] = MappingProxyType({})
@@ -58,10 +60,12 @@ class ActorSettings(NamedTuple):
     Attributes:
         arguments: of the constructor, as written: values of the YAML file, and `Text`.
         workers: the number of instances.
+        on_crash: what follows when one of them ends by itself.
     """
 
     arguments: dict[str, Any]
     workers: int
+    on_crash: OnCrash = "restart"
 
 
 class BusSettings(NamedTuple):
@@ -136,7 +140,7 @@ def actor_settings(
             if option.actor == name:
                 given.take_text(option.key, option.value, str(option))
         build_arguments(actor, given.arguments, given.sources)
-        settings[actor] = ActorSettings(given.arguments, given.workers())
+        settings[actor] = ActorSettings(given.arguments, given.workers(), given.on_crash())
     return settings
 
 
@@ -305,6 +309,7 @@ class _Given:
         self._actor = actor
         self._workers: Any = 1
         self._workers_source = ""
+        self._on_crash: OnCrash = actor.__dynbus_on_crash__
 
     def take_section(self, file: ConfigFile, section: Any) -> None:
         """Take the actor's section of the YAML file."""
@@ -344,6 +349,10 @@ class _Given:
             )
         return value
 
+    def on_crash(self) -> OnCrash:
+        """What follows when an instance ends by itself."""
+        return self._on_crash
+
     def _take(self, key: str, value: Any, source: str) -> None:
         if key == WORKERS and WORKERS not in _parameters(self._actor):
             self._workers, self._workers_source = value, source
@@ -351,9 +360,15 @@ class _Given:
             self.arguments[key], self.sources[key] = value, source
 
     def _take_service(self, key: str, value: Any, source: str) -> None:
-        if key != WORKERS:
-            raise ConfigError(f"{source} does not exist; there is: {SERVICE_KEY}.{WORKERS}")
-        self._workers, self._workers_source = value, source
+        if key == WORKERS:
+            self._workers, self._workers_source = value, source
+        elif key == ON_CRASH:
+            self._on_crash = check_on_crash(value, source)
+        else:
+            raise ConfigError(
+                f"{source} does not exist; there are: {SERVICE_KEY}.{WORKERS} and "
+                f"{SERVICE_KEY}.{ON_CRASH}"
+            )
 
 
 def _check_actor(name: str, known: Mapping[str, Any], source: str) -> None:

@@ -239,6 +239,11 @@ class ActorInstance:
         keeper = self._keeper
         if keeper is not None:
             self._runtime.bus.lane.call(lambda: keeper.change(draining=True))
+        if self.server.load:
+            logger.info(
+                "%s.%s@%s: calls that run or wait: %d; they have %g s to finish",
+                *(self.server.namespace, self.server.component, self.id, self.server.load, grace),
+            )
         try:
             await self.server.drain(grace)
         finally:

@@ -1,36 +1,54 @@
-"""When an instance that ended is started again: after a pause that doubles, and how often."""
+"""When an instance that ended is started again: after a pause that doubles, for ever."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, Literal, TypeAlias, get_args
 
-MAX_RESTARTS: Final = 5
-RESTART_WINDOW: Final = 60.0
+from dynbus.bus.errors import ConfigError
+
+OnCrash: TypeAlias = Literal["restart", "escalate"]
+"""What follows when an instance ends by itself: it is started again, or the whole run ends."""
+
+SETTLED_AFTER: Final = 60.0
 FIRST_PAUSE: Final = 0.2
-LONGEST_PAUSE: Final = 10.0
+LONGEST_PAUSE: Final = 30.0
 
 
 class RestartPolicy:
-    """Decides whether and when an instance that ended is started again, without clock or I/O."""
+    """Decides when an instance that ended is started again, without clock or I/O.
 
-    def __init__(self, limit: int = MAX_RESTARTS, window: float = RESTART_WINDOW) -> None:
-        self.limit = limit
-        self.window = window
-        self._ends: list[float] = []
+    Attributes:
+        crashes: how often it has ended in a row. One that was ready for `SETTLED_AFTER` seconds
+            begins anew.
+    """
+
+    def __init__(self) -> None:
+        self.crashes = 0
 
     def __repr__(self) -> str:
-        return f"<RestartPolicy [{len(self._ends)} of {self.limit} in {self.window:g} s]>"
+        return f"<RestartPolicy [{self.crashes} crashes]>"
 
-    def pause_after(self, now: float, jitter: float) -> float | None:
-        """Seconds to wait after an end; None when there were too many.
+    def pause_after(self, lived: float, jitter: float) -> float:
+        """Seconds to wait after an end.
 
         Args:
-            now: when it ended, in seconds of a monotonic clock.
-            jitter: from 0 to 1; the higher, the longer the pause.
+            lived: seconds for which it had been ready.
+            jitter: from 0 to 1; the higher, the longer the pause, by up to half of it.
         """
-        self._ends = [end for end in self._ends if now - end < self.window]
-        self._ends.append(now)
-        if len(self._ends) > self.limit:
-            return None
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (len(self._ends) - 1))
+        self.crashes = 1 if lived >= SETTLED_AFTER else self.crashes + 1
+        # The exponent is bounded: a float has an end.
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.crashes - 1, 32))
         return pause * (0.5 + jitter / 2)
+
+
+def check_on_crash(value: Any, source: str) -> OnCrash:
+    """Return `value` when it says what to do.
+
+    Raises:
+        ConfigError: it does not; the message begins with `source`.
+    """
+    choices: tuple[OnCrash, ...] = get_args(OnCrash)
+    for choice in choices:
+        if choice == value:
+            return choice
+    raise ConfigError(f"{source} = {value!r}: write {' or '.join(choices)}")

@@ -29,6 +29,7 @@ from .actor import Actor, address_of
 from .instance import STOP_TIMEOUT, ActorInstance, stop_all
 from .lifecycle import InstanceState
 from .loader import dependency_depth, dependents_first
+from .restart_policy import OnCrash
 from .runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ _OWN_FOLDERS: Final = tuple(
 
 
 class Assignment(NamedTuple):
-    """What one process serves of an actor class.
+    """What a run or one of its processes serves of an actor class.
 
     Attributes:
         instance_id: of its only worker, where it is known before; it must be random.
@@ -51,6 +52,7 @@ class Assignment(NamedTuple):
     arguments: Mapping[str, Any]
     workers: int
     instance_id: str = ""
+    on_crash: OnCrash = "restart"
 
 
 class Failure(NamedTuple):

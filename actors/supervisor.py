@@ -2,7 +2,8 @@
 
 Dependencies are started before what depends on them and drained after it. The first start
 decides: an actor that does not come up ends the run with its reason. An instance that ends
-later is started again, after a pause that doubles, until it has ended too often.
+later is started again, after a pause that doubles, for ever, while the others go on; one whose
+`on_crash` is `"escalate"` ends the run.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ class Supervisor:
         found: dict[str, str] = {}
         for child in self.children:
             if child.state is not ChildState.READY:
-                found[child.label] = child.state.value
+                why = f": {child.crash}" if child.crash else ""
+                found[child.label] = child.state.value + why
             elif child.problems:
                 found[child.label] = "; ".join(f"{k}: {v}" for k, v in child.problems.items())
         if self._asked.is_set():
@@ -171,14 +173,19 @@ class Supervisor:
                 return
             if child.failure is not None:
                 why = child.failure.message
-            pause = policy.pause_after(monotonic(), random.random())
-            if pause is None:
-                text = f"{child.label} ended {policy.limit + 1} times within "
-                text += f"{policy.window:g} s, the last time: {why}"
-                trace = child.failure.traceback if child.failure else ""
-                self._fail(Failure(exit_codes.GAVE_UP, text, trace))
+            trace = child.failure.traceback if child.failure is not None else ""
+            if child.on_crash == "escalate":
+                text = f"{child.label} ended: {why}; its on_crash is escalate"
+                self._fail(Failure(exit_codes.ESCALATED, text, trace))
                 return
-            logger.warning("%s ended: %s; it is started again in %.1f s", child.label, why, pause)
+            lived = 0.0 if child.ready_at is None else monotonic() - child.ready_at
+            pause = policy.pause_after(lived, random.random())
+            times = f" ({policy.crashes} times in a row)" if policy.crashes > 1 else ""
+            logger.warning(
+                "%s ended%s: %s; it is started again in %.1f s%s",
+                *(child.label, times, why, pause, f"\n{trace}" if trace else ""),
+            )
+            child.crash = why + times
             child.state = ChildState.RESTARTING
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
@@ -195,7 +202,7 @@ class Supervisor:
     def _fail(self, failure: Failure) -> None:
         if self.failure is None and not self._asked.is_set():
             self.failure = failure
-            if failure.code != exit_codes.GAVE_UP:
+            if failure.code != exit_codes.ESCALATED:
                 self._grace = min(self._grace, FAILED_GRACE)
         self._asked.set()
 

@@ -4,7 +4,8 @@ Parent and child talk as `child_messages.py` says over a socket pair, whose numb
 as FD. The end of the socket means that the parent is dead, however it died, and ends the child. A
 thread reads it, so that this holds also while a handler blocks the main loop.
 
-`Ctrl-C` in a terminal reaches every process of the run: the child leaves it to its parent.
+The child leads a session and so a process group of its own, with all that it starts. `group_guard`
+ends those when the child is gone, however it ended.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import queue
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -30,6 +32,7 @@ from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.logs import configure_logging
 
+from . import group_guard
 from .actor import check_startable
 from .child_messages import (
     ActorLoaded,
@@ -47,12 +50,17 @@ from .child_messages import (
 )
 from .configuration import Text
 from .instance import new_instance_id
+from .leaving import leave_within
 from .loader import resolve
 from .runtime import Runtime
 from .serving import Assignment, Ending, StartFailed, failure_of, problems_of, serve
 
+BLOCKED_SECONDS: Final = 3.0
+"""Seconds after which a start that blocks the loop is ended, once the end was asked for."""
 ORPHAN_SECONDS: Final = 2.0
 """Seconds after its parent's death within which a child has ended."""
+GUARD_PAUSE: Final = 0.5
+"""Seconds before a guard that ended is started again."""
 HEALTH_INTERVAL: Final = 0.5
 
 logger = logging.getLogger(__name__)
@@ -63,6 +71,7 @@ class Channel:
 
     Args:
         orphaned: called on the reading thread when the parent is gone.
+        end_asked: called on the reading thread before a word to end is delivered.
         metrics_asked: called on the reading thread, also while the loop is blocked.
     """
 
@@ -72,9 +81,11 @@ class Channel:
         *,
         orphaned: Callable[[], None],
         metrics_asked: Callable[[], None],
+        end_asked: Callable[[], None],
     ) -> None:
         self._connection = connection
         self._orphaned = orphaned
+        self._end_asked = end_asked
         self._metrics_asked = metrics_asked
         self._sending = threading.Lock()
         self._early: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -119,8 +130,10 @@ class Channel:
                     command = decoder.decode(line)
                     if isinstance(command, CollectMetrics):
                         self._metrics_asked()
-                    else:
-                        self._deliver(command)
+                        continue
+                    if isinstance(command, DrainInstance | StopInstance):
+                        self._end_asked()
+                    self._deliver(command)
         except OSError:
             pass  # a reset is an end as well
         self._orphaned()
@@ -135,16 +148,25 @@ class Worker:
 
     def __init__(self, connection: socket.socket, label: str) -> None:
         self._channel = Channel(
-            connection, orphaned=self._on_orphaned, metrics_asked=self._on_metrics_asked
+            connection,
+            orphaned=self._on_orphaned,
+            metrics_asked=self._on_metrics_asked,
+            end_asked=self._on_end_asked,
         )
         self._label = label
         self._instance_id = new_instance_id()
+        self._announced = False
+        self._shut_telemetry: Callable[[], object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: Ending | None = None
 
     def run(self) -> int:
-        """Serve until told to end; returns the exit code."""
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        """Serve until told to end; returns the exit code.
+
+        When it returns, the process is about to end, whatever goes on in it.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
         self._channel.open()
         load = self._channel.receive()
         if not isinstance(load, LoadActor):
@@ -157,7 +179,14 @@ class Worker:
         while not isinstance(self._channel.receive(), StartInstance):
             pass
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            return runner.run(self._serve(assignment, load))
+            code = exit_codes.FAILURE
+            try:
+                code = runner.run(self._serve(assignment, load))
+            finally:
+                if self._shut_telemetry is not None:
+                    self._shut_telemetry()
+                leave_within(code)
+        return code
 
     def _load(self, load: LoadActor) -> Assignment:
         from dynbus.bus import telemetry
@@ -172,16 +201,13 @@ class Worker:
         check_startable(actor)
         namespace, _, component = address.partition(".")
         if load.otlp_endpoint or load.metrics:
-            import atexit
-
-            shutdown = telemetry.configure(
+            self._shut_telemetry = telemetry.configure(
                 service_name=component,
                 service_namespace=namespace,
                 instance_id=self._instance_id,
                 otlp_endpoint=load.otlp_endpoint,
                 prometheus=load.metrics,
-            )
-            atexit.register(shutdown.shutdown)
+            ).shutdown
         else:
             telemetry.configure_from_environment(
                 service_name=component,
@@ -203,6 +229,7 @@ class Worker:
 
     async def _started(self, runtime: Runtime) -> None:
         (instance,) = runtime.instances.values()
+        self._announced = True
         self._channel.send(InstanceReady(instance.id))
         # On the lane: it goes on while a handler blocks this loop, and ends with the lane.
         runtime.bus.lane.call(self._watch_health, runtime)
@@ -229,6 +256,20 @@ class Worker:
         elif isinstance(command, StopInstance):
             self._ending.stop()
 
+    def _on_end_asked(self) -> None:
+        if not self._announced:
+            timer = threading.Timer(BLOCKED_SECONDS, self._leave_blocked_start)
+            timer.daemon = True
+            timer.start()
+
+    def _leave_blocked_start(self) -> None:
+        if self._ending is None or not self._ending.asked.is_set():
+            logger.error(
+                "the start of %s blocks its loop, which hears nothing: it is left behind",
+                self._label,
+            )
+            os._exit(exit_codes.OK)
+
     def _on_metrics_asked(self) -> None:
         # Neither on the loop, which may be blocked, nor here: this thread hears the parent's death.
         threading.Thread(target=self._send_metrics, name="dynbus-metrics", daemon=True).start()
@@ -248,7 +289,7 @@ class Worker:
         self._channel.send(InstanceFailed(*failure))
         return failure.code
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._loop is None or self._ending is None:
             os._exit(exit_codes.OK)
         self._loop.call_soon_threadsafe(self._ending.drain)
@@ -262,13 +303,38 @@ class Worker:
         os._exit(exit_codes.FAILURE)
 
 
+def guard_group(connection: socket.socket) -> None:
+    """Have a guard end this process's group when this process has ended.
+
+    It is a child of this process. Programs that end all their children before they end themselves
+    end it too, so it is started again.
+    """
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", group_guard.__file__]
+            + [str(os.getpid()), str(connection.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(connection.fileno(),),
+        )
+
+    def keep(guard: subprocess.Popen[bytes]) -> None:
+        while True:
+            code = guard.wait()
+            logger.debug("the guard of this process's group ended with %d", code)
+            time.sleep(GUARD_PAUSE)
+            guard = start()
+
+    # Before any code of a user's runs, and so before there is anything to guard.
+    threading.Thread(target=keep, args=(start(),), name="dynbus-guard", daemon=True).start()
+
+
 def main() -> None:
     """Run the child that the command line describes."""
-    # Ignored first: the parent started us with it blocked.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
+    if os.getpgrp() == os.getpid():
+        guard_group(connection)
     sys.exit(Worker(connection, sys.argv[2]).run())
 
 

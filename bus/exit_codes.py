@@ -12,7 +12,7 @@ USAGE: Final = 2
 CONFIG_ERROR: Final = 3
 NO_SERVER: Final = 4
 START_FAILED: Final = 5
-GAVE_UP: Final = 6
+ESCALATED: Final = 6
 INTERRUPTED: Final = 130
 READER_GONE: Final = 141
 TERMINATED: Final = 143
@@ -45,7 +45,8 @@ GENERAL: Final = (
 
 RUN: Final = (
     "Exit codes: 0 stopped after a drain, 1 failure, 2 wrong usage, 3 wrong configuration, "
-    "4 no server, 5 an actor did not start, 6 an instance ended too often, 130 stopped at once."
+    "4 no server, 5 an actor did not start, 6 an instance whose on_crash is escalate ended, "
+    "130 stopped at once."
 )
 
 CALL: Final = (

@@ -22,9 +22,9 @@ class Interrupts:
     """Hears SIGINT and SIGTERM: the first calls `drain`, the second `stop`, both on the loop.
 
     After the second the process ends `within` that many seconds, even when its loop is blocked.
-    At the first it says that calls have `grace` seconds to finish, if that is given.
 
     Args:
+        told: whether the first is answered with a line in the log.
         stop: does what `drain` does too; `stop_when_closed` calls it alone.
     """
 
@@ -34,10 +34,10 @@ class Interrupts:
         stop: Callable[[], None],
         *,
         within: float,
-        grace: float | None = None,
+        told: bool = False,
     ) -> None:
         self._within = within
-        self._grace = grace
+        self._told = told
         self._drain = drain
         self._stop = stop
         self._steps = deque([self._begin_drain, self._stop])
@@ -80,8 +80,6 @@ class Interrupts:
 
     def _begin_drain(self) -> None:
         self._drain()
-        if self._grace is not None:
-            logger.info(
-                "draining: running calls have %g s to finish; Ctrl-C again stops at once",
-                self._grace,
-            )
+        if self._told:
+            # How many calls run, and how long they have, is for the instances to say.
+            logger.info("draining: no more calls are taken; Ctrl-C again stops at once")

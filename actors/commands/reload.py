@@ -85,9 +85,7 @@ class _Reloader:
 
     async def run(self) -> int:
         config = load_bus_config(self._options, os.environ)
-        with Interrupts(
-            self._forward, self._forward, within=LEAVE_SECONDS, grace=config.drain_grace
-        ):
+        with Interrupts(self._forward, self._forward, within=LEAVE_SECONDS, told=True):
             # Held here, so that it stays while the inner run comes and goes.
             async with embedded_if_local(config, fresh=self._options.fresh):
                 return await self._repeat()

@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from dynbus.actors.child import WorkerSettings
-from dynbus.actors.instance import STOP_TIMEOUT
+from dynbus.actors.leaving import leave_within, running_threads
 from dynbus.actors.serving import (
     Ending,
     Failure,
@@ -103,7 +101,7 @@ async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | N
             supervisor.drain,
             supervisor.stop,
             within=CHILDREN_SECONDS,
-            grace=_told_grace(plan, options),
+            told=_is_told(options),
         )
         stack.enter_context(interrupts)
         if options.parent_fd is not None:
@@ -132,23 +130,18 @@ async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | N
 
 
 def _in_process(plan: Plan, options: RunOptions) -> tuple[Failure | None, int]:
+    before = {*running_threads()}
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         failure, code = runner.run(_run_in_process(plan, options))
-        # Closing the loop waits for every task, also for one that swallows its cancellation.
-        watchdog = threading.Timer(STOP_TIMEOUT, _leave_behind, (failure, code))
-        watchdog.daemon = True
-        watchdog.start()
-    watchdog.cancel()
+
+        def say() -> None:
+            if failure is not None:
+                _print_failure(failure)
+
+        leaving = leave_within(code, say=say)
+    if set(running_threads()) <= before:
+        leaving.cancel()
     return failure, code
-
-
-def _leave_behind(failure: Failure | None, code: int) -> None:
-    """End the process although user code goes on in it."""
-    logger.error("tasks or threads of the actors go on after the run: they are left behind")
-    if failure is not None:
-        _print_failure(failure)
-    sys.stdout.flush()
-    os._exit(code)
 
 
 async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | None, int]:
@@ -159,7 +152,7 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
             ending.drain,
             ending.stop,
             within=AT_ONCE_SECONDS,
-            grace=_told_grace(plan, options),
+            told=_is_told(options),
         )
         stack.enter_context(interrupts)
         if options.parent_fd is not None:
@@ -195,9 +188,9 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
     return None, exit_codes.INTERRUPTED if ending.at_once.is_set() else exit_codes.OK
 
 
-def _told_grace(plan: Plan, options: RunOptions) -> float | None:
+def _is_told(options: RunOptions) -> bool:
     # The process that reloads knows why it ends this one, and tells it.
-    return plan.config.drain_grace if options.parent_fd is None else None
+    return options.parent_fd is None
 
 
 def _health(

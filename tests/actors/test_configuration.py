@@ -176,11 +176,13 @@ INTEGER = "Input should be a valid integer, unable to parse string as an integer
         ),
         (
             {"file": {"Splitter": {"ServiceArgs": {"gpus": 2}}}},
-            "config.yaml: Splitter.ServiceArgs.gpus does not exist; there is: ServiceArgs.workers",
+            "config.yaml: Splitter.ServiceArgs.gpus does not exist; there are: ServiceArgs.workers "
+            "and ServiceArgs.on_crash",
         ),
         (
             {"options": (option("ServiceArgs.gpus", "2"),)},
-            "--Splitter.ServiceArgs.gpus does not exist; there is: ServiceArgs.workers",
+            "--Splitter.ServiceArgs.gpus does not exist; there are: ServiceArgs.workers "
+            "and ServiceArgs.on_crash",
         ),
         (
             {"options": (option("workers", "-1"),)},
@@ -270,6 +272,41 @@ def test_a_variable_of_nearly_an_actor_of_the_run_is_warned_about() -> None:
         "(did you mean Splitter?)"
         for name in ("splitter", "Spliter")
     ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"file": {"Splitter": {"ServiceArgs": {"on_crash": "escalate"}}}},
+        {"environment": {"DYNBUS_Splitter__ServiceArgs__on_crash": "escalate"}},
+        {"options": (option("ServiceArgs.on_crash", "escalate"),)},
+    ],
+)
+def test_what_follows_a_crash_may_come_from_every_place(source: dict[str, Any]) -> None:
+    assert settings(**source) == ActorSettings({}, 1, "escalate")
+
+
+def test_what_follows_a_crash_is_what_the_class_says_unless_it_is_given() -> None:
+    class Fragile(Actor, namespace="demo", on_crash="escalate"): ...
+
+    class Mended(Fragile, on_crash="restart"): ...
+
+    given = settings(Fragile, options=(option("ServiceArgs.on_crash", "restart", "Fragile"),))
+
+    assert [settings(each).on_crash for each in (Fragile, Mended)] == ["escalate", "restart"]
+    assert given.on_crash == "restart"
+
+
+def test_what_cannot_follow_a_crash_is_refused_with_what_can() -> None:
+    with pytest.raises(ConfigError) as by_option:
+        settings(options=(option("ServiceArgs.on_crash", "stop"),))
+    with pytest.raises(ConfigError) as by_class:
+        type("Odd", (Actor,), {}, namespace="demo", on_crash="stop")
+
+    assert str(by_option.value) == (
+        "--Splitter.ServiceArgs.on_crash = 'stop': write restart or escalate"
+    )
+    assert str(by_class.value) == "Odd: on_crash = 'stop': write restart or escalate"
 
 
 def test_defaults_are_those_of_the_constructor() -> None:

@@ -138,6 +138,8 @@ def test_where_nobody_listens_is_passed_over_without_counting_while_there_are_ot
 
     assert decisions == [RetryNow(counted=False)] * 100
     assert last == GiveUp()
+
+
 @pytest.mark.parametrize(
     ("error", "unreachable"),
     [(Unavailable("gone", started=False), True), (Draining("going", started=False), False)],

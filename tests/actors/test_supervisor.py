@@ -7,6 +7,7 @@ import errno
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dynbus.actors.configuration import Text
 from dynbus.actors.handlers import handler
 from dynbus.actors.instance import CANCEL_TIMEOUT, STOP_TIMEOUT
 from dynbus.actors.loader import resolve
-from dynbus.actors.restart_policy import RestartPolicy
+from dynbus.actors.restart_policy import OnCrash
 from dynbus.actors.serving import Assignment
 from dynbus.actors.supervisor import Supervisor
 from dynbus.bus import exit_codes
@@ -81,14 +82,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def supervise(
-    server: RunningServer, folder: Path, *names: str, limit: int = 5, **arguments: Any
+    server: RunningServer,
+    folder: Path,
+    *names: str,
+    on_crash: OnCrash = "restart",
+    **arguments: Any,
 ) -> Supervisor:
     given = {"folder": str(folder), **arguments}
     return Supervisor(
-        [Assignment(resolve(f"supervised_actors:{name}"), given, 1) for name in names],
+        [Assignment(resolve(f"supervised_actors:{name}"), given, 1, on_crash) for name in names],
         WorkerSettings({"servers": server.url, "stall_limit": 0.5}, "json", "warning"),
         drain_grace=5.0,
-        policy=lambda: RestartPolicy(limit),
     )
 
 
@@ -217,10 +221,10 @@ async def test_text_of_the_command_line_is_read_as_its_type_in_the_child(
 
 
 @pytest.mark.anyio
-async def test_a_child_that_ended_too_often_ends_the_run_with_the_reason(
+async def test_a_child_whose_end_escalates_ends_the_run_with_the_reason(
     nats_server: RunningServer, folder: Path
 ) -> None:
-    supervisor = supervise(nats_server, folder, "Below", limit=0)
+    supervisor = supervise(nats_server, folder, "Below", on_crash="escalate")
     (child,) = supervisor.children
 
     async with running(supervisor) as task:
@@ -230,10 +234,10 @@ async def test_a_child_that_ended_too_often_ends_the_run_with_the_reason(
         psutil.Process(child.pid).kill()
         code = await task
 
-    assert code == exit_codes.GAVE_UP
+    assert code == exit_codes.ESCALATED
     assert supervisor.failure is not None
     assert supervisor.failure.message == (
-        "supervised.Below/1 ended 1 times within 60 s, the last time: killed by SIGKILL"
+        "supervised.Below/1 ended: killed by SIGKILL; its on_crash is escalate"
     )
 
 
@@ -397,6 +401,49 @@ def test_a_class_that_another_process_cannot_find_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="use --in-process"):
         Supervisor([Assignment(Local, {}, 1)], WorkerSettings({}), drain_grace=1.0)
+
+
+class CrashingChild(Child):
+    """A child without a process that crashes as soon as it is ready, `times` times."""
+
+    times = 12
+    started: list[float]
+
+    async def run(self, spawning: asyncio.Lock, loaded: Any) -> int:
+        self.started = [*getattr(self, "started", []), monotonic()]
+        self.state, self.ready_at = ChildState.READY, monotonic()
+        self.has_been_ready.set()
+        if len(self.started) <= self.times:
+            return -11
+        await asyncio.Event().wait()
+        return 0
+
+
+def test_a_child_that_keeps_crashing_is_started_for_ever_and_named_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervising, "Child", CrashingChild)
+
+    async def story() -> tuple[CrashingChild, dict[str, str], int]:
+        assignments = [Assignment(Alone, {}, 1)]
+        supervisor = Supervisor(assignments, WorkerSettings({}), drain_grace=0.0)
+        (child,) = supervisor.children
+        assert isinstance(child, CrashingChild)
+        task = asyncio.create_task(supervisor.run())
+        await until(lambda: child.state is ChildState.RESTARTING and len(child.started) == 12)
+        problems = supervisor.problems()
+        await until(lambda: len(child.started) == 13)
+        supervisor.stop()
+        return child, problems, await task
+
+    child, problems, code = run(story())
+
+    pauses = [later - former for former, later in pairwise(child.started)]
+    assert pauses[0] <= 0.25
+    assert all(15.0 <= pause <= 30.1 for pause in pauses[8:])
+    assert problems == {"supervised.Alone/1": "restarting: killed by SIGSEGV (12 times in a row)"}
+    assert "supervised.Alone/1 ended (12 times in a row): killed by SIGSEGV; it is" in caplog.text
+    assert code == exit_codes.INTERRUPTED
 
 
 class LastingChild(Child):

@@ -52,8 +52,12 @@ class Parent:
         self.connection = connection
         self.orphaned = threading.Event()
         self.metrics_asked = threading.Event()
+        self.end_asked = threading.Event()
         self.channel = Channel(
-            childs, orphaned=self.orphaned.set, metrics_asked=self.metrics_asked.set
+            childs,
+            orphaned=self.orphaned.set,
+            metrics_asked=self.metrics_asked.set,
+            end_asked=self.end_asked.set,
         )
 
     def say(self, *commands: Command) -> None:

@@ -267,6 +267,65 @@ def test_ctrl_c_while_starting_ends_the_run_tidily(folder: Folder) -> None:
     assert folder.processes() == []
 
 
+LOADS = """
+import asyncio, time
+from pathlib import Path
+from dynbus import Actor, handler
+
+class Loads(Actor, namespace="demo"):
+    async def on_start(self) -> None:
+        Path("loading").touch()
+        {load}
+
+    @handler
+    async def call(self) -> str:
+        return ""
+"""
+
+
+@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_load_in_a_thread_is_left_behind_and_that_is_said(
+    number: signal.Signals, mode: tuple[str, ...], folder: Folder
+) -> None:
+    (folder.path / "loads.py").write_text(
+        LOADS.format(load="await asyncio.to_thread(time.sleep, 400)")
+    )
+    run = folder.start("loads.py", *mode)
+    folder.wait_for_file("loading")
+
+    os.killpg(run.pid, number)
+
+    assert run.wait(8.0) == 0
+    assert "what runs in a thread cannot be cancelled: it is left behind" in folder.output()
+    assert "calls that run" not in folder.output()
+    assert "running calls" not in folder.output()
+    assert folder.processes() == []
+
+
+def test_a_start_that_blocks_its_loop_is_left_behind_and_that_is_said(folder: Folder) -> None:
+    (folder.path / "loads.py").write_text(LOADS.format(load="time.sleep(400)"))
+    run = folder.start("loads.py")
+    folder.wait_for_file("loading")
+
+    os.killpg(run.pid, signal.SIGTERM)
+
+    assert run.wait(10.0) == 0
+    assert "the start of demo.Loads/1 blocks its loop" in folder.output()
+    assert folder.processes() == []
+
+
+def test_a_thread_that_outlives_its_instance_does_not_keep_the_process(folder: Folder) -> None:
+    thread = "import threading; threading.Thread(target=time.sleep, args=(400,)).start()"
+    (folder.path / "loads.py").write_text(LOADS.format(load=thread))
+    run = folder.start_ready("loads.py", "--in-process")
+
+    os.killpg(run.pid, signal.SIGTERM)
+
+    assert run.wait(8.0) == 0
+    assert "what runs in a thread cannot be cancelled" in folder.output()
+
+
 # Restarting --------------------------------------------------------------------------------
 
 
@@ -282,25 +341,47 @@ def test_an_instance_that_is_killed_is_started_again(folder: Folder) -> None:
     assert "demo.Slow/1 ended: killed by SIGKILL; it is started again in" in folder.output()
 
 
-def test_an_instance_that_keeps_dying_ends_the_run(folder: Folder) -> None:
-    dies = ACTORS.replace(
-        "async def on_stop(self) -> None:",
-        """async def on_start(self) -> None:
+DIES_AGAIN = ACTORS.replace(
+    "async def on_stop(self) -> None:",
+    """async def on_start(self) -> None:
         if Path("once").exists():
             raise RuntimeError("the disk is full")
         Path("once").touch()
 
     async def on_stop(self) -> None:""",
+)
+
+
+def test_an_instance_that_keeps_dying_is_named_and_the_others_go_on(folder: Folder) -> None:
+    (folder.path / "dies.py").write_text(DIES_AGAIN)
+    port = free_port()
+    run = folder.start_ready(
+        *("dies.py:Slow", "dies.py:Splitter", "--health", f"127.0.0.1:{port}"), instances=2
     )
-    (folder.path / "dies.py").write_text(dies)
-    run = folder.start_ready("dies.py:Slow")
+    folder.wait_for(lambda: health(port, "/ready")[0] == 200)
+    (slow,) = [each for each in folder.workers() if "demo.Slow/1" in each.cmdline()]
+
+    slow.kill()
+
+    folder.wait_for(lambda: "demo.Slow/1 ended (6 times in a row): " in folder.output(), 60.0)
+    status, body = health(port, "/ready")
+    assert (status, list(body["problems"])) == (503, ["demo.Slow/1"])
+    assert "RuntimeError: the disk is full" in body["problems"]["demo.Slow/1"]
+    assert health(port, "/live")[0] == 200
+    assert folder.dynbus("call", "demo.Splitter.split", '"a"').stdout == '"a"\n'
+    (folder.path / "once").unlink()
+    folder.wait_for(lambda: health(port, "/ready")[0] == 200, 30.0)
+    assert run.poll() is None
+
+
+def test_an_instance_whose_end_escalates_ends_the_run(folder: Folder) -> None:
+    run = folder.start_ready("actors.py:Slow", "--Slow.ServiceArgs.on_crash=escalate")
 
     folder.workers()[0].kill()
 
-    assert run.wait(40) == 6
+    assert run.wait(20) == 6
     last = folder.output().splitlines()[-1]
-    assert last.startswith("dynbus: demo.Slow/1 ended 6 times within 60 s, the last time: ")
-    assert last.endswith("RuntimeError: the disk is full")
+    assert last == "dynbus: demo.Slow/1 ended: killed by SIGKILL; its on_crash is escalate"
 
 
 # Reloading ---------------------------------------------------------------------------------

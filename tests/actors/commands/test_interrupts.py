@@ -12,11 +12,11 @@ import pytest
 from dynbus.actors.commands.interrupts import Interrupts
 
 
-async def heard(*numbers: signal.Signals, grace: float | None = None) -> list[str]:
+async def heard(*numbers: signal.Signals, told: bool = False) -> list[str]:
     """What the signals call, each sent to this process."""
     calls: list[str] = []
     interrupts = Interrupts(
-        lambda: calls.append("drain"), lambda: calls.append("stop"), within=60.0, grace=grace
+        lambda: calls.append("drain"), lambda: calls.append("stop"), within=60.0, told=told
     )
     with interrupts:
         for number in numbers:
@@ -45,16 +45,14 @@ def no_watchdog(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.anyio
-async def test_the_first_signal_drains_and_says_how_long(
+async def test_the_first_signal_drains_and_says_so(
     number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="dynbus")
 
-    assert await heard(number, grace=7.0) == ["drain"]
+    assert await heard(number, told=True) == ["drain"]
 
-    assert caplog.messages == [
-        "draining: running calls have 7 s to finish; Ctrl-C again stops at once"
-    ]
+    assert caplog.messages == ["draining: no more calls are taken; Ctrl-C again stops at once"]
 
 
 @pytest.mark.anyio
@@ -84,7 +82,7 @@ async def test_the_end_of_the_owner_stops_at_once_and_is_said(
     stopped = asyncio.Event()
     ours, theirs = os.pipe()
 
-    with Interrupts(lambda: calls.append("drain"), stopped.set, within=60.0, grace=7.0) as heard:
+    with Interrupts(lambda: calls.append("drain"), stopped.set, within=60.0, told=True) as heard:
         heard.stop_when_closed(ours)
         os.close(theirs)
         async with asyncio.timeout(5.0):

@@ -21,7 +21,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[RunOptions]:
 
     def execute(options: RunOptions) -> int:
         seen.append(options)
-        return exit_codes.GAVE_UP
+        return exit_codes.ESCALATED
 
     monkeypatch.setattr(running, "execute", execute)
     return seen
@@ -35,7 +35,7 @@ def test_without_options_everything_has_its_default(given: list[RunOptions]) -> 
     result = invoke("actors.py")
 
     (options,) = given
-    assert result.exit_code == exit_codes.GAVE_UP
+    assert result.exit_code == exit_codes.ESCALATED
     assert options == RunOptions(
         targets=("actors.py",),
         config_file=None,

@@ -14,7 +14,6 @@ from typing import Any, cast
 import pytest
 
 from dynbus.actors.commands import running
-from dynbus.actors.commands.plan import Plan
 from dynbus.actors.commands.running import (
     _can_expose as can_expose,  # pyright: ignore[reportPrivateUsage]
 )
@@ -25,12 +24,12 @@ from dynbus.actors.commands.running import (
     _in_process as in_process,  # pyright: ignore[reportPrivateUsage]
 )
 from dynbus.actors.commands.running import (
-    _told_grace as told_grace,  # pyright: ignore[reportPrivateUsage]
+    _is_told as is_told,  # pyright: ignore[reportPrivateUsage]
 )
 from dynbus.actors.commands.running import execute
+from dynbus.actors.leaving import leave_within
 from dynbus.actors.serving import Failure
 from dynbus.bus import exit_codes
-from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats.server_process import RunningServer
 
@@ -100,7 +99,7 @@ def test_a_task_that_swallows_its_cancellation_keeps_no_process_that_has_run(
         let_go[0]()
 
     monkeypatch.setattr(running, "_run_in_process", run)
-    monkeypatch.setattr(running, "STOP_TIMEOUT", 0.2)
+    monkeypatch.setattr(running, "leave_within", partial(leave_within, seconds=0.2))
     monkeypatch.setattr(os, "_exit", leave)
 
     in_process(cast("Any", None), run_options())
@@ -182,13 +181,11 @@ def test_a_health_port_that_is_taken_ends_the_run_with_one_line_and_the_remedy(
     assert line.endswith("give another port, or port 0 for any free one")
 
 
-@pytest.mark.parametrize(("parent_fd", "told"), [(None, 7.0), (3, None)])
-def test_a_run_that_is_reloaded_leaves_it_to_its_parent_to_say_how_long_calls_have(
-    parent_fd: int | None, told: float | None
+@pytest.mark.parametrize(("parent_fd", "told"), [(None, True), (3, False)])
+def test_a_run_that_is_reloaded_leaves_it_to_its_parent_to_say_that_it_ends(
+    parent_fd: int | None, told: bool
 ) -> None:
-    plan = Plan([], {}, BusConfig(drain_grace=7.0), [])
-
-    assert told_grace(plan, run_options(parent_fd=parent_fd)) == told
+    assert is_told(run_options(parent_fd=parent_fd)) == told
 
 
 def test_the_log_of_a_server_that_does_not_start_is_shown_below_the_reason(
