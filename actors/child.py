@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -179,7 +180,7 @@ class Child:
         The next process may need the memory that it holds.
         """
         deadline = monotonic() + GROUP_SECONDS
-        while _group_exists(pid):
+        while _group_lives(pid):
             if monotonic() > deadline:
                 logger.error(
                     "processes that %s (process %d) started go on after it", self.label, pid
@@ -234,8 +235,8 @@ async def _spawn(fd: int, label: str) -> asyncio.subprocess.Process:
     )
 
 
-def _group_exists(leader: int) -> bool:
-    """Whether a process is left in the group of a worker that has ended.
+def _group_lives(leader: int) -> bool:
+    """Whether a process lives in the group of a worker that has ended.
 
     It is only asked, never signalled: its number may be that of others by now.
     """
@@ -246,7 +247,17 @@ def _group_exists(leader: int) -> bool:
         os.killpg(leader, 0)
     except (ProcessLookupError, PermissionError):
         return False
-    return True
+    # The dead count as well until their new parent has asked for them, which may take seconds.
+    statuses = list(Path("/proc").glob("[0-9]*/stat"))
+    return not statuses or any(_is_alive_in(leader, status) for status in statuses)
+
+
+def _is_alive_in(group: int, status: Path) -> bool:
+    try:
+        state, _, of_group, *_ = status.read_text().rpartition(")")[2].split()
+    except OSError:
+        return False  # it has ended meanwhile
+    return of_group == str(group) and state not in ("Z", "X")
 
 
 def _load_command(assignment: Assignment, settings: WorkerSettings) -> LoadActor:

@@ -196,6 +196,7 @@ class LeaseKeeper:
         self._repair = StreamRepair(jetstream, INSTANCES_STREAM.name, self._remake_bucket)
         self._now = asyncio.Event()
         self._paused = False
+        self._is_connected = True
         self._task: asyncio.Task[None] | None = None
 
     async def check_free(self) -> None:
@@ -252,6 +253,7 @@ class LeaseKeeper:
 
     def connection_changed(self, state: ConnectionState) -> None:
         """Renew at once after a reconnect: the record may be about to expire, or be gone."""
+        self._is_connected = state is ConnectionState.CONNECTED
         if state is ConnectionState.CONNECTED:
             self._now.set()
 
@@ -277,6 +279,8 @@ class LeaseKeeper:
         if not self.lease.written or self.lease.state in (LeaseState.CONFLICT, LeaseState.ENDED):
             return
         try:
+            if not self._is_connected:
+                raise Unavailable("there is no connection")
             await self._delete()
         except NoStream:
             # Everything in the bucket went with it.

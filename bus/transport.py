@@ -56,7 +56,8 @@ class Subscription(Protocol):
     async def drain(self, *, timeout: float = 5.0) -> None:
         """Have the server send no more, and stop delivery after what was on its way.
 
-        With a server out of reach nothing can be on its way after `timeout` seconds.
+        While disconnected nothing is on its way; with a server that does not answer, nothing can be
+        after `timeout` seconds.
         """
         ...
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from dynbus.bus.errors import Unavailable
-from dynbus.bus.transport import Callback, Message
+from dynbus.bus.transport import Callback, ConnectionState, Message
 
 if TYPE_CHECKING:
     from .connection import MemoryConnection
@@ -40,8 +40,9 @@ class MemorySubscription:
     async def drain(self, *, timeout: float = 5.0) -> None:
         if self.active:
             self.connection.remove(self)
-            with suppress(Unavailable):
-                await self.connection.barrier(timeout=timeout)
+            if self.connection.state is ConnectionState.CONNECTED:
+                with suppress(Unavailable):
+                    await self.connection.barrier(timeout=timeout)
             self.active = False
 
     def receive(self, message: Message) -> None:

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.transport import Callback
+from dynbus.bus.transport import Callback, ConnectionState
 
 if TYPE_CHECKING:
     from .connection import NatsConnection
@@ -47,9 +47,11 @@ class NatsSubscription:
     async def drain(self, *, timeout: float = 5.0) -> None:
         self.ending = True
         self._connection.stop_delivery(self.number)
-        try:
-            # What the server sent before it read this comes before its answer to a ping.
-            await self._connection.barrier(timeout=timeout)
-        except DynbusError as error:
-            logger.debug("%s: not drained: %s", self.subject, error)
+        # Without a session nothing is on its way, and the next one does not ask for this.
+        if self._connection.state is ConnectionState.CONNECTED:
+            try:
+                # What the server sent before it read this comes before its answer to a ping.
+                await self._connection.barrier(timeout=timeout)
+            except DynbusError as error:
+                logger.debug("%s: not drained: %s", self.subject, error)
         self._connection.remove(self.number)

@@ -160,7 +160,8 @@ class InstanceServer:
             # What is on its way to us is refused, not lost: its callers try elsewhere at once.
             await _drain_all((*self._queue_subscriptions, *self._subscriptions))
             self._outbox.flush()
-            await self.bus.data.barrier(timeout=1.0)
+            if self.bus.data.state is ConnectionState.CONNECTED:
+                await self.bus.data.barrier(timeout=1.0)
         except DynbusError as error:
             logger.warning("%r: the server did not confirm its stop: %s", self, error)
         finally:

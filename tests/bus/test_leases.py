@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.leases import (
     INSTANCES_STREAM,
@@ -18,7 +19,7 @@ from dynbus.bus.leases import (
     record_subject,
 )
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.transport import StoredMessage, StreamConfig
+from dynbus.bus.transport import ConnectionState, StoredMessage, StreamConfig
 from dynbus.bus.wire import InstanceRecord, encode_record
 from dynbus.testing import run
 
@@ -268,6 +269,17 @@ def test_a_lease_stays_held_while_the_servers_elect_a_leader() -> None:
     states, revision = run(story())
     assert states == [LeaseState.HELD, LeaseState.ENDED]
     assert revision > 1
+def test_an_end_without_a_connection_waits_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> tuple[LeaseState, float]:
+        keeper = LeaseKeeper((await MemoryBus().connect()).jetstream, RECORD, 9.0)
+        await keeper.announce()
+        keeper.connection_changed(ConnectionState.DISCONNECTED)
+        begun = monotonic()
+        await keeper.end()
+        return keeper.lease.state, monotonic() - begun
+
+    assert run(story()) == (LeaseState.ENDED, 0.0)
+    assert caplog.messages == [f"the record of {SUBJECT} expires by itself: there is no connection"]
 
 
 async def cancelled_while_writing(bus: MemoryBus, fault: str) -> StoredMessage | None:

@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from dynbus.bus.nats.server_process import free_port
+from dynbus.bus.nats.server_process import RunningServer, free_port
 
 from .project import ACTORS, Folder, project_folder
 
@@ -265,6 +265,36 @@ def test_ctrl_c_while_starting_ends_the_run_tidily(folder: Folder) -> None:
 
     assert run.wait(10) == 0
     assert folder.processes() == []
+
+
+@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+def test_an_idle_application_whose_broker_is_gone_ends_within_seconds_over_all_its_levels(
+    mode: tuple[str, ...], folder: Folder, own_server: RunningServer
+) -> None:
+    (folder.path / "levels.py").write_text(
+        ACTORS
+        + """
+class Highest(Actor, namespace="demo"):
+    shouter = depends(Shouter)
+
+    @handler
+    async def call(self) -> str:
+        return ""
+"""
+    )
+    run = folder.start_ready(
+        *("levels.py:Highest", "--nats", own_server.url, "--log-format", "json", *mode), instances=3
+    )
+    connections = 2 if mode else 6
+
+    own_server.kill()
+    folder.wait_for(lambda: folder.output().count("the server closed") == connections)
+    begun = time.monotonic()
+    os.killpg(run.pid, signal.SIGTERM)
+
+    assert run.wait(20.0) == 0
+    assert time.monotonic() - begun < 5.0
+    assert folder.output().count("is stopped") == 3
 
 
 LOADS = """

@@ -9,7 +9,7 @@ import pytest
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.subscription import NatsSubscription
-from dynbus.bus.transport import Message
+from dynbus.bus.transport import ConnectionState, Message
 
 
 def ignore(message: Message) -> None:
@@ -19,7 +19,8 @@ def ignore(message: Message) -> None:
 class UnreachableConnection:
     """Notes what a subscription asks of its connection, whose server never answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: ConnectionState = ConnectionState.CONNECTED) -> None:
+        self.state = state
         self.asked: list[str] = []
 
     def stop_delivery(self, number: int) -> None:
@@ -54,3 +55,14 @@ async def test_a_drain_ends_the_subscription_also_when_the_server_does_not_answe
 
     assert subscription.ending
     assert connection.asked == ["stop 7", "barrier", "remove 7"]
+
+
+@pytest.mark.anyio
+async def test_a_drain_while_disconnected_waits_for_nothing() -> None:
+    connection = UnreachableConnection(ConnectionState.DISCONNECTED)
+    subscription = subscription_of(connection)
+
+    await subscription.drain()
+
+    assert subscription.ending
+    assert connection.asked == ["stop 7", "remove 7"]
