@@ -18,7 +18,6 @@ from xxhash import xxh3_64_intdigest
 from .messages import Quarantined, QuarantineReason, is_list, is_map
 
 _HEXADECIMAL: Final = re.compile(r"[0-9a-fA-F]{16,}")
-_DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +79,8 @@ def _take_salt(keys: list[Any]) -> tuple[str | None, list[Any]]:
     for at in reversed(range(len(keys))):
         key = keys[at]
         salt = key.get("salt") if _names(key, "cache_salt") else key
-        # Before offsets were listed, a bare digest was an image.
-        if isinstance(salt, str) and (salt is not key or not _DIGEST.fullmatch(salt)):
+        # Whatever it looks like: a salt may well be a digest, and images come with offsets.
+        if isinstance(salt, str):
             return salt, keys[:at] + keys[at + 1 :]
     return None, keys
 

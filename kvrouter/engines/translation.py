@@ -1,8 +1,9 @@
 """From what one rank of an engine says to our events, one event at a time.
 
 Token ids become block hashes and are dropped. What is remembered of each block that the rank
-holds is what later events leave out: the salt of its sequence, and its hash when it is stored
-once more in a lower tier without its tokens.
+holds is what later events leave out: the salt of its sequence, its hash when it is stored once
+more in a lower tier without its tokens, and how often each tier has it. Engines do not share
+equal blocks: one that was computed twice is stored twice under one hash, and removed twice.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ _MEDIA: Final[Mapping[str, Tier]] = {
 _PREFIX_KINDS: Final = frozenset({"full", "full_attention", "mla_attention", "sink_full_attention"})
 _NO_KINDS: Final = frozenset({"", "unknown"})
 
+_COPY_BITS: Final = 32
+_COPIES: Final = (1 << _COPY_BITS) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class BlockSizeMismatch:
@@ -57,10 +61,18 @@ class BlockSizeMismatch:
 
 @dataclass(slots=True)
 class _Block:
+    """What is remembered of a block.
+
+    Attributes:
+        copies: how often each tier has it, in `_COPY_BITS` for each, the nearest tier lowest.
+        is_young: it came since `report_hits`.
+    """
+
     block_hash: int
     parent: int | None
     salt: str | None
-    tiers: int
+    copies: int
+    is_young: bool
 
 
 class Translation:
@@ -73,7 +85,11 @@ class Translation:
     Attributes:
         mismatch: set by the first blocks of another size; nothing is translated from then on.
         filtered: events of KV-cache groups that tell nothing of a prefix, by their kind.
-        unknown_parents, incomplete_blocks, unknown_media: how many there were.
+        unknown_parents: stored events that were left out, since nobody can say which prefix they
+            go on.
+        incomplete_blocks, unknown_media: how many there were.
+        turned_over: a block that came since `report_hits` was evicted. Engines evict what was
+            used the longest ago, so that what came before and was not used since is gone.
     """
 
     def __init__(
@@ -91,7 +107,10 @@ class Translation:
         self._blocks: dict[int, _Block] = {}
         self._prefix_group: int | None = None
         self._other_groups: dict[int, str] = {}
+        self._nameless_groups: set[int] = set()
         self._size_seen = False
+        self._reports_hits = False
+        self.turned_over = False
         self.mismatch: BlockSizeMismatch | None = None
         self.filtered: Counter[str] = Counter()
         self.unknown_parents = 0
@@ -108,11 +127,27 @@ class Translation:
         """Whether all groups that were seen are of kinds that tell nothing of a prefix."""
         return bool(self.filtered) and not self._size_seen
 
+    @property
+    def unmodelled(self) -> str:
+        """Which groups bound what can be reused besides the one that counts; empty for none."""
+        if self.filtered and self._size_seen:
+            return ", ".join(sorted(self.filtered))
+        if len(self._nameless_groups) > 1:
+            return f"{len(self._nameless_groups)} groups without a kind"
+        return ""
+
     def forget(self) -> None:
         """Begin anew: the engine did, or it is not known any longer what it holds."""
         self._blocks.clear()
-        self._size_seen = False
+        self._size_seen = self._reports_hits = self.turned_over = False
         self.mismatch = None
+
+    def report_hits(self) -> None:
+        """From now on the engine also reports blocks that it reuses, from the first of a sequence
+        on. What it holds already counts no further copy in such an event."""
+        if not self._reports_hits:
+            self._reports_hits = True
+            self.turned_over = False
 
     def translate(self, event: EngineEvent) -> list[KvEvent]:
         """Our events that say what the engine's does; none for one that is filtered.
@@ -124,6 +159,7 @@ class Translation:
             return []
         if isinstance(event, EngineCleared):
             self._blocks.clear()
+            self._reports_hits = self.turned_over = False
             return [AllBlocksCleared()]
         if self._is_other_group(event):
             return []
@@ -150,18 +186,26 @@ class Translation:
             kind = "sliding_window"
         if kind in _NO_KINDS:
             # Removals name their group only: the kind is that of what was stored there.
-            kind = "" if event.group is None else self._other_groups.get(event.group, "")
+            kind = "" if event.group is None else self._kind_of(event.group)
         elif kind in _PREFIX_KINDS:
             if event.group is not None and self._prefix_group is None:
                 self._prefix_group = event.group
             if event.group == self._prefix_group or event.group is None:
                 kind = ""
         if not kind:
+            if event.group is not None and self._prefix_group is None:
+                self._nameless_groups.add(event.group)
             return False
         if event.group is not None:
             self._other_groups[event.group] = kind
         self.filtered[kind] += 1
         return True
+
+    def _kind_of(self, group: int) -> str:
+        """The kind of a group that does not count; empty for one that does."""
+        if self._prefix_group not in (None, group):
+            return self._other_groups.get(group, "unknown")
+        return self._other_groups.get(group, "")
 
     def _tier(self, medium: str | None, remote: bool) -> Tier:
         if remote:
@@ -184,7 +228,9 @@ class Translation:
         parent = None
         if event.parent is not None:
             parent = self._blocks.get(event.parent)
-            self.unknown_parents += parent is None
+            if parent is None:
+                self.unknown_parents += 1
+                return []
         keys = ExtraKeys()
         if event.extra_keys is not None:
             keys = read_extra_keys(
@@ -205,8 +251,9 @@ class Translation:
             multimodal=keys.multimodal,
         )
         before = event.parent
+        is_report = self._reports_hits and event.parent is None
         for engine_hash, block_hash in zip(hashes, found.tolist(), strict=True):
-            self._remember(engine_hash, block_hash, before, salt, tier)
+            self._remember(engine_hash, block_hash, before, salt, tier, is_report=is_report)
             before = engine_hash
         return [BlockStored(event.parent, hashes, found, tier)]
 
@@ -260,7 +307,7 @@ class Translation:
             runs[-1][2].append(block.block_hash)
             before = engine_hash
         for engine_hash in event.hashes:
-            self._blocks[engine_hash].tiers |= 1 << tier
+            self._blocks[engine_hash].copies += 1 << _COPY_BITS * tier
         return [BlockStored(parent, hashes, found, tier) for parent, hashes, found in runs]
 
     def _lora_name(self, event: EngineStored) -> str | None:
@@ -272,27 +319,47 @@ class Translation:
         return self._lora_names.get(event.lora_id, f"lora_id={event.lora_id}")
 
     def _remember(
-        self, engine_hash: int, block_hash: int, parent: int | None, salt: str | None, tier: Tier
+        self,
+        engine_hash: int,
+        block_hash: int,
+        parent: int | None,
+        salt: str | None,
+        tier: Tier,
+        *,
+        is_report: bool,
     ) -> None:
+        """Note a copy of a block.
+
+        Args:
+            is_report: it may be one that is known already.
+        """
+        shift = _COPY_BITS * tier
         known = self._blocks.get(engine_hash)
         if known is None:
-            self._blocks[engine_hash] = _Block(block_hash, parent, salt, 1 << tier)
+            block = _Block(block_hash, parent, salt, 1 << shift, self._reports_hits)
+            self._blocks[engine_hash] = block
             if len(self._blocks) > self._max_blocks:
                 del self._blocks[next(iter(self._blocks))]
             return
         known.block_hash, known.parent, known.salt = block_hash, parent, salt
-        known.tiers |= 1 << tier
+        if not (is_report and known.copies >> shift & _COPIES):
+            known.copies += 1 << shift
 
     # Removed --------------------------------------------------------------------------------
 
     def _removed(self, event: EngineRemoved) -> list[KvEvent]:
         tier = self._tier(event.medium, event.remote)
-        if not event.hashes:
-            return []
+        shift = _COPY_BITS * tier
+        gone: list[int] = []
         for engine_hash in event.hashes:
             block = self._blocks.get(engine_hash)
-            if block is not None:
-                block.tiers &= ~(1 << tier)
-                if not block.tiers:
+            copies = 0 if block is None else block.copies >> shift & _COPIES
+            if block is not None and copies:
+                block.copies -= 1 << shift
+                if not block.copies:
                     del self._blocks[engine_hash]
-        return [BlockRemoved(event.hashes, tier)]
+                    self.turned_over = self.turned_over or block.is_young
+            # One that is not known here may be known behind the sink.
+            if copies <= 1:
+                gone.append(engine_hash)
+        return [BlockRemoved(gone, tier)] if gone else []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynbus.kvrouter.engines.messages import (
     EngineCleared,
@@ -16,7 +19,13 @@ from dynbus.kvrouter.engines.messages import (
     decode_payload,
 )
 from dynbus.kvrouter.engines.translation import BlockSizeMismatch, Translation
-from dynbus.kvrouter.events import AllBlocksCleared, BlockRemoved, KvEvent, Tier
+from dynbus.kvrouter.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    Tier,
+)
 
 from .frames import MORE, TOKENS, A, B, C, encode, plain, stored, vllm
 
@@ -31,6 +40,7 @@ def translate(translation: Translation, *events: EngineEvent) -> list[KvEvent]:
     return plain([ours for event in events for ours in translation.translate(event)])
 
 
+D = 44
 NEXT: dict[str, Any] = {"block_hashes": [C], "parent_block_hash": B, "token_ids": MORE}
 
 
@@ -87,11 +97,20 @@ def test_an_unknown_medium_is_the_farthest_tier_and_counted() -> None:
     assert translation.unknown_media == 1
 
 
-def test_a_child_of_an_unknown_parent_is_told_and_counted() -> None:
+def test_a_child_of_an_unknown_parent_is_left_out_and_counted() -> None:
     translation = Translation(4)
 
-    assert translate(translation, event(**NEXT)) == [stored(B, [C], MORE)]
+    assert translate(translation, event(**NEXT)) == []
     assert translation.unknown_parents == 1
+
+
+def test_a_child_of_a_child_that_was_left_out_is_left_out_too() -> None:
+    translation = Translation(4)
+    grandchild = event(block_hashes=[D], parent_block_hash=C, token_ids=MORE)
+
+    assert translate(translation, event(**NEXT), grandchild) == []
+    assert translation.unknown_parents == 2
+    assert translation.blocks == 0
 
 
 def test_a_parent_that_was_removed_is_unknown() -> None:
@@ -142,6 +161,151 @@ def test_the_oldest_blocks_are_forgotten_beyond_the_limit() -> None:
     translate(translation, event(), event(**NEXT))
 
     assert translation.blocks == 2
+
+
+# Copies -------------------------------------------------------------------------------------
+
+
+def test_a_block_that_was_stored_twice_is_there_until_both_copies_are_removed() -> None:
+    translation = Translation(4)
+    translate(translation, event(), event(**NEXT), event(**NEXT))
+
+    first = translate(translation, EngineRemoved([C]))
+    known_meanwhile = translation.blocks
+    second = translate(translation, EngineRemoved([C]))
+
+    assert (first, second) == ([], [BlockRemoved([C])])
+    assert (known_meanwhile, translation.blocks) == (3, 2)
+
+
+def test_a_child_of_a_block_whose_other_copy_lives_is_told() -> None:
+    translation = Translation(4)
+    translate(translation, event(), event(), EngineRemoved([A, B]))
+
+    assert translate(translation, event(**NEXT)) == [stored(B, [C], MORE)]
+
+
+def test_copies_are_counted_for_each_tier_by_itself() -> None:
+    translation = Translation(4)
+    translate(translation, event(), event(), event(medium="CPU"))
+
+    events = translate(
+        translation, EngineRemoved([A], "CPU"), EngineRemoved([A]), EngineRemoved([A])
+    )
+
+    assert events == [BlockRemoved([A], Tier.HOST), BlockRemoved([A])]
+
+
+def test_a_removal_too_many_costs_a_later_copy_nothing() -> None:
+    translation = Translation(4)
+    translate(translation, event(), EngineRemoved([A]), EngineRemoved([A]), EngineRemoved([A]))
+
+    events = translate(translation, event(), event(), EngineRemoved([A]))
+
+    assert events == [stored(), stored()]
+
+
+def test_a_removal_says_only_of_which_blocks_no_copy_is_left() -> None:
+    translation = Translation(4)
+    translate(translation, event(), event(block_hashes=[A], token_ids=TOKENS[:4]))
+
+    assert translate(translation, EngineRemoved([A, B])) == [BlockRemoved([B])]
+
+
+@pytest.mark.parametrize("begin_anew", ["clear", "forget"])
+def test_copies_from_before_a_clear_do_not_count(begin_anew: str) -> None:
+    translation = Translation(4)
+    translate(translation, event(), event())
+
+    if begin_anew == "clear":
+        translate(translation, EngineCleared())
+    else:
+        translation.forget()
+    events = translate(translation, event(), EngineRemoved([A, B]))
+
+    assert events == [stored(), BlockRemoved([A, B])]
+
+
+def test_copies_without_tokens_are_counted_too() -> None:
+    translation = Translation(4)
+    again = EngineStored([A], None, b"", 0, medium="CPU")
+    translate(translation, event(), again, again)
+
+    assert translate(translation, EngineRemoved([A], "CPU")) == []
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["store", "remove", "clear"]),
+            st.sampled_from([A, B, C, D]),
+            st.sampled_from(["GPU", "CPU"]),
+        ),
+        max_size=40,
+    )
+)
+def test_a_block_is_held_by_a_sink_as_long_as_the_engine_has_a_copy_of_it(
+    steps: list[tuple[str, int, str]],
+) -> None:
+    translation = Translation(4)
+    copies: Counter[tuple[int, str]] = Counter()
+    held: set[tuple[int, Tier]] = set()
+
+    for operation, engine_hash, medium in steps:
+        if operation == "store":
+            copies[engine_hash, medium] += 1
+            of_engine: EngineEvent = event(
+                block_hashes=[engine_hash], token_ids=MORE, medium=medium
+            )
+        elif operation == "remove":
+            if not copies[engine_hash, medium]:
+                continue
+            copies[engine_hash, medium] -= 1
+            of_engine = EngineRemoved([engine_hash], medium)
+        else:
+            copies.clear()
+            of_engine = EngineCleared()
+        for ours in translation.translate(of_engine):
+            if isinstance(ours, BlockStored):
+                held |= {(int(one), ours.tier) for one in ours.engine_hashes}
+            elif isinstance(ours, BlockRemoved):
+                held -= {(int(one), ours.tier) for one in ours.engine_hashes}
+            else:
+                held.clear()
+
+    tiers = {"GPU": Tier.DEVICE, "CPU": Tier.HOST}
+    assert held == {(one, tiers[medium]) for (one, medium), count in copies.items() if count}
+
+
+def test_what_an_engine_reports_again_is_no_further_copy() -> None:
+    translation = Translation(4)
+    translation.report_hits()
+
+    translate(translation, event(), event(), event(**NEXT), event())
+    events = translate(translation, EngineRemoved([A]), EngineRemoved([B]), EngineRemoved([C]))
+
+    assert events == [BlockRemoved([A]), BlockRemoved([B]), BlockRemoved([C])]
+
+
+def test_a_block_that_is_computed_again_is_a_copy_while_hits_are_reported() -> None:
+    translation = Translation(4)
+    translation.report_hits()
+
+    translate(translation, event(), event(**NEXT), event(**NEXT))
+
+    assert translate(translation, EngineRemoved([C])) == []
+
+
+def test_a_cache_has_turned_over_when_it_evicts_what_came_since_hits_are_reported() -> None:
+    translation = Translation(4)
+    translate(translation, event())
+    translation.report_hits()
+
+    translate(translation, EngineRemoved([B]))
+    before = translation.turned_over
+    translate(translation, event(block_hashes=[D], token_ids=MORE), EngineRemoved([D]))
+
+    assert (before, translation.turned_over) == (False, True)
 
 
 # Block sizes --------------------------------------------------------------------------------
@@ -274,3 +438,30 @@ def test_a_block_of_another_groups_size_is_no_mismatch() -> None:
     translate(translation, event(group_idx=1, kv_cache_spec_kind="mamba", block_size=8))
 
     assert translation.mismatch is None
+
+
+def test_groups_beside_that_of_full_attention_are_named_as_not_modelled() -> None:
+    translation = Translation(4)
+
+    translate(translation, event(group_idx=0, kv_cache_spec_kind="full_attention"))
+    alone = translation.unmodelled
+    translate(translation, event(group_idx=1, kv_cache_spec_kind="sliding_window"))
+
+    assert (alone, translation.unmodelled) == ("", "sliding_window")
+
+
+def test_several_groups_without_a_kind_are_told_as_not_modelled() -> None:
+    translation = Translation(4)
+
+    translate(translation, event(group_idx=0))
+    alone = translation.unmodelled
+    translate(translation, event(group_idx=1))
+
+    assert (alone, translation.unmodelled) == ("", "2 groups without a kind")
+
+
+def test_a_removal_of_a_group_that_was_not_seen_yet_changes_nothing() -> None:
+    translation = Translation(4)
+    translate(translation, event(group_idx=0, kv_cache_spec_kind="full_attention"))
+
+    assert translate(translation, EngineRemoved([A], group=1)) == []
