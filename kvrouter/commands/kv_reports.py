@@ -325,11 +325,18 @@ def _print_ranks(rows: list[dict[str, Any]], leases: Mapping[str, object] | None
                 _yes_no(leases, row["instance"]),
                 str(row["blocks"]),
                 *(str(row[tier]) for tier in ("device", "host", "disk", "external")),
-                "[yellow]partial[/]" if row["partial"] else "whole",
+                _rank_state(row),
             )
             for row in rows
         ],
     )
+
+
+def _rank_state(row: dict[str, Any]) -> str:
+    whole = "[yellow]partial[/]" if row["partial"] else "whole"
+    if row["awareness"] == "exact":
+        return whole
+    return f"{whole}, [yellow]{plain(row['awareness'])}[/]"
 
 
 def _yes_no(leases: Mapping[str, object] | None, instance: str) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, Literal
 
 from dynbus.bus.clock import monotonic
-from dynbus.kvrouter.events import KvEvent
+from dynbus.kvrouter.events import AllBlocksCleared, KvEvent
+from dynbus.kvrouter.stream.awareness import EXACT, AwarenessLevel, CacheAwareness
 
 from .messages import (
     MAX_RANK,
@@ -25,13 +26,17 @@ from .messages import (
 )
 from .numbering import Arrival, Numbering
 from .sink import KvSink
-from .status import BridgeStatus, Counters
+from .status import BridgeStatus, Counters, worst_level
 from .translation import Translation
 
 logger = logging.getLogger(__name__)
 
 LOG_INTERVAL: Final = 60.0
 """Seconds between two log records for the same reason."""
+EXPIRE_AFTER: Final = 30.0
+"""Seconds without a connection after which what an engine held is taken for gone."""
+
+_REPLAYING: Final = "the engine's earlier messages are being read"
 
 
 class EngineBridge:
@@ -40,6 +45,7 @@ class EngineBridge:
     Args:
         block_size: tokens of a block, as routers hash them.
         lora_names: names of the adapters that the engine gives by number only.
+        expire_after: seconds for which blocks of an engine that cannot be reached are kept.
     """
 
     def __init__(
@@ -48,12 +54,14 @@ class EngineBridge:
         *,
         block_size: int,
         lora_names: Mapping[int, str] | None = None,
+        expire_after: float = EXPIRE_AFTER,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._sink = sink
         self._block_size = block_size
         self._lora_names = lora_names
-        self._clock = clock
+        self.expire_after = expire_after
+        self.clock = clock
         self._counters = Counters()
         self._streams: dict[int | None, RankStream] = {}
         self._last_logged: dict[str, float] = {}
@@ -71,19 +79,37 @@ class EngineBridge:
             self._streams[dp_rank] = RankStream(self, dp_rank, translation)
         return self._streams[dp_rank]
 
+    def report_mode(self) -> Literal["incremental", "full"]:
+        """What vLLM 0.28 and later is to be given with each request, at this moment, as
+        `SamplingParams(extra_args={"kv_cache_report_mode": ...})`.
+
+        It is `full` while blocks are missing here that the engine holds: then it says of each
+        request which blocks it reuses. Once it has evicted blocks that came since, what came
+        before is either known by its use or gone, and the rank is `exact` again.
+        """
+        wants = [stream.ask_reports() for stream in self._streams.values()]
+        return "full" if any(wants) else "incremental"
+
+    def cleared(self) -> None:
+        """The engine's prefix cache was reset: an idle engine says so only with its next step."""
+        for stream in self._streams.values():
+            stream.cleared()
+
     def status(self) -> BridgeStatus:
         """The state and the counters as of now."""
         counters, streams = self._counters, list(self._streams.values())
-        reasons = [(stream, stream.reason) for stream in streams]
-        told = [f"rank {one.dp_rank or 0}: {why}" for one, why in reasons if why is not None]
+        found = [(stream, stream.awareness) for stream in streams]
+        told = [f"rank {one.dp_rank or 0}: {held.reason}" for one, held in found if held.reason]
+        level = worst_level(held.level for _, held in found)
         if not streams:
-            told = ["no stream of an engine is read"]
+            told, level = ["no stream of an engine is read"], AwarenessLevel.DEGRADED
         translations = [stream.translation for stream in streams]
         filtered: dict[str, int] = {}
         for one in translations:
             for kind, count in one.filtered.items():
                 filtered[kind] = filtered.get(kind, 0) + count
         return BridgeStatus(
+            level=level,
             reason="; ".join(told) or None,
             messages=counters.messages,
             events=dict(counters.events),
@@ -99,7 +125,7 @@ class EngineBridge:
             block_size_mismatch=next((one.mismatch for one in translations if one.mismatch), None),
             last_event_age=None
             if counters.last_event is None
-            else self._clock() - counters.last_event,
+            else self.clock() - counters.last_event,
         )
 
     # For its streams ------------------------------------------------------------------------
@@ -119,7 +145,7 @@ class EngineBridge:
         elif isinstance(event, EngineCleared):
             kind = "cleared"
         self._counters.events[kind] += 1
-        self._counters.last_event = self._clock()
+        self._counters.last_event = self.clock()
 
     def quarantine(self, rank: int, quarantined: Quarantined) -> None:
         reason = quarantined.reason
@@ -132,7 +158,7 @@ class EngineBridge:
 
     def warn(self, about: str, text: str) -> None:
         """Log a warning, unless there was one about the same within `LOG_INTERVAL`."""
-        now = self._clock()
+        now = self.clock()
         last = self._last_logged.get(about)
         if last is None or now - last >= LOG_INTERVAL:
             self._last_logged[about] = now
@@ -154,19 +180,41 @@ class RankStream:
         self._given_rank = dp_rank
         self._numbering = Numbering()
         self._connection: str | None = "not connected to the engine yet"
+        self._disconnected_at: float | None = None
         self._history: str | None = "nothing is known yet of what the engine holds"
+        # Why there may be messages that were not read.
+        self._behind: str | None = None
+        self._is_replaying = False
+        self._asks_reports = False
         self._unread = 0
+        self._orphans = 0
         self._told_mismatch = False
+        self._told: tuple[int, CacheAwareness] | None = None
         self.dp_rank = dp_rank
         self.translation = translation
+        self._tell()
 
     @property
-    def reason(self) -> str | None:
-        """Why the events of this rank are not exact; None when they are."""
+    def awareness(self) -> CacheAwareness:
+        """How far the events of this rank can be relied on, and why not further."""
+        reason = self._why_degraded()
+        if reason is not None:
+            return CacheAwareness(AwarenessLevel.DEGRADED, reason)
+        if groups := self.translation.unmodelled:
+            # A window's or a state's blocks are not looked at: all that is known is a bound.
+            return CacheAwareness(
+                AwarenessLevel.APPROXIMATE,
+                f"the engine reuses at most what is told: groups that are not modelled ({groups})",
+            )
+        return EXACT
+
+    def _why_degraded(self) -> str | None:
         if self.translation.mismatch is not None:
             return str(self.translation.mismatch)
         if self._connection is not None:
             return self._connection
+        if self._behind is not None:
+            return self._behind
         if self._history is not None:
             return self._history
         if self.translation.without_prefix_group:
@@ -174,22 +222,63 @@ class RankStream:
             return f"the engine tells only of KV-cache groups that hold no whole prefix ({kinds})"
         if self._unread:
             return f"{self._unread} of its events could not be used"
+        if self._orphans:
+            return f"{self._orphans} stored events go on prefixes that are not known"
         return None
+
+    def _tell(self) -> None:
+        """Tell the sink what has changed of that."""
+        rank, sink = self.dp_rank or 0, self._bridge.sink
+        now = (rank, self.awareness)
+        if now == self._told:
+            return
+        if self._told is not None and self._told[0] != rank:
+            # The rank was not known, and is another one: nothing is said of that one.
+            sink.set_awareness(EXACT, dp_rank=self._told[0])
+        self._told = now
+        sink.set_awareness(now[1], dp_rank=rank)
+
+    def ask_reports(self) -> bool:
+        """Whether the engine is to report what it reuses; from then on it is taken to do so."""
+        if self._connection is not None or (self._history is None and not self._orphans):
+            return False
+        if not self._asks_reports:
+            self._asks_reports = True
+            self.translation.report_hits()
+        return True
+
+    def cleared(self) -> None:
+        """The engine's prefix cache was reset, which its events do not say yet."""
+        self.translation.translate(EngineCleared())
+        self._bridge.sink.publish([AllBlocksCleared()], dp_rank=self.dp_rank or 0)
+        self._tell()
 
     # Connection -----------------------------------------------------------------------------
 
     def connected(self) -> None:
         """A connection to an engine stands, perhaps to another one than before."""
-        self._connection = None
+        self._connection = self._disconnected_at = None
+        self._behind = _REPLAYING
         self._numbering.connected()
+        self._tell()
 
     def disconnected(self, why: str) -> None:
+        """There is no connection. To be called at each vain attempt: what is known expires."""
+        now = self._bridge.clock()
+        if self._disconnected_at is None:
+            self._disconnected_at = now
         self._connection = why
+        expire_after = self._bridge.expire_after
+        if self._numbering.last >= 0 and now - self._disconnected_at > expire_after:
+            self._reset(f"{why} for {expire_after:g} s")
+        self._tell()
 
     def cannot_replay(self) -> None:
         """After `connected`, without a way to ask: what was known may be another engine's."""
+        self._behind = None
         if self._numbering.last >= 0:
             self._reset("the engine was connected anew, and has no replay endpoint to ask")
+        self._tell()
 
     # Messages -------------------------------------------------------------------------------
 
@@ -199,12 +288,15 @@ class RankStream:
         if arrival is Arrival.RESTART:
             self._reset(f"the engine's numbers began anew at {number}")
             arrival = Arrival.NEXT if number == 0 else Arrival.GAP
-        if arrival is Arrival.NEXT:
-            self._use(number, payload)
-        elif arrival is Arrival.GAP:
+        if arrival is Arrival.GAP:
             self._bridge.counters.gaps += 1
-            return False
-        return True
+            self._behind = _REPLAYING
+        elif arrival is Arrival.NEXT:
+            self._use(number, payload)
+            # Nothing lies between it and what is known.
+            self._behind = None
+        self._tell()
+        return arrival is not Arrival.GAP
 
     @property
     def last(self) -> int:
@@ -217,21 +309,28 @@ class RankStream:
         lost = number - first
         if lost < 0:
             # The replay brought it too.
+            self._tell()
             return
         if lost:
             self._bridge.counters.lost += lost
             if first:
                 self._reset(f"its messages {first} to {number - 1} are lost")
             self._history = (
-                f"messages {first} to {number - 1} of the engine are lost: blocks that were "
-                "stored before are not known until it clears its cache or restarts"
+                f"messages {first} to {number - 1} of the engine are lost, and with them blocks "
+                "that it may hold"
             )
         self._use(number, payload)
+        if not self._is_replaying:
+            self._behind = None
+        self._tell()
 
     # Replay ---------------------------------------------------------------------------------
 
     def begin_replay(self) -> int:
         """The number from which to ask."""
+        self._is_replaying = True
+        self._behind = _REPLAYING
+        self._tell()
         return self._numbering.begin_replay()
 
     def take_replayed(self, number: int, payload: bytes) -> bool:
@@ -245,6 +344,7 @@ class RankStream:
         if arrival is Arrival.NEXT:
             self._bridge.counters.replayed += 1
             self._use(number, payload)
+        self._tell()
         return True
 
     def end_replay(self) -> bool:
@@ -252,23 +352,32 @@ class RankStream:
         if not self._numbering.confirmed:
             # The engine has no message of this number or above: it is another one.
             self._reset("the engine does not have the last message that is known")
+            self._tell()
             return True
         if self._numbering.last < 0:
             # It has said nothing, ever.
             self._history = None
+        self._is_replaying = False
+        self._behind = None
+        self._tell()
         return False
 
     def fail_replay(self, why: str) -> None:
         """There is no answer, or none that ends."""
         self._bridge.warn(f"replay: {self.dp_rank}", f"rank {self.dp_rank or 0}: {why}")
+        self._is_replaying = False
+        self._behind = why
         if not self._numbering.is_same_engine:
             self._reset(why)
+            self._behind = None
+        self._tell()
 
     # ----------------------------------------------------------------------------------------
 
     def unreadable(self, detail: str) -> None:
         """Count a message that has not even a number."""
         self._quarantine(Quarantined(QuarantineReason.MALFORMED, detail))
+        self._tell()
 
     def _use(self, number: int, payload: bytes) -> None:
         if number == 0:
@@ -283,13 +392,22 @@ class RankStream:
         events: list[KvEvent] = []
         for event in batch.events:
             self._bridge.count_event(event)
+            orphans = self.translation.unknown_parents
             try:
                 events += self.translation.translate(event)
             except Quarantined as quarantined:
                 self._quarantine(quarantined)
             if isinstance(event, EngineCleared):
                 self._history = None
-                self._unread = 0
+                self._unread = self._orphans = 0
+                self._asks_reports = False
+            elif self._history is None:
+                self._orphans += self.translation.unknown_parents - orphans
+        if self._asks_reports and self.translation.turned_over:
+            # What was not known is known by its use since, or it was evicted.
+            self._asks_reports = False
+            self._history = None
+            self._orphans = 0
         if self.translation.mismatch is not None:
             self._refuse()
         elif events:
@@ -331,7 +449,8 @@ class RankStream:
         self._numbering.begin_anew()
         self.translation.forget()
         self._history = f"forgotten: {why}"
-        self._unread = 0
+        self._asks_reports = False
+        self._unread = self._orphans = 0
         self._told_mismatch = False
         self._bridge.counters.resets += 1
         self._bridge.sink.reset(rank)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+
+from dynbus.kvrouter.stream.awareness import AwarenessLevel
 
 from .messages import QuarantineReason
 from .translation import BlockSizeMismatch
@@ -16,7 +17,9 @@ class BridgeStatus:
     """The counters of a bridge since it was made, all ranks together.
 
     Attributes:
-        reason: why the published events may be less than what the engine holds; None if not.
+        level: of the rank that can be relied on the least.
+        reason: why the published events are not what the engine holds, or not what it can reuse;
+            None for `exact`.
         messages: taken, those from replays included.
         events: of the engine, by their kind: stored, removed, cleared.
         quarantined: events and messages that were not used, by the reason.
@@ -25,13 +28,14 @@ class BridgeStatus:
         replayed: messages that a replay brought.
         lost: messages that no replay brought.
         resets: times that what was known of a rank became void.
-        unknown_parents: stored events whose parent had not been seen; published nevertheless.
+        unknown_parents: stored events whose parent had not been seen; not published.
         incomplete_blocks: not published.
         unknown_media: events with a medium that is not known; taken for the external tier.
         block_size_mismatch: of the first rank that has one; nothing of it is published.
         last_event_age: seconds since the last event; None before the first.
     """
 
+    level: AwarenessLevel
     reason: str | None
     messages: int
     events: Mapping[str, int]
@@ -48,9 +52,15 @@ class BridgeStatus:
     last_event_age: float | None
 
     @property
-    def state(self) -> Literal["exact", "degraded"]:
-        """Whether the published events are all that the engine holds."""
-        return "exact" if self.reason is None else "degraded"
+    def state(self) -> str:
+        """The level as a word: `exact`, `approximate` or `degraded`."""
+        return self.level.value
+
+
+def worst_level(levels: Iterable[AwarenessLevel]) -> AwarenessLevel:
+    """The one of some levels that can be relied on the least; `exact` of none."""
+    order = list(AwarenessLevel)
+    return max(levels, key=order.index, default=AwarenessLevel.EXACT)
 
 
 @dataclass(slots=True)

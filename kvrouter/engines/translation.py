@@ -65,14 +65,14 @@ class _Block:
 
     Attributes:
         copies: how often each tier has it, in `_COPY_BITS` for each, the nearest tier lowest.
-        is_young: it came since `report_hits`.
+        generation: of `report_hits`, when it came.
     """
 
     block_hash: int
     parent: int | None
     salt: str | None
     copies: int
-    is_young: bool
+    generation: int
 
 
 class Translation:
@@ -88,8 +88,8 @@ class Translation:
         unknown_parents: stored events that were left out, since nobody can say which prefix they
             go on.
         incomplete_blocks, unknown_media: how many there were.
-        turned_over: a block that came since `report_hits` was evicted. Engines evict what was
-            used the longest ago, so that what came before and was not used since is gone.
+        turned_over: a block that came since the latest `report_hits` was evicted. Engines evict
+            what was used the longest ago, so that what came before and was not used since is gone.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Translation:
         self._other_groups: dict[int, str] = {}
         self._nameless_groups: set[int] = set()
         self._size_seen = False
-        self._reports_hits = False
+        self._generation = 0
         self.turned_over = False
         self.mismatch: BlockSizeMismatch | None = None
         self.filtered: Counter[str] = Counter()
@@ -139,15 +139,15 @@ class Translation:
     def forget(self) -> None:
         """Begin anew: the engine did, or it is not known any longer what it holds."""
         self._blocks.clear()
-        self._size_seen = self._reports_hits = self.turned_over = False
+        self._size_seen = self.turned_over = False
+        self._generation = 0
         self.mismatch = None
 
     def report_hits(self) -> None:
         """From now on the engine also reports blocks that it reuses, from the first of a sequence
         on. What it holds already counts no further copy in such an event."""
-        if not self._reports_hits:
-            self._reports_hits = True
-            self.turned_over = False
+        self._generation += 1
+        self.turned_over = False
 
     def translate(self, event: EngineEvent) -> list[KvEvent]:
         """Our events that say what the engine's does; none for one that is filtered.
@@ -159,7 +159,8 @@ class Translation:
             return []
         if isinstance(event, EngineCleared):
             self._blocks.clear()
-            self._reports_hits = self.turned_over = False
+            self._generation = 0
+            self.turned_over = False
             return [AllBlocksCleared()]
         if self._is_other_group(event):
             return []
@@ -251,7 +252,7 @@ class Translation:
             multimodal=keys.multimodal,
         )
         before = event.parent
-        is_report = self._reports_hits and event.parent is None
+        is_report = self._generation > 0 and event.parent is None
         for engine_hash, block_hash in zip(hashes, found.tolist(), strict=True):
             self._remember(engine_hash, block_hash, before, salt, tier, is_report=is_report)
             before = engine_hash
@@ -336,7 +337,7 @@ class Translation:
         shift = _COPY_BITS * tier
         known = self._blocks.get(engine_hash)
         if known is None:
-            block = _Block(block_hash, parent, salt, 1 << shift, self._reports_hits)
+            block = _Block(block_hash, parent, salt, 1 << shift, self._generation)
             self._blocks[engine_hash] = block
             if len(self._blocks) > self._max_blocks:
                 del self._blocks[next(iter(self._blocks))]
@@ -358,7 +359,8 @@ class Translation:
                 block.copies -= 1 << shift
                 if not block.copies:
                     del self._blocks[engine_hash]
-                    self.turned_over = self.turned_over or block.is_young
+                    if self._generation and block.generation == self._generation:
+                        self.turned_over = True
             # One that is not known here may be known behind the sink.
             if copies <= 1:
                 gone.append(engine_hash)

@@ -94,6 +94,18 @@ def rank_endpoint(endpoint: str, rank: int) -> str:
     return f"{base}:{int(port) + rank}"
 
 
+def check_source(source: ZmqSource) -> None:
+    """Make sure that all endpoints of a source can be connected to.
+
+    Raises:
+        ValueError: one cannot, and what to give.
+    """
+    for rank in (0,) if source.ranks is None else source.ranks:
+        for endpoint in (source.endpoint, source.replay_endpoint):
+            if endpoint is not None:
+                rank_endpoint(endpoint, rank)
+
+
 async def follow_engine(source: ZmqSource, bridge: EngineBridge) -> NoReturn:
     """Read an engine's events into a bridge until this task is cancelled.
 
@@ -176,14 +188,17 @@ class _RankReader:
     async def run(self) -> NoReturn:
         shortest, longest = _BACKOFF
         pause = shortest
-        while True:
-            with self._connect() as connection:
-                if await connection.established(self._source.connect_timeout):
-                    pause = shortest
-                    await self._read(connection)
-                self._stream.disconnected(f"there is no connection to {self._endpoint}")
-            await anyio.sleep(pause)
-            pause = min(2 * pause, longest)
+        try:
+            while True:
+                with self._connect() as connection:
+                    if await connection.established(self._source.connect_timeout):
+                        pause = shortest
+                        await self._read(connection)
+                    self._stream.disconnected(f"there is no connection to {self._endpoint}")
+                await anyio.sleep(pause)
+                pause = min(2 * pause, longest)
+        finally:
+            self._stream.disconnected(f"nobody reads {self._endpoint} any longer")
 
     @contextmanager
     def _connect(self) -> Generator[_Connection, None, None]:

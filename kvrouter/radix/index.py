@@ -117,12 +117,14 @@ class RankState:
 
     Attributes:
         partial: whether blocks may be missing, since the index joined late or had a gap.
+        stated: what the rank says of how far its events can be relied on; empty for exact.
     """
 
     event_epoch: int
     next_id: int
     partial: bool
     holders: dict[int, CacheHolder] = field(default_factory=dict[int, CacheHolder])
+    stated: str = ""
 
     @property
     def blocks(self) -> int:

@@ -37,6 +37,7 @@ class _RankRecord(msgspec.Struct, frozen=True, array_like=True):
     next_id: int
     partial: bool
     holders: list[CacheRecord]
+    stated: str = ""
 
 
 class _Snapshot(msgspec.Struct, frozen=True, array_like=True):
@@ -108,7 +109,13 @@ class IndexDump:
                 yield
             holders.append(CacheRecord(holder.number, tier, bytes(engine_hashes), bytes(locations)))
         record = _RankRecord(
-            rank.instance, rank.dp_rank, state.event_epoch, state.next_id, state.partial, holders
+            rank.instance,
+            rank.dp_rank,
+            state.event_epoch,
+            state.next_id,
+            state.partial,
+            holders,
+            state.stated,
         )
         self._add(msgspec.msgpack.encode(record))
 
@@ -167,7 +174,7 @@ def _fill(index: RadixIndex, snapshot: _Snapshot) -> None:
         raise ValueError(f"{snapshot.evicted} blocks were evicted")
     loaded = iter(index.kernel.load(snapshot.runs, caches, next_numbers))
     for rank in snapshot.ranks:
-        state = RankState(rank.event_epoch, rank.next_id, rank.partial)
+        state = RankState(rank.event_epoch, rank.next_id, rank.partial, stated=rank.stated)
         for cache in rank.holders:
             state.holders[cache.tier] = next(loaded)
         index.restore(Rank(rank.instance, rank.dp_rank), state)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -11,6 +12,12 @@ MAX_BEHIND: Final = 256
 """Messages behind the stream's end up to which an index counts as current."""
 MOST_NAMED: Final = 3
 """Instances that are named in a reason."""
+AWARENESS_HEADER: Final = "Dynbus-Kv-Awareness"
+"""Of a message of events: how far the rank says that its events can be relied on."""
+MAX_REASON: Final = 200
+"""Characters of a reason that a rank gives."""
+
+_UNPRINTABLE: Final = re.compile(r"[^!-~]+")
 
 
 class AwarenessLevel(StrEnum):
@@ -44,6 +51,30 @@ class CacheAwareness:
         return f"{self.level.value} ({self.reason})" if self.reason else self.level.value
 
 
+EXACT: Final = CacheAwareness(AwarenessLevel.EXACT)
+
+
+def encode_awareness(awareness: CacheAwareness) -> str:
+    """What a rank says of its events, for `AWARENESS_HEADER`; empty for `exact`."""
+    if awareness.level is AwarenessLevel.EXACT:
+        return ""
+    return str(CacheAwareness(awareness.level, _printable(awareness.reason)))
+
+
+def decode_awareness(text: str) -> CacheAwareness:
+    """What a rank has said of its events. A word that is not known is `degraded`."""
+    if not text:
+        return EXACT
+    word, _, reason = text.partition(" (")
+    is_known = word == AwarenessLevel.APPROXIMATE
+    level = AwarenessLevel.APPROXIMATE if is_known else AwarenessLevel.DEGRADED
+    return CacheAwareness(level, _printable(reason.removesuffix(")")))
+
+
+def _printable(reason: str) -> str:
+    return _UNPRINTABLE.sub(" ", reason)[:MAX_REASON].strip()
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What an index's follower sees of itself.
@@ -62,6 +93,7 @@ class Observation:
         approximates: whether the router stands in for silent instances with its own decisions.
         trouble: of an unsettled rank, what is wrong with it.
         refusal: of a silent instance, why its events do not count; empty where none came.
+        stated: of ranks that say of their own events that these are not exact, what they say.
     """
 
     following: bool
@@ -77,6 +109,7 @@ class Observation:
     approximates: bool = False
     trouble: str = ""
     refusal: str = ""
+    stated: Mapping[str, CacheAwareness] = field(default_factory=dict[str, CacheAwareness])
 
 
 def doubted(awareness: CacheAwareness, doubts: Mapping[str, str]) -> CacheAwareness:
@@ -87,12 +120,17 @@ def doubted(awareness: CacheAwareness, doubts: Mapping[str, str]) -> CacheAwaren
     """
     if not doubts or awareness.level is AwarenessLevel.OFF:
         return awareness
-    name, why = next(iter(doubts.items()))
-    others = f" and {len(doubts) - 1} more" if len(doubts) > 1 else ""
-    reasons = [f"{name}{others}: {why}"]
+    reasons = [_first_of(doubts)]
     if awareness.reason:
         reasons.insert(0, awareness.reason)
     return CacheAwareness(AwarenessLevel.DEGRADED, ", ".join(reasons))
+
+
+def _first_of(reasons: Mapping[str, str]) -> str:
+    """The first of some ranks with its reason, and how many more there are."""
+    name, why = next(iter(reasons.items()))
+    others = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+    return f"{name}{others}: {why}" if why else f"{name}{others}"
 
 
 def no_instances(target: str) -> CacheAwareness:
@@ -130,10 +168,19 @@ def cache_awareness(seen: Observation) -> CacheAwareness:
     if seen.silent and not seen.approximates:
         remedy = "" if refusal else ": open a KvEventPublisher in each engine"
         reasons.append(f"{silent}{remedy}")
+    said: dict[AwarenessLevel, dict[str, str]] = {}
+    for name, awareness in sorted(seen.stated.items()):
+        said.setdefault(awareness.level, {})[name] = awareness.reason
+    if degraded := said.get(AwarenessLevel.DEGRADED):
+        reasons.append(_first_of(degraded))
     if not seen.ranks and seen.silent and not seen.approximates:
         return CacheAwareness(AwarenessLevel.OFF, ", ".join(reasons))
     if reasons:
         return CacheAwareness(AwarenessLevel.DEGRADED, ", ".join(reasons))
     if seen.silent:
-        return CacheAwareness(AwarenessLevel.APPROXIMATE, silent)
-    return CacheAwareness(AwarenessLevel.EXACT)
+        reasons.append(silent)
+    if approximate := said.get(AwarenessLevel.APPROXIMATE):
+        reasons.append(_first_of(approximate))
+    if reasons:
+        return CacheAwareness(AwarenessLevel.APPROXIMATE, ", ".join(reasons))
+    return EXACT

@@ -22,6 +22,7 @@ def rank_rows(index: RadixIndex) -> list[dict[str, Any]]:
             "dp_rank": rank.dp_rank,
             "event_epoch": state.event_epoch,
             "partial": state.partial,
+            "awareness": state.stated or "exact",
             "blocks": state.blocks,
             **{
                 tier.name.lower(): holder.blocks if (holder := state.holders.get(tier)) else 0

@@ -18,8 +18,9 @@ from enum import Enum
 from itertools import chain
 from typing import Final, NamedTuple
 
-from dynbus.kvrouter.events import CacheDigest, KvEvent, encode_events
+from dynbus.kvrouter.events import AllBlocksCleared, CacheDigest, KvEvent, encode_events
 
+from .awareness import EXACT, AwarenessLevel, CacheAwareness, encode_awareness
 from .cache_mirror import CacheMirror
 from .epochs import EpochClock
 from .pieces import FRAME_BYTES, event_bytes, pieces
@@ -47,6 +48,7 @@ class Batch:
 
     Attributes:
         since: Unix seconds at which its first live event was handed over; 0 for state alone.
+        awareness: what the rank says of its events, see `encode_awareness`.
         sequence: where the stream has it.
     """
 
@@ -55,6 +57,7 @@ class Batch:
     events: int
     data: bytes
     since: float
+    awareness: str = ""
     state: BatchState = BatchState.IN_FLIGHT
     sequence: int = 0
 
@@ -138,6 +141,8 @@ class EventLog:
         self._last_sequence = 0
         self._resynced = 0.0
         self._resync_at: float | None = None
+        self._stated = EXACT
+        self._loss = ""
 
     def __repr__(self) -> str:
         return (
@@ -178,6 +183,8 @@ class EventLog:
         Args:
             since: Unix seconds at which they were handed over.
         """
+        if self._loss and any(isinstance(event, AllBlocksCleared) for event in events):
+            self._loss = ""
         accepted = self.mirror.apply(events)
         self._changed = self._changed or bool(accepted)
         if self._begins_anew:
@@ -194,6 +201,29 @@ class EventLog:
         if self.waiting_bytes > self._max_waiting_bytes:
             self.statistics.overflows += 1
             self.begin_anew()
+
+    @property
+    def awareness(self) -> CacheAwareness:
+        """How far what this rank says can be relied on."""
+        if self._loss:
+            return CacheAwareness(AwarenessLevel.DEGRADED, self._loss)
+        return self._stated
+
+    def set_awareness(self, awareness: CacheAwareness) -> None:
+        """How far the engine's events can be relied on. It is said with the next digest, which
+        comes as soon as one does after events."""
+        self._changed = self._changed or awareness != self._stated
+        self._stated = awareness
+
+    def forget(self, *, loss: str = "") -> None:
+        """What the rank held is void; a new epoch begins.
+
+        Args:
+            loss: what was dropped, so that blocks are missing until the engine clears its cache.
+        """
+        self.mirror.clear()
+        self._loss = loss
+        self.begin_anew()
 
     @property
     def digest_at(self) -> float:
@@ -356,7 +386,8 @@ class EventLog:
         data = encode_events(
             events, event_epoch=self.event_epoch, first_id=self._next_id, dp_rank=self.dp_rank
         )
-        batch = Batch(self.event_epoch, self._next_id, len(events), data, since)
+        said = encode_awareness(self.awareness)
+        batch = Batch(self.event_epoch, self._next_id, len(events), data, since, said)
         self._next_id += len(events)
         self._in_flight.append(batch)
         return batch

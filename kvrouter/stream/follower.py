@@ -216,8 +216,13 @@ class IndexFollower:
         """What the index holds is the stream up to here."""
         return self._position
 
-    def awareness(self) -> CacheAwareness:
-        """How far routing can rely on the index at this moment."""
+    def awareness(self, *, with_stated: bool = True) -> CacheAwareness:
+        """How far routing can rely on the index at this moment.
+
+        Args:
+            with_stated: whether it counts too what instances say of their own events. Without
+                it this is how far the index is what the stream says.
+        """
         live = self._live
         unsettled = live.unsettled
         return cache_awareness(
@@ -235,6 +240,7 @@ class IndexFollower:
                 approximates=self._approximates,
                 trouble=live.trouble,
                 refusal=live.refusal,
+                stated=live.stated if with_stated else {},
             )
         )
 

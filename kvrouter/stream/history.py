@@ -23,7 +23,7 @@ from dynbus.kvrouter.events import Tier
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex, Rank
 
 from .snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
-from .stored_events import forget_future, rank_of
+from .stored_events import apply_message, forget_future, rank_of
 
 DEFAULT_TIMEOUT: Final = 60.0
 
@@ -256,7 +256,7 @@ class _Tail:
         rank = rank_of(message)
         if rank is not None:
             forget_future(self._index, rank, message)
-            self._index.apply(rank.instance, message.data)
+            apply_message(self._index, rank, message)
         return message.sequence == self._last
 
 

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from dynbus.kvrouter.events import KvEvent
 
+from .awareness import CacheAwareness
 from .pieces import event_bytes
 
 DEFAULT_HANDED_BYTES: Final = 256 * 1024 * 1024
@@ -23,12 +24,16 @@ class Handed(NamedTuple):
     Attributes:
         begins_anew: whether what the rank held before these events is void.
         since: Unix seconds at which the first of them came.
+        is_lossy: whether it begins anew because events were dropped.
+        awareness: how far the events can be relied on from these on; None for as before.
     """
 
     dp_rank: int
     begins_anew: bool
     since: float
     events: list[KvEvent]
+    is_lossy: bool = False
+    awareness: CacheAwareness | None = None
 
 
 class _Call(NamedTuple):
@@ -40,6 +45,8 @@ class _Call(NamedTuple):
 @dataclass(slots=True)
 class _Waiting:
     begins_anew: bool = False
+    is_lossy: bool = False
+    awareness: CacheAwareness | None = None
     size: int = 0
     calls: deque[_Call] = field(default_factory=deque[_Call])
 
@@ -82,6 +89,7 @@ class Inbox:
             fits = not waiting.calls or waiting.size + size <= self._max_bytes
             if not fits:
                 self.dropped += self._begin_anew(waiting)
+                waiting.is_lossy = True
             waiting.calls.append(_Call(since, events, size))
             waiting.size += size
             self.events += len(events)
@@ -90,7 +98,14 @@ class Inbox:
     def reset(self, dp_rank: int) -> None:
         """What a rank held is void, and what it said so far."""
         with self._lock:
-            self._begin_anew(self._ranks.setdefault(dp_rank, _Waiting()))
+            waiting = self._ranks.setdefault(dp_rank, _Waiting())
+            self._begin_anew(waiting)
+            waiting.is_lossy = False
+
+    def set_awareness(self, dp_rank: int, awareness: CacheAwareness) -> None:
+        """How far a rank's events can be relied on, behind all that was put so far."""
+        with self._lock:
+            self._ranks.setdefault(dp_rank, _Waiting()).awareness = awareness
 
     def take(self, most: int) -> Handed | None:
         """What the next rank in turn handed over; None when nothing waits.
@@ -109,9 +124,13 @@ class Inbox:
                 events += call.events
                 waiting.size -= call.size
             self.events -= len(events)
+            awareness = waiting.awareness
             if waiting.calls:
-                self._ranks[dp_rank] = _Waiting(False, waiting.size, waiting.calls)
-        return Handed(dp_rank, waiting.begins_anew, since, events)
+                self._ranks[dp_rank] = _Waiting(
+                    awareness=awareness, size=waiting.size, calls=waiting.calls
+                )
+                awareness = None
+        return Handed(dp_rank, waiting.begins_anew, since, events, waiting.is_lossy, awareness)
 
     def _begin_anew(self, waiting: _Waiting) -> int:
         """Drop what waits of a rank; returns how many events that were."""

@@ -14,11 +14,12 @@ from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import CacheDigest, closing_digest
 from dynbus.kvrouter.radix.index import RadixIndex, Rank, Verdict
 
+from .awareness import CacheAwareness, decode_awareness
 from .index_check import Comparison, IndexCheck
 from .membership import QUIET_AFTER, Membership
 from .resync import ResyncPlan, ResyncRequest
 from .staleness import StalenessWindow
-from .stored_events import forget_future, read_header, subject_rank, why_refused
+from .stored_events import apply_message, forget_future, read_header, subject_rank, why_refused
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class LiveIndex:
         forget_future(self.index, rank, message)
         before = self.index.ranks.get(rank)
         is_new = before is None or header.event_epoch > before.event_epoch
-        applied = self.index.apply(rank.instance, message.data)
+        applied = apply_message(self.index, rank, message)
         if applied.verdict is Verdict.MALFORMED:
             self._refuse(rank, UNREADABLE, now)
             return
@@ -167,6 +168,15 @@ class LiveIndex:
             if reason := self.plan.reason(rank):
                 return f"{rank.instance}/{rank.dp_rank}: {reason}"
         return ""
+
+    @property
+    def stated(self) -> dict[str, CacheAwareness]:
+        """What ranks of known instances say of their own events, where that is not `exact`."""
+        return {
+            f"{rank.instance}/{rank.dp_rank}": decode_awareness(state.stated)
+            for rank, state in self.index.ranks.items()
+            if state.stated and self.members.is_known(rank.instance)
+        }
 
     @property
     def refusal(self) -> str:

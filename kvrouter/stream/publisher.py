@@ -20,9 +20,11 @@ from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, Unavailable
 from dynbus.bus.names import check_token, kv_event_subject, kv_resync_subject
+from dynbus.bus.process_status import ProcessStatus
 from dynbus.bus.transport import Connection, ConnectionState, Message
 from dynbus.kvrouter.events import KvEvent
 
+from .awareness import AwarenessLevel, CacheAwareness
 from .batch_sender import BatchSender
 from .epochs import EpochClock
 from .event_log import EventLog
@@ -40,6 +42,10 @@ LINGER: Final = 0.001
 EVENTS_PER_STEP: Final = 2048
 """Events after which the loop gets its turn again: some 10 ms of work."""
 MAX_RANK: Final = (1 << 16) - 1
+EVENTS_KEY: Final = "kv_events"
+"""Of the process's status, while the events are not exact."""
+
+_LOSS: Final = "events were dropped since the event loop was blocked"
 
 epochs: Final = EpochClock(lambda: int(unix_time() * 1e9))
 
@@ -56,6 +62,7 @@ class KvEventPublisher:
             taken in. Beyond it they are dropped and counted, and the rank begins anew as if it
             held nothing.
         make_log: what numbers and batches a rank's events.
+        process_status: where operators see how far the events can be relied on.
 
     Raises:
         ConfigError: a name or rank is not usable, or the stream is another namespace's.
@@ -73,13 +80,18 @@ class KvEventPublisher:
         linger: float = LINGER,
         max_handed_bytes: int = DEFAULT_HANDED_BYTES,
         make_log: Callable[[int], EventLog] | None = None,
+        process_status: ProcessStatus | None = None,
     ) -> None:
+        self._process_status = process_status
+        self._shown = ""
         self._connection = connection
         self._address = (
             check_token("namespace", namespace),
             check_token("component", component),
             check_token("instance_id", instance_id),
         )
+        # Not the component alone: its own instances show what is about others.
+        self._name = f"{namespace}.{component}/{instance_id}"
         self.stream = stream or EventStream(namespace)
         if self.stream.namespace != namespace:
             raise ConfigError(
@@ -118,6 +130,7 @@ class KvEventPublisher:
             actor.instance_id,
             ranks=ranks,
             stream=stream,
+            process_status=actor.runtime.bus.status,
         )
 
     async def __aenter__(self) -> Self:
@@ -157,6 +170,8 @@ class KvEventPublisher:
     async def close(self) -> None:
         """Stop publishing; what waits is given up, since the lease goes with the instance."""
         self._closed = True
+        if self._process_status is not None:
+            self._process_status.remove(self._name)
         await self._exits.aclose()
         await self._sender.close()
 
@@ -195,6 +210,22 @@ class KvEventPublisher:
         rank = _check_rank(dp_rank)
         if self._takes():
             self._inbox.reset(rank)
+            self._wake_loop()
+
+    def set_awareness(self, awareness: CacheAwareness, *, dp_rank: int = 0) -> None:
+        """Say how far a rank's events can be relied on from now on: `exact` unless said.
+
+        Routers get it with the next message, within a second or two. It may be said before the
+        publisher is entered. Callable from any thread.
+
+        Raises:
+            ConfigError: the rank is not usable, or the level is `off`, which no rank can be.
+        """
+        rank = _check_rank(dp_rank)
+        if awareness.level is AwarenessLevel.OFF:
+            raise ConfigError("a rank cannot be off: give degraded, with the reason")
+        if not self._closed:
+            self._inbox.set_awareness(rank, awareness)
             self._wake_loop()
 
     def _takes(self) -> bool:
@@ -260,6 +291,21 @@ class KvEventPublisher:
         self._is_woken = False
         self._wake.set()
 
+    def _show_awareness(self) -> None:
+        """Show how far the ranks' events can be relied on in the process's status."""
+        said = ", ".join(
+            f"rank {dp_rank}: {log.awareness}"
+            for dp_rank, log in self._logs.items()
+            if log.awareness.level is not AwarenessLevel.EXACT
+        )
+        if self._process_status is None or said == self._shown:
+            return
+        self._shown = said
+        if said:
+            self._process_status.put(self._name, self._name, {EVENTS_KEY: said})
+        else:
+            self._process_status.remove(self._name)
+
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
             self._sender.try_at_once()
@@ -322,11 +368,13 @@ class KvEventPublisher:
         while taken < EVENTS_PER_STEP and (handed := self._inbox.take(EVENTS_PER_STEP)):
             log = self._log(handed.dp_rank)
             if handed.begins_anew:
-                log.mirror.clear()
-                log.begin_anew()
+                log.forget(loss=_LOSS if handed.is_lossy else "")
             if handed.events:
                 log.append(handed.events, handed.since)
+            if handed.awareness is not None:
+                log.set_awareness(handed.awareness)
             taken += len(handed.events)
+        self._show_awareness()
         if not self._inbox.is_empty:
             self._wake.set()
 

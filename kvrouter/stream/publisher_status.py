@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .awareness import CacheAwareness
 from .event_log import EventLog, LogStatistics
 
 
@@ -16,6 +17,7 @@ class RankStatus:
         waiting_bytes: of events that were not sent yet.
         in_flight: messages without an acknowledgement.
         unknown_parents: stored events that were left out, since their parent is not held.
+        awareness: how far what the rank says can be relied on.
     """
 
     dp_rank: int
@@ -25,6 +27,7 @@ class RankStatus:
     in_flight: int
     unknown_parents: int
     statistics: LogStatistics
+    awareness: CacheAwareness
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,4 +60,5 @@ def rank_status(log: EventLog) -> RankStatus:
         log.in_flight,
         log.mirror.unknown_parents,
         replace(log.statistics),
+        log.awareness,
     )

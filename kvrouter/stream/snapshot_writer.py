@@ -150,6 +150,11 @@ class SnapshotWriter:
             return False
         return follower.awareness().level is not AwarenessLevel.OFF
 
+    @property
+    def _is_calm(self) -> bool:
+        """Whether the index is what the stream says, whatever instances say of themselves."""
+        return self._follower.awareness(with_stated=False).level in _CALM
+
     # The task -------------------------------------------------------------------------
 
     async def _run(self) -> None:
@@ -186,7 +191,7 @@ class SnapshotWriter:
         due = self._plan.due(
             self._covered(stream), stream, follower.stream.config.limits, unix_time()
         )
-        if due is None or not (due.is_urgent or follower.awareness().level in _CALM):
+        if due is None or not (due.is_urgent or self._is_calm):
             return
         newest = await self._newest()
         if self._says_nothing_new(due, newest, stream):

@@ -7,8 +7,9 @@ from typing import Final, NamedTuple
 from dynbus.bus.names import TOKEN
 from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import HEADER
-from dynbus.kvrouter.radix.index import RadixIndex, Rank
+from dynbus.kvrouter.radix.index import Applied, RadixIndex, Rank, Verdict
 
+from .awareness import AWARENESS_HEADER, decode_awareness, encode_awareness
 from .epochs import latest_epoch
 
 _TOKENS: Final = 5
@@ -74,3 +75,16 @@ def forget_future(index: RadixIndex, rank: Rank, message: StoredMessage) -> None
         return
     if read_header(message.data).event_epoch < state.event_epoch:
         index.remove_instance(rank.instance)
+
+
+def apply_message(index: RadixIndex, rank: Rank, message: StoredMessage) -> Applied:
+    """Apply a message that counts, with what it says of how far it can be relied on."""
+    applied = index.apply(rank.instance, message.data)
+    state = index.ranks.get(rank)
+    if state is not None and applied.verdict not in _UNUSED:
+        said = decode_awareness(message.headers.get(AWARENESS_HEADER, ""))
+        state.stated = encode_awareness(said)
+    return applied
+
+
+_UNUSED: Final = (Verdict.DUPLICATE, Verdict.STALE, Verdict.MALFORMED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynbus.kvrouter.events import BlockStored, KvEvent
+from dynbus.kvrouter.stream.awareness import CacheAwareness
 
 from .frames import plain
 
@@ -15,6 +16,7 @@ class RecordingSink:
     def __init__(self) -> None:
         self.ranks: dict[int, list[KvEvent]] = {}
         self.resets: list[int] = []
+        self.said: list[tuple[int, str]] = []
 
     def publish(self, events: Sequence[KvEvent], *, dp_rank: int) -> None:
         self.ranks.setdefault(dp_rank, []).extend(plain(events))
@@ -22,6 +24,9 @@ class RecordingSink:
     def reset(self, dp_rank: int) -> None:
         self.resets.append(dp_rank)
         self.ranks.pop(dp_rank, None)
+
+    def set_awareness(self, awareness: CacheAwareness, *, dp_rank: int) -> None:
+        self.said.append((dp_rank, str(awareness)))
 
     def engine_hashes(self, dp_rank: int = 0) -> list[int]:
         """Of all blocks stored, in the order of their events."""

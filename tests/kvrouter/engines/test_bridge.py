@@ -383,3 +383,223 @@ def test_a_new_connection_whose_replay_fails_voids_what_was_known() -> None:
 
     assert sink.resets == [0]
     assert bridge.status().reason == "rank 0: forgotten: nobody answers"
+
+
+# How far events can be relied on ------------------------------------------------------------
+
+
+def test_a_sink_is_told_at_once_how_far_events_can_be_relied_on() -> None:
+    _, stream, sink = make()
+
+    stream.connected()
+    replay(stream, {number: message(number + 1) for number in range(2)})
+
+    assert sink.said == [
+        (0, "degraded (not connected to the engine yet)"),
+        (0, "degraded (the engine's earlier messages are being read)"),
+        (0, "exact"),
+    ]
+
+
+def test_a_sink_is_told_nothing_twice() -> None:
+    _, stream, sink = caught_up()
+    told = len(sink.said)
+
+    for number in range(3):
+        stream.take(number, message(number + 1))
+
+    assert sink.said[told:] == []
+
+
+def test_a_rank_that_is_known_late_takes_over_what_was_said_of_rank_0() -> None:
+    _, stream, sink = caught_up(dp_rank=None)
+
+    stream.take(0, encode([1.5, [vllm(token_ids=TOKENS)], 3]))
+
+    assert sink.said[-2:] == [(0, "exact"), (3, "exact")]
+
+
+def test_a_rank_is_not_exact_before_its_replay_has_ended() -> None:
+    bridge, stream, _ = make()
+    stream.connected()
+
+    stream.begin_replay()
+    stream.take_replayed(0, message(1))
+    first = bridge.status()
+    stream.take_replayed(1, message(2))
+    stream.end_replay()
+
+    assert first.reason == "rank 0: the engine's earlier messages are being read"
+    assert (first.state, bridge.status().state) == ("degraded", "exact")
+
+
+def test_a_replay_that_stops_half_way_leaves_a_rank_degraded_until_the_rest_is_here() -> None:
+    bridge, stream, _ = make()
+    stream.connected()
+    stream.begin_replay()
+    stream.take_replayed(0, message(1))
+    stream.fail_replay("it ceased")
+
+    after_failure = bridge.status().reason
+    stream.take(1, message(2))
+
+    assert after_failure == "rank 0: it ceased"
+    assert bridge.status().state == "exact"
+
+
+def test_a_gap_is_degraded_while_it_is_being_filled() -> None:
+    bridge, stream, _ = caught_up()
+    messages = {number: message(number + 1) for number in range(3)}
+    stream.take(0, messages[0])
+
+    stream.take(2, messages[2])
+    in_between = bridge.status().state
+    replay(stream, messages)
+    stream.skip_to(2, messages[2])
+
+    assert (in_between, bridge.status().state) == ("degraded", "exact")
+
+
+def hybrid(*kinds: str) -> bytes:
+    """A batch that stores the same blocks in a group of each kind."""
+    return encode(
+        [1.5, [vllm(group_idx=at, kv_cache_spec_kind=kind) for at, kind in enumerate(kinds)], 0]
+    )
+
+
+def test_an_engine_with_sliding_windows_beside_full_attention_is_approximate() -> None:
+    bridge, stream, sink = caught_up()
+
+    stream.take(0, hybrid("full_attention", "sliding_window"))
+
+    reason = "the engine reuses at most what is told: groups that are not modelled (sliding_window)"
+    assert (bridge.status().state, bridge.status().reason) == ("approximate", f"rank 0: {reason}")
+    assert sink.said[-1] == (0, f"approximate ({reason})")
+
+
+def test_the_worst_rank_gives_the_level_of_a_bridge() -> None:
+    bridge, stream, _ = caught_up()
+    stream.take(0, hybrid("full_attention", "mamba"))
+    alone = bridge.status().state
+
+    bridge.stream(1)
+
+    assert (alone, bridge.status().state) == ("approximate", "degraded")
+
+
+# Healing ------------------------------------------------------------------------------------
+
+
+def late() -> tuple[EngineBridge, RankStream, RecordingSink]:
+    """A bridge that came when the engine had published ten messages, without a replay."""
+    bridge, stream, sink = make()
+    stream.connected()
+    stream.cannot_replay()
+    stream.take(10, message(11))
+    stream.skip_to(10, message(11))
+    return bridge, stream, sink
+
+
+def test_reports_of_reused_blocks_are_asked_for_while_blocks_are_missing() -> None:
+    bridge, _, _ = late()
+    exact, _, _ = caught_up()
+
+    assert (bridge.report_mode(), exact.report_mode()) == ("full", "incremental")
+
+
+def test_reports_are_not_asked_for_without_a_connection() -> None:
+    bridge, stream, _ = late()
+
+    stream.disconnected("gone")
+
+    assert bridge.report_mode() == "incremental"
+
+
+def test_an_engine_that_evicts_what_came_since_reports_were_asked_for_is_exact_again() -> None:
+    bridge, stream, sink = late()
+    bridge.report_mode()
+
+    stream.take(11, message(12))
+    stream.take(12, encode([1.5, [["BlockRemoved", [11]]], 0]))
+    before = bridge.status().state
+    stream.take(13, encode([1.5, [["BlockRemoved", [12]]], 0]))
+
+    assert (before, bridge.status().state) == ("degraded", "exact")
+    assert bridge.report_mode() == "incremental"
+    assert sink.said[-1] == (0, "exact")
+
+
+def test_an_engine_that_evicts_before_reports_were_asked_for_stays_degraded() -> None:
+    bridge, stream, _ = late()
+
+    stream.take(11, message(12))
+    stream.take(12, encode([1.5, [["BlockRemoved", [12]]], 0]))
+
+    assert bridge.status().state == "degraded"
+
+
+def test_a_loss_after_a_recovery_is_recovered_from_by_what_comes_after_it() -> None:
+    bridge, stream, _ = late()
+    bridge.report_mode()
+    stream.take(11, message(12))
+    stream.take(12, message(13))
+    stream.take(13, encode([1.5, [["BlockRemoved", [12]]], 0]))
+    orphan = vllm(block_hashes=[90], parent_block_hash=99, token_ids=[9] * 4)
+
+    stream.take(14, encode([1.5, [orphan], 0]))
+    lost_again, mode = bridge.status().reason, bridge.report_mode()
+    stream.take(15, encode([1.5, [["BlockRemoved", [13]]], 0]))
+    by_old_blocks = bridge.status().state
+    stream.take(16, message(14))
+    stream.take(17, encode([1.5, [["BlockRemoved", [14]]], 0]))
+
+    assert lost_again == "rank 0: 1 stored events go on prefixes that are not known"
+    assert mode == "full"
+    assert (by_old_blocks, bridge.status().state) == ("degraded", "exact")
+
+
+def test_blocks_of_an_engine_that_cannot_be_reached_expire() -> None:
+    clock, sink = Clock(), RecordingSink()
+    bridge = EngineBridge(sink, block_size=4, expire_after=30.0, clock=clock)
+    stream = bridge.stream(0)
+    stream.connected()
+    stream.end_replay()
+    stream.take(0, message(1))
+
+    stream.disconnected("no connection")
+    clock.now += 29.0
+    stream.disconnected("no connection")
+    kept = list(sink.resets)
+    clock.now += 2.0
+    stream.disconnected("no connection")
+    stream.disconnected("no connection")
+
+    assert (kept, sink.resets) == ([], [0])
+    assert bridge.status().reason == "rank 0: no connection"
+
+
+def test_an_engine_that_is_back_in_time_keeps_its_blocks() -> None:
+    clock, sink = Clock(), RecordingSink()
+    bridge = EngineBridge(sink, block_size=4, expire_after=30.0, clock=clock)
+    stream = bridge.stream(0)
+    stream.connected()
+    stream.end_replay()
+    stream.take(0, message(1))
+
+    for _ in range(3):
+        stream.disconnected("no connection")
+        clock.now += 20.0
+        stream.connected()
+        replay(stream, {0: message(1)})
+
+    assert (sink.resets, sink.engine_hashes()) == ([], [1])
+
+
+def test_a_reset_that_an_idle_engine_has_not_published_can_be_told() -> None:
+    bridge, stream, sink = caught_up()
+    stream.take(0, message(1))
+
+    bridge.cleared()
+    stream.take(1, encode([1.5, [["AllBlocksCleared"], vllm(token_ids=TOKENS)], 0]))
+
+    assert sink.ranks[0][1:] == [AllBlocksCleared(), AllBlocksCleared(), stored()]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dynbus.kvrouter.engines import EngineBridge
 from dynbus.kvrouter.events import KvEvent, decode_events, encode_events
+from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 
 from .frames import BLOCK_SIZE, DIALECTS, captured, encode, stored_payload
 
@@ -27,6 +28,10 @@ class EncodingSink:
         assert len(decode_events(message)) == len(events)
 
     def reset(self, dp_rank: int) -> None:
+        assert 0 <= dp_rank < 1 << 16
+
+    def set_awareness(self, awareness: CacheAwareness, *, dp_rank: int) -> None:
+        assert bool(awareness.reason) is (awareness.level is not AwarenessLevel.EXACT)
         assert 0 <= dp_rank < 1 << 16
 
 

@@ -25,9 +25,9 @@ def message(engine_hash: int) -> bytes:
 
 
 class Follower:
-    def __init__(self) -> None:
+    def __init__(self, expire_after: float) -> None:
         self.sink = RecordingSink()
-        self.bridge = EngineBridge(self.sink, block_size=4)
+        self.bridge = EngineBridge(self.sink, block_size=4, expire_after=expire_after)
 
     async def has(self, hashes: Sequence[int], *, dp_rank: int = 0, within: float = 10.0) -> None:
         await eventually(
@@ -50,8 +50,9 @@ async def following(
     receive_limit: int = 1000,
     replay_timeout: float = 10.0,
     heartbeat_interval: float = 5.0,
+    expire_after: float = 30.0,
 ) -> AsyncGenerator[Follower]:
-    follower = Follower()
+    follower = Follower(expire_after)
     source = ZmqSource(
         engine.endpoint,
         engine.replay_endpoint if replay else None,
@@ -76,8 +77,30 @@ async def test_events_are_followed_from_before_the_subscription_on() -> None:
             await follower.has([1, 2])
             await engine.publish(message(3))
             await follower.has([1, 2, 3])
+            await follower.is_exact()
 
-        assert follower.bridge.status().state == "exact"
+
+async def test_events_that_nobody_reads_any_longer_are_not_exact() -> None:
+    async with publishing_engine() as engine:
+        async with following(engine) as follower:
+            await follower.is_exact()
+
+        status = follower.bridge.status()
+
+    assert status.state == "degraded"
+    assert status.reason == f"rank 0: nobody reads {engine.endpoint} any longer"
+    assert follower.sink.said[-1] == (0, f"degraded (nobody reads {engine.endpoint} any longer)")
+
+
+async def test_what_an_engine_that_is_gone_held_expires() -> None:
+    async with publishing_engine() as engine, following(engine, expire_after=0.5) as follower:
+        await engine.publish(message(1))
+        await follower.has([1])
+
+        await engine.stop()
+
+        await follower.has([])
+        assert "there is no connection" in (follower.bridge.status().reason or "")
 
 
 async def test_a_replay_with_topics_is_understood() -> None:
@@ -110,10 +133,10 @@ async def test_dropped_messages_are_replayed() -> None:
         await engine.publish(message(40))
 
         await follower.has(range(1, 41))
+        await follower.is_exact()
 
         status = follower.bridge.status()
         assert (status.gaps, status.lost, status.resets) == (1, 0, 0)
-        assert status.state == "exact"
 
 
 async def test_dropped_messages_without_a_replay_endpoint_reset_the_rank() -> None:

@@ -8,11 +8,24 @@ from typing import Any
 
 import pytest
 
-from dynbus.kvrouter.stream.awareness import MAX_BEHIND, Observation, cache_awareness
+from dynbus.kvrouter.stream.awareness import (
+    EXACT,
+    MAX_BEHIND,
+    MAX_REASON,
+    AwarenessLevel,
+    CacheAwareness,
+    Observation,
+    cache_awareness,
+    decode_awareness,
+    encode_awareness,
+)
 from dynbus.kvrouter.stream.follower import IndexFollower
 from dynbus.kvrouter.stream.snapshot_writer import SnapshotWriter
 from dynbus.kvrouter.stream.staleness import Staleness, StalenessWindow
 from dynbus.testing import TestKit, run
+
+DEGRADED = CacheAwareness(AwarenessLevel.DEGRADED, "messages lost")
+APPROXIMATE = CacheAwareness(AwarenessLevel.APPROXIMATE, "windows")
 
 GOOD = Observation(following=True, ranks=4, target="llm.Engin")
 
@@ -61,6 +74,16 @@ GOOD = Observation(following=True, ranks=4, target="llm.Engin")
             {"connected": False, "silent": "a", "approximates": True},
             "degraded (the server is out of reach)",
         ),
+        ({"stated": {"a/0": DEGRADED}}, "degraded (a/0: messages lost)"),
+        (
+            {"stated": {"b/1": DEGRADED, "a/0": APPROXIMATE, "a/1": DEGRADED}, "unsettled": 1},
+            "degraded (1 of 4 ranks being resent, a/1 and 1 more: messages lost)",
+        ),
+        ({"stated": {"a/0": APPROXIMATE}}, "approximate (a/0: windows)"),
+        (
+            {"stated": {"a/0": APPROXIMATE}, "silent": "b", "approximates": True},
+            "approximate (no events from b, a/0: windows)",
+        ),
     ],
 )
 def test_the_worst_that_is_true_is_said(change: dict[str, Any], expected: str) -> None:
@@ -89,3 +112,39 @@ def test_nobody_takes_snapshots_of_what_nobody_publishes(
                 return writer.status().is_elected, writer.status().written
 
     assert run(story()) == (elected, 0)
+
+
+@pytest.mark.parametrize("awareness", [EXACT, DEGRADED, APPROXIMATE])
+def test_what_a_rank_says_of_its_events_is_read_as_it_was_written(
+    awareness: CacheAwareness,
+) -> None:
+    assert decode_awareness(encode_awareness(awareness)) == awareness
+
+
+def test_exact_is_said_by_saying_nothing() -> None:
+    assert encode_awareness(EXACT) == ""
+
+
+def test_a_reason_with_any_characters_fits_a_header() -> None:
+    hostile = CacheAwareness(AwarenessLevel.DEGRADED, "a\r\nEvil: 1\x00é" + "b" * 500)
+
+    text = encode_awareness(hostile)
+
+    assert text.isascii()
+    assert text.isprintable()
+    assert text.startswith("degraded (a Evil: 1 b")
+    assert len(text) <= MAX_REASON + len("degraded ()")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("degraded", "degraded"),
+        ("exact (no)", "degraded (no)"),
+        ("off (no)", "degraded (no)"),
+        ("\x1b[31mred (a\x1b[0m)", "degraded (a [0m)"),
+        ("approximate (a (b))", "approximate (a (b))"),
+    ],
+)
+def test_what_a_rank_says_in_words_that_are_not_known_is_degraded(text: str, expected: str) -> None:
+    assert str(decode_awareness(text)) == expected

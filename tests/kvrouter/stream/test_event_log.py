@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.kvrouter.event_bus import stored
 
 from dynbus.kvrouter.events import (
+    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     Operation,
@@ -15,9 +16,10 @@ from dynbus.kvrouter.events import (
     decode_events,
 )
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
+from dynbus.kvrouter.stream.awareness import EXACT, AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.digest import index_digest
 from dynbus.kvrouter.stream.epochs import CLOCK_ALLOWANCE, EpochClock
-from dynbus.kvrouter.stream.event_log import Batch, EventLog
+from dynbus.kvrouter.stream.event_log import DIGEST_AFTER, DIGEST_INTERVAL, Batch, EventLog
 
 NOW = 100.0
 
@@ -284,3 +286,40 @@ def test_whatever_becomes_of_batches_the_stream_leads_to_what_is_held(data: st.D
         flying += send_all(log, now)
 
     assert index_digest(index, Rank("a", 0)) == log.mirror.digest()
+
+
+DEGRADED = CacheAwareness(AwarenessLevel.DEGRADED, "messages lost")
+
+
+def test_how_far_events_can_be_relied_on_is_in_each_batch_and_soon_in_one() -> None:
+    log = begun()
+
+    log.set_awareness(DEGRADED)
+    due = log.digest_at
+    log.append_digest(due, due)
+    [digest] = send_all(log)
+    log.append([stored(1)], NOW)
+    [events] = send_all(log)
+
+    assert due == NOW + DIGEST_AFTER
+    assert [one.awareness for one in (digest, events)] == ["degraded (messages lost)"] * 2
+
+
+def test_what_is_said_again_needs_no_message() -> None:
+    log = begun()
+
+    log.set_awareness(EXACT)
+
+    assert log.digest_at == NOW + DIGEST_INTERVAL
+
+
+def test_a_rank_whose_events_were_dropped_is_degraded_until_its_engine_clears_its_cache() -> None:
+    log = begun()
+
+    log.forget(loss="dropped")
+    log.append([stored(1)], NOW)
+    after_loss = log.awareness
+    log.append([AllBlocksCleared()], NOW)
+
+    assert str(after_loss) == "degraded (dropped)"
+    assert log.awareness == EXACT

@@ -29,7 +29,8 @@ from dynbus.kvrouter.events import (
     encode_events,
 )
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.stream.awareness import AwarenessLevel
+from dynbus.kvrouter.radix.snapshot import dump_index, load_index
+from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.epochs import latest_epoch
 from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.kvrouter.stream.follower import IndexFollower
@@ -709,3 +710,21 @@ def test_each_rank_is_compared_in_its_turn_however_busy_another_one_is() -> None
 
     # Each has its turn after 11 s, and a digest of an idle rank comes within 10 s.
     assert run(story()) < 21.0
+
+
+def test_what_ranks_say_of_themselves_is_in_snapshots_and_keeps_nobody_from_taking_one() -> None:
+    async def story() -> tuple[str, str, str]:
+        at = EventBus()
+        async with at.publisher() as publisher, at.follower() as follower:
+            publisher.set_awareness(CacheAwareness(AwarenessLevel.DEGRADED, "lost"))
+            publisher.publish([stored(1)])
+            await eventually(lambda: follower.awareness().level is AwarenessLevel.DEGRADED)
+            data = dump_index(follower.index, follower.position.sequence)
+            loaded, _ = load_index(data, max_blocks=100)
+            return (
+                str(follower.awareness()),
+                str(follower.awareness(with_stated=False)),
+                loaded.ranks[Rank("a", 0)].stated,
+            )
+
+    assert run(story()) == ("degraded (a/0: lost)", "exact", "degraded (lost)")

@@ -7,6 +7,7 @@ import threading
 from tests.kvrouter.event_bus import stored
 
 from dynbus.kvrouter.events import KvEvent
+from dynbus.kvrouter.stream.awareness import EXACT, AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.inbox import OBJECT_BYTES, Handed, Inbox
 
 ALL = 1 << 20
@@ -61,7 +62,8 @@ def test_a_rank_that_says_too_much_begins_anew_and_what_was_dropped_is_counted()
     assert inbox.dropped == lost
     other, begun = inbox.take(ALL), inbox.take(ALL)
     assert other == Handed(1, False, 0.0, one(7))
-    assert begun == Handed(0, True, 0.0, [event for n in range(lost, 12) for event in one(n)])
+    kept = [event for n in range(lost, 12) for event in one(n)]
+    assert begun == Handed(0, True, 0.0, kept, is_lossy=True)
 
 
 def test_memory_stays_within_the_limit_however_much_is_handed_over() -> None:
@@ -106,3 +108,37 @@ def test_threads_lose_nothing_to_each_other() -> None:
         thread.join()
 
     assert (taken, inbox.events, inbox.dropped) == (8000, 0, 0)
+
+
+DEGRADED = CacheAwareness(AwarenessLevel.DEGRADED, "lost")
+
+
+def test_how_far_events_can_be_relied_on_comes_out_behind_them() -> None:
+    inbox = Inbox()
+    for number in range(3):
+        inbox.put(0, one(number), 0.0)
+    inbox.set_awareness(0, DEGRADED)
+    inbox.set_awareness(0, EXACT)
+
+    taken = [inbox.take(2), inbox.take(2)]
+
+    assert [each.awareness for each in taken if each] == [None, EXACT]
+
+
+def test_how_far_events_can_be_relied_on_is_told_without_any() -> None:
+    inbox = Inbox()
+
+    inbox.set_awareness(3, DEGRADED)
+
+    assert inbox.take(ALL) == Handed(3, False, 0.0, [], awareness=DEGRADED)
+    assert inbox.is_empty
+
+
+def test_a_reset_makes_good_what_was_dropped() -> None:
+    inbox = Inbox(max_bytes=OBJECT_BYTES)
+    for number in range(3):
+        inbox.put(0, one(number), 0.0)
+
+    inbox.reset(0)
+
+    assert inbox.take(ALL) == Handed(0, True, 0.0, [])

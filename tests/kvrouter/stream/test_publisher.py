@@ -8,6 +8,7 @@ from collections import UserList
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tests.kvrouter.event_bus import (
@@ -21,7 +22,9 @@ from tests.kvrouter.event_bus import (
 )
 
 from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.bus.process_status import ProcessStatus
 from dynbus.bus.transport import StoredMessage
+from dynbus.kvrouter.engines import EngineBridge
 from dynbus.kvrouter.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -32,6 +35,7 @@ from dynbus.kvrouter.events import (
     closing_digest,
     decode_events,
 )
+from dynbus.kvrouter.stream.awareness import EXACT, AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.event_log import Batch
 from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.kvrouter.stream.publisher import KvEventPublisher
@@ -512,3 +516,91 @@ def test_a_stream_of_another_namespace_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="namespace demo do not go to the stream of other"):
         run(story())
+
+
+DEGRADED = CacheAwareness(AwarenessLevel.DEGRADED, "messages lost")
+
+
+def test_routers_and_operators_see_how_far_an_engine_s_events_can_be_relied_on() -> None:
+    async def story() -> tuple[list[str], list[dict[str, str]]]:
+        at = EventBus()
+        status = ProcessStatus()
+        connection = await at.bus.connect()
+        levels: list[str] = []
+        shown: list[dict[str, str]] = []
+        publisher = KvEventPublisher(
+            connection, "demo", "Engine", "a", ranks=(0, 1), process_status=status
+        )
+        publisher.set_awareness(DEGRADED, dp_rank=1)
+        async with at.follower() as follower:
+
+            async def seen(level: AwarenessLevel) -> None:
+                await eventually(lambda: follower.awareness().level is level)
+                levels.append(str(follower.awareness()))
+                shown.append(status.read("demo.Engine"))
+
+            async with publisher:
+                await seen(AwarenessLevel.DEGRADED)
+                publisher.set_awareness(EXACT, dp_rank=1)
+                await seen(AwarenessLevel.EXACT)
+                publisher.set_awareness(DEGRADED)
+                await seen(AwarenessLevel.DEGRADED)
+            shown.append(status.read())
+        await connection.close()
+        return levels, shown
+
+    levels, shown = run(story())
+
+    assert levels == ["degraded (a/1: messages lost)", "exact", "degraded (a/0: messages lost)"]
+    assert shown == [
+        {"kv_events": "rank 1: degraded (messages lost)"},
+        {},
+        {"kv_events": "rank 0: degraded (messages lost)"},
+        {},
+    ]
+
+
+def test_a_rank_cannot_be_off() -> None:
+    async def story() -> None:
+        async with EventBus().publisher() as publisher:
+            with pytest.raises(ConfigError, match="give degraded"):
+                publisher.set_awareness(CacheAwareness(AwarenessLevel.OFF, "no"))
+
+    run(story())
+
+
+def test_a_bridge_that_came_late_is_seen_by_routers_until_it_knows_everything() -> None:
+    def blocks(number: int) -> bytes:
+        event = {
+            "type": "BlockStored",
+            "block_hashes": [number],
+            "parent_block_hash": None,
+            "token_ids": [number] * 4,
+            "block_size": 4,
+        }
+        return msgspec.msgpack.encode([1.5, [event], 0])
+
+    async def story() -> list[str]:
+        at = EventBus()
+        said: list[str] = []
+        async with at.publisher() as publisher, at.follower() as follower:
+            bridge = EngineBridge(publisher, block_size=4)
+            stream = bridge.stream(0)
+
+            async def seen(text: str) -> None:
+                await eventually(lambda: text in str(follower.awareness()))
+                said.append(text)
+
+            await seen("degraded (a/0: not connected to the engine yet)")
+            stream.connected()
+            stream.cannot_replay()
+            if not stream.take(7, blocks(7)):
+                stream.skip_to(7, blocks(7))
+            await seen("degraded (a/0: messages 0 to 6 of the engine are lost")
+            stream.take(8, msgspec.msgpack.encode([1.5, [["AllBlocksCleared"]], 0]))
+            await seen("exact")
+            stream.disconnected("there is no connection")
+            await seen("degraded (a/0: there is no connection)")
+            return said
+
+    assert len(run(story())) == 4
