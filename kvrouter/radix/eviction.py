@@ -1,8 +1,8 @@
-"""Which leaves of a `PrefixTree` are given up at the limit, and how a holder forgets them.
+"""Which runs of a `PrefixTree` are given up at the limit, and how a holder forgets them.
 
-A holder knows its blocks by name, and a run does not know the names: forgetting a run costs a
-look at all names of the holder. So many leaves are chosen at once, and one holder after the other
-forgets them all.
+A run can be given up by those that hold nothing below it. A holder knows its blocks by name, and
+a run does not know the names: forgetting a run costs a look at all names of the holder. So many
+runs are chosen at once, and one holder after the other forgets as many of them as it has to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .runs import Holder, Run
 
 
 class Victim(NamedTuple):
-    """A leaf to give up, unless it was found or has grown since it was chosen.
+    """A run to give up, unless it was found or has grown since it was chosen.
 
     Attributes:
         touched, end: of the run, when it was chosen.
@@ -31,34 +31,42 @@ class Victim(NamedTuple):
 
 
 def choose_victims(tree: PrefixTree, holders: Collection[int], count: int) -> list[Victim]:
-    """The leaves that were found the longest ago, of which `count` blocks or more are held.
+    """The runs that were found the longest ago, of which `count` blocks or more can be given up.
 
     Args:
-        holders: the numbers of those whose blocks count. A leaf that none of them holds stays.
+        holders: the numbers of those whose blocks count. A run of which none of them can give
+            up anything stays.
     """
     victims: list[Victim] = []
-    leaves = [run for run in tree.runs.values() if run.children is None and run.parent]
-    for run in sorted(leaves, key=lambda leaf: leaf.touched):
+    runs = [run for run in tree.runs.values() if run.parent]
+    for run in sorted(runs, key=lambda run: run.touched):
         if count <= 0:
             break
-        if held := sum(_held(run, number) for number in _holders(run) if number in holders):
+        below = _holders_below(run)
+        ends = [one for one in _holders(run) if one in holders and one not in below]
+        if held := sum(_held(run, number) for number in ends):
             victims.append(Victim(run, run.touched, run.end))
             count -= held
     return victims
 
 
-def evict(tree: PrefixTree, holder: Holder, victims: Sequence[Victim]) -> int:
-    """Forget what a holder has of these leaves; returns how many blocks."""
+def evict(tree: PrefixTree, holder: Holder, victims: Sequence[Victim], most: int) -> int:
+    """Forget what a holder has of these runs, in their order, until that is `most` blocks or
+    more; returns how many."""
     number = holder.number
-    own = {
-        run.id: run
-        for run, touched, end in victims
-        if tree.runs.get(run.id) is run
-        and run.children is None
-        and run.touched == touched
-        and run.end <= end
-        and number in _holders(run)
-    }
+    own: dict[int, Run] = {}
+    for run, touched, end in victims:
+        if most <= 0:
+            break
+        if (
+            tree.runs.get(run.id) is run
+            and run.touched == touched
+            and run.end <= end
+            and number in _holders(run)
+            and number not in _holders_below(run)
+        ):
+            own[run.id] = run
+            most -= _held(run, number)
     if not own:
         return 0
     forgotten = _forget_names(tree, holder, own, _leading_to(own.values()))
@@ -71,6 +79,13 @@ def evict(tree: PrefixTree, holder: Holder, victims: Sequence[Victim]) -> int:
 
 def _holders(run: Run) -> Collection[int]:
     return run.ends if run.detached is None else run.ends.keys() | run.detached.keys()
+
+
+def _holders_below(run: Run) -> Collection[int]:
+    """Who holds something right below a run."""
+    if run.children is None:
+        return ()
+    return {number for child in run.children.values() for number in _holders(child)}
 
 
 def _held(run: Run, number: int) -> int:

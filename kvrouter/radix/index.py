@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from dynbus.kvrouter.events import InvalidEvents, Tier
 
+from .fair_share import fair_share
 from .kernel import Answers, Batch, CacheHolder, KernelName, make_kernel
 
 SWEEP_BLOCKS: Final = 256
@@ -30,7 +31,7 @@ DEFAULT_MAX_BLOCKS: Final = 10_000_000
 EVICT_TO: Final = 0.9
 """The part of `max_blocks` that is left when some were forgotten for it."""
 EVICT_LOOK: Final = 1 << 16
-"""With each message caches forget until so many of their blocks and leaves were looked at."""
+"""With each message caches forget until so many of their blocks and runs were looked at."""
 OVERSHOOT: Final = 1.05
 """Beyond so many times `max_blocks` caches forget until less is held, however long that takes."""
 
@@ -136,8 +137,9 @@ class RadixIndex:
     """Prefixes of blocks and the instances that hold them.
 
     Args:
-        max_blocks: beyond this many held blocks the least recently used are forgotten, with the
-            messages that follow. Meanwhile `OVERSHOOT` times as many may be held.
+        max_blocks: beyond this many held blocks the instances that hold more than a fair share
+            of it forget what they used the longest ago, with the messages that follow. Meanwhile
+            `OVERSHOOT` times as many may be held.
         kernel: "python", "compiled" (with the extra `dynbus[fast]`), or "auto" for the compiled
             one where it is ready, see `kernel.load_compiled`.
 
@@ -162,9 +164,9 @@ class RadixIndex:
         self._evicted = 0
         self._blocks = 0
         self._max_blocks = max_blocks
-        # Leaves to give up, and the caches that have not forgotten them yet.
+        # Runs to give up, and the caches that are still to forget so many blocks of them.
         self._victims: Any = None
-        self._to_forget: deque[CacheHolder] = deque()
+        self._to_forget: deque[tuple[CacheHolder, int]] = deque()
 
     def __repr__(self) -> str:
         return f"<RadixIndex [{len(self._of_instance)} instances, {self.kernel.run_count} runs]>"
@@ -235,8 +237,11 @@ class RadixIndex:
             self._names.pop(holder.number, None)
             del self._owners[holder.number]
             self.kernel.drop_holder(holder)
-            if holder in self._to_forget:
-                self._to_forget.remove(holder)
+        dropped = {holder.number for holder in state.holders.values()}
+        if any(holder.number in dropped for holder, _ in self._to_forget):
+            self._to_forget = deque(
+                (holder, most) for holder, most in self._to_forget if holder.number not in dropped
+            )
         state.holders.clear()
         # An answer may name who is gone.
         self._by_instance.remembered.clear()
@@ -261,30 +266,56 @@ class RadixIndex:
         return None if changes.is_excessive else changes.orphans
 
     def _evict(self) -> None:
-        """Make room for some time: one cache after the other forgets the oldest leaves."""
-        if not self._to_forget:
-            holders = self._all_holders()
-            self._victims = self.kernel.choose_victims(
-                holders, self._blocks - int(self._max_blocks * EVICT_TO)
-            )
-            if not len(self._victims):
+        """Make room for some time: one cache after the other forgets its oldest runs."""
+        looked_at = 0
+        most_held = self._max_blocks * OVERSHOOT
+        before = -1
+        # What caches forget may be less than they were to: then once more, if that helps.
+        while before != self._evicted:
+            before = self._evicted
+            if not self._to_forget and not self._choose():
                 self.kernel.sweep(EVICT_LOOK)
                 return
-            self._to_forget.extend(holders)
-        looked_at = 0
-        while self._to_forget and (
-            looked_at < EVICT_LOOK or self._blocks > self._max_blocks * OVERSHOOT
-        ):
-            holder = self._to_forget.popleft()
-            looked_at += holder.blocks + len(self._victims)
-            evicted = self.kernel.evict(holder, self._victims)
-            self._blocks -= evicted
-            self._evicted += evicted
-            if evicted:
-                # What was forgotten may be named as a parent; its instance need not send it again.
-                self.ranks[self._owners[holder.number]].partial = True
-        if not self._to_forget:
+            while self._to_forget and (looked_at < EVICT_LOOK or self._blocks > most_held):
+                holder, most = self._to_forget.popleft()
+                looked_at += holder.blocks + len(self._victims)
+                evicted = self.kernel.evict(holder, self._victims, most)
+                self._blocks -= evicted
+                self._evicted += evicted
+                if evicted:
+                    # What was forgotten may be named as a parent; its instance need not send it
+                    # again.
+                    self.ranks[self._owners[holder.number]].partial = True
+            if self._to_forget:
+                return
             self._victims = None
+            if self._blocks <= most_held:
+                return
+
+    def _choose(self) -> bool:
+        """Find out who is to forget how much, and of which runs; returns whether there are any."""
+        room = int(self._max_blocks * EVICT_TO)
+        held = {
+            instance: sum(self.ranks[rank].blocks for rank in ranks)
+            for instance, ranks in self._of_instance.items()
+        }
+        share = fair_share(held.values(), room)
+        for instance in [instance for instance, blocks in held.items() if blocks > share]:
+            holders = self._holders_of(instance)
+            # An instance's caches share likewise.
+            of_each = fair_share([holder.blocks for holder in holders], share)
+            self._to_forget.extend(
+                (holder, holder.blocks - of_each) for holder in holders if holder.blocks > of_each
+            )
+        chosen = [holder for holder, _ in self._to_forget]
+        self._victims = self.kernel.choose_victims(chosen, self._blocks - room)
+        if not len(self._victims):
+            self._to_forget.clear()
+        return bool(self._to_forget)
+
+    def _holders_of(self, instance: str) -> list[CacheHolder]:
+        ranks = self._of_instance[instance]
+        return [holder for rank in ranks for holder in self.ranks[rank].holders.values()]
 
     def _holder(self, rank: Rank, state: RankState, tier: int) -> CacheHolder:
         holder = state.holders.get(tier)

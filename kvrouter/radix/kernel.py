@@ -173,22 +173,24 @@ class Kernel(Protocol):
         ...
 
     def choose_victims(self, holders: Sequence[Any], count: int) -> Any:
-        """The leaves that were found the longest ago, of which `count` blocks or more are held.
+        """The runs that were found the longest ago, of which `count` blocks or more can be given
+        up: by those that hold nothing below them.
 
-        Costs a look at each leaf.
+        Costs a look at each run.
 
         Args:
-            holders: all that are in the tree and were not dropped.
+            holders: those that are to give up something; none of them was dropped.
 
         Returns:
-            A sequence; it is empty where only what is to be swept is in the leaves.
+            A sequence, the oldest first; it is empty where only what is to be swept is there.
         """
 
-    def evict(self, holder: Any, victims: Any) -> int:
-        """Forget what a holder has of leaves that were chosen; returns how many blocks.
+    def evict(self, holder: Any, victims: Any, most: int) -> int:
+        """Forget what a holder has of runs that were chosen, in their order, until that is `most`
+        blocks or more; returns how many.
 
-        A leaf that was found, or went on, since it was chosen stays. Costs a look at all that
-        the holder has.
+        A run that was found, or went on, since it was chosen stays, and so does one below which
+        the holder has something. Costs a look at all that the holder has.
         """
         ...
 

@@ -159,8 +159,8 @@ class PythonKernel:
     def choose_victims(self, holders: Sequence[Holder], count: int) -> list[Victim]:
         return choose_victims(self.tree, {holder.number for holder in holders}, count)
 
-    def evict(self, holder: Holder, victims: Sequence[Victim]) -> int:
-        return evict(self.tree, holder, victims)
+    def evict(self, holder: Holder, victims: Sequence[Victim], most: int) -> int:
+        return evict(self.tree, holder, victims, most)
 
     # Snapshots ------------------------------------------------------------------------
 

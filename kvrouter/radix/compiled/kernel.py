@@ -38,8 +38,8 @@ from .limits import (
     HELD_BLOCKS,
     WAS_BORN,
     WAS_TOUCHED,
-    forget_leaves,
-    leaves_of,
+    forget_runs,
+    runs_to_give_up,
     shrink,
     sweep,
 )
@@ -288,13 +288,13 @@ class CompiledKernel:
     def choose_victims(self, holders: Sequence[CompiledHolder], count: int) -> NDArray[np.int64]:
         is_counted = np.zeros(self._next_number, dtype=np.bool_)
         is_counted[[holder.number for holder in holders]] = True
-        leaves = leaves_of(self._tree, is_counted)
-        leaves = leaves[np.lexsort((leaves[:, WAS_BORN], leaves[:, WAS_TOUCHED]))]
-        enough = int(np.searchsorted(leaves[:, HELD_BLOCKS].cumsum(), count)) + 1
-        return leaves[:enough].copy()
+        runs = runs_to_give_up(self._tree, is_counted)
+        runs = runs[np.lexsort((runs[:, WAS_BORN], runs[:, WAS_TOUCHED]))]
+        enough = int(np.searchsorted(runs[:, HELD_BLOCKS].cumsum(), count)) + 1
+        return runs[:enough].copy()
 
-    def evict(self, holder: CompiledHolder, victims: NDArray[np.int64]) -> int:
-        forgotten = int(forget_leaves(self._tree, holder.held, victims))
+    def evict(self, holder: CompiledHolder, victims: NDArray[np.int64], most: int) -> int:
+        forgotten = int(forget_runs(self._tree, holder.held, victims, most))
         self._refresh()
         return forgotten
 
@@ -368,7 +368,7 @@ def warm_up() -> None:
     columns = [column.tobytes() for column in next(kernel.columns(holder, 2))]
     cache = CacheRecord(holder.number, 0, columns[0], columns[1])
     (loaded,) = other.load(list(kernel.run_records()), [cache], kernel.next_numbers)
-    kernel.evict(holder, kernel.choose_victims([holder], 1))
+    kernel.evict(holder, kernel.choose_victims([holder], 1), 1)
     other.drop_holder(loaded)
     other.sweep(loaded.blocks + loaded.detached)
     assert not kernel.run_count + other.run_count

@@ -21,6 +21,7 @@ from .tree import (
     FIRST_CHILDREN,
     FIRST_RUNS,
     FREE,
+    NEXT,
     PARENT,
     START,
     TOUCHED,
@@ -35,7 +36,7 @@ Flags = NDArray[np.bool_]
 FLAGS: Final = types.boolean[::1]
 
 RUN, HELD_BLOCKS, WAS_TOUCHED, WAS_BORN, HAD_END = 0, 1, 2, 3, 4
-"""What is noted of a leaf that may be given up; but for its number as it was then."""
+"""What is noted of a run that may be given up; but for its number as it was then."""
 VICTIM_FIELDS: Final = 5
 
 _NONE: Final = np.uint64(0)
@@ -91,28 +92,63 @@ def _covered(tree: Tree, spans: Int) -> Int:
     return count
 
 
+@inner
+def _mark_holders(tree: Tree, run: Int, marks: Numbers, mark: Int) -> None:
+    """Set the marks of all that hold something of a run."""
+    rows, outer = tree.rows, tree.runs[run, DETACHED]
+    for index in range(size_of(rows, tree.runs[run, ENDS])):
+        marks[key_of(word(rows, tree.runs[run, ENDS], index))] = mark
+    for index in range(size_of(rows, outer) if outer else 0):
+        marks[key_of(word(rows, outer, index))] = mark
+
+
+@inner
+def _holds(tree: Tree, run: Int, holder: Int) -> bool:
+    """Whether a cache holds something of a run."""
+    if value_at(tree.rows, tree.runs[run, ENDS], holder) >= 0:
+        return True
+    return bool(spans_of(tree, run, holder))
+
+
+@inner
+def _holds_below(tree: Tree, run: Int, holder: Int) -> bool:
+    """Whether a cache holds something right below a run."""
+    child = tree.runs[run, CHILD]
+    while child:
+        if _holds(tree, child, holder):
+            return True
+        child = tree.runs[child, NEXT]
+    return False
+
+
 @entry(TABLE(TREE, FLAGS))
-def leaves_of(tree: Tree, is_counted: Flags) -> Runs:
-    """The leaves of which anything is held, of shape [leaves, VICTIM_FIELDS].
+def runs_to_give_up(tree: Tree, is_counted: Flags) -> Runs:
+    """The runs of which caches hold something and nothing below, of shape [runs, VICTIM_FIELDS].
 
     Args:
         is_counted: by the number of a cache, whether its blocks count.
     """
     runs, rows = tree.runs, tree.rows
     found = np.empty((tree.live, VICTIM_FIELDS), dtype=np.int64)
+    # By the number of a cache, the last run below which it was seen to hold something.
+    holds_below = np.zeros(len(is_counted), dtype=np.int64)
     count = 0
     for run in range(1, tree.used):
-        if runs[run, PARENT] == FREE or runs[run, CHILD]:
+        if runs[run, PARENT] == FREE:
             continue
+        child = runs[run, CHILD]
+        while child:
+            _mark_holders(tree, child, holds_below, run)
+            child = runs[child, NEXT]
         blocks = 0
         for index in range(size_of(rows, runs[run, ENDS])):
             one = word(rows, runs[run, ENDS], index)
-            if is_counted[key_of(one)]:
+            if is_counted[key_of(one)] and holds_below[key_of(one)] != run:
                 blocks += value_of(one) - runs[run, START]
         outer = runs[run, DETACHED]
         for index in range(size_of(rows, outer) if outer else 0):
             one = word(rows, outer, index)
-            if is_counted[key_of(one)]:
+            if is_counted[key_of(one)] and holds_below[key_of(one)] != run:
                 blocks += _covered(tree, value_of(one))
         if blocks:
             found[count, RUN], found[count, HELD_BLOCKS] = run, blocks
@@ -124,14 +160,13 @@ def leaves_of(tree: Tree, is_counted: Flags) -> Runs:
 
 @inner
 def _is_as_chosen(tree: Tree, victim: Numbers) -> bool:
-    """Whether a leaf is there still, and was not found and did not go on since."""
+    """Whether a run is there still, and was not found and did not go on since."""
     if victim[RUN] >= tree.used:
         return False
     fields = tree.runs[victim[RUN]]
     return bool(
         fields[PARENT] != FREE
         and fields[BORN] == victim[WAS_BORN]
-        and not fields[CHILD]
         and fields[TOUCHED] == victim[WAS_TOUCHED]
         and fields[END] <= victim[HAD_END]
     )
@@ -151,23 +186,29 @@ def _forget_names(tree: Tree, held: Held, is_own: Flags) -> Int:
     return before
 
 
-@entry(types.int64(TREE, HELD, TABLE))
-def forget_leaves(tree: Tree, held: Held, victims: Runs) -> Int:
-    """Forget what a cache has of leaves, as `leaves_of` told them; returns how many blocks."""
+@entry(types.int64(TREE, HELD, TABLE, types.int64))
+def forget_runs(tree: Tree, held: Held, victims: Runs, most: Int) -> Int:
+    """Forget what a cache has of runs, as `runs_to_give_up` told them, until that is `most` blocks
+    or more; returns how many."""
     runs, rows, holder = tree.runs, tree.rows, held.number
     is_own = np.zeros(tree.used, dtype=np.bool_)
     own = np.empty(len(victims), dtype=np.int64)
     count = 0
     for index in range(len(victims)):
         run = victims[index, RUN]
+        if most <= 0:
+            break
         if not _is_as_chosen(tree, victims[index]):
             continue
-        spans = spans_of(tree, run, holder)
-        if spans or value_at(rows, runs[run, ENDS], holder) >= 0:
+        if _holds(tree, run, holder) and not _holds_below(tree, run, holder):
             is_own[run] = True
             own[count] = run
             count += 1
-            held.detached -= _covered(tree, spans) if spans else 0
+            spans = spans_of(tree, run, holder)
+            detached = _covered(tree, spans) if spans else 0
+            held.detached -= detached
+            end = value_at(rows, runs[run, ENDS], holder)
+            most -= detached + (end - runs[run, START] if end >= 0 else 0)
     if not count:
         return 0
     before = _forget_names(tree, held, is_own)

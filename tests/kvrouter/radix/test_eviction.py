@@ -22,7 +22,7 @@ def test_the_leaf_that_was_found_the_longest_ago_goes() -> None:
     tree.find(packed([100]))
     tree.find(packed([300]))
 
-    forgotten = evict(tree, holder, choose_victims(tree, {holder.number}, 5))
+    forgotten = evict(tree, holder, choose_victims(tree, {holder.number}, 5), 5)
 
     assert forgotten == 10
     assert len(holder.held) == 20
@@ -52,7 +52,7 @@ def test_a_leaf_that_was_found_since_it_was_chosen_stays() -> None:
     victims = choose_victims(tree, {holder.number}, 1)
     tree.find(packed([1]))
 
-    assert evict(tree, holder, victims) == 0
+    assert evict(tree, holder, victims, 100) == 0
     assert tree.find(packed([1, 2])) == {holder.number: 2}
 
 
@@ -63,7 +63,7 @@ def test_a_leaf_that_went_on_since_it_was_chosen_stays() -> None:
     victims = choose_victims(tree, {holder.number}, 1)
     chain(tree, holder, [3], parent=2)
 
-    assert evict(tree, holder, victims) == 0
+    assert evict(tree, holder, victims, 100) == 0
     assert tree.find(packed([1, 2, 3])) == {holder.number: 3}
 
 
@@ -75,14 +75,14 @@ def test_holders_of_one_leaf_forget_it_one_after_the_other() -> None:
     tree.remove(first, [2])
     victims = choose_victims(tree, {first.number, second.number}, 4)
 
-    forgotten = evict(tree, first, victims)
+    forgotten = evict(tree, first, victims, 100)
     between = tree.find(packed([1, 2, 3])), first.detached, len(first.held)
 
     assert forgotten == 2
     # The question was the first since the leaf was chosen.
     assert between == ({second.number: 2}, 0, 0)
-    assert evict(tree, second, victims) == 0
-    assert evict(tree, second, choose_victims(tree, {second.number}, 1)) == 2
+    assert evict(tree, second, victims, 100) == 0
+    assert evict(tree, second, choose_victims(tree, {second.number}, 1), 1) == 2
     assert len(tree.runs) == 1
 
 
@@ -104,8 +104,49 @@ def test_the_locations_of_few_blocks_that_stay_are_followed() -> None:
     tree.followed = 0
     victims = choose_victims(tree, {holder.number, other.number}, 6400)
 
-    forgotten = [evict(tree, one, victims) for one in (holder, other)]
+    forgotten = [evict(tree, one, victims, 6400) for one in (holder, other)]
 
     assert forgotten == [6400, 0]
     assert len(holder.held) == 57_600
     assert tree.followed == 6400
+
+
+def test_a_holder_forgets_the_oldest_until_it_is_enough() -> None:
+    tree = PrefixTree()
+    holder = tree.add_holder()
+    for start in (100, 200, 300):
+        chain(tree, holder, list(range(start, start + 10)))
+    tree.find(packed([100]))
+    victims = choose_victims(tree, {holder.number}, 30)
+
+    # The question was asked before they were chosen.
+    assert evict(tree, holder, victims, 11) == 20
+    assert tree.find(packed(list(range(100, 110)))) == {holder.number: 10}
+
+
+def test_a_holder_gives_up_what_others_go_on_from() -> None:
+    tree = PrefixTree()
+    many, few = tree.add_holder(), tree.add_holder()
+    chain(tree, many, [1, 2, 3])
+    chain(tree, many, [4], parent=2)
+    chain(tree, few, [1, 2, 3])
+    chain(tree, few, [4], parent=2)
+    tree.remove(many, [3, 4])
+
+    forgotten = evict(tree, many, choose_victims(tree, {many.number}, 1), 1)
+
+    assert forgotten == 2
+    assert tree.find(packed([1, 2, 3])) == {few.number: 3}
+    assert tree.find(packed([1, 2, 4])) == {few.number: 3}
+
+
+def test_a_holder_keeps_what_it_goes_on_from_itself() -> None:
+    tree = PrefixTree()
+    holder = tree.add_holder()
+    chain(tree, holder, [1, 2])
+    chain(tree, holder, [3], parent=2)
+    chain(tree, holder, [4], parent=2)
+
+    victims = choose_victims(tree, {holder.number}, 100)
+
+    assert sorted(victim.run.blocks for victim in victims) == [packed([3]), packed([4])]

@@ -263,6 +263,54 @@ def test_at_the_overshoot_all_caches_forget_at_once(
 
 
 @each_kernel
+def test_one_instance_cannot_take_the_room_of_others(kernel: KernelName) -> None:
+    index = RadixIndex(max_blocks=5_000, kernel=kernel)
+    honest = {"a": range(1, 881), "b": range(2001, 2273)}
+    for instance, blocks in honest.items():
+        index.apply(instance, message(stored(*blocks)))
+
+    for first_id in range(500):
+        flood = range(10_000 + 40 * first_id, 10_040 + 40 * first_id)
+        index.apply("x", message(stored(*flood), first_id=first_id))
+
+    held = {instance: index.lookup(list(blocks)) for instance, blocks in honest.items()}
+    assert held == {"a": {"a": 880}, "b": {"b": 272}}
+    assert not index.ranks[Rank("a", 0)].partial
+    assert index.ranks[Rank("x", 0)].partial
+    assert 3000 < index.ranks[Rank("x", 0)].blocks < 5_000 - 880 - 272
+    assert index.statistics().blocks <= 5_000
+
+
+@each_kernel
+def test_an_instance_gains_no_room_by_holding_the_same_in_many_ranks_and_tiers(
+    kernel: KernelName,
+) -> None:
+    index = RadixIndex(max_blocks=1_000, kernel=kernel)
+    index.apply("a", message(stored(*range(1, 101))))
+    fork = [stored(*range(1, 51)), stored(7777, parent=50)]
+
+    for dp_rank in range(40):
+        index.apply("x", encode_events(fork, event_epoch=1, first_id=0, dp_rank=dp_rank))
+
+    assert index.lookup(list(range(1, 101)))["a"] == 100
+    assert not index.ranks[Rank("a", 0)].partial
+    assert index.statistics().blocks <= 1_050
+
+
+@each_kernel
+def test_the_caches_of_one_instance_give_up_alike(kernel: KernelName) -> None:
+    index = RadixIndex(max_blocks=1_000, kernel=kernel)
+    for number in range(60):
+        dp_rank, first_id = number % 2, number // 2
+        events = [stored(*range(100 * number + 1, 100 * number + 21))]
+        index.apply("x", encode_events(events, event_epoch=1, first_id=first_id, dp_rank=dp_rank))
+
+    blocks = [index.ranks[Rank("x", dp_rank)].blocks for dp_rank in (0, 1)]
+    assert abs(blocks[0] - blocks[1]) <= 40
+    assert sum(blocks) > 800
+
+
+@each_kernel
 def test_an_instance_may_leave_while_caches_forget(
     kernel: KernelName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
