@@ -19,11 +19,11 @@ from .clock import monotonic
 from .drops import DropReason
 from .errors import DynbusError, NoInstances, PermissionDenied, Unavailable
 from .headers import MARKER_REASON
-from .leases import INSTANCES_STREAM, ensure_bucket
-from .names import TOKEN, EndpointName
+from .leases import INSTANCES_STREAM, ensure_bucket, record_key, record_of
+from .names import EndpointName
 from .presence import InstanceKey, Presence
 from .transport import ConnectionState, OrderedConsumer, StoredMessage
-from .wire import InstanceRecord, decode_record
+from .wire import InstanceRecord
 
 if TYPE_CHECKING:
     from .bus import Bus
@@ -65,24 +65,6 @@ class Instance(NamedTuple):
     def metadata(self) -> Mapping[str, str]:
         """What the instance says of itself; not to be changed."""
         return self.record.metadata
-
-
-def record_key(subject: str) -> tuple[str, str, str] | None:
-    """The namespace, component and instance id of a record's subject; None for any other."""
-    tokens = subject.split(".")
-    if len(tokens) != 5 or not all(map(TOKEN.fullmatch, tokens[2:])):
-        return None
-    return tokens[2], tokens[3], tokens[4]
-
-
-def record_of(message: StoredMessage) -> InstanceRecord | None:
-    """The record in a message; None for one that cannot be read, or that speaks of another
-    instance than its subject, which is what permissions are given for."""
-    record = decode_record(message.data)
-    if record is None:
-        return None
-    told = (record.namespace, record.component, record.instance_id)
-    return record if told == record_key(message.subject) else None
 
 
 class InstanceView:

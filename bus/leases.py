@@ -18,7 +18,7 @@ import msgspec
 from .cleanup import end_tasks
 from .clock import monotonic
 from .errors import ConfigError, DynbusError, Unavailable
-from .names import INSTANCES_BUCKET
+from .names import INSTANCES_BUCKET, TOKEN
 from .stream_repair import StreamRepair
 from .transport import (
     REPLICAS,
@@ -86,6 +86,24 @@ async def ensure_bucket(
 def record_subject(namespace: str, component: str, instance_id: str) -> str:
     """Where an instance's record is stored."""
     return f"$KV.{INSTANCES_BUCKET}.{namespace}.{component}.{instance_id}"
+
+
+def record_key(subject: str) -> tuple[str, str, str] | None:
+    """The namespace, component and instance id of a record's subject; None for any other."""
+    tokens = subject.split(".")
+    if len(tokens) != 5 or not all(map(TOKEN.fullmatch, tokens[2:])):
+        return None
+    return tokens[2], tokens[3], tokens[4]
+
+
+def record_of(message: StoredMessage) -> InstanceRecord | None:
+    """The record in a message; None for one that cannot be read, or that speaks of another
+    instance than its subject, which is what permissions are given for."""
+    record = decode_record(message.data)
+    if record is None:
+        return None
+    told = (record.namespace, record.component, record.instance_id)
+    return record if told == record_key(message.subject) else None
 
 
 class LeaseState(Enum):
@@ -159,7 +177,7 @@ class Lease:
         self.revision = stored.sequence if stored is not None else 0
         if stored is None or stored.is_marker:
             return
-        other = decode_record(stored.data)
+        other = record_of(stored)
         if other is not None and other.incarnation != self._record.incarnation:
             self.state = LeaseState.CONFLICT
 
@@ -222,7 +240,7 @@ class LeaseKeeper:
         mine = self.lease.record
         anywhere = record_subject("*", "*", mine.instance_id)
         stored = await self._jetstream.last(INSTANCES_STREAM.name, anywhere)
-        other = decode_record(stored.data) if stored is not None else None
+        other = record_of(stored) if stored is not None else None
         if stored is None or stored.is_marker or other is None or stored.subject == self._subject:
             return
         if other.incarnation != mine.incarnation:

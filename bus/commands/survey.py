@@ -17,12 +17,12 @@ import msgspec
 from dynbus.bus.cleanup import end_tasks
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError, Unavailable
-from dynbus.bus.leases import INSTANCES_STREAM
+from dynbus.bus.leases import INSTANCES_STREAM, record_of
 from dynbus.bus.names import TOKEN, ReplySubjects
 from dynbus.bus.nats.connecting import connect_as
 from dynbus.bus.tokens import random_id
 from dynbus.bus.transport import Connection, Message, NoStream, StoredMessage
-from dynbus.bus.wire import InstanceRecord, decode_record
+from dynbus.bus.wire import InstanceRecord
 
 ANSWER_SECONDS: Final = 1.0
 """Seconds that instances have to answer; above 100 of them they spread their answers over 0.25."""
@@ -234,8 +234,8 @@ async def _read_records(connection: Connection) -> list[InstanceRecord]:
     read = asyncio.Event()
 
     def take(message: StoredMessage) -> None:
-        record = None if message.is_marker else decode_record(message.data)
-        if record is None or not _are_names(record.namespace, record.component, record.instance_id):
+        record = None if message.is_marker else record_of(message)
+        if record is None:
             found.pop(message.subject, None)
         else:
             found[message.subject] = record

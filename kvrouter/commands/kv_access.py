@@ -10,13 +10,12 @@ from typing import Final, NamedTuple
 from dynbus.bus.commands.terminal import notice
 from dynbus.bus.config import load_config
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.leases import INSTANCES_STREAM, record_subject
+from dynbus.bus.leases import INSTANCES_STREAM, record_of, record_subject
 from dynbus.bus.logs import configure_logging
 from dynbus.bus.names import ReplySubjects, check_token
 from dynbus.bus.nats.connecting import connect_as
 from dynbus.bus.tokens import random_id
 from dynbus.bus.transport import JetStream, NoStream, StoredMessage
-from dynbus.bus.wire import decode_record
 from dynbus.kvrouter.routing.profile import BLOCK_SIZE_KEY
 from dynbus.kvrouter.stream.history import (
     NOW,
@@ -129,7 +128,7 @@ async def leases_of(at: Opened, component: str) -> dict[str, Mapping[str, str]] 
     read = asyncio.Event()
 
     def take(message: StoredMessage) -> None:
-        record = None if message.is_marker else decode_record(message.data)
+        record = None if message.is_marker else record_of(message)
         if record is not None:
             found[record.instance_id] = record.metadata
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from dynbus.bus.discovery import EXPIRY_GRACE, SUSPECT_SECONDS, InstanceView, record_of
+from dynbus.bus.discovery import EXPIRY_GRACE, SUSPECT_SECONDS, InstanceView
+from dynbus.bus.leases import record_of
 from dynbus.bus.transport import StoredMessage
 from dynbus.bus.wire import InstanceRecord, encode_record
 

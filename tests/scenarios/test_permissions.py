@@ -24,14 +24,19 @@ pytestmark = pytest.mark.anyio
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 BUCKET = INSTANCES_STREAM.name
 
-INSTANCE = [
-    "_R.>",
-    "_INBOX.>",
-    "$KV.dynbus_instances.scenario.>",
-    f"$JS.API.STREAM.CREATE.{BUCKET}",
-    f"$JS.API.STREAM.INFO.{BUCKET}",
-    f"$JS.API.STREAM.MSG.GET.{BUCKET}",
-]
+
+def instance(component: str) -> list[str]:
+    """What an instance of a component may publish."""
+    return [
+        "_R.>",
+        "_INBOX.>",
+        f"$KV.dynbus_instances.scenario.{component}.*",
+        f"$JS.API.STREAM.CREATE.{BUCKET}",
+        f"$JS.API.STREAM.INFO.{BUCKET}",
+        f"$JS.API.STREAM.MSG.GET.{BUCKET}",
+    ]
+
+
 CLIENT = [
     "scenario.*.*",
     "scenario.*.*.*",
@@ -42,17 +47,34 @@ CLIENT = [
     f"$JS.API.DIRECT.GET.{BUCKET}",
     "$JS.FC.>",
 ]
-PUBLISH = {"serving": INSTANCE, "relaying": INSTANCE + CLIENT, "calling": CLIENT}
+PUBLISH = {
+    "serving": instance("Source"),
+    "relaying": instance("Relay") + CLIENT,
+    "calling": CLIENT,
+}
 SUBSCRIBE = {
-    "serving": ["scenario.>", "$SRV.>", "_R.serving.>"],
-    "relaying": ["scenario.>", "$SRV.>", "_R.relaying.>"],
+    "serving": ["scenario.Source.>", "$SRV.>", "_R.serving.>"],
+    "relaying": ["scenario.Relay.>", "$SRV.>", "_R.relaying.>"],
     "calling": ["_R.calling.>"],
 }
 
 STORE = "$KV.dynbus_instances"
-FOREIGN_SUBSCRIPTIONS = ["_INBOX.>", "_R.>", "_R.{other}.>", "other.>", f"{STORE}.>", "$SYS.>", ">"]
+FOREIGN_SUBSCRIPTIONS = [
+    "_INBOX.>",
+    "_R.>",
+    "_R.{other}.>",
+    "other.>",
+    "scenario.>",
+    "scenario.Foreign.>",
+    "scenario.*._ctl.*",
+    f"{STORE}.>",
+    "$SYS.>",
+    ">",
+]
 FOREIGN_PUBLICATIONS = [
     f"{STORE}.other.Source.forged",
+    f"{STORE}.other.Relay.forged",
+    f"{STORE}.scenario.Foreign.forged",
     "other.Source.where",
     "scenario.Source._kv.forged.0",
     "scenario.Source._kv_load.forged.all",
@@ -105,6 +127,7 @@ def test_these_are_the_permissions_that_the_page_lists() -> None:
 
     mine = {*PUBLISH["relaying"], *SUBSCRIBE["serving"], *SUBSCRIBE["calling"]}
     spelled = {re.sub(r"\bscenario\b", "demo", subject) for subject in mine}
+    spelled = {re.sub(r"\b(Source|Relay)\b", "Engine", subject) for subject in spelled}
     spelled = {re.sub(r"_R\.(serving|calling)", "_R.p", subject) for subject in spelled}
 
     assert spelled == listed
@@ -150,7 +173,7 @@ async def test_nothing_else_may_be_heard(guarded: RunningServer, user: str) -> N
     other = "calling" if user == "serving" else "serving"
     subjects = [subject.format(other=other) for subject in FOREIGN_SUBSCRIPTIONS]
     if user == "calling":
-        subjects += ["scenario.>", "$SRV.>"]
+        subjects += ["$SRV.>"]
 
     refused = await refusals(guarded, user, subscribe=subjects)
 
@@ -162,8 +185,14 @@ async def test_nothing_else_may_be_said(guarded: RunningServer, user: str) -> No
     subjects = list(FOREIGN_PUBLICATIONS)
     if user == "calling":
         subjects += OF_INSTANCES_ALONE
+    if user == "relaying":
+        subjects += [f"{STORE}.scenario.Source.forged"]
     if user == "serving":
-        subjects += ["scenario.Source.where", f"$JS.API.CONSUMER.CREATE.{BUCKET}.x.y"]
+        subjects += [
+            f"{STORE}.scenario.Relay.forged",
+            "scenario.Source.where",
+            f"$JS.API.CONSUMER.CREATE.{BUCKET}.x.y",
+        ]
 
     refused = await refusals(guarded, user, publish=subjects)
 

@@ -98,10 +98,12 @@ async def test_a_jetstream_that_is_silent_costs_bounded_time(
 
 
 @pytest.mark.anyio
-async def test_a_record_with_a_name_that_is_none_is_not_listed(own_server: RunningServer) -> None:
+async def test_a_record_that_speaks_of_another_instance_than_its_key_is_not_listed(
+    own_server: RunningServer,
+) -> None:
     connection = await connect([own_server.url])
     await connection.jetstream.ensure_stream(INSTANCES_STREAM)
-    for number, instance_id in enumerate(("good", "\x1b[2J")):
+    for key, instance_id in (("good", "good"), ("other", "another"), ("odd", "\x1b[2J")):
         record = InstanceRecord(
             namespace="demo",
             component="Hello",
@@ -111,7 +113,7 @@ async def test_a_record_with_a_name_that_is_none_is_not_listed(own_server: Runni
             started=1.0,
             address="",
         )
-        subject = record_subject("demo", "Hello", str(number))
+        subject = record_subject("demo", "Hello", key)
         await connection.jetstream.publish(subject, encode_record(record), ttl=60)
     await connection.close()
 
