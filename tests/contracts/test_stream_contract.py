@@ -193,3 +193,49 @@ async def test_a_rollup_needs_the_room_of_a_message_before_it_makes_any(bus: Bus
     assert outcomes == [3, FULL]
     assert await all_data(js, dropping) == [b"new"]
     assert await all_data(js, refusing) == [b"b", b"a"]
+
+
+async def test_what_a_stream_holds_is_read_as_it_was_stored_oldest_first(bus: Bus) -> None:
+    stream = await bus.stream(StreamLimits(max_messages_per_subject=1))
+    js = (await bus.connect()).jetstream
+    for number, name in enumerate(("a", "b", "a", "other.c")):
+        await js.publish(f"{stream}.{name}", b"%d" % number, headers={"Name": name})
+
+    everything = await js.read(stream)
+    some = await js.read(stream, f"{stream}.*")
+    nothing = await js.read(stream, f"{stream}.none")
+
+    assert [(one.sequence, one.data) for one in everything] == [(2, b"1"), (3, b"2"), (4, b"3")]
+    assert [one.subject for one in some] == [f"{stream}.b", f"{stream}.a"]
+    assert [dict(one.headers) for one in some] == [{"Name": "b"}, {"Name": "a"}]
+    assert all(abs(one.time - unix_time()) < 60 for one in everything)
+    assert nothing == []
+
+
+async def test_a_stream_of_more_than_one_answer_is_read_whole(bus: Bus) -> None:
+    stream = await bus.stream()
+    js = (await bus.connect()).jetstream
+    for first in range(0, 2500, 250):
+        await asyncio.gather(*(js.publish(f"{stream}.a", b"") for _ in range(first, first + 250)))
+
+    found = await js.read(stream, timeout=20.0)
+
+    assert [one.sequence for one in found] == list(range(1, 2501))
+
+
+async def test_a_stream_that_is_not_there_cannot_be_read_nor_looked_at(bus: Bus) -> None:
+    js = (await bus.connect()).jetstream
+
+    with pytest.raises(NoStream):
+        await js.read("missing")
+    with pytest.raises(NoStream):
+        await js.write_error("missing")
+
+
+async def test_a_stream_that_is_well_has_no_write_error_and_keeps_its_messages(bus: Bus) -> None:
+    stream = await bus.stream(in_memory=False)
+    js = (await bus.connect()).jetstream
+    await js.publish(f"{stream}.a", b"")
+
+    assert await js.write_error(stream) == ""
+    assert (await js.stream_info(stream)).messages == 1

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from dynbus.bus.drops import DropReason
-from dynbus.bus.errors import Unavailable
+from dynbus.bus.errors import PermissionDenied, Unavailable
 from dynbus.bus.nats.api_requests import NoResponders
 from dynbus.bus.nats.connection import NatsConnection, connect
-from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.transport import Message
 
 pytestmark = pytest.mark.anyio
@@ -59,6 +60,45 @@ async def test_a_request_without_an_answer_ends_in_time(
         await connection.request(subject, b"", timeout=0.1)
 
     assert len(asked) == 1
+
+
+async def test_a_request_that_may_be_repeated_is_sent_again_until_it_is_answered(
+    connection: NatsConnection, subject: str
+) -> None:
+    asked: list[Message] = []
+
+    def answer_the_second(message: Message) -> None:
+        asked.append(message)
+        if len(asked) == 2:
+            connection.publish(message.reply, b"at last")
+
+    connection.subscribe(subject, answer_the_second)
+
+    async with asyncio.timeout(4.0):
+        reply = await connection.request(subject, b"", timeout=30.0, repeat=True)
+
+    assert reply.data == b"at last"
+    assert len({message.reply for message in asked}) == 1
+
+
+async def test_a_request_that_the_server_refuses_ends_at_once_with_its_reason(
+    tmp_path: Path,
+) -> None:
+    server = await run_server(
+        store_dir=tmp_path,
+        config="""
+        authorization { users = [ { user: "guest", password: "secret", permissions: {
+          publish: { deny: ["$JS.API.STREAM.DELETE.>"] } } } ] }
+        """,
+    )
+    connection = await connect([f"nats://guest:secret@127.0.0.1:{server.port}"])
+    try:
+        async with asyncio.timeout(5.0):
+            with pytest.raises(PermissionDenied, match=r"STREAM\.DELETE\.S"):
+                await connection.jetstream.delete_stream("S", timeout=60.0)
+    finally:
+        await connection.close()
+        await server.stop()
 
 
 async def test_an_answer_that_comes_too_late_or_twice_disturbs_no_other_and_is_counted(
