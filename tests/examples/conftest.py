@@ -56,6 +56,17 @@ class Example:
         """What `dynbus` with these arguments prints."""
         return self._run("-m", "dynbus", *arguments)
 
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """A program of the folder that goes on beside the actors; its user's to end."""
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=self._folder,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
     def _run(self, *arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -101,9 +112,10 @@ async def _wait_until_ready(url: str, example: Example, endpoints: tuple[str, ..
 
 
 @contextmanager
-def _running(
-    name: str, url: str, endpoints: tuple[str, ...], options: Sequence[str]
+def running(
+    name: str, url: str, endpoints: tuple[str, ...], options: Sequence[str] = ()
 ) -> Generator[Example]:
+    """The actors of an example, once the endpoints are served."""
     example = Example(EXAMPLES / name, url, options)
     try:
         asyncio.run(_wait_until_ready(url, example, endpoints))
@@ -124,6 +136,6 @@ def run_example(nats_server: RunningServer) -> Iterator[RunExample]:
     with ExitStack() as stack:
 
         def run(name: str, *endpoints: str, options: Sequence[str] = ()) -> Example:
-            return stack.enter_context(_running(name, nats_server.url, endpoints, options))
+            return stack.enter_context(running(name, nats_server.url, endpoints, options))
 
         yield run
