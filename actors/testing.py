@@ -10,8 +10,8 @@
 
         assert run(story()) == ["A"]
 
-No server, no sleeping: a test of a 30-second timeout takes less than a tenth of a second, and a
-run repeats exactly. What servers and networks do wrong, `kit.bus` does on request.
+No server, no sleeping: a test of a 30-second timeout takes some 50 ms, most of them for the
+heartbeats in between, and a run repeats exactly. What servers and networks do wrong, `kit.bus` does on request.
 """
 
 from __future__ import annotations
