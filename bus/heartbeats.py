@@ -313,6 +313,8 @@ class Heartbeats:
             self._early.set()
 
     def _check_main_loop(self, now: float) -> None:
+        if self._bus.lane.loop is self._bus.loop:
+            return  # then nothing is left to notice that it is blocked
         if self._main_answered:
             self.blocked = 0.0
             self._main_answered = False

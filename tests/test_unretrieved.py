@@ -58,41 +58,57 @@ async def test_it():
 }
 
 
-@pytest.mark.parametrize("place", CARELESS)
-def test_an_exception_that_nobody_retrieves_fails_its_test(place: str, tmp_path: Path) -> None:
-    (tmp_path / "test_careless.py").write_text(HEAD + CARELESS[place])
-
-    output = run_tests(tmp_path)
-
-    assert "ValueError: unheard" in output
-    assert "1 passed, 1 error" in output
-
-
-def test_an_exception_that_was_retrieved_fails_nobody(tmp_path: Path) -> None:
-    careful = """
+CAREFUL = """
 @pytest.mark.anyio
 async def test_it():
     with pytest.raises(ValueError):
         await asyncio.create_task(fail())
 """
-    (tmp_path / "test_careful.py").write_text(HEAD + careful)
 
-    output = run_tests(tmp_path)
 
-    assert "1 passed in" in output
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a run of all of these tests printed, the careful one last."""
+    folder = tmp_path_factory.mktemp("careless")
+    (folder / "conftest.py").write_text("from tests.conftest import *")
+    for number, body in enumerate(CARELESS.values()):
+        (folder / f"test_{number}.py").write_text(HEAD + body)
+    (folder / "test_careful.py").write_text(HEAD + CAREFUL)
+    return run_tests(folder)
+
+
+@pytest.mark.parametrize("place", CARELESS)
+def test_an_exception_that_nobody_retrieves_fails_its_test(place: str, output: str) -> None:
+    test = f"test_{list(CARELESS).index(place)}.py::test_it"
+
+    assert f"PASSED {test}\n" in output
+    (error,) = [line for line in output.splitlines() if line.startswith(f"ERROR {test} ")]
+    assert "an event loop reported" in error
+
+
+def test_what_was_not_retrieved_is_shown(output: str) -> None:
+    reports = output.count("AssertionError: an event loop reported:")
+
+    assert reports >= len(CARELESS)
+    assert output.count("ValueError: unheard") >= len(CARELESS)
+
+
+def test_an_exception_that_was_retrieved_fails_nobody(output: str) -> None:
+    assert "PASSED test_careful.py::test_it\n" in output
+    assert "ERROR test_careful.py" not in output
+    assert f"{len(CARELESS) + 1} passed, {len(CARELESS)} errors" in output
 
 
 def run_tests(folder: Path) -> str:
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    (folder / "conftest.py").write_text("from tests.conftest import *")
-    options = ["-p", "no:cacheprovider", "-p", "no:randomly", "-q"]
+    options = ["-p", "no:cacheprovider", "-p", "no:randomly", "-q", "-rEp"]
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(folder), f"--rootdir={folder}"],
         capture_output=True,
         text=True,
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        timeout=30,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200"},
+        timeout=50,
         check=False,
     )
     return ended.stdout + ended.stderr

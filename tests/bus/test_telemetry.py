@@ -581,5 +581,6 @@ def test_a_collector_that_is_gone_delays_the_end_no_longer_than_allowed() -> Non
     )
 
     took = float(output.split("took ")[1].split()[0])
-    assert took < 2.0
+    # It would try for 10 s.
+    assert took < 5.0
     assert "done False" in output

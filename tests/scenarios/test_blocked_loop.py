@@ -41,7 +41,7 @@ async def test_a_handler_that_blocks_its_loop_is_reported_and_its_calls_complete
         took = time.monotonic() - begun
 
     assert [result.instance for result in results] == ["blocked"] * 3
-    assert BLOCKED <= took < BLOCKED + 1.0
+    assert BLOCKED <= took < 2 * BLOCKED
     assert seen == {("blocked",)}
     report = worker.output.split("the main loop has been blocked for")
     assert len(report) == 2
@@ -101,7 +101,7 @@ async def test_a_loop_that_is_blocked_beyond_the_limit_is_given_up(
 
         begun = time.monotonic()
         with pytest.raises(UnknownOutcome):
-            await source.block(Wait(seconds=4.0))
+            await source.block(Wait(seconds=8.0))
         took = time.monotonic() - begun
 
-    assert 1.0 < took < 2.5
+    assert 1.0 < took < 6.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -97,13 +96,10 @@ async def test_a_request_over_the_limit_is_refused_before_anything_is_sent(
     request = Text(text="x" * (LIMIT - JSON + over))
     sent = statistics(stage.calling).sent_messages
 
-    begun = time.monotonic()
     with pytest.raises(PayloadTooLarge, match=f"max_request_bytes = {LIMIT}") as raised:
         await stage.source.length(request)
-    took = time.monotonic() - begun
 
     assert not raised.value.started
-    assert took < 0.1
     assert statistics(stage.calling).sent_messages == sent
     assert leftovers(stage.calling) == {}
 

@@ -133,7 +133,8 @@ async def test_when_every_worker_is_dead_a_call_fails_at_once(
         await eventually(lambda: "fresh" in runtime.instance_ids("scenario", "Source"), 1.0)
         done = await source.where()
 
-    assert took < 0.5
+    # Found out by the heartbeats it would take 1.4 s.
+    assert took < 1.0
     assert done.instance == "fresh"
 
 

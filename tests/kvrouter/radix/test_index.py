@@ -418,11 +418,11 @@ def test_a_block_with_very_many_below_it_that_comes_and_goes_costs_a_bounded_tim
     index.apply("b", message(stored(1, 2)))
     again: list[KvEvent] = [BlockRemoved([1]), stored(1)] * 5_000
 
-    begun = time.perf_counter()
+    begun = time.process_time()
     applied = index.apply("a", message(*again, first_id=20_001))
 
     # All of it would take one minute or more.
-    assert time.perf_counter() - begun < 10.0
+    assert time.process_time() - begun < 10.0
     assert applied == (Verdict.EXCESSIVE, 0)
     assert applied.needs_resync
     assert index.lookup([1, 2]) == {"b": 2}

@@ -365,12 +365,12 @@ def test_many_decisions_with_much_in_each_are_told_as_far_as_they_fit_and_soon()
         wanted = request("same", profiles, session=str(number) * 2000)
         wanted.excluded = {f"other-{one}": why for one in range(100)}
         scheduler.submit(wanted, 0.0)
-    begun = time.perf_counter()
+    begun = time.process_time()
 
     told = tell(scheduler.decisions.find("same"), 1.0)
     text = encode_answer(Answer("r", "p", "t", "exact", 512, 512, 1.0, told, 512 - 128), 2**18)
 
-    spent = time.perf_counter() - begun
+    spent = time.process_time() - begun
     found = json.loads(text)
     numbers = [one["number"] for one in found["decisions"]]
     assert len(text) <= 2**18

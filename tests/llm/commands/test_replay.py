@@ -7,12 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from click.testing import CliRunner, Result
 
 from dynbus.bus.errors import ConfigError
+from dynbus.cli import main
 from dynbus.llm.commands.replay import replay
 
 ROOT = Path(__file__).parents[3]
@@ -37,6 +40,33 @@ def dynbus(*arguments: str, at: Path) -> subprocess.CompletedProcess[str]:
         timeout=50,
         check=False,
     )
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: object
+    out: str
+    err: str
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Ended]]:
+    """Runs the command in this process, with the modules that it imports taken back afterwards."""
+    before = set(sys.modules)
+
+    def run(*arguments: str, at: Path) -> Ended:
+        monkeypatch.chdir(at)
+        monkeypatch.setattr(sys, "path", sys.path[:])
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    yield run
+    for name in {"my_costs", "broken"} - before:
+        sys.modules.pop(name, None)
 
 
 def test_programs_get_a_list_with_the_figures_of_each_policy() -> None:
@@ -145,16 +175,16 @@ def test_a_fleet_that_cannot_serve_the_trace_says_why(
     ],
 )
 def test_a_file_that_is_no_trace_is_wrong_input_with_its_line(
-    text: str, reason: str, tmp_path: Path
+    text: str, reason: str, tmp_path: Path, refused: Callable[..., Ended]
 ) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(text.encode("latin-1"))
 
-    ended = dynbus("replay", str(path), at=tmp_path)
+    ended = refused("replay", str(path), at=tmp_path)
 
-    assert (ended.returncode, ended.stdout) == (3, "")
-    assert "dynbus: ConfigError: " in ended.stderr
-    assert f"x.jsonl{', ' if 'line' in reason else ' '}{reason}" in ended.stderr
+    assert (ended.code, ended.out) == (3, "")
+    assert "dynbus: ConfigError: " in ended.err
+    assert f"x.jsonl{', ' if 'line' in reason else ' '}{reason}" in ended.err
 
 
 @pytest.fixture
@@ -189,15 +219,15 @@ def test_the_guides_cost_function_in_the_current_folder_is_a_policy(own: str, gu
     ],
 )
 def test_a_policy_that_cannot_be_used_is_one_line_that_says_why(
-    policy: str, reason: str, guide: Path
+    policy: str, reason: str, guide: Path, refused: Callable[..., Ended]
 ) -> None:
     (guide / "dynbus.py").write_text("def cost(request, candidates): ...\n")
     (guide / "broken.py").write_text("def cost(request, candidates):\n    return {}['weights']\n")
 
-    ended = dynbus("replay", "trace.jsonl", "--policy", policy, at=guide)
+    ended = refused("replay", "trace.jsonl", "--policy", policy, at=guide)
 
-    assert (ended.returncode, ended.stdout) == (3, "")
-    last = ended.stderr.splitlines()[-1]
+    assert (ended.code, ended.out) == (3, "")
+    last = ended.err.splitlines()[-1]
     assert last.startswith("dynbus: ConfigError: ")
     assert reason.format(folder=guide.resolve()) in last
-    assert "Traceback" not in ended.stderr
+    assert "Traceback" not in ended.err
