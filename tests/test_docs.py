@@ -7,6 +7,7 @@ while the hello example is served, `<!-- bash: KIND -->` says how its commands a
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import pytest
+from click.testing import CliRunner
 
 import dynbus
+from dynbus import cli
 from dynbus.actors import handlers, options
 from dynbus.actors.routing import RoutingName
 from dynbus.bus import exit_codes, headers, metrics, wire
@@ -172,15 +175,11 @@ def test_a_program_of_the_documents_greets_ada(
 # Commands -----------------------------------------------------------------------------------
 
 
+@functools.cache
 def _help(command: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-m", "dynbus", command, "--help"],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-    ).stdout
+    ended = CliRunner().invoke(cli.dynbus, [command, "--help"])
+    assert ended.exit_code == 0, ended.output
+    return ended.stdout
 
 
 def _commands() -> list[str]:
