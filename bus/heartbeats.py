@@ -84,8 +84,7 @@ class Registry(Generic[R]):
     Args:
         identity: what this side calls itself in its batches: a reply base or an instance id.
         key: which of the remotes a batch claims to come from.
-        on_batch: takes their control batches on the main loop.
-        while_blocked: takes them on the lane as well, while the main loop does not answer.
+        on_batch: takes their control batches; called on the lane.
     """
 
     def __init__(
@@ -93,12 +92,10 @@ class Registry(Generic[R]):
         identity: str,
         key: Callable[[Batch], str],
         on_batch: Callable[[Batch], None],
-        while_blocked: Callable[[Batch], None] | None = None,
     ) -> None:
         self.identity = identity
         self.key = key
         self.on_batch = on_batch
-        self.while_blocked = while_blocked
         # Bounces are the server's word. Who could guess the subject could speak for it.
         self.token = secrets.token_hex(8)
         self.remotes: dict[str, R] = {}
@@ -183,17 +180,18 @@ class Heartbeats:
                 return
             if remote.liveness is not None and remote.liveness.heard(monotonic()):
                 self._bus.to_main(remote.returned)
+        ping: Ping | None = None
         concerns_calls = False
         for frame in batch.frames:
             if type(frame) is Ping:
-                if remote is not None:
-                    self._send(registry, remote_id, remote, [Pong(frame.token)])
+                ping = frame
             elif type(frame) is not Pong:
                 concerns_calls = True
+        # One answer to a message, whatever it holds: it says that the lane is heard.
+        if ping is not None and remote is not None:
+            self._send(registry, remote_id, remote, [Pong(ping.token)])
         if concerns_calls:
-            if registry.while_blocked is not None and self.blocked >= HEARTBEAT_INTERVAL:
-                registry.while_blocked(batch)
-            self._bus.to_main(registry.on_batch, batch)
+            registry.on_batch(batch)
 
     async def _run(self) -> None:
         last = monotonic()

@@ -10,9 +10,10 @@ Units are what a stream's sequence numbers count: an item, a part of an item, or
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from .errors import DynbusError, HandlerError, Overloaded, make_error, safe_text
 
@@ -25,6 +26,16 @@ MAX_PARTS: Final = 4096
 MAX_FRAME_BYTES: Final = 256 * 1024
 """Bytes of whole items that one frame may carry, and of one unit."""
 
+MAX_FRAMES: Final = 8192
+"""Frames that one message may carry."""
+
+MAX_CALLS: Final = 16384
+"""Calls that one heartbeat may list, and that it may acknowledge."""
+
+MAX_SENDER: Final = 255
+MAX_INCARNATION: Final = 64
+"""Characters."""
+
 MAX_MESSAGE: Final = 4096
 MAX_TRACEBACK: Final = 32768
 MAX_NAME: Final = 512
@@ -33,6 +44,13 @@ MAX_FAILED: Final = 64 * 1024
 
 BATCH_OVERHEAD: Final = 128
 """Bytes to leave free in a message beside the units of its frames."""
+
+
+Secret = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+"""The random bytes of a request."""
+
+_Calls = Annotated[list[tuple[int, int]], Meta(max_length=MAX_CALLS)]
+_Done = Annotated[list[tuple[int, Secret]], Meta(max_length=MAX_CALLS)]
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -45,7 +63,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     number: int
-    secret: bytes
+    secret: Secret
     attempt: int
 
 
@@ -134,8 +152,8 @@ class Open(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=8):
             does not list is not open. A `last` of None is no bound.
     """
 
-    calls: list[tuple[int, int]]
-    done: list[tuple[int, bytes]]
+    calls: _Calls
+    done: _Done
     first: int = 0
     last: int | None = None
 
@@ -152,7 +170,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=9):
 
     blocked: float
     draining: bool
-    calls: list[tuple[int, int]]
+    calls: _Calls
     first: int = 0
     last: int | None = None
 
@@ -198,10 +216,10 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     version: int
-    sender: str
-    incarnation: str
+    sender: Annotated[str, Meta(max_length=MAX_SENDER)]
+    incarnation: Annotated[str, Meta(max_length=MAX_INCARNATION)]
     load: int
-    frames: list[Frame]
+    frames: Annotated[list[Frame], Meta(max_length=MAX_FRAMES)]
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dynbus.bus import headers
 from dynbus.bus.call_spans import covers
@@ -28,6 +28,7 @@ from dynbus.bus.errors import (
     make_error,
 )
 from dynbus.bus.heartbeats import Registry
+from dynbus.bus.inbox import ENTRY_COST, FRAME_COST, Inbox
 from dynbus.bus.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.names import EndpointName
 from dynbus.bus.tokens import random_id
@@ -70,6 +71,13 @@ _ITEMS = (Item, Items)
 _RESULTS = (Item, Items, End, Failed, Part)
 
 
+class _Said(NamedTuple):
+    """What an instance says on the control lane, until the main loop comes to it."""
+
+    remote: RemoteInstance
+    frame: Heartbeat | Unknown
+
+
 class Caller:
     """Sends requests for one process and hands the answers to the calls that wait.
 
@@ -79,8 +87,9 @@ class Caller:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.registry: Registry[RemoteInstance] = Registry(
-            bus.replies.base, lambda batch: batch.sender, self._on_control
+            bus.replies.base, lambda batch: batch.sender, self._on_batch
         )
+        self._inbox: Inbox[_Said] = Inbox(self._carry_out, bus.to_main)
         self.deadlines = Deadlines(bus.loop)
         self._calls: dict[int, PendingCall] = {}
         self._number = 0
@@ -377,22 +386,38 @@ class Caller:
             remote.load = batch.load
             remote.heard_at = monotonic()
 
-    def _on_control(self, batch: Batch) -> None:
+    def _on_batch(self, batch: Batch) -> None:
+        """Have what an instance says carried out when it is its turn; called on the lane."""
+        bus = self.bus
         remote = self.registry.remotes.get(batch.sender)
         if remote is None or remote.incarnation != batch.incarnation:
-            self.bus.drop(DropReason.STALE)
+            bus.to_main(bus.drop, DropReason.STALE)
             return
+        dropped: set[DropReason] = set()
         for frame in batch.frames:
             if isinstance(frame, Heartbeat):
-                self._on_heartbeat(remote, frame)
+                cost = FRAME_COST + ENTRY_COST * (len(frame.calls) + len(remote.calls))
             elif isinstance(frame, Unknown):
-                call = self._calls.get(frame.number)
-                if call is not None and frame.secret == call.secret:
-                    self._lost(call)
-                else:
-                    self.bus.drop(DropReason.STALE)
-            elif not isinstance(frame, Ping | Pong):
-                self.bus.drop(DropReason.UNEXPECTED)
+                cost = FRAME_COST
+            else:
+                if not isinstance(frame, Ping | Pong):
+                    dropped.add(DropReason.UNEXPECTED)
+                continue
+            if not self._inbox.put(batch.sender, _Said(remote, frame), cost):
+                dropped.add(DropReason.EXCESS)
+        for reason in dropped:
+            bus.to_main(bus.drop, reason)
+
+    def _carry_out(self, said: _Said) -> None:
+        frame = said.frame
+        if isinstance(frame, Heartbeat):
+            self._on_heartbeat(said.remote, frame)
+            return
+        call = self._calls.get(frame.number)
+        if call is not None and frame.secret == call.secret:
+            self._lost(call)
+        else:
+            self.bus.drop(DropReason.STALE)
 
     def _on_heartbeat(self, remote: RemoteInstance, frame: Heartbeat) -> None:
         if frame.blocked > self.bus.config.stall_limit:

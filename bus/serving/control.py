@@ -12,7 +12,6 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from dynbus.bus import headers
 from dynbus.bus.call_spans import CALL_BYTES, covers, span_room, split_calls
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
@@ -24,10 +23,11 @@ from dynbus.bus.errors import (
     UnknownOutcome,
 )
 from dynbus.bus.heartbeats import Registry
+from dynbus.bus.inbox import ENTRY_COST, FRAME_COST, Inbox
+from dynbus.bus.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.names import control_subject, is_safe_reply
 from dynbus.bus.transport import ConnectionState
 from dynbus.bus.wire import (
-    SECRET_BYTES,
     Batch,
     Cancel,
     Credit,
@@ -45,6 +45,7 @@ from dynbus.bus.wire import (
 from .remembered_requests import RememberedRequests
 from .remote_client import RemoteClient, client_key
 from .request_digests import RequestDigests
+from .requests import PlainCancel, read_cancel
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
@@ -66,6 +67,9 @@ KEPT_SECONDS: Final = 15.0
 
 KILL_AFTER: Final = 1.0
 MAX_KILL_AFTER: Final = 60.0
+UNSURE: Final = 32768
+"""Questions that may wait until all requests before them are read."""
+ANSWERS_PER_TURN: Final = 256
 FLIGHT_SECONDS: Final = 0.25
 """How long a question may have been on its way, and its request seem to be sent the later."""
 
@@ -84,6 +88,18 @@ class Sender(NamedTuple):
     @property
     def key(self) -> str:
         return client_key(self.base, self.incarnation)
+
+
+class _Said(NamedTuple):
+    """What a client says, until the main loop comes to it.
+
+    Attributes:
+        at: when it arrived, on the monotonic clock.
+    """
+
+    sender: Sender
+    frame: Open | Credit | Cancel | Resume
+    at: float
 
 
 class ServerControl:
@@ -109,9 +125,9 @@ class ServerControl:
         self.registry: Registry[RemoteClient] = Registry(
             instance_id,
             lambda batch: client_key(batch.sender, batch.incarnation),
-            self.receive,
-            self._while_blocked,
+            self._on_batch,
         )
+        self._inbox: Inbox[_Said | PlainCancel] = Inbox(self._carry_out, bus.to_main)
         self.plain: set[ServerCall] = set()
         self.refused = RememberedRequests()
         self.lost = RequestDigests()
@@ -277,49 +293,65 @@ class ServerControl:
         if not message.headers:
             self._bus.heartbeats.receive(self.registry, message)
             return
-        fields = headers.decode(message.headers)
-        if fields.get(headers.CANCEL) in ("stop", "kill") and fields.get(headers.REQUEST_ID):
-            self._bus.to_main(self._cancel_plain, fields)
-        else:
+        cancel = read_cancel(message.headers)
+        if cancel is None:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
+        elif not self._inbox.put("", cancel, FRAME_COST + ENTRY_COST * len(self.plain)):
+            self._bus.to_main(self._bus.drop, DropReason.EXCESS)
 
-    def _cancel_plain(self, fields: dict[str, str]) -> None:
+    def _cancel_plain(self, cancel: PlainCancel) -> None:
         """Cancel the calls of plain clients that carry a request id.
 
         Calls of dynbus clients have a secret for this; an id alone does not end them.
         """
         for call in list(self.plain):
-            if call.context.id == fields[headers.REQUEST_ID]:
-                self._execution.cancel(call, 0.0 if fields[headers.CANCEL] == "kill" else -1.0)
+            if call.context.id == cancel.request_id:
+                self._execution.cancel(call, 0.0 if cancel.kills else -1.0)
 
-    def receive(self, batch: Batch) -> None:
-        """Carry out what a client says."""
+    def _on_batch(self, batch: Batch) -> None:
+        """Have what a client says carried out when it is its turn; called on the lane."""
         sender = Sender(batch.sender, batch.incarnation)
         client = self.registry.remotes.get(sender.key)
+        blocked = self._bus.heartbeats.blocked
+        # The requests of one that is not known yet wait in front of the blocked main loop.
+        is_kept_waiting = blocked >= HEARTBEAT_INTERVAL and (
+            client is None or not client.has_work()
+        )
+        # Names cost nothing: all who have no call here share one turn.
+        peer = "" if client is None else sender.key
+        now = monotonic()
+        dropped: set[DropReason] = set()
         for frame in batch.frames:
+            cost = FRAME_COST
             if isinstance(frame, Open):
-                if client is not None:
-                    self._on_open(client, frame)
-                if frame.calls and (client is None or not client.has_work()):
-                    # None of them is here; told so twice the client asks for each.
-                    self._say_nothing_is_here(sender, frame, 0.0)
-            elif isinstance(frame, Credit | Cancel | Resume):
-                self._on_call_control(client, sender, frame)
-            elif not isinstance(frame, Ping | Pong):
-                self._bus.drop(DropReason.UNEXPECTED)
+                here = 0 if client is None else len(client.calls) + len(client.kept)
+                cost += ENTRY_COST * (len(frame.calls) + len(frame.done) + here)
+            elif not isinstance(frame, Credit | Cancel | Resume):
+                if not isinstance(frame, Ping | Pong):
+                    dropped.add(DropReason.UNEXPECTED)
+                continue
+            if is_kept_waiting and isinstance(frame, Open) and frame.calls:
+                self._say_nothing_is_here(sender, frame, blocked)
+            said = _Said(sender, frame, now)
+            if not self._inbox.put(peer, said, cost):
+                dropped.add(DropReason.EXCESS)
+        for reason in dropped:
+            self._bus.to_main(self._bus.drop, reason)
 
-    def _while_blocked(self, batch: Batch) -> None:
-        """Let a client that we do not know yet hear that we are here; called on the lane.
-
-        Its requests wait in front of the blocked main loop.
-        """
-        sender = Sender(batch.sender, batch.incarnation)
-        client = self.registry.remotes.get(sender.key)
-        if client is not None and client.has_work():
+    def _carry_out(self, said: _Said | PlainCancel) -> None:
+        if isinstance(said, PlainCancel):
+            self._cancel_plain(said)
             return
-        for frame in batch.frames:
-            if isinstance(frame, Open) and frame.calls:
-                self._say_nothing_is_here(sender, frame, self._bus.heartbeats.blocked)
+        client = self.registry.remotes.get(said.sender.key)
+        frame = said.frame
+        if not isinstance(frame, Open):
+            self._on_call_control(client, frame, said)
+            return
+        if client is not None:
+            self._on_open(client, frame)
+        if frame.calls and (client is None or not client.has_work()):
+            # None of them is here; told so twice the client asks for each.
+            self._say_nothing_is_here(said.sender, frame, 0.0)
 
     def _say_nothing_is_here(self, sender: Sender, frame: Open, blocked: float) -> None:
         heartbeat = Heartbeat(blocked, self._execution.draining, [], frame.first, frame.last)
@@ -387,24 +419,19 @@ class ServerControl:
                 self._execution.cancel(call, KILL_AFTER)
 
     def _on_call_control(
-        self,
-        client: RemoteClient | None,
-        sender: Sender,
-        frame: Credit | Cancel | Resume,
+        self, client: RemoteClient | None, frame: Credit | Cancel | Resume, said: _Said
     ) -> None:
         """Carry out a frame that speaks of one call."""
         writer = client.writer(frame.number) if client is not None else None
         if client is None or writer is None:
             if isinstance(frame, Credit):
                 self._bus.drop(DropReason.STALE)
-            elif len(frame.secret) != SECRET_BYTES:
-                self._bus.drop(DropReason.MALFORMED)
             elif not isinstance(frame, Resume):
                 # A request that is still on its way, or waits in front of a blocked loop.
                 memory = self.stopped if frame.kill_after < 0 else self.refused
-                memory.add(sender.key, frame.number, frame.secret, monotonic())
+                memory.add(said.sender.key, frame.number, frame.secret, monotonic())
             else:
-                self._make_sure(sender, frame)
+                self._make_sure(frame, said)
             return
         if writer.secret != frame.secret or writer.attempt != frame.attempt:
             self._bus.drop(DropReason.STALE)
@@ -418,9 +445,9 @@ class ServerControl:
             if call is not None:
                 self._execution.cancel(call, min(frame.kill_after, MAX_KILL_AFTER))
         elif call is not None and frame.number in client.parts:
-            self._make_sure(sender, frame)
+            self._make_sure(frame, said)
         else:
-            self._resume(client, writer, sender, frame)
+            self._resume(client, writer, said.sender, frame)
 
     def _resume(
         self, client: RemoteClient, writer: StreamWriter, sender: Sender, frame: Resume
@@ -431,13 +458,17 @@ class ServerControl:
         elif writer.has_fresh:
             client.touch(writer)
 
-    def _make_sure(self, sender: Sender, frame: Resume) -> None:
+    def _make_sure(self, frame: Resume, said: _Said) -> None:
         """Look again when all that the server had for us is read.
 
         Questions come on the lane. They overtake requests that wait in the other connection
         while this process has more to do than it can.
         """
-        self._unsure.append((sender, frame, monotonic()))
+        if len(self._unsure) >= UNSURE:
+            # It is asked again at the next heartbeats.
+            self._bus.drop(DropReason.EXCESS)
+            return
+        self._unsure.append((said.sender, frame, said.at))
         if self._making_sure is None or self._making_sure.done():
             self._making_sure = self._bus.loop.create_task(self._answer_unsure())
 
@@ -450,8 +481,10 @@ class ServerControl:
                 # Whoever misses an answer asks again at its next heartbeats.
                 logger.debug("%s cannot tell what has arrived: %s", self._hop, error)
                 continue
-            for sender, frame, asked_at in unsure:
+            for count, (sender, frame, asked_at) in enumerate(unsure, 1):
                 self._answer_sure(sender, frame, asked_at)
+                if count % ANSWERS_PER_TURN == 0:
+                    await asyncio.sleep(0)
 
     def _answer_sure(self, sender: Sender, frame: Resume, asked_at: float) -> None:
         """Answer a question now that all requests which came before it were read."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from dynbus.bus import headers
 from dynbus.bus.context import MAX_ID_LENGTH, Context
@@ -21,7 +21,20 @@ from dynbus.bus.wire import MAX_PARTS, SECRET_BYTES, VERSION
 MAX_KEY_LENGTH: Final = 128
 """Characters of an idempotency key."""
 
+MAX_HEADER_BYTES: Final = 128 * 1024
+"""Bytes of a request's headers: metadata of 8192 characters takes 96 KiB at most."""
+
+MAX_FRAMING: Final = 256
+"""Characters that are read of a framing header."""
+
 _VERSION_WORD = str(VERSION)
+
+
+class PlainCancel(NamedTuple):
+    """A plain client gives up its calls with a request id."""
+
+    request_id: str
+    kills: bool
 
 
 def read_framing(framing: str) -> tuple[bytes, int, str]:
@@ -30,7 +43,7 @@ def read_framing(framing: str) -> tuple[bytes, int, str]:
     Raises:
         InvalidRequest: it is not one of version 1.
     """
-    words = framing.split(" ")
+    words = framing[:MAX_FRAMING].split(" ")
     if (
         len(words) >= 4
         and words[0] == _VERSION_WORD
@@ -43,6 +56,30 @@ def read_framing(framing: str) -> tuple[bytes, int, str]:
         except ValueError:
             pass
     raise InvalidRequest(f"{headers.FRAMES}: {framing[:80]!r} is not of version {VERSION}")
+
+
+def read_cancel(block: bytes) -> PlainCancel | None:
+    """The cancel of a plain client in a header block; None for anything else."""
+    if len(block) > MAX_HEADER_BYTES:
+        return None
+    fields = headers.decode(block)
+    how, request_id = fields.get(headers.CANCEL), fields.get(headers.REQUEST_ID, "")
+    if how not in ("stop", "kill") or not 0 < len(request_id) <= MAX_ID_LENGTH:
+        return None
+    return PlainCancel(request_id, how == "kill")
+
+
+def read_fields(block: bytes) -> dict[str, str]:
+    """The headers of a request.
+
+    Raises:
+        InvalidRequest: there are more of them than any client needs.
+    """
+    if len(block) > MAX_HEADER_BYTES:
+        raise InvalidRequest(
+            f"the headers of {len(block)} bytes exceed {MAX_HEADER_BYTES}: send less metadata"
+        )
+    return headers.decode(block) if block else {}
 
 
 def read_reply(reply: str) -> tuple[str, int]:

@@ -32,7 +32,7 @@ from .calls import FramedCall, PlainCall, error_block
 from .control import ServerControl
 from .execution import Execution
 from .outbox import Outbox
-from .requests import PartialRequest, read_context, read_framing, read_part, read_reply
+from .requests import PartialRequest, read_context, read_fields, read_framing, read_part, read_reply
 from .served_endpoint import ServedEndpoint
 
 if TYPE_CHECKING:
@@ -174,9 +174,10 @@ class InstanceServer:
 
     def _receive(self, served: ServedEndpoint, message: Message) -> None:
         now = monotonic()
-        fields = headers.decode(message.headers) if message.headers else {}
-        framing = fields.get(headers.FRAMES)
+        framing: str | None = None
         try:
+            fields = read_fields(message.headers)
+            framing = fields.get(headers.FRAMES)
             if framing is None:
                 plain = self._plain_call(served, fields, message.reply, now)
                 if plain is not None:

@@ -19,6 +19,7 @@ def test_no_reason_is_added_or_renamed_without_a_word_to_dashboards() -> None:
     assert set(DropReason) == {
         "client_id_taken",
         "disconnected",
+        "excess",
         "malformed",
         "no_reply",
         "reader_gone",

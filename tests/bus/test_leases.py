@@ -269,6 +269,8 @@ def test_a_lease_stays_held_while_the_servers_elect_a_leader() -> None:
     states, revision = run(story())
     assert states == [LeaseState.HELD, LeaseState.ENDED]
     assert revision > 1
+
+
 def test_an_end_without_a_connection_waits_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> tuple[LeaseState, float]:
         keeper = LeaseKeeper((await MemoryBus().connect()).jetstream, RECORD, 9.0)

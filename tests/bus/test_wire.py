@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynbus.bus.call_spans import CALL_BYTES, span_room
+from dynbus.bus.calling.caller import MAX_CONTROL_FRAMES
+from dynbus.bus.calling.remote_instance import ACKNOWLEDGEMENT_BYTES
+from dynbus.bus.serving.outbox import FRAME_OVERHEAD
 from dynbus.bus.wire import (
+    MAX_CALLS,
+    MAX_FRAME_BYTES,
+    MAX_FRAMES,
+    MAX_INCARNATION,
+    MAX_SENDER,
     Batch,
     Cancel,
     Credit,
@@ -215,3 +225,39 @@ def test_an_instance_record_is_this_json() -> None:
 )
 def test_what_is_not_a_record_is_none(data: bytes) -> None:
     assert decode_record(data) is None
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [1, "i", "n", 0, [[10, 1]] * (MAX_FRAMES + 1)],
+        [1, "i" * (MAX_SENDER + 1), "n", 0, []],
+        [1, "i", "n" * (MAX_INCARNATION + 1), 0, []],
+        [1, "i", "n", 0, [[8, [[1, 1]] * (MAX_CALLS + 1), []]]],
+        [1, "i", "n", 0, [[8, [], [[1, SECRET]] * (MAX_CALLS + 1)]]],
+        [1, "i", "n", 0, [[8, [], [[1, SECRET * 2]]]]],
+        [1, "i", "n", 0, [[9, 0.0, False, [[1, 1]] * (MAX_CALLS + 1)]]],
+        [1, "i", "n", 0, [[5, 1, SECRET * 2, 1, 0.0]]],
+    ],
+    ids=[
+        "frames",
+        "sender",
+        "incarnation",
+        "open calls",
+        "ended calls",
+        "a secret of an ended call",
+        "calls of a heartbeat",
+        "a secret",
+    ],
+)
+def test_a_message_with_more_than_is_ever_needed_is_none(batch: list[object]) -> None:
+    assert decode_batch(msgspec.msgpack.encode(batch)) is None
+
+
+def test_the_largest_heartbeat_fits_the_bounds_of_a_message() -> None:
+    room = span_room(64 * 1024 * 1024)
+
+    assert room // CALL_BYTES <= MAX_CALLS
+    assert room // ACKNOWLEDGEMENT_BYTES <= MAX_CALLS
+    assert MAX_FRAME_BYTES // FRAME_OVERHEAD <= MAX_FRAMES
+    assert MAX_CONTROL_FRAMES <= MAX_FRAMES

@@ -8,11 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynbus.bus import headers
 from dynbus.bus.context import Context
 from dynbus.bus.errors import InvalidRequest
 from dynbus.bus.serving.requests import (
+    MAX_HEADER_BYTES,
     PartialRequest,
+    PlainCancel,
+    read_cancel,
     read_context,
+    read_fields,
     read_framing,
     read_part,
     read_reply,
@@ -43,6 +48,7 @@ def test_words_that_later_versions_add_to_a_framing_header_are_ignored() -> None
         f"1 {'x' * 32} 262144 1f2e",
         f"1 {SECRET} much 1f2e",
         f"1 {SECRET} 262144",
+        f"1 {SECRET} 262144 {'i' * 65}",
     ],
 )
 def test_a_framing_header_of_another_form_is_refused(framing: str) -> None:
@@ -187,3 +193,35 @@ def test_a_part_of_another_split_is_ignored() -> None:
     assert request.whole() is None
     assert request.size == 5
     assert repr(request) == "<PartialRequest [1 of 2 parts]>"
+
+
+def test_headers_of_more_bytes_than_any_client_needs_are_refused_unread() -> None:
+    block = headers.encode({headers.METADATA: "a" * MAX_HEADER_BYTES})
+
+    with pytest.raises(InvalidRequest, match=f"exceed {MAX_HEADER_BYTES}: send less metadata"):
+        read_fields(block)
+
+
+def test_metadata_of_the_largest_size_fits_into_the_headers_of_a_request() -> None:
+    metadata = {"k": "\N{GRINNING FACE}" * 8191}
+
+    block = headers.encode({headers.METADATA: headers.encode_metadata(metadata)})
+
+    assert headers.decode_metadata(read_fields(block)[headers.METADATA]) == metadata
+
+
+@pytest.mark.parametrize(
+    ("fields", "cancel"),
+    [
+        ({headers.CANCEL: "kill", headers.REQUEST_ID: "r"}, PlainCancel("r", kills=True)),
+        ({headers.CANCEL: "stop", headers.REQUEST_ID: "r"}, PlainCancel("r", kills=False)),
+        ({headers.CANCEL: "perhaps", headers.REQUEST_ID: "r"}, None),
+        ({headers.CANCEL: "stop"}, None),
+        ({headers.CANCEL: "stop", headers.REQUEST_ID: "r" * 129}, None),
+        ({headers.CANCEL: "stop", headers.REQUEST_ID: "r", "X": "x" * MAX_HEADER_BYTES}, None),
+    ],
+)
+def test_a_cancel_of_a_plain_client_names_a_request_id(
+    fields: dict[str, str], cancel: PlainCancel | None
+) -> None:
+    assert read_cancel(headers.encode(fields)) == cancel

@@ -1,0 +1,170 @@
+"""Whatever one client says, the others go on without an error and memory stays bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+import psutil
+import pytest
+from tests.conditions import eventually
+
+from dynbus import Runtime, call_options
+from dynbus.bus.cleanup import end_tasks
+from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.wire import Ping, Pong
+
+from .hostile_client import INCARNATION, HostileClient, hostile_client, secret_of
+from .processes import Process, Processes
+from .workload import Count, Source, payload
+
+pytestmark = pytest.mark.anyio
+
+INSTANCE = "target"
+STREAM_ITEMS = 200
+MAX_GROWTH = 96 * 1024 * 1024
+"""Bytes of resident memory that an attack may cost."""
+
+
+class GoodCaller:
+    """Calls without a pause, in the way of any other client.
+
+    Attributes:
+        calls: how many have ended well.
+        slowest: seconds of the slowest call.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.source = runtime.client(Source)
+        self.calls = 0
+        self.slowest = 0.0
+
+    async def call(self) -> None:
+        while True:
+            begun = time.monotonic()
+            # Nothing may have to be tried again.
+            with call_options(retries=0, timeout=20.0):
+                assert (await self.source.where()).instance == INSTANCE
+            self.slowest = max(self.slowest, time.monotonic() - begun)
+            self.calls += 1
+            await asyncio.sleep(0.005)
+
+    async def stream(self) -> None:
+        while True:
+            index = 0
+            request = Count(items=STREAM_ITEMS, size=100, pause=0.002)
+            async for item in self.source.count(request):
+                assert (item.index, item.text) == (index, payload(index, 100))
+                index += 1
+            assert index == STREAM_ITEMS
+
+
+@asynccontextmanager
+async def calling_well(runtime: Runtime) -> AsyncGenerator[GoodCaller, None]:
+    """A caller that must have no error until the block ends, and go on after that."""
+    caller = GoodCaller(runtime)
+    with call_options(wait=5.0):
+        await caller.source.where()
+    tasks = [asyncio.create_task(caller.call()), asyncio.create_task(caller.stream())]
+    try:
+        await eventually(lambda: caller.calls > 5)
+        yield caller
+        done = caller.calls
+        await eventually(lambda: caller.calls > done + 20, 20.0, what="calls go on")
+        for task in tasks:
+            if task.done():
+                await task
+    finally:
+        await end_tasks(*tasks)
+
+
+NONE: list[object] = []
+EMPTY_OPEN: list[object] = [8, NONE, NONE, 0, 0]
+
+
+def forged(*frames: object, sender: str) -> bytes:
+    return msgspec.msgpack.encode([1, sender, INCARNATION, 0, list(frames)])
+
+
+def pings(sender: str) -> bytes:
+    return forged(*[[10, 1]] * 346_000, sender=sender)
+
+
+def empty_opens(sender: str) -> bytes:
+    return forged(*[EMPTY_OPEN] * 173_000, sender=sender)
+
+
+def as_many_pings_as_a_message_may_hold(sender: str) -> bytes:
+    return forged(*[[10, 1]] * 8192, sender=sender)
+
+
+def as_many_opens_as_a_message_may_hold(sender: str) -> bytes:
+    return forged(*[EMPTY_OPEN] * 8192, sender=sender)
+
+
+def questions(sender: str) -> bytes:
+    return forged(*[[6, number, secret_of(number), 1, 0] for number in range(8192)], sender=sender)
+
+
+def long_lists(sender: str) -> bytes:
+    calls = [[number, 0] for number in range(10**6, 10**6 + 16_000)]
+    done = [[number, secret_of(number)] for number in range(16_000)]
+    return forged([8, calls, done, 10**6, None], sender=sender)
+
+
+async def open_calls(client: HostileClient, count: int) -> None:
+    """Have so many calls open at the instance."""
+    for number in range(1, count + 1):
+        client.listed[number] = 0
+        client.request(number, b'{"seconds": 600, "tag": "hostile"}')
+    await client.connection.barrier()
+
+
+def memory_of(process: Process) -> int:
+    return psutil.Process(process.pid).memory_info().rss
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pings,
+        empty_opens,
+        as_many_pings_as_a_message_may_hold,
+        as_many_opens_as_a_message_may_hold,
+        questions,
+        long_lists,
+    ],
+    ids=lambda make: make.__name__,
+)
+async def test_one_message_of_whatever_size_keeps_nobody_from_the_instance(
+    own_server: RunningServer, processes: Processes, make: Callable[[str], bytes]
+) -> None:
+    worker = await processes.worker(own_server.url, instance_id=INSTANCE)
+    async with (
+        Runtime.connect(own_server.url) as runtime,
+        hostile_client(own_server.url, INSTANCE) as hostile,
+    ):
+        async with calling_well(runtime) as caller:
+            await open_calls(hostile, 1000)
+            await eventually(lambda: has_begun(caller, 256), 20.0)
+            before = memory_of(worker)
+            data = make(hostile.base)
+            for _ in range(20):
+                hostile.say_bytes(data)
+            await hostile.connection.barrier(timeout=20.0)
+            # The lane hears it after all that came before.
+            hostile.say(Ping(77))
+            await eventually(lambda: Pong(77) in hostile.control_frames, 60.0)
+        after = memory_of(worker)
+
+    assert "Traceback" not in worker.output
+    assert caller.slowest < 2.0
+    assert after - before < MAX_GROWTH
+
+
+async def has_begun(caller: GoodCaller, count: int) -> bool:
+    return (await caller.source.journal()).begun.count("hostile") >= count
