@@ -36,8 +36,8 @@ class FailedAttempt(NamedTuple):
             none was chosen.
         unreachable: whether nobody listens at the instance any longer.
         lost: whether the instance is there and says that the request never came.
-        settling: whether the bus came back a moment ago, so that instances may still be
-            coming back too.
+        settling: whether we came or came back to the bus a moment ago, or it lost a server, so
+            that instances may still be coming back too.
         others: whether there is another instance that was not tried.
         waits: whether the caller would wait on for an instance if there were none.
     """
@@ -112,11 +112,11 @@ class RetryPolicy:
     def decide(self, failed: FailedAttempt) -> Decision:
         """What follows; to be asked once per failed attempt that delivered nothing."""
         error = failed.error
+        if failed.unreachable and not error.started and failed.routed and failed.others:
+            return RetryNow(counted=False)
         if failed.unreachable and not error.started and failed.settling:
             # Right after an outage an instance may be a moment later on the bus than we are.
             return PauseThenRetry(self._backoff(), counted=False)
-        if failed.unreachable and not error.started and failed.routed and failed.others:
-            return RetryNow(counted=False)
         if failed.number >= MAX_ATTEMPTS or _is_final(failed):
             return GiveUp()
         refused = not error.started and not failed.lost

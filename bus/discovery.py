@@ -35,7 +35,8 @@ SUSPECT_SECONDS: Final = 5.0
 RETRY_DELAY: Final = 0.5
 HEARD_AGAIN: Final = 1.0
 FIRST_READING: Final = 5.0
-FIRST_QUESTION: Final = 0.25
+RETURN_SECONDS: Final = 1.5
+FIRST_QUESTION: Final = 0.1
 LAST_QUESTION: Final = 30.0
 LOOK_PAUSE: Final = 5.0
 QUESTIONS_PER_TURN: Final = 100
@@ -78,7 +79,7 @@ class InstanceView:
         self._instances: dict[ComponentKey, dict[str, Instance]] = {}
         self._expired: dict[tuple[str, str, str], float] = {}
         self._suspect: dict[tuple[str, str, str], float] = {}
-        self._absent: set[tuple[str, str, str]] = set()
+        self._absent: dict[tuple[str, str, str], float] = {}
         self._unseen: set[tuple[str, str, str]] = set()
         self._grace_until = 0.0
         self._renewal_grace = renewal_grace
@@ -115,7 +116,7 @@ class InstanceView:
             self._drop(key)
 
     def outage_ended(self, now: float) -> None:
-        """We were cut off until now: give records time to be renewed."""
+        """We or others were cut off until now: give records time to be renewed."""
         self._grace_until = now + EXPIRY_GRACE
 
     def pass_began(self) -> None:
@@ -127,7 +128,7 @@ class InstanceView:
         }
 
     def is_settling(self, now: float) -> bool:
-        """Whether we were cut off until a moment ago, and others may be so still."""
+        """Whether we or others were cut off a moment ago, and others may be so still."""
         return now < self._grace_until
 
     def doubt(self, namespace: str, component: str, instance_id: str) -> None:
@@ -155,7 +156,7 @@ class InstanceView:
         """Do not choose an instance until it renews, or for so long: it does not answer."""
         self._suspect[(namespace, component, instance_id)] = now + seconds
 
-    def note_absent(self, namespace: str, component: str, instance_id: str) -> bool:
+    def note_absent(self, namespace: str, component: str, instance_id: str, now: float) -> bool:
         """Do not choose an instance until it is trusted: nobody listens where it would.
 
         True when that was not known of it.
@@ -163,7 +164,7 @@ class InstanceView:
         key = (namespace, component, instance_id)
         if key in self._absent or self.find(*key) is None:
             return False
-        self._absent.add(key)
+        self._absent[key] = now
         self._choice.pop(key[:2], None)
         return True
 
@@ -171,13 +172,22 @@ class InstanceView:
         """Whether nobody listens where an instance would, as far as is known."""
         return (namespace, component, instance_id) in self._absent
 
+    def returning(self, namespace: str, component: str, now: float) -> float:
+        """Seconds for which an instance of a component may still only be changing servers: a
+        server was lost, or we were, and that nobody listens was found a moment ago. 0 for none."""
+        if not self.is_settling(now):
+            return 0.0
+        key = (namespace, component)
+        found = [since for absent, since in self._absent.items() if absent[:2] == key]
+        return max(0.0, max(found, default=now - RETURN_SECONDS) + RETURN_SECONDS - now)
+
     def trust(self, namespace: str, component: str, instance_id: str) -> bool:
         """End every suspicion of an instance; True when there was one."""
         key = (namespace, component, instance_id)
         was_suspect = self._suspect.pop(key, None) is not None
         if key not in self._absent:
             return was_suspect
-        self._absent.discard(key)
+        del self._absent[key]
         self._choice.pop(key[:2], None)
         return True
 
@@ -214,7 +224,7 @@ class InstanceView:
     def _drop(self, key: tuple[str, str, str]) -> None:
         self._expired.pop(key, None)
         self._suspect.pop(key, None)
-        self._absent.discard(key)
+        self._absent.pop(key, None)
         self._choice.pop(key[:2], None)
         component = self._instances.get(key[:2])
         if component is not None:
@@ -250,6 +260,11 @@ class Discovery:
         """Start watching, once; returns at once."""
         if not self._begun:
             self._begun = True
+            if self._bus.data.has_peers:
+                # Who comes to a cluster that has just lost a server is there before instances
+                # that were connected to it.
+                self._server_was_lost()
+            self._bus.data.on_peer_lost(self._server_was_lost)
             self._bus.lane.call(self._launch)
 
     async def close(self) -> None:
@@ -284,7 +299,7 @@ class Discovery:
 
         Args:
             timeout: seconds to wait; None waits for ever, 0 does not wait beyond the first
-                complete reading.
+                complete reading, and a moment for instances that may be changing servers.
 
         Raises:
             NoInstances: there are not as many in time.
@@ -294,9 +309,16 @@ class Discovery:
                 await self.wait_synchronized(FIRST_READING if timeout == 0 else None)
                 while True:
                     found = self.view.instances(endpoint.namespace, endpoint.component, monotonic())
-                    if len(found) >= count or timeout == 0:
+                    if len(found) >= count:
                         break
-                    await self._change(1.0)
+                    at_most = 1.0
+                    if timeout == 0:
+                        at_most = self.view.returning(
+                            endpoint.namespace, endpoint.component, monotonic()
+                        )
+                        if not at_most:
+                            break
+                    await self._change(at_most)
         except TimeoutError:
             found = self.view.instances(endpoint.namespace, endpoint.component, monotonic())
         if len(found) < count:
@@ -448,6 +470,9 @@ class Discovery:
 
     # On the main loop ----------------------------------------------------------------------
 
+    def _server_was_lost(self) -> None:
+        self.view.outage_ended(monotonic())
+
     def _take_reading(self, messages: list[StoredMessage]) -> None:
         """All records as one server keeps them, which may be some moments old."""
         if self._is_watching:
@@ -515,7 +540,7 @@ class Discovery:
         self._notify()
 
     def _note_absent(self, key: InstanceKey) -> None:
-        if self.view.note_absent(*key):
+        if self.view.note_absent(*key, monotonic()):
             self._notify()
             self._bus.loop.call_later(FIRST_QUESTION, self._ask_absent, key, FIRST_QUESTION)
 

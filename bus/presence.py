@@ -18,7 +18,7 @@ from .wire import Ping, encode_batch
 if TYPE_CHECKING:
     from .bus import Bus
 
-ANSWER_SECONDS: Final = 0.5
+ANSWER_SECONDS: Final = 0.25
 """The server's answer takes a round trip; none after this long means that somebody listens."""
 
 InstanceKey = tuple[str, str, str]

@@ -393,6 +393,16 @@ class Connection(Protocol):
         """Call `listener` at every later change of `state`; what is returned ends that."""
         ...
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether the server belongs to a cluster; False while disconnected."""
+        ...
+
+    def on_peer_lost(self, listener: Callable[[], None]) -> None:
+        """Call `listener()` when the server tells that its cluster has lost another one, whose
+        clients are about to come back elsewhere."""
+        ...
+
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
         """Call `listener(error, subject)` when the server refuses a subject."""
         ...

@@ -84,6 +84,13 @@ class MemoryConnection(WatchedConnection):
             self._callback_errors,
         )
 
+    @property
+    def has_peers(self) -> bool:
+        return False
+
+    def on_peer_lost(self, listener: Callable[[], None]) -> None:
+        """In memory there is one server, so `listener` is never called."""
+
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
         """In memory no subject is refused, so `listener` is never called."""
 

@@ -65,6 +65,7 @@ class NatsConnection(WatchedConnection):
         self._subscriptions: dict[int, NatsSubscription] = {}
         self._numbers = itertools.count(1)
         self._error_listeners: list[Callable[[DynbusError, str], None]] = []
+        self._peer_lost_listeners: list[Callable[[], None]] = []
         self._output = NatsOutput(self._loop)
         self._denied: dict[str, str] = {}
         self._lame_duck = False
@@ -120,6 +121,13 @@ class NatsConnection(WatchedConnection):
 
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
         self._error_listeners.append(listener)
+
+    @property
+    def has_peers(self) -> bool:
+        return bool(self.server_info.get("cluster"))
+
+    def on_peer_lost(self, listener: Callable[[], None]) -> None:
+        self._peer_lost_listeners.append(listener)
 
     def publish(self, subject: str, data: bytes, *, reply: str = "", headers: bytes = b"") -> None:
         size = len(data) + len(headers)
@@ -421,7 +429,11 @@ class NatsConnection(WatchedConnection):
         except msgspec.DecodeError:
             self._malformed += 1
             return
+        before = set(session.info.get("connect_urls") or ())
         session.info.update(info)
+        if before - set(session.info.get("connect_urls") or ()):
+            for listener in self._peer_lost_listeners:
+                listener()
         if info.get("ldm") and not self._lame_duck:
             self._lame_duck = True
             if len(self._candidates()) > 1:

@@ -370,7 +370,8 @@ class NatsJetStream:
 
 def _is_in_cluster(info: Mapping[str, Any]) -> bool:
     """Whether a stream's server belongs to a cluster; one alone names itself and no cluster."""
-    return bool((info.get("cluster") or {}).get("name"))
+    cluster: Mapping[str, Any] = info.get("cluster") or {}
+    return bool(cluster.get("name"))
 
 
 def _stream_config(found: Mapping[str, Any]) -> StreamConfig:

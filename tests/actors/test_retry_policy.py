@@ -121,11 +121,11 @@ def test_a_request_that_was_lost_is_sent_again_where_it_was() -> None:
 
 def test_right_after_an_outage_an_absent_instance_is_asked_again_without_counting() -> None:
     gone = Unavailable("gone", started=False)
-    attempt = failed(gone, unreachable=True, settling=True, others=True)
+    attempt = failed(gone, unreachable=True, settling=True)
+    rule = policy(retries=0)
 
-    decision = policy(retries=0).decide(attempt)
-
-    assert decision == PauseThenRetry(FIRST_BACKOFF, counted=False)
+    assert rule.decide(attempt) == PauseThenRetry(FIRST_BACKOFF, counted=False)
+    assert rule.decide(attempt._replace(others=True)) == RetryNow(counted=False)
 
 
 def test_where_nobody_listens_is_passed_over_without_counting_while_there_are_others() -> None:

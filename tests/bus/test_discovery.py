@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dynbus.bus.discovery import EXPIRY_GRACE, SUSPECT_SECONDS, InstanceView
+from dynbus.bus.discovery import EXPIRY_GRACE, RETURN_SECONDS, SUSPECT_SECONDS, InstanceView
 from dynbus.bus.leases import record_of
 from dynbus.bus.transport import StoredMessage
 from dynbus.bus.wire import InstanceRecord, encode_record
@@ -191,8 +191,8 @@ def test_a_renewal_does_not_clear_a_suspect() -> None:
 def test_an_absent_instance_is_not_chosen_until_it_is_trusted_however_long_that_takes() -> None:
     view = view_of("a", "b")
 
-    assert view.note_absent(*KEY, "a")
-    assert not view.note_absent(*KEY, "a")
+    assert view.note_absent(*KEY, "a", 0.0)
+    assert not view.note_absent(*KEY, "a", 0.0)
     assert ids(view, 1e6) == ["b"]
 
     assert view.trust(*KEY, "a")
@@ -202,7 +202,7 @@ def test_an_absent_instance_is_not_chosen_until_it_is_trusted_however_long_that_
 
 def test_an_absent_instance_that_was_started_again_is_chosen_at_once() -> None:
     view = view_of("a")
-    view.note_absent(*KEY, "a")
+    view.note_absent(*KEY, "a", 0.0)
 
     view.put(record("a", incarnation="2"), 1.0)
 
@@ -212,9 +212,9 @@ def test_an_absent_instance_that_was_started_again_is_chosen_at_once() -> None:
 def test_what_is_not_known_cannot_be_absent() -> None:
     view = view_of("a")
 
-    assert not view.note_absent(*KEY, "b")
+    assert not view.note_absent(*KEY, "b", 0.0)
 
-    view.note_absent(*KEY, "a")
+    view.note_absent(*KEY, "a", 0.0)
     view.delete(*KEY, "a")
     view.put(record("a"), 1.0)
     assert ids(view) == ["a"]
@@ -250,3 +250,18 @@ def test_a_record_that_speaks_of_another_instance_than_its_subject_is_none() -> 
     ):
         assert record_of(message(data, subject)) is None
     assert record_of(message(b"{}")) is None
+
+
+def test_an_absent_instance_may_be_changing_servers_for_a_moment_after_one_was_lost() -> None:
+    view = view_of("a", "b")
+    assert view.returning(*KEY, 100.0) == 0.0
+
+    view.note_absent(*KEY, "a", 100.0)
+    assert view.returning(*KEY, 100.25) == 0.0
+    view.outage_ended(100.0)
+
+    assert view.returning(*KEY, 100.25) == RETURN_SECONDS - 0.25
+    assert view.returning("demo", "Shouter", 100.0) == 0.0
+    assert view.returning(*KEY, 100.0 + RETURN_SECONDS) == 0.0
+    view.trust(*KEY, "a")
+    assert view.returning(*KEY, 100.0) == 0.0

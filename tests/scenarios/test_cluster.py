@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.conditions import eventually
 
-from dynbus import Runtime
+from dynbus import Runtime, UnknownOutcome
 from dynbus.bus.commands.diagnosis import diagnose
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError
@@ -202,3 +202,45 @@ async def test_a_bucket_that_one_server_keeps_gets_replicas_by_itself(
     assert [check.status for check in before] == ["warn"]
     assert "--replicas 3" in before[0].remedy
     assert [check.status for check in after] == ["ok"]
+
+
+@pytest.mark.timeout(240)
+async def test_a_caller_finds_its_instances_whichever_server_is_killed(
+    cluster: Cluster, processes: Processes
+) -> None:
+    for number in range(2):
+        await processes.worker(cluster.url, instance_id=f"w{number}")
+    async with Runtime.connect(cluster.url) as runtime:
+        await runtime.discovery.wait_synchronized(5.0)
+        source = runtime.client(Source)
+        rolled = asyncio.Event()
+        calls = 0
+        errors: list[str] = []
+        unknown: list[int] = []
+
+        async def keep_calling() -> None:
+            nonlocal calls
+            while not rolled.is_set():
+                try:
+                    await source.where()
+                except UnknownOutcome:
+                    # Whether a request was carried out that was on its way then, nobody knows.
+                    unknown.append(calls)
+                except DynbusError as error:
+                    errors.append(repr(error))
+                calls += 1
+                await asyncio.sleep(0.02)
+
+        calling = [asyncio.create_task(keep_calling()) for _ in range(2)]
+        for server in cluster.servers:
+            await eventually(lambda: is_whole(runtime), 30.0, what="the bucket is whole")
+            await asyncio.to_thread(server.kill)
+            # Longer than an election and the time that a record lives.
+            await asyncio.sleep(12.0)
+            await server.start()
+        rolled.set()
+        await asyncio.gather(*calling)
+
+    assert errors == []
+    assert len(unknown) <= 2 * len(cluster.servers)
+    assert calls > 500
