@@ -17,8 +17,9 @@ import msgspec
 
 from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import DynbusError
+from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.names import KV_ELECTION_BUCKET, kv_election_subject
+from dynbus.bus.stream_repair import StreamRepair
 from dynbus.bus.transport import (
     REPLICAS,
     JetStream,
@@ -134,6 +135,7 @@ class Election:
         self._jetstream = jetstream
         self._subject = kv_election_subject(namespace, component)
         self._candidacy = Candidacy(holder, ttl)
+        self._repair = StreamRepair(jetstream, ELECTION_STREAM.name, self._make_bucket)
         self._is_fit = is_fit
         self._changed = asyncio.Event()
         self._exits = AsyncExitStack()
@@ -189,12 +191,25 @@ class Election:
                 level = logging.DEBUG if str(error) == self._told else logging.WARNING
                 logger.log(level, "%r: %s", self, error)
                 self._told = str(error)
+                if isinstance(error, Unavailable):
+                    await self._look_after_bucket()
             except Exception:
                 # Without a candidate no snapshot would ever be taken again.
                 self.failures += 1
                 logger.exception("%r: a round failed", self)
             self._changed.set()
             await asyncio.sleep(self._candidacy.ttl / 3)
+
+    async def _look_after_bucket(self) -> None:
+        """Make the bucket again where its server can store nothing in it any more."""
+        try:
+            await self._repair.look()
+        except DynbusError as error:
+            logger.debug("%r: the bucket was not looked at: %s", self, error)
+
+    async def _make_bucket(self) -> None:
+        # The disk that broke it may be full still, and a record lives for some seconds only.
+        await self._jetstream.ensure_stream(ELECTION_STREAM._replace(in_memory=True))
 
     async def _stand(self) -> None:
         candidacy = self._candidacy

@@ -304,3 +304,22 @@ async def test_a_server_that_is_going_away_is_left_for_another_before_it_goes(
 
             assert connection.server_name == f"127.0.0.1:{second.port}"
             assert await hears(connection, subject)
+
+
+async def test_the_loss_of_another_server_of_the_cluster_is_told(tmp_path: Path) -> None:
+    ports = free_port(), free_port()
+    first = await run_server(store_dir=tmp_path / "1", config=cluster(*ports))
+    async with server_stopped(first):
+        second = await run_server(store_dir=tmp_path / "2", config=cluster(*ports[::-1]))
+        async with server_stopped(second), connected(first.url) as connection:
+            lost: list[bool] = []
+            connection.on_peer_lost(lambda: lost.append(connection.has_peers))
+            await eventually(lambda: len(connection.server_info.get("connect_urls", ())) == 2)
+            before = list(lost)
+
+            await asyncio.to_thread(second.kill)
+            await eventually(lambda: lost)
+
+            assert before == []
+            assert lost == [True]
+            assert connection.statistics().reconnects == 0

@@ -117,3 +117,20 @@ def test_the_elected_one_survives_that_everything_stored_is_gone() -> None:
             return await eventually(lambda: election.is_elected)
 
     assert run(story()) <= TTL / 3 + 0.1
+
+
+def test_one_is_elected_again_after_the_bucket_met_a_full_disk() -> None:
+    async def story() -> bool:
+        bus = MemoryBus()
+        async with AsyncExitStack() as exits:
+            election = await candidate(bus, "a", exits)
+            await eventually(lambda: election.is_elected)
+
+            bus.jetstream.break_store(ELECTION_STREAM.name, "no space left on device")
+            await asyncio.wait_for(election.until_lost(), 2 * TTL)
+            await eventually(lambda: election.is_elected, within=2 * TTL)
+
+            config = await bus.connections[0].jetstream.stream_config(ELECTION_STREAM.name)
+            return config.in_memory
+
+    assert run(story())
