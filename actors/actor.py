@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import (
     TYPE_CHECKING,
@@ -28,7 +29,14 @@ if TYPE_CHECKING:
 
 A = TypeVar("A", bound="Actor")
 
-PUBLIC_ATTRIBUTES: Final = ("instance_id", "instance_metadata", "on_start", "on_stop", "runtime")
+PUBLIC_ATTRIBUTES: Final = (
+    "instance_id",
+    "instance_metadata",
+    "on_start",
+    "on_stop",
+    "report_broken",
+    "runtime",
+)
 """The names that `Actor` and its clients have for themselves."""
 
 
@@ -117,6 +125,28 @@ class Actor:
 
     async def on_stop(self) -> None:
         """Runs after the drain, when no call is left."""
+
+    def report_broken(self, reason: str) -> None:
+        """Say that this instance cannot serve any longer, for example since its engine has died.
+
+        It is withdrawn at once: calls go to other instances, those that are open here end with
+        `Draining`, which is retryable, that of the handler which says so too, and `on_stop` runs.
+        `dynbus run` starts the actor again as after a crash. In a program of your own the
+        instance stays stopped, and its `broken` has the reason.
+
+        To be called from any thread; more calls change nothing.
+
+        Raises:
+            RuntimeError: before `on_start`.
+        """
+        runtime = self.runtime
+        instance = runtime.instances.get(self._dynbus_instance_id)
+        if instance is None:
+            return
+        if threading.get_ident() == runtime.bus.thread:
+            instance.withdraw_broken(reason)
+        else:
+            runtime.bus.to_main(instance.withdraw_broken, reason)
 
 
 class Dependency(Generic[A]):

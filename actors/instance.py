@@ -55,6 +55,21 @@ def new_instance_id() -> str:
     return secrets.token_hex(8)
 
 
+class InstanceBroken(Exception):
+    """Raised when an instance has reported that it is broken.
+
+    Attributes:
+        reason: as its actor gave it.
+    """
+
+    def __init__(self, instance: ActorInstance) -> None:
+        server = instance.server
+        self.reason = instance.broken
+        super().__init__(
+            f"{server.namespace}.{server.component}@{instance.id} is broken: {self.reason}"
+        )
+
+
 class ActorInstance:
     """A started actor. Made by `Runtime.start`; `stop` ends it gracefully.
 
@@ -65,6 +80,8 @@ class ActorInstance:
     Attributes:
         actor: the user's object.
         id: the instance id, unique on the bus.
+        broken: why it cannot serve any longer, as `Actor.report_broken` said; empty while it can.
+        stopped: set when it has ended, `on_stop` included.
     """
 
     def __init__(
@@ -84,6 +101,8 @@ class ActorInstance:
             self.actor.__dynbus_bind__(runtime, self.id)
             self.server = InstanceServer(runtime.bus, *self._name, endpoints_of(self.actor))
         self.lifecycle = Lifecycle()
+        self.broken = ""
+        self.stopped = asyncio.Event()
         self._runtime = runtime
         self._id_was_given = bool(instance_id) and not id_is_random
         self._keeper: LeaseKeeper | None = None
@@ -110,6 +129,7 @@ class ActorInstance:
 
         Raises:
             Unavailable: `stop` was called meanwhile; nothing is left behind then.
+            InstanceBroken: the actor has reported that it is broken; nor then.
             Exception: what `on_start` raised; nor then.
         """
         with inside_instance(self._name):
@@ -163,6 +183,28 @@ class ActorInstance:
         self.server.draining = True
         self.server.end_all(lambda: Draining("the instance was stopped"))
 
+    def withdraw_broken(self, reason: str) -> None:
+        """Leave the bus now, since the actor cannot serve; see `Actor.report_broken`."""
+        state = self.lifecycle.state
+        if self.broken or state is InstanceState.STOPPED:
+            return
+        self.broken = reason or "it gave no reason"
+        logger.error("%s; it is withdrawn", InstanceBroken(self))
+        if state is InstanceState.STARTING:
+            if self._starting is not None:
+                self._starting.reschedule(asyncio.get_running_loop().time())
+            return
+        self.server.draining = True
+        self.server.end_all(lambda: Draining(f"the instance is broken: {self.broken}"))
+        if state is InstanceState.READY:
+            self.lifecycle.to(InstanceState.DRAINING)
+            self._stopping = asyncio.get_running_loop().create_task(self._withdraw_and_end())
+            self._stopping.add_done_callback(self._log_stop)
+
+    def _log_stop(self, stopping: asyncio.Task[None]) -> None:
+        if not stopping.cancelled() and (error := stopping.exception()) is not None:
+            logger.error("%r did not stop cleanly", self, exc_info=error)
+
     async def _open(self) -> None:
         """Make ready and announce."""
         keeper = self._keeper = await self._runtime.bus.lane.run(self._make_keeper())
@@ -177,6 +219,8 @@ class ActorInstance:
         await self._runtime.bus.lane.run(keeper.announce())
 
     def _check_not_refused(self) -> None:
+        if self.broken:
+            raise InstanceBroken(self) from None
         if self._start_refused:
             raise Unavailable(f"{self.id} was stopped while it started", started=False) from None
 
@@ -248,10 +292,13 @@ class ActorInstance:
             await self.server.drain(grace)
         finally:
             # Whatever broke, a stopped instance must not stay announced.
-            try:
-                await self._withdraw()
-            finally:
-                await self._end()
+            await self._withdraw_and_end()
+
+    async def _withdraw_and_end(self) -> None:
+        try:
+            await self._withdraw()
+        finally:
+            await self._end()
 
     async def _end(self) -> None:
         try:
@@ -259,6 +306,7 @@ class ActorInstance:
         finally:
             self.lifecycle.to(InstanceState.STOPPED)
             self._runtime.forget(self)
+            self.stopped.set()
             logger.info(
                 "%s.%s@%s is stopped", self.server.namespace, self.server.component, self.id
             )

@@ -39,6 +39,7 @@ class Runtime:
 
     Attributes:
         bus: the connections and their identity.
+        broken: why instances that are to be replaced have ended, by their ids.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -46,6 +47,7 @@ class Runtime:
         self.caller = Caller(bus)
         self.discovery = Discovery(bus, self.caller.is_heard)
         self.instances: dict[str, ActorInstance] = {}
+        self.broken: dict[str, str] = {}
         self._connected = asyncio.Event()
         self._connected.set()
         self._closed = False

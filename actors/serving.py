@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,10 +27,10 @@ from dynbus.bus.errors import (
 )
 
 from .actor import Actor, address_of
-from .instance import STOP_TIMEOUT, ActorInstance, stop_all
+from .instance import STOP_TIMEOUT, ActorInstance, InstanceBroken, stop_all
 from .lifecycle import InstanceState
 from .loader import dependency_depth, dependents_first
-from .restart_policy import OnCrash
+from .restart_policy import OnCrash, RestartPolicy
 from .runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ async def serve(
     *,
     started: Callable[[Runtime], Awaitable[None]],
     stopping: Callable[[Runtime], Awaitable[None]] | None = None,
+    restart: bool = False,
 ) -> None:
     """Serve the instances in this process until they are told to end and have drained.
 
@@ -114,9 +116,12 @@ async def serve(
         bus: fields of `BusConfig`.
         started: awaited when all instances are ready.
         stopping: awaited after the drain, before the bus is left.
+        restart: start an actor again in this process when it reports that it is broken, unless
+            its `on_crash` is `"escalate"`. Otherwise that ends the serving.
 
     Raises:
         ConfigError: an instance is not usable as configured.
+        InstanceBroken: an instance has reported that it is broken, and is not started again.
         PermissionDenied, Unavailable: the bus cannot be used.
         StartFailed: user code raised.
     """
@@ -124,9 +129,9 @@ async def serve(
     if runtime is None:
         return
     try:
-        done = await _unless(ending, _start_all(runtime, assignments, started))
-        if done is not None:
-            await ending.asked.wait()
+        instances = await _unless(ending, _start_all(runtime, assignments, started))
+        if instances is not None:
+            await _keep_all(runtime, instances, ending, restart=restart)
         await _drain(runtime, ending)
         if stopping is not None:
             await stopping(runtime)
@@ -164,7 +169,8 @@ async def _start_all(
     runtime: Runtime,
     assignments: Sequence[Assignment],
     started: Callable[[Runtime], Awaitable[None]],
-) -> bool:
+) -> list[tuple[Assignment, ActorInstance]]:
+    instances: list[tuple[Assignment, ActorInstance]] = []
     for assignment in assignments:
         for _ in range(assignment.workers):
             try:
@@ -176,12 +182,79 @@ async def _start_all(
                     id_is_random=True,
                 )
                 await runtime.serve(instance)
+                instances.append((assignment, instance))
             except (ConfigError, PermissionDenied, Unavailable):
                 raise
             except (Exception, SystemExit) as error:
                 raise StartFailed(assignment.actor, error) from error
     await started(runtime)
-    return True
+    return instances
+
+
+async def _keep_all(
+    runtime: Runtime,
+    instances: Sequence[tuple[Assignment, ActorInstance]],
+    ending: Ending,
+    *,
+    restart: bool,
+) -> None:
+    """Wait until the end is asked for, and start again what breaks meanwhile.
+
+    Raises:
+        InstanceBroken: one broke that is not to be started again.
+    """
+    asked = asyncio.ensure_future(ending.asked.wait())
+    keeping = [
+        asyncio.create_task(
+            _keep(runtime, assignment, instance, restart and assignment.on_crash == "restart")
+        )
+        for assignment, instance in instances
+    ]
+    left: set[asyncio.Future[Any]] = {asked, *keeping}
+    try:
+        while not asked.done():
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                error = each.exception()
+                if error is not None and not asked.done():
+                    raise error
+    finally:
+        asked.cancel()
+        await finish(_cancel_all(keeping))
+
+
+async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*map(_cancel, tasks))
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("at the end of the run: %s", error)
+
+
+async def _keep(
+    runtime: Runtime, assignment: Assignment, instance: ActorInstance, restart: bool
+) -> None:
+    """Start an actor again whenever it has reported that it is broken."""
+    address, policy = address_of(assignment.actor), RestartPolicy()
+    began = monotonic()
+    await instance.stopped.wait()
+    error: Exception = InstanceBroken(instance)
+    while instance.broken:
+        if not restart:
+            raise error
+        pause = policy.pause_after(monotonic() - began, random.random())
+        runtime.broken[former := instance.id] = str(error)
+        logger.warning("%s: %s is started again in %.1f s", error, address, pause)
+        await asyncio.sleep(pause)
+        began = monotonic()
+        try:
+            instance = await runtime.start(assignment.actor, **assignment.arguments)
+        except Exception as failure:
+            logger.exception("%s did not start again", address)
+            error, began = failure, monotonic()
+            continue
+        del runtime.broken[former]
+        await instance.stopped.wait()
+        error = InstanceBroken(instance)
 
 
 async def _drain(runtime: Runtime, ending: Ending) -> None:
@@ -209,10 +282,13 @@ async def _stop_at_once(runtime: Runtime, ending: Ending) -> None:
 def problems_of(runtime: Runtime) -> dict[str, str]:
     """What keeps a process from taking calls; callable from any thread."""
     found = dict(stalls_of(runtime))
+    found |= runtime.broken
     if not runtime.is_connected:
         found["bus"] = runtime.bus.data.state.value
     for instance in list(runtime.instances.values()):
-        if instance.state is not InstanceState.READY:
+        if instance.broken:
+            found[instance.id] = str(InstanceBroken(instance))
+        elif instance.state is not InstanceState.READY:
             found[instance.id] = instance.state.value
     return found
 
@@ -234,6 +310,8 @@ def failure_of(error: BaseException) -> Failure:
         # The message says what to do; of the way there, users want their own lines alone.
         shown = users_traceback(cause) if cause is not None and _is_users(cause) else ""
         return Failure(exit_codes.CONFIG_ERROR, str(error), shown)
+    if isinstance(error, InstanceBroken):
+        return Failure(exit_codes.ESCALATED, str(error))
     if isinstance(error, Unavailable | PermissionDenied):
         return Failure(exit_codes.NO_SERVER, str(error))
     text = f"{type(error).__name__}: {error}"

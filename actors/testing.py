@@ -11,7 +11,8 @@
         assert run(story()) == ["A"]
 
 No server, no sleeping: a test of a 30-second timeout takes some 50 ms, most of them for the
-heartbeats in between, and a run repeats exactly. What servers and networks do wrong, `kit.bus` does on request.
+heartbeats in between, and a run repeats exactly. What servers and networks do wrong, `kit.bus`
+does on request.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from .child_messages import (
     StopInstance,
 )
 from .configuration import Text
-from .instance import new_instance_id
+from .instance import InstanceBroken, new_instance_id
 from .leaving import leave_within
 from .loader import resolve
 from .runtime import Runtime
@@ -62,6 +62,8 @@ ORPHAN_SECONDS: Final = 2.0
 GUARD_PAUSE: Final = 0.5
 """Seconds before a guard that ended is started again."""
 HEALTH_INTERVAL: Final = 0.5
+
+_FAILURES: Final = (ConfigError, InstanceBroken, PermissionDenied, StartFailed, Unavailable)
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +225,7 @@ class Worker:
         self._channel.deliver_to(self._loop, self._obey)
         try:
             await serve([assignment], load.bus, self._ending, started=self._started)
-        except (ConfigError, PermissionDenied, Unavailable, StartFailed) as error:
+        except _FAILURES as error:
             return self._fail(error)
         return exit_codes.OK
 

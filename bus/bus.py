@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +40,7 @@ class Bus:
         lane: the control lane with the second connection.
         replies: the subjects under which this process hears from others.
         incarnation: random per process start.
+        thread: the id of the main loop's thread.
         drops: messages that were dropped, by reason.
         status: what the process says of how it is.
         known_instances: how many instances there were on the bus when they were last counted;
@@ -59,6 +61,7 @@ class Bus:
         self.replies = replies
         self.telemetry = telemetry
         self.loop = asyncio.get_running_loop()
+        self.thread = threading.get_ident()
         self.incarnation = secrets.token_hex(8)
         self.drops: Counter[DropReason] = Counter()
         self.status = ProcessStatus()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from dynbus.actors.child import WorkerSettings
+from dynbus.actors.instance import InstanceBroken
 from dynbus.actors.leaving import leave_within, running_threads
 from dynbus.actors.serving import (
     Ending,
@@ -181,8 +182,13 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
                 await runtime.bus.lane.run(server.aclose())
 
         try:
-            await serve(plan.assignments, plan.bus, ending, started=started, stopping=stopping)
-        except StartFailed as error:
+            await serve(
+                *(plan.assignments, plan.bus, ending),
+                started=started,
+                stopping=stopping,
+                restart=True,
+            )
+        except (InstanceBroken, StartFailed) as error:
             failure = failure_of(error)
             return failure, failure.code
     return None, exit_codes.INTERRUPTED if ending.at_once.is_set() else exit_codes.OK

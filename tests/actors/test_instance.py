@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from dynbus import Actor, ConfigError, Instance, NoInstances, handler
-from dynbus.actors.instance import ActorInstance
+from dynbus import (
+    Actor,
+    ConfigError,
+    Draining,
+    Instance,
+    NoInstances,
+    call_options,
+    handler,
+)
+from dynbus.actors.instance import ActorInstance, InstanceBroken
 from dynbus.actors.lifecycle import InstanceState
 from dynbus.bus.clock import monotonic
 from dynbus.testing import TestKit, run
@@ -344,3 +353,96 @@ def test_metadata_that_would_have_to_be_awaited_is_refused_with_the_remedy() -> 
                 await kit.start(Hasty)
 
     run(story())
+
+
+# Broken -------------------------------------------------------------------------------------
+
+
+def test_one_that_reports_that_it_is_broken_is_withdrawn_at_once_and_its_calls_may_be_retried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            instance, other = await kit.start(Logging), await kit.start(Logging)
+            assert isinstance(instance.actor, Logging)
+            client = kit.client(Logging)
+            with call_options(instance=instance.id):
+                napping = asyncio.ensure_future(client.nap(60.0))
+            await instance.actor.entered.wait()
+            began = monotonic()
+
+            instance.actor.report_broken("the engine died")
+            instance.actor.report_broken("and again")
+            with pytest.raises(Draining, match="the instance is broken: the engine died") as caught:
+                await napping
+            await instance.stopped.wait()
+
+            assert caught.value.retryable
+            assert monotonic() - began < 1.0
+            assert (instance.broken, instance.state) == ("the engine died", InstanceState.STOPPED)
+            assert instance.actor.log[-1] == "stop"
+            assert kit.caller.instance_ids(Logging) == [other.id]
+            assert [await client.ask(Question(text="abc")) for _ in range(4)] == [3] * 4
+            await instance.stop()
+            instance.actor.report_broken("afterwards")
+
+    run(story())
+
+    errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert [text.partition("@")[0] for text in errors] == ["instance.Logging"]
+    assert errors[0].endswith(" is broken: the engine died; it is withdrawn")
+
+
+def test_one_that_is_broken_is_withdrawn_also_from_a_thread() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            instance = await kit.start(Logging)
+            thread = threading.Thread(target=instance.actor.report_broken, args=("no memory",))
+            thread.start()
+            thread.join()
+            await instance.stopped.wait()
+            return instance.broken
+
+    assert run(story()) == "no memory"
+
+
+def test_one_that_breaks_in_a_drain_ends_its_calls_at_once() -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            instance = await kit.start(Logging)
+            assert isinstance(instance.actor, Logging)
+            napping = asyncio.ensure_future(kit.client(Logging).nap(20.0))
+            await instance.actor.entered.wait()
+            began = monotonic()
+            stopping = asyncio.ensure_future(instance.stop(30.0))
+            await asyncio.sleep(0.1)
+
+            instance.actor.report_broken("the engine died")
+            with pytest.raises(Draining, match="is broken"):
+                await napping
+            await stopping
+            return monotonic() - began
+
+    assert run(story()) < 1.0
+
+
+class BreaksInStart(Logging, namespace="instance"):
+    async def on_start(self) -> None:
+        self.report_broken("no GPU")
+        await asyncio.sleep(60.0)
+
+
+def test_one_that_breaks_while_it_starts_is_never_seen() -> None:
+    async def story() -> float:
+        async with TestKit() as kit:
+            began = monotonic()
+            with pytest.raises(InstanceBroken, match="is broken: no GPU"):
+                await kit.start(BreaksInStart)
+            return monotonic() - began
+
+    assert run(story()) < 1.0
+
+
+def test_one_that_is_not_started_cannot_report_anything() -> None:
+    with pytest.raises(RuntimeError, match="is not started"):
+        Logging().report_broken("x")

@@ -414,6 +414,74 @@ def test_an_instance_whose_end_escalates_ends_the_run(folder: Folder) -> None:
     assert last == "dynbus: demo.Slow/1 ended: killed by SIGKILL; its on_crash is escalate"
 
 
+BREAKS = """
+from pathlib import Path
+from dynbus import Actor, handler
+
+class Engine(Actor, namespace="demo"):
+    async def on_start(self) -> None:
+        if Path("broken").exists():
+            raise RuntimeError("still no engine")
+
+    async def on_stop(self) -> None:
+        Path("stopped").touch()
+
+    @handler
+    async def generate(self) -> str:
+        Path("broken").touch()
+        self.report_broken("the engine died")
+        return "never"
+
+class Other(Actor, namespace="demo"):
+    @handler
+    async def call(self) -> str:
+        return "well"
+"""
+
+
+@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+def test_an_actor_that_reports_that_it_is_broken_is_started_again_and_named_meanwhile(
+    mode: tuple[str, ...], folder: Folder
+) -> None:
+    (folder.path / "breaks.py").write_text(BREAKS)
+    port = free_port()
+    run = folder.start_ready(
+        *("breaks.py", "--health", f"127.0.0.1:{port}", "--log-format", "json", *mode), instances=2
+    )
+    folder.wait_for(lambda: "health at" in folder.output())
+
+    ended = folder.dynbus("call", "demo.Engine.generate")
+
+    assert ended.returncode == 22, ended.stderr
+    assert "the instance is broken: the engine died" in ended.stderr
+    folder.wait_for(lambda: "still no engine" in str(health(port, "/ready")[1]["problems"]))
+    assert health(port, "/ready")[0] == 503
+    assert health(port, "/live")[0] == 200
+    assert (folder.path / "stopped").exists()
+    assert folder.dynbus("call", "demo.Other.call").stdout == '"well"\n'
+    (folder.path / "broken").unlink()
+    folder.wait_for(lambda: health(port, "/ready")[0] == 200)
+    os.killpg(run.pid, signal.SIGTERM)
+    assert run.wait(15) == 0
+
+
+@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["processes", "in process"])
+def test_an_actor_that_is_broken_and_escalates_ends_the_run_with_the_reason(
+    mode: tuple[str, ...], folder: Folder
+) -> None:
+    (folder.path / "breaks.py").write_text(BREAKS)
+    run = folder.start_ready(
+        "breaks.py", "--Engine.ServiceArgs.on_crash=escalate", *mode, instances=2
+    )
+
+    folder.dynbus("call", "demo.Engine.generate")
+
+    assert run.wait(20) == 6
+    last = folder.output().splitlines()[-1]
+    assert last.startswith("dynbus: demo.Engine")
+    assert "is broken: the engine died" in last
+
+
 # Reloading ---------------------------------------------------------------------------------
 
 
