@@ -96,8 +96,7 @@ class StartFailed(Exception):
     """Raised when an actor's constructor or `on_start` raised, which is the `__cause__`."""
 
     def __init__(self, actor: type[Actor], cause: BaseException) -> None:
-        told = describe_exception(only_cause(cause))
-        super().__init__(f"{address_of(actor)} did not start: {told}")
+        super().__init__(f"{address_of(actor)} did not start: {with_root_cause(cause)}")
 
 
 async def serve(
@@ -314,8 +313,25 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(exit_codes.ESCALATED, str(error))
     if isinstance(error, Unavailable | PermissionDenied):
         return Failure(exit_codes.NO_SERVER, str(error))
-    text = f"{type(error).__name__}: {error}"
-    return Failure(exit_codes.START_FAILED, text, users_traceback(error))
+    return Failure(exit_codes.START_FAILED, with_root_cause(error), users_traceback(error))
+
+
+def with_root_cause(error: BaseException) -> str:
+    """An exception in one line, and the one at the bottom of it: engines wrap what is wrong with
+    their configuration in an error that says no more than to look above."""
+    top = root = only_cause(error)
+    seen = {id(root)}
+    while (below := _below(root)) is not None and id(only_cause(below)) not in seen:
+        root = only_cause(below)
+        seen.add(id(root))
+    told = describe_exception(top)
+    return told if root is top else f"{told}; the cause: {describe_exception(root)}"
+
+
+def _below(error: BaseException) -> BaseException | None:
+    if error.__cause__ is not None or error.__suppress_context__:
+        return error.__cause__
+    return error.__context__
 
 
 def users_traceback(error: BaseException | None) -> str:

@@ -332,3 +332,38 @@ def test_what_dynbus_itself_does_wrong_is_shown_whole() -> None:
 
 def test_no_exception_has_no_traceback() -> None:
     assert users_traceback(None) == ""
+
+
+def chained(outer: Exception, inner: Exception, *, how: str) -> Exception:
+    """`outer` as it is when it was raised `from` another, or `while` another was handled."""
+    outer.__context__ = inner
+    if how != "while":
+        outer.__cause__ = inner if how == "from" else None
+    return outer
+
+
+@pytest.mark.parametrize("how", ["from", "while"])
+def test_a_failure_names_what_is_at_the_bottom_of_it(how: str) -> None:
+    bottom = chained(KeyError("x"), ValueError("block_size must be 16"), how=how)
+    error = RuntimeError("initialization failed. See root cause above.")
+    error.__cause__ = bottom
+
+    assert str(StartFailed(Below, error)) == (
+        "served.Below did not start: RuntimeError: initialization failed. See root cause above.; "
+        "the cause: ValueError: block_size must be 16"
+    )
+
+
+def test_a_failure_in_a_task_group_names_the_error_of_its_only_task() -> None:
+    error = ExceptionGroup("unhandled errors in a TaskGroup", [ValueError("no such model")])
+
+    assert failure_of(error).message == "ValueError: no such model"
+
+
+def test_a_failure_without_another_below_it_is_told_alone() -> None:
+    error = chained(RuntimeError("no"), ValueError("hidden"), how="from None")
+
+    assert failure_of(error).message == "RuntimeError: no"
+    assert failure_of(StartFailed(Below, error)).message == (
+        "served.Below did not start: RuntimeError: no"
+    )
