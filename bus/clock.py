@@ -63,7 +63,7 @@ def unix_time() -> float:
 
 
 class Deadlock(RuntimeError):
-    """Raised out of a `JumpingLoop` when nothing can ever wake a task again."""
+    """Raised out of a `JumpingLoop` that nothing can wake, or whose threads work for too long."""
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
