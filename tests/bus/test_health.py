@@ -68,7 +68,7 @@ async def get(opened: HealthServer, path: str) -> tuple[int, Any]:
 
 
 def run(scenario: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_a_process_that_is_well_answers_200() -> None:

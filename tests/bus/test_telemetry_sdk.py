@@ -127,7 +127,7 @@ def python(code: str, **environment: str) -> str:
         env=clean | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr

@@ -126,7 +126,7 @@ class Folder:
             text=True,
             cwd=self.path,
             env=self.environment(),
-            timeout=30,
+            timeout=60,
             check=False,
         )
 
@@ -147,7 +147,7 @@ class Folder:
     def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def wait_for(self, condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"not so within {seconds:g} s\n{self.output()}"
