@@ -187,18 +187,17 @@ def services(*setup: str, **environment: str) -> list[tuple[str, str, str, str]]
         OTEL_METRICS_EXPORTER="none",
         **environment,
     )
-    decoder, found, at = json.JSONDecoder(), [], 0
+    found: list[tuple[str, str, str, str]] = []
+    decoder, at = json.JSONDecoder(), 0
     while at < len(output):
         span, at = decoder.raw_decode(output, at)
         at += len(output[at:]) - len(output[at:].lstrip())
         given = span["resource"]["attributes"]
-        found.append(
-            (span["name"].partition(" ")[0], *(given.get(f"service.{key}", "") for key in KEYS))
+        name, namespace, instance = (
+            str(given.get(f"service.{key}", "")) for key in ("name", "namespace", "instance.id")
         )
+        found.append((span["name"].partition(" ")[0], name, namespace, instance))
     return found
-
-
-KEYS = ("name", "namespace", "instance.id")
 
 
 def test_the_spans_of_an_instance_are_those_of_a_service_of_its_component() -> None:

@@ -62,7 +62,8 @@ def refused(
         monkeypatch.setattr(sys, "path", sys.path[:])
         with pytest.raises(SystemExit) as ended:
             main(arguments)
-        return Ended(ended.value.code, *capsys.readouterr())
+        out, err = capsys.readouterr()
+        return Ended(ended.value.code, out, err)
 
     yield run
     for name in {"my_costs", "broken"} - before:
