@@ -219,7 +219,8 @@ def handler(
         name: the endpoint; the method's name unless given.
         concurrency: calls that run in one instance at a time; 1 makes a mailbox that serves
             in arrival order; None asks for no limit.
-        queue: calls that wait at most, until their deadline; further ones get `Overloaded`.
+        queue: calls that wait at most; further ones get `Overloaded`, and so do those that would
+            probably not be done by their deadline.
         timeout: seconds for a whole call; 60 for unary handlers, none for streams.
         idle_timeout: seconds that a stream may be without an item.
         idempotent: whether a call whose outcome is unknown may be repeated elsewhere.

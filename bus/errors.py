@@ -7,7 +7,7 @@ DynbusError
 ├── PermissionDenied    the server refused a subject
 ├── NoInstances         no instance serves the endpoint                 (retryable)
 ├── Unavailable         the bus or the instance cannot be reached       (retryable)
-├── Overloaded          the queue is full; see `retry_after`            (retryable)
+├── Overloaded          no room, or no time; see `retry_after`          (retryable)
 ├── Draining            the instance is going away                      (retryable)
 ├── Migrate             the handler asks for another instance           (retryable)
 ├── DeadlineExceeded    the time is over
@@ -166,7 +166,7 @@ class Unavailable(DynbusError):
 
 
 class Overloaded(DynbusError):
-    """Raised when an instance has no room for the call.
+    """Raised when an instance has no room for the call, or would not be done by its deadline.
 
     Attributes:
         retry_after: seconds after which a retry has a chance; 0 when unknown.

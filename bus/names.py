@@ -26,6 +26,7 @@ KV_LOAD: Final = "_kv_load"
 KV_ELECTION_BUCKET: Final = "dynbus_kv_snapshots"
 
 DEFAULT_REPLY_PREFIXES: Final = ("_R.", "_INBOX.", "_R_.", "_GR_.")
+_ROOTS_OF_OTHER_ACCOUNTS: Final = ("_R_", "_GR_")
 
 _LITERAL_SUBJECT = re.compile(r"[!-~]+")
 
@@ -190,6 +191,22 @@ def split_number(subject: str) -> tuple[str, int] | None:
     if number.isascii() and number.isdigit() and len(number) <= 18:
         return base, int(number)
     return None
+
+
+def turn_taker(reply: str) -> str:
+    """Who takes turns with others: the principal or the client that is answered at `reply`.
+
+    That is the credential's name where there is one, else what all requests of one client have
+    in common. Those that name no client (`_INBOX.{random}`, replies from another account) take
+    turns as one: a client that makes up a new name for each request gains nothing by it.
+    """
+    root, _, rest = reply.partition(".")
+    first, _, others = rest.partition(".")
+    if root in _ROOTS_OF_OTHER_ACCOUNTS or not others:
+        return root
+    if root == REPLY_ROOT and first != ANONYMOUS:
+        return f"{root}.{first}"
+    return reply.rpartition(".")[0]
 
 
 def is_safe_reply(reply: str, prefixes: tuple[str, ...]) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dynbus.bus import headers
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import STATUS_CODES, DynbusError, safe_text
+from dynbus.bus.names import turn_taker
 from dynbus.bus.tokens import random_id
 
 if TYPE_CHECKING:
@@ -36,10 +37,13 @@ class ServerCall:
     Attributes:
         push: sends one item of a stream; False when none may follow at once: `writable` must be
             awaited first, or the call has ended.
+        started_at: when the request arrived, on the monotonic clock.
+        began_at: when its handler was started; None while it waits.
     """
 
     __slots__ = (
         "__weakref__",
+        "began_at",
         "blocked_since",
         "context",
         "deadline_number",
@@ -76,6 +80,7 @@ class ServerCall:
         self.seen_items = 0
         self.error: DynbusError | None = None
         self.started_at = self.last_progress = now
+        self.began_at: float | None = None
         self.blocked_since: float | None = None
         self.observation: CallObservation | None = None
 
@@ -92,6 +97,11 @@ class ServerCall:
     @property
     def reader(self) -> str:
         """Who reads the results, for logs."""
+        raise NotImplementedError
+
+    @property
+    def turn_taker(self) -> str:
+        """Whose turn the call takes where calls wait."""
         raise NotImplementedError
 
     def has_progressed(self) -> bool:
@@ -180,6 +190,10 @@ class FramedCall(ServerCall):
         return self.client.base
 
     @property
+    def turn_taker(self) -> str:
+        return self.client.turn_taker
+
+    @property
     def sent_items(self) -> int:
         return self.writer.next_sequence
 
@@ -243,6 +257,10 @@ class PlainCall(ServerCall):
     @property
     def reader(self) -> str:
         return self.reply
+
+    @property
+    def turn_taker(self) -> str:
+        return turn_taker(self.reply)
 
     @property
     def sent_items(self) -> int:

@@ -47,6 +47,9 @@ LEAST_TURN_ITEMS: Final = 16
 HIGH_BACKLOG: Final = 8 * 1024 * 1024
 STOP_TIMEOUT: Final = 5.0
 
+_TOO_LATE: Final = ": it would probably not be done by its deadline"
+_DISPLACED: Final = ": the queue is full, and a client with fewer calls in it took this one's place"
+
 
 class Execution:
     """The calls that run or wait at one instance.
@@ -121,15 +124,13 @@ class Execution:
             text = f"the request could not be read: {type(error).__name__}: {error}"
             self._refuse(call, InvalidRequest(text, started=False))
             return
-        verdict = served.admission.enter(call)
-        if verdict is Verdict.REFUSE:
-            overloaded = Overloaded(
-                f"{served.admission.running} calls run and {served.admission.waiting} wait",
-                retry_after=served.retry_after(),
-                started=False,
-            )
-            self._refuse(call, overloaded)
+        verdict, displaced = served.admission.enter(call, call.turn_taker, now, deadline)
+        if verdict in (Verdict.FULL, Verdict.LATE):
+            why = _TOO_LATE if verdict is Verdict.LATE else ""
+            self._refuse(call, self._overloaded(call, why, now))
             return
+        if displaced is not None:
+            self._turn_away(displaced, _DISPLACED, now)
         self.load += 1
         self._idle.clear()
         if telemetry is not None:
@@ -137,7 +138,7 @@ class Execution:
         if deadline is not None:
             call.deadline_number = self._deadlines.arm(deadline, now, call.expire)
         if verdict is Verdict.RUN:
-            self._run(call)
+            self._run(call, now)
 
     def _observe(self, telemetry: Telemetry, call: ServerCall) -> None:
         call.observation = telemetry.server_call(
@@ -157,7 +158,25 @@ class Execution:
         if call.observation is not None:
             call.observation.end(error)
 
-    def _run(self, call: ServerCall) -> None:
+    def _turn_away(self, call: ServerCall, why: str, now: float) -> None:
+        """End a call that waited and may wait no longer."""
+        call.fail(self._overloaded(call, why, now))
+        self._settle(call, now)
+
+    @staticmethod
+    def _overloaded(call: ServerCall, why: str, now: float) -> Overloaded:
+        """What a call that is refused is told; to be asked while it is not in the queue."""
+        admission = call.served.admission
+        deadline = call.context.deadline
+        allowed = None if deadline is None else deadline - call.started_at
+        return Overloaded(
+            f"{admission.running} calls run and {admission.waiting} wait{why}",
+            retry_after=admission.retry_after(call.turn_taker, now, allowed),
+            started=False,
+        )
+
+    def _run(self, call: ServerCall, now: float) -> None:
+        call.began_at = now
         work = self._stream(call) if call.served.endpoint.streaming else self._answer(call)
         task = self.bus.loop.create_task(work, context=self._variables.copy())
         call.task = task
@@ -267,19 +286,21 @@ class Execution:
         if call.task is not None:
             # A callback of the task would cost a turn of the loop for each call.
             self._tasks.discard(call.task)
-        self._settle(call)
-        following = call.served.admission.leave()
-        if following is not None:
-            self._run(following)
+        now = monotonic()
+        self._settle(call, now)
+        turn = call.served.admission.leave(call, now, whole=not _was_cut_short(call))
+        if turn.begins is not None:
+            self._run(turn.begins, now)
+        for late in turn.late:
+            self._turn_away(late, _TOO_LATE, now)
 
-    def _settle(self, call: ServerCall) -> None:
+    def _settle(self, call: ServerCall, now: float) -> None:
         """Account for a call that neither runs nor waits any longer."""
         if call.deadline_number is not None:
             self._deadlines.disarm(call.deadline_number, call.expire)
         if call.kill_timer is not None:
             call.kill_timer.cancel()
-        seconds = monotonic() - call.started_at if call.entered else 0.0
-        call.served.finished(seconds, call.error)
+        call.served.finished(0.0 if call.began_at is None else now - call.began_at, call.error)
         if call.observation is not None:
             call.observation.end(call.error)
         call.retire()
@@ -316,7 +337,7 @@ class Execution:
                 call.entered = True
                 self._left(call)
         elif call.served.admission.withdraw(call):
-            self._settle(call)
+            self._settle(call, monotonic())
         else:
             # Parts of its request are still to come.
             call.retire()
@@ -362,3 +383,9 @@ def drives(frame: FrameType) -> bool:
     # It is the code that counts, whichever object it belongs to.
     stream = Execution._stream.__code__  # pyright: ignore[reportPrivateUsage]
     return caller is not None and caller.f_code is stream
+
+
+def _was_cut_short(call: ServerCall) -> bool:
+    """Whether its handler would have taken longer than it did."""
+    # What it was given up for may also have reached it through a sub-call.
+    return call.context.is_stopped() or isinstance(call.error, DeadlineExceeded | Cancelled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from dynbus.bus.clock import monotonic
-from dynbus.bus.names import ANONYMOUS
+from dynbus.bus.names import ANONYMOUS, turn_taker
 
 if TYPE_CHECKING:
     from dynbus.bus.liveness import RemoteLiveness
@@ -37,6 +37,7 @@ class RemoteClient:
         incarnation: what its requests told, and control batches carry, both ways.
         key: what it is known by here.
         heard_at: when a request of it last arrived.
+        turn_taker: whose turns its calls take, its own or its principal's.
         bounce: where the server says that nobody reads them.
         calls: calls that wait or run, by request number.
         kept: writers of ended calls that are not acknowledged yet.
@@ -61,6 +62,7 @@ class RemoteClient:
         self.incarnation = incarnation
         self.key = client_key(base, incarnation)
         self.heard_at = 0.0
+        self.turn_taker = turn_taker(f"{base}.f")
         self.frames_subject = f"{base}.f"
         self._control_subject = f"{base}.ctl.f"
         self.bounce = bounce

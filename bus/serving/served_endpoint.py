@@ -27,18 +27,11 @@ class ServedEndpoint:
         self.errors = 0
         self.last_error = ""
         self.processing_time = 0.0
-        self.mean_time = 0.0
 
     def finished(self, seconds: float, error: DynbusError | None) -> None:
-        """Count a call that ran for `seconds`."""
+        """Count a call that ran for `seconds`, 0 where it never began."""
         self.requests += 1
         self.processing_time += seconds
-        self.mean_time += 0.1 * (seconds - self.mean_time)
         if error is not None:
             self.errors += 1
             self.last_error = f"{error.code}: {error.message}"[:200]
-
-    def retry_after(self) -> float:
-        """Seconds in which the queue will probably have moved by one full turn."""
-        slots = max(1, self.admission.running)
-        return min(30.0, max(0.05, self.mean_time * self.admission.waiting / slots))

@@ -183,15 +183,23 @@ class RecordedCall(ServerCall):
         sent: its items, and the result of a unary one.
         retired: how often it was retired.
         is_blocked: what `blocked` says.
+        taker: what `turn_taker` says.
     """
 
-    __slots__ = ("is_blocked", "retired", "sent")
+    __slots__ = ("is_blocked", "retired", "sent", "taker")
 
-    def __init__(self, execution: Execution, served: ServedEndpoint, context: Context) -> None:
+    def __init__(
+        self,
+        execution: Execution,
+        served: ServedEndpoint,
+        context: Context,
+        taker: str = "the test",
+    ) -> None:
         super().__init__(execution, served, context, asyncio.get_running_loop().time())
         self.sent: list[bytes] = []
         self.retired = 0
         self.is_blocked = False
+        self.taker = taker
         self.push = self._push
 
     @property
@@ -205,6 +213,10 @@ class RecordedCall(ServerCall):
     @property
     def reader(self) -> str:
         return "the test"
+
+    @property
+    def turn_taker(self) -> str:
+        return self.taker
 
     def end(self, result: bytes | None = None) -> None:
         if not self.ended:

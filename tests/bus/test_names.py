@@ -16,6 +16,7 @@ from dynbus.bus.names import (
     is_safe_reply,
     kv_snapshot_bucket,
     split_number,
+    turn_taker,
 )
 
 tokens = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", fullmatch=True)
@@ -127,6 +128,23 @@ def test_an_inbox_may_be_answered(reply: str) -> None:
 )
 def test_anything_else_may_not(reply: str) -> None:
     assert not is_safe_reply(reply, DEFAULT_REPLY_PREFIXES)
+
+
+@pytest.mark.parametrize(
+    ("reply", "taker"),
+    [
+        ("_R.alice.0123.f", "_R.alice"),
+        ("_R.alice.4567.8", "_R.alice"),
+        ("_R.-.0123.8", "_R.-.0123"),
+        ("_INBOX.QzVw.8", "_INBOX.QzVw"),
+        ("_INBOX.alice.QzVw.8", "_INBOX.alice.QzVw"),
+        ("_INBOX.QzVw", "_INBOX"),
+        ("_R_.QzVw.8", "_R_"),
+        ("_GR_.QzVw.8.9", "_GR_"),
+    ],
+)
+def test_a_principal_or_a_client_takes_turns_not_a_request(reply: str, taker: str) -> None:
+    assert turn_taker(reply) == taker
 
 
 def test_the_bucket_of_snapshots_has_a_legal_name_of_its_own_whatever_the_namespace() -> None:

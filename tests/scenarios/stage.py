@@ -43,6 +43,10 @@ class Stage:
         """Wait until so many calls run or wait at `Source`."""
         await eventually(lambda: self.server.load == calls, what=f"{self.server!r}: {calls} calls")
 
+    async def has_load_of(self, calls: int) -> None:
+        """Wait until at least so many calls run or wait at `Source`."""
+        await eventually(lambda: self.server.load >= calls, what=f"{self.server!r}: {calls} calls")
+
     async def is_quiet(self, within: float = 2.0) -> float:
         """Wait until no handler runs and nothing is left of any call.
 

@@ -1,18 +1,33 @@
-"""More calls than an instance takes: order in a mailbox, typed refusals, deadlines in the queue."""
+"""More calls than an instance takes: order, refusals, deadlines, turns, and what gets done."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Final
 
 import pytest
 
-from dynbus import DeadlineExceeded, Overloaded, call_options
+from dynbus import DeadlineExceeded, Overloaded, Runtime, call_options
+from dynbus.bus.nats.server_process import RunningServer
 
 from .stage import Stage
-from .workload import Done, Wait
+from .workload import Done, Source, Wait
 
 pytestmark = pytest.mark.anyio
+
+PLACES: Final = 4
+SECONDS: Final = 0.1
+CAPACITY: Final = PLACES / SECONDS
+ALLOWED: Final = 1.0
+WHILE: Final = 4.0
+DURATIONS: Final[dict[str, Callable[[Random], float]]] = {
+    "equal": lambda _: SECONDS,
+    "1 to 50": lambda chance: chance.uniform(SECONDS / 25.5, 50 * SECONDS / 25.5),
+}
 
 
 async def test_a_mailbox_runs_one_call_at_a_time_in_order_of_arrival(stage: Stage) -> None:
@@ -101,3 +116,90 @@ async def test_at_five_times_the_capacity_no_work_starts_after_its_deadline(stag
     assert outcomes.count("done") >= 35
     assert len(journal.begun) <= outcomes.count("done") + 2
     await stage.is_quiet()
+
+
+@pytest.mark.parametrize("durations", DURATIONS)
+async def test_what_gets_done_in_time_does_not_fall_when_more_is_asked(
+    stage: Stage, durations: str
+) -> None:
+    chance = Random(7)
+    outcomes: Counter[str] = Counter()
+
+    async def call(seconds: float) -> None:
+        try:
+            with call_options(timeout=ALLOWED):
+                await stage.source.few(Wait(seconds=seconds))
+            outcomes["done"] += 1
+        except (Overloaded, DeadlineExceeded) as error:
+            outcomes[error.code] += 1
+
+    async def load(times: float) -> Counter[str]:
+        """Calls come whatever becomes of those before, as callers do that know nothing of them."""
+        outcomes.clear()
+        calls: list[asyncio.Task[None]] = []
+        begun = time.monotonic()
+        while (passed := time.monotonic() - begun) < WHILE:
+            due = int(passed * times * CAPACITY) + 1
+            while len(calls) < due:
+                calls.append(asyncio.create_task(call(DURATIONS[durations](chance))))
+            await asyncio.sleep(0.5 / (times * CAPACITY))
+        done = outcomes["done"]
+        await asyncio.gather(*calls)
+        print(f"{durations}, {times:g} times the capacity: {done / WHILE:.1f}/s, {outcomes}")
+        outcomes["done"] = done
+        return outcomes
+
+    below = await load(0.9)
+    beyond = [await load(times) for times in (1.5, 5.0)]
+
+    journal = await stage.source.journal()
+    assert below["done"] > 0.7 * 0.9 * CAPACITY * WHILE
+    for one in beyond:
+        assert one["done"] >= 0.8 * below["done"]
+        # Who is refused is told so, and need not wait for its deadline.
+        assert one["DeadlineExceeded"] < 0.1 * one.total()
+    assert len(journal.cancelled) < 0.1 * len(journal.begun)
+    await stage.is_quiet()
+
+
+@pytest.mark.parametrize("open_calls", [500, 1500])
+async def test_beside_a_client_with_many_open_calls_another_s_takes_about_as_long_as_alone(
+    own_server: RunningServer, stage: Stage, open_calls: int
+) -> None:
+    refused = 0
+
+    async def keep_calling(source: Source) -> None:
+        nonlocal refused
+        while True:
+            try:
+                with call_options(timeout=60.0):
+                    await source.few(Wait(seconds=0.02))
+            except Overloaded as error:
+                refused += 1
+                await asyncio.sleep(max(0.5, error.retry_after))
+
+    async with Runtime.connect(own_server.url) as other, Runtime.connect(own_server.url) as greedy:
+        source = other.client(Source)
+        with call_options(wait=5.0):
+            await source.few(Wait(seconds=0.02))
+            await greedy.client(Source).where()
+        greedy_calls = [
+            asyncio.create_task(keep_calling(greedy.client(Source))) for _ in range(open_calls)
+        ]
+        try:
+            await stage.has_load_of(min(open_calls, 1024))
+            took: list[float] = []
+            for _ in range(20):
+                begun = time.monotonic()
+                await source.few(Wait(seconds=0.02))
+                took.append(time.monotonic() - begun)
+        finally:
+            for call in greedy_calls:
+                call.cancel()
+            await asyncio.gather(*greedy_calls, return_exceptions=True)
+
+    took.sort()
+    print(f"beside {open_calls} calls: median {took[10]:.3f} s, longest {took[-1]:.3f} s")
+    assert took[10] < 0.2
+    assert took[-1] < 0.6
+    assert (refused > 0) is (open_calls > 1024)

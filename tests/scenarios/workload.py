@@ -183,6 +183,11 @@ class Source(Actor, namespace="scenario"):
     async def mailbox(self, request: Wait) -> Done:
         return await self._wait(request)
 
+    @handler(concurrency=4)
+    async def few(self, request: Wait) -> Done:
+        """Runs four at a time."""
+        return await self._wait(request)
+
     async def _wait(self, request: Wait) -> Done:
         self._journal.begun.append(request.tag)
         try:

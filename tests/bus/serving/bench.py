@@ -23,11 +23,14 @@ class Bench:
         self.execution = execution
         self.served = ServedEndpoint(ADDRESS, handler, INSTANCE)
 
-    def call(self, data: bytes = b"", *, seconds: float | None = None) -> RecordedCall:
-        """Admit a call with so many seconds until its deadline."""
+    def call(
+        self, data: bytes = b"", *, seconds: float | None = None, taker: str = "the test"
+    ) -> RecordedCall:
+        """Admit a call with so many seconds until its deadline, in the turn of `taker`."""
         now = monotonic()
         deadline = None if seconds is None else now + seconds
-        made = RecordedCall(self.execution, self.served, Context("r1", deadline=deadline))
+        context = Context("r1", deadline=deadline)
+        made = RecordedCall(self.execution, self.served, context, taker)
         self.execution.admit(made, data, now)
         return made
 

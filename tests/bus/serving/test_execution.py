@@ -69,7 +69,7 @@ def test_a_call_beyond_the_queue_is_refused_and_counted() -> None:
 
         assert isinstance(refused.error, Overloaded)
         assert refused.error.message == "1 calls run and 1 wait"
-        assert refused.error.retry_after > 0
+        assert refused.error.retry_after == 0
         assert not refused.error.started
         assert refused.error.hop == f"{ADDRESS}@{INSTANCE}"
         await bench.execution.idle()
@@ -77,6 +77,118 @@ def test_a_call_beyond_the_queue_is_refused_and_counted() -> None:
         assert_settled(bench, *calls)
 
     story(endpoint(echo, concurrency=1, queue=1), tell)
+
+
+def test_only_the_time_in_which_a_handler_ran_says_when_to_come_back() -> None:
+    async def handler(data: bytes) -> bytes:
+        await asyncio.sleep(1.0)
+        return data
+
+    async def tell(bench: Bench) -> None:
+        # The second waits as long as it runs, and many are refused at once.
+        calls = [bench.call() for _ in range(50)]
+        await bench.execution.idle()
+        again = [bench.call() for _ in range(3)]
+        refused = again[2].error
+
+        assert isinstance(refused, Overloaded)
+        assert refused.retry_after == pytest.approx(1.0, rel=0.05)
+        assert bench.served.processing_time == pytest.approx(2.0, abs=0.01)
+        await bench.execution.idle()
+        assert_settled(bench, *calls, *again)
+
+    story(endpoint(handler, concurrency=1, queue=1), tell)
+
+
+def test_a_call_that_would_be_too_late_is_refused_before_it_waits() -> None:
+    async def handler(data: bytes) -> bytes:
+        await asyncio.sleep(1.0)
+        return data
+
+    async def tell(bench: Bench) -> None:
+        first = bench.call()
+        await bench.execution.idle()
+
+        running, late, patient = bench.call(), bench.call(seconds=1.5), bench.call(seconds=2.5)
+
+        assert isinstance(late.error, Overloaded)
+        assert late.error.message == (
+            "1 calls run and 0 wait: it would probably not be done by its deadline"
+        )
+        assert (late.error.started, late.error.retryable) == (False, True)
+        assert late.error.retry_after == pytest.approx(1.0, rel=0.05)
+        await bench.execution.idle()
+        assert patient.sent == [b""]
+        assert_settled(bench, first, running, late, patient)
+
+    story(endpoint(handler, concurrency=1), tell)
+
+
+def test_a_call_whose_time_runs_out_while_it_waits_is_refused_when_its_turn_comes() -> None:
+    began: list[bytes] = []
+    seconds = 1.0
+
+    async def handler(data: bytes) -> bytes:
+        began.append(data)
+        await asyncio.sleep(seconds)
+        return data
+
+    async def tell(bench: Bench) -> None:
+        nonlocal seconds
+        first = bench.call(b"1")
+        await bench.execution.idle()
+        seconds = 2.0
+
+        slow, late, patient = bench.call(b"2"), bench.call(b"3", seconds=2.5), bench.call(b"4")
+        await asyncio.sleep(2.1)
+
+        assert isinstance(late.error, Overloaded)
+        assert (late.error.started, began) == (False, [b"1", b"2", b"4"])
+        await bench.execution.idle()
+        assert_settled(bench, first, slow, late, patient)
+
+    story(endpoint(handler, concurrency=1), tell)
+
+
+def test_a_client_that_fills_the_queue_makes_place_for_another() -> None:
+    async def tell(bench: Bench) -> None:
+        greedy = [bench.call(taker="greedy") for _ in range(3)]
+
+        other = bench.call(b"other", taker="other")
+
+        assert isinstance(greedy[2].error, Overloaded)
+        assert greedy[2].error.message == (
+            "1 calls run and 2 wait: the queue is full, and a client with fewer calls in it took "
+            "this one's place"
+        )
+        assert not greedy[2].error.started
+        await bench.execution.idle()
+        assert other.sent == [b"other"]
+        assert [call.sent for call in greedy] == [[b""], [b""], []]
+        assert_settled(bench, *greedy, other)
+
+    story(endpoint(echo, concurrency=1, queue=2), tell)
+
+
+def test_a_handler_that_is_cancelled_early_does_not_look_fast() -> None:
+    async def handler(data: bytes) -> bytes:
+        await asyncio.sleep(1.0)
+        return data
+
+    async def tell(bench: Bench) -> None:
+        whole = bench.call()
+        await bench.execution.idle()
+        cut = bench.call(seconds=0.1)
+        await bench.execution.idle()
+        stopped = bench.call()
+        await asyncio.sleep(0.1)
+        bench.execution.cancel(stopped, 0.0)
+        await bench.execution.idle()
+
+        assert bench.served.admission.durations.chance(0.9) == 0.0
+        assert_settled(bench, whole, cut, stopped)
+
+    story(endpoint(handler), tell)
 
 
 def test_while_it_drains_what_runs_goes_on_and_what_comes_is_refused() -> None:
