@@ -30,7 +30,13 @@ MAX_SERVERS: Final = 5
 _PREFIX: Final = "DYNBUS_"
 _SCHEMES: Final = ("nats", "tls", "ws", "wss")
 _LISTS: Final = ("servers", "reply_prefixes")
-_BYTES: Final = ("max_request_bytes", "max_item_bytes", "stream_window", "connection_window")
+_BYTES: Final = (
+    "max_request_bytes",
+    "max_item_bytes",
+    "stream_window",
+    "connection_window",
+    "instance_window",
+)
 _SECONDS: Final = ("connect_timeout", "reader_stall_timeout", "stall_limit")
 _NO_SOURCES: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -56,6 +62,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         max_request_bytes, max_item_bytes: larger requests and items are refused.
         stream_window: bytes that one stream may be ahead of its reader.
         connection_window: bytes that all streams together may be ahead of their readers.
+        instance_window: bytes that the results of one instance may be ahead of all its readers.
         reader_stall_timeout: seconds without credit after which a stream is ended.
         lease_ttl: seconds after which an instance that does not renew is gone; at least 2.
         stall_limit: seconds for which a blocked main loop is tolerated.
@@ -74,6 +81,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_item_bytes: int = 32 * 1024 * 1024
     stream_window: int = 512 * 1024
     connection_window: int = 32 * 1024 * 1024
+    instance_window: int = 128 * 1024 * 1024
     reader_stall_timeout: float = 30.0
     lease_ttl: float = 10.0
     stall_limit: float = 10.0

@@ -14,12 +14,13 @@ channel between may lose, repeat and reorder messages and may be cut at any poin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
 from .errors import DynbusError, PayloadTooLarge
+from .unread_bytes import LEAST_PER_STREAM, UNIT_COST, ClientUnreadBytes, UnreadBytes
 from .wire import End, Failed, Item, Items, Part, Terminal, failed_frame
 
 UNIT_OVERHEAD: Final = 5
@@ -47,6 +48,17 @@ class _Ending:
 _Unit = bytes | _Ending
 
 
+def _cost(units: Sequence[_Unit]) -> int:
+    """Bytes of memory that units take, about."""
+    if not units:
+        return 0
+    # Only the last can be an ending.
+    last = units[-1]
+    if type(last) is _Ending:
+        return sum(map(len, units[:-1])) + last.size + UNIT_COST * len(units)  # type: ignore[arg-type]
+    return sum(map(len, units)) + UNIT_COST * len(units)  # type: ignore[arg-type]
+
+
 def _ignore(_: object) -> None:
     """Nobody wants to know."""
 
@@ -60,11 +72,14 @@ class StreamWriter:
             the reader may ever be behind.
         max_unit_bytes: a larger item is split into parts of this size.
         max_item_bytes: a larger item is refused.
+        unread: counts what is kept for the reader together with the rest of its client's; when
+            that has no room, the writer waits as it does for credit.
         on_dirty: called when an item is added and `dirty` was not set.
 
     Attributes:
         dirty: whether there is something to send; to be cleared by whoever sends it.
         given_up: whether it ended by `give_up`.
+        held_bytes: what is kept for the reader, as `unread` counts it.
     """
 
     __slots__ = (
@@ -73,6 +88,7 @@ class StreamWriter:
         "_next_unsent",
         "_on_dirty",
         "_sent_before",
+        "_unread",
         "_units",
         "_whole_bytes",
         "_window",
@@ -81,6 +97,7 @@ class StreamWriter:
         "ended",
         "given_up",
         "granted",
+        "held_bytes",
         "max_item_bytes",
         "max_unit_bytes",
         "number",
@@ -98,6 +115,7 @@ class StreamWriter:
         granted: int,
         max_unit_bytes: int,
         max_item_bytes: int,
+        unread: ClientUnreadBytes | None = None,
         on_dirty: Callable[[StreamWriter], None] | None = None,
     ) -> None:
         self.number = number
@@ -107,6 +125,8 @@ class StreamWriter:
         self._window = granted
         self.dirty = False
         self._on_dirty = on_dirty or _ignore
+        self._unread = unread or ClientUnreadBytes(UnreadBytes(float("inf")))
+        self.held_bytes = 0
         self.max_unit_bytes = max_unit_bytes
         self.max_item_bytes = max_item_bytes
         # What is no larger needs no second look.
@@ -137,8 +157,13 @@ class StreamWriter:
 
     @property
     def blocked(self) -> bool:
-        """Whether the writer must wait for credit before it pushes again."""
-        return self.pushed_bytes >= self.granted
+        """Whether the writer must wait for credit, or for room, before it pushes again."""
+        return self.pushed_bytes >= self.granted or self.is_short_of_room
+
+    @property
+    def is_short_of_room(self) -> bool:
+        """Whether the writer must wait until its client has taken more of what it was sent."""
+        return self.held_bytes > LEAST_PER_STREAM and not self._unread.has_room
 
     @property
     def has_fresh(self) -> bool:
@@ -166,10 +191,16 @@ class StreamWriter:
             item = self._split(item)
         self.pushed_bytes = pushed = self.pushed_bytes + size
         self._units.append(item)
+        # What `_count` does, without the calls: this is the hot path of every stream.
+        cost = len(item) + UNIT_COST
+        self.held_bytes = held = self.held_bytes + cost
+        unread = self._unread
+        unread.held += cost
+        unread.whole.held += cost
         if not self.dirty:
             self.dirty = True
             self._on_dirty(self)
-        return pushed < self.granted
+        return pushed < self.granted and (held <= LEAST_PER_STREAM or unread.has_room)
 
     def end(self, data: bytes | None = None) -> None:
         """End the stream well, for a unary call with its result; later calls change nothing.
@@ -198,6 +229,7 @@ class StreamWriter:
         Args:
             limit: bytes of a unit that can be sent.
         """
+        self._count(-_cost(self._units[self._next_unsent :]))
         del self._units[self._next_unsent :]
         # Of what was sent before a resume nothing is left that could be acknowledged.
         self._sent_before = 0
@@ -308,6 +340,7 @@ class StreamWriter:
             # The reader may hold other units of these sequences: the error must reach it.
             drop = min(drop, len(self._units) - 1)
         if drop > 0:
+            self._count(-_cost(self._units[:drop]))
             del self._units[:drop]
             self._acknowledged += drop
             self._next_unsent = max(0, self._next_unsent - drop)
@@ -332,6 +365,15 @@ class StreamWriter:
             self._next_unsent -= 1
             self._items_only = False
 
+    def forget(self) -> None:
+        """Count no longer: nobody will ask again for what is kept."""
+        self._count(-self.held_bytes)
+        self._unread = ClientUnreadBytes(UnreadBytes(float("inf")))
+
+    def _count(self, cost: int) -> None:
+        self.held_bytes += cost
+        self._unread.add(cost)
+
     def _split(self, data: bytes) -> bytes:
         if len(data) > self.max_item_bytes:
             raise PayloadTooLarge(
@@ -343,11 +385,13 @@ class StreamWriter:
         last = (len(data) - 1) // step * step
         for start in range(0, last, step):
             self._units.append(_Piece(data[start : start + step]))
+            self._count(step + UNIT_COST)
         self._items_only = False
         return data[last:]
 
     def _finish(self, ending: _Ending) -> None:
         self._units.append(ending)
+        self._count(ending.size + UNIT_COST)
         self._items_only = False
         self.ended = True
 

@@ -197,6 +197,15 @@ class FramedCall(ServerCall):
     def sent_items(self) -> int:
         return self.writer.next_sequence
 
+    async def writable(self) -> None:
+        """Wait until the reader has granted credit and has taken enough, or the call has ended."""
+        if self.writer.is_short_of_room:
+            self.client.short_of_room.add(self)
+        try:
+            await super().writable()
+        finally:
+            self.client.short_of_room.discard(self)
+
     def end(self, result: bytes | None = None) -> None:
         if not self.ended:
             self.writer.end(result)
@@ -215,6 +224,8 @@ class FramedCall(ServerCall):
         client.parts.pop(number, None)
         if client.calls.pop(number, None) is not None and not self.released:
             client.kept[number] = self.writer
+        else:
+            self.writer.forget()
 
     def _finish(self) -> None:
         self.ended = True

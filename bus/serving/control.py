@@ -27,6 +27,7 @@ from dynbus.bus.inbox import ENTRY_COST, FRAME_COST, Inbox
 from dynbus.bus.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.names import control_subject, is_safe_reply
 from dynbus.bus.transport import ConnectionState
+from dynbus.bus.unread_bytes import UnreadBytes
 from dynbus.bus.wire import (
     Batch,
     Cancel,
@@ -108,6 +109,7 @@ class ServerControl:
     Attributes:
         registry: the dynbus clients with calls here, by client id.
         plain: the calls of plain NATS clients.
+        unread: what is kept for all of them.
         refused: requests that were given up, and may not begin when they arrive.
         lost: requests whose sender was told that they did not arrive.
         stopped: requests that were asked to stop before they arrived.
@@ -138,6 +140,7 @@ class ServerControl:
         # Questions after requests that may have arrived, but were not read yet, and since when.
         self._unsure: list[tuple[Sender, Resume, float]] = []
         self._making_sure: asyncio.Task[None] | None = None
+        self.unread = UnreadBytes(bus.config.instance_window)
         self._bus = bus
         self._execution = execution
         self._outbox = outbox
@@ -193,7 +196,7 @@ class ServerControl:
             self._bus.drop(DropReason.CLIENT_ID_TAKEN)
             return None
         bounce = self._bus.replies.bounce(self.registry.bounce_token(key))
-        client = RemoteClient(self, self._outbox, base, incarnation, bounce)
+        client = RemoteClient(self, self._outbox, base, incarnation, bounce, self.unread)
         self.registry.remotes[key] = client
         return client
 
@@ -259,6 +262,8 @@ class ServerControl:
                     self.client_gone(client)
             elif now - client.busy_at > IDLE_CLIENT_SECONDS:
                 del self.registry.remotes[key]
+                client.unread.close()
+            client.wake_for_room()
 
     def client_gone(self, client: RemoteClient) -> None:
         """A client died: stop its calls and forget it, but know them should it come back."""
@@ -281,6 +286,7 @@ class ServerControl:
                 kind = StreamLost if call.served.endpoint.streaming else UnknownOutcome
                 self._execution.abort(call, kind("the instance took its caller for dead"))
         client.kept.clear()
+        client.unread.close()
 
     def _note_forgotten(self, client: RemoteClient, writer: StreamWriter) -> None:
         """A request that did begin is about to be forgotten, and its reader did not say so."""
@@ -343,6 +349,11 @@ class ServerControl:
             self._cancel_plain(said)
             return
         client = self.registry.remotes.get(said.sender.key)
+        self._hear(client, said)
+        if client is not None and client.short_of_room:
+            client.wake_for_room()
+
+    def _hear(self, client: RemoteClient | None, said: _Said) -> None:
         frame = said.frame
         if not isinstance(frame, Open):
             self._on_call_control(client, frame, said)
@@ -410,7 +421,9 @@ class ServerControl:
 
     def _release(self, client: RemoteClient, number: int) -> None:
         """The reader has all that it wants of a call."""
-        client.kept.pop(number, None)
+        writer = client.kept.pop(number, None)
+        if writer is not None:
+            writer.forget()
         call = client.calls.get(number)
         if call is not None:
             call.released = True

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.names import ANONYMOUS, turn_taker
+from dynbus.bus.unread_bytes import ClientUnreadBytes, UnreadBytes
 
 if TYPE_CHECKING:
     from dynbus.bus.liveness import RemoteLiveness
@@ -43,6 +44,8 @@ class RemoteClient:
         kept: writers of ended calls that are not acknowledged yet.
         dirty: writers with something to send.
         ended: how many of those have ended.
+        unread: what is kept for it.
+        short_of_room: its calls that wait until it has taken more of that.
         parts: split requests that are not complete.
         missing: heartbeats in a row that did not list a call, by request number.
         busy_at: when it last had calls here, on the monotonic clock.
@@ -55,6 +58,7 @@ class RemoteClient:
         base: str,
         incarnation: str,
         bounce: str,
+        unread: UnreadBytes,
     ) -> None:
         self._control = control
         self._outbox = outbox
@@ -70,6 +74,8 @@ class RemoteClient:
         self.calls: dict[int, FramedCall] = {}
         self.kept: dict[int, StreamWriter] = {}
         self.kept_mark = 0
+        self.unread = ClientUnreadBytes(unread)
+        self.short_of_room: set[FramedCall] = set()
         self.dirty: list[StreamWriter] = []
         self.ended = 0
         self.parts: dict[int, PartialRequest] = {}
@@ -148,6 +154,12 @@ class RemoteClient:
 
     def returned(self) -> None:
         """It asks for what it misses."""
+
+    def wake_for_room(self) -> None:
+        """Let those of its calls go on for which there is room again."""
+        for call in list(self.short_of_room):
+            if not call.blocked:
+                call.wake()
 
     def gone(self) -> None:
         self._control.client_gone(self)

@@ -248,6 +248,7 @@ class InstanceServer:
             granted=max(0, min(window, config.stream_window)),
             max_unit_bytes=self._outbox.max_unit_bytes(),
             max_item_bytes=config.max_item_bytes,
+            unread=client.unread,
             on_dirty=client.note_dirty,
         )
         call = FramedCall(self.execution, served, context, now, client, writer)
@@ -256,6 +257,11 @@ class InstanceServer:
         if error is not None:
             self.bus.drop(DropReason.REFUSED)
             call.fail(error)
+            call.retire()
+            return None
+        if client.unread.is_refused:
+            text = f"{client.unread.held} bytes of results wait until this client takes them"
+            call.fail(Overloaded(text, started=False))
             call.retire()
             return None
         return call

@@ -25,6 +25,7 @@ def test_every_field_has_an_environment_variable() -> None:
         "DYNBUS_MAX_ITEM_BYTES": "2000",
         "DYNBUS_STREAM_WINDOW": "3000",
         "DYNBUS_CONNECTION_WINDOW": "4000",
+        "DYNBUS_INSTANCE_WINDOW": "4500",
         "DYNBUS_READER_STALL_TIMEOUT": "5",
         "DYNBUS_LEASE_TTL": "6",
         "DYNBUS_STALL_LIMIT": "7",
@@ -46,6 +47,7 @@ def test_every_field_has_an_environment_variable() -> None:
         max_item_bytes=2000,
         stream_window=3000,
         connection_window=4000,
+        instance_window=4500,
         reader_stall_timeout=5.0,
         lease_ttl=6.0,
         stall_limit=7.0,
@@ -260,7 +262,14 @@ def test_a_config_that_is_made_in_code_is_checked_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["max_request_bytes", "max_item_bytes", "stream_window", "connection_window"]
+    "name",
+    [
+        "max_request_bytes",
+        "max_item_bytes",
+        "stream_window",
+        "connection_window",
+        "instance_window",
+    ],
 )
 def test_a_limit_in_bytes_is_at_most_what_one_machine_can_hold(name: str) -> None:
     assert getattr(load_config({name: 8 * 1024**3}, {}), name) == 8 * 1024**3

@@ -62,7 +62,12 @@ async def sending() -> AsyncGenerator[Sending, None]:
             await client.start()
         first, second = (
             RemoteClient(
-                control, outbox, client.base, INCARNATION, bus.replies.bounce(client.base[-2:])
+                control,
+                outbox,
+                client.base,
+                INCARNATION,
+                bus.replies.bounce(client.base[-2:]),
+                control.unread,
             )
             for client in clients
         )

@@ -9,6 +9,7 @@ from tests.bus.near_side import secret_of
 
 from dynbus.bus.serving.remote_client import EARLY_ENDS, RemoteClient
 from dynbus.bus.stream_writer import StreamWriter
+from dynbus.bus.unread_bytes import UnreadBytes
 from dynbus.bus.wire import Heartbeat
 
 
@@ -64,7 +65,12 @@ class Call:
 def make_client() -> tuple[RemoteClient, RecordedOutbox, RecordedControl]:
     outbox, control = RecordedOutbox(), RecordedControl()
     client = RemoteClient(
-        cast("Any", control), cast("Any", outbox), "_R.ann.c1", "i1", "_R.-.s1.b.c1"
+        cast("Any", control),
+        cast("Any", outbox),
+        "_R.ann.c1",
+        "i1",
+        "_R.-.s1.b.c1",
+        UnreadBytes(1 << 20),
     )
     return client, outbox, control
 

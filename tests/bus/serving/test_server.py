@@ -13,6 +13,7 @@ from tests.bus.near_side import (
     ADDRESS,
     INCARNATION,
     INSTANCE,
+    PlayedClient,
     Served,
     endpoint,
     secret_of,
@@ -28,6 +29,7 @@ from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
 from dynbus.bus.liveness import SILENCE_LIMIT
 from dynbus.bus.names import control_subject
 from dynbus.bus.serving.remote_client import client_key
+from dynbus.bus.unread_bytes import LEAST_PER_STREAM
 from dynbus.bus.wire import (
     Cancel,
     Credit,
@@ -37,6 +39,7 @@ from dynbus.bus.wire import (
     Heartbeat,
     Item,
     Items,
+    Open,
     Resume,
     Unknown,
 )
@@ -434,6 +437,72 @@ def test_credit_lets_a_stream_go_on() -> None:
             await given.client.heard(End)
 
             assert sorted(items_of(given)) == [b"%d" % number for number in range(8)]
+
+    run(story())
+
+
+async def many(request: bytes) -> AsyncGenerator[bytes, None]:
+    for _ in range(300):
+        yield bytes(1000)
+
+
+async def client_of(given: Served, name: str) -> PlayedClient:
+    client = PlayedClient(await given.server.connect(), name)
+    await client.start()
+    return client
+
+
+def test_clients_that_never_read_are_bounded_together_and_do_not_stop_one_that_does() -> None:
+    async def story() -> None:
+        window = 1 << 20
+        async with serving(endpoint(many, streaming=True), instance_window=window) as given:
+            lazy = [await client_of(given, f"lazy{number}") for number in range(8)]
+            for client in lazy:
+                for number in range(4):
+                    client.send(number)
+            await asyncio.sleep(0.2)
+            unread = given.instance.control.unread
+            held = unread.held
+
+            given.client.send(1)
+            while not given.client.all(End):
+                received = len(items_of(given))
+                credit = Credit(1, secret_of(1), 1, 1000 * received + window, received)
+                await given.client.say(credit)
+
+            assert window / 2 < held < window + 32 * (LEAST_PER_STREAM + 1064)
+            assert len(items_of(given)) == 300
+            for client in lazy:
+                await client.connection.close()
+
+    run(story())
+
+
+def test_a_client_that_never_takes_its_results_is_refused_while_others_are_served() -> None:
+    async def big(_: bytes) -> bytes:
+        return bytes(200_000)
+
+    async def story() -> None:
+        async with serving(endpoint(big), instance_window=1 << 20) as given:
+            lazy = await client_of(given, "lazy")
+            for number in range(8):
+                lazy.send(number)
+                await settle(lazy.connection)
+                await asyncio.sleep(0)
+            given.client.send(1)
+            await given.client.heard(End)
+
+            refused = lazy.all(Failed)
+            assert {frame.code for frame in refused} == {"Overloaded"}
+            assert "bytes of results wait until this client takes them" in refused[0].message
+            assert 1 <= len(refused) < 8
+            # Once it has them it is served again.
+            done = [(number, secret_of(number)) for number in range(8)]
+            await lazy.say(Open([], done))
+            assert given.instance.control.unread.held < 300_000
+            lazy.send(9)
+            await lazy.heard(End, 8 - len(refused) + 1)
+            await lazy.connection.close()
 
     run(story())
 

@@ -1,0 +1,75 @@
+"""Bytes of results that an instance keeps because their readers do not have them yet.
+
+Plain objects that count. All clients of an instance share one limit. Each may hold as much as
+a quarter of what is free, so the first that does not read leaves most of the room to others, and
+the next ones get less each: there is always room for one that reads.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+UNIT_COST: Final = 64
+"""Bytes of memory that a unit takes beside its own."""
+FREE_SHARE: Final = 4
+"""Of what is free, a client may hold one part in so many."""
+LEAST_PER_STREAM: Final = 16 * 1024
+"""What a stream may always hold, so that one that is read goes on beside any that are not."""
+
+
+class UnreadBytes:
+    """What all clients of an instance hold together.
+
+    Args:
+        limit: bytes.
+
+    Attributes:
+        held: bytes that were pushed and neither acknowledged nor forgotten.
+    """
+
+    __slots__ = ("held", "limit")
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.held = 0
+
+    def __repr__(self) -> str:
+        return f"<UnreadBytes [{self.held} of {self.limit}]>"
+
+
+class ClientUnreadBytes:
+    """What one client holds, which counts in the whole as well.
+
+    Attributes:
+        whole: what it is a part of.
+        held: its bytes.
+    """
+
+    __slots__ = ("held", "whole")
+
+    def __init__(self, whole: UnreadBytes) -> None:
+        self.whole = whole
+        self.held = 0
+
+    def __repr__(self) -> str:
+        return f"<ClientUnreadBytes [{self.held} of {self.whole!r}]>"
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the client may hold more."""
+        return FREE_SHARE * self.held <= self.whole.limit - self.whole.held
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the client may begin no call: nothing is free, and it is not one of the least."""
+        return self.whole.held >= self.whole.limit and self.held > LEAST_PER_STREAM
+
+    def add(self, count: int) -> None:
+        """Count bytes, or with a negative number no longer."""
+        self.held += count
+        self.whole.held += count
+
+    def close(self) -> None:
+        """The client is forgotten, with all that it holds; what comes later counts for nothing."""
+        self.whole.held -= self.held
+        self.whole = UnreadBytes(self.whole.limit)
