@@ -221,7 +221,7 @@ class FramedCall(ServerCall):
     def retire(self) -> None:
         number = self.writer.number
         client = self.client
-        client.parts.pop(number, None)
+        client.forget_parts(number)
         if client.calls.pop(number, None) is not None and not self.released:
             client.kept[number] = self.writer
         else:

@@ -43,6 +43,7 @@ from dynbus.bus.wire import (
     failed_frame,
 )
 
+from .partial_requests import PartialRequests
 from .remembered_requests import RememberedRequests
 from .remote_client import RemoteClient, client_key
 from .request_digests import RequestDigests
@@ -113,6 +114,7 @@ class ServerControl:
         refused: requests that were given up, and may not begin when they arrive.
         lost: requests whose sender was told that they did not arrive.
         stopped: requests that were asked to stop before they arrived.
+        partial: requests of which parts are still to come.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class ServerControl:
         self.refused = RememberedRequests()
         self.lost = RequestDigests()
         self.stopped = RememberedRequests()
+        self.partial = PartialRequests(bus.config.max_request_bytes)
         # Those that began here, and of which nothing else is known any longer.
         self._forgotten = RequestDigests()
         self._heard_since = float("inf")
@@ -457,7 +460,7 @@ class ServerControl:
         elif isinstance(frame, Cancel):
             if call is not None:
                 self._execution.cancel(call, min(frame.kill_after, MAX_KILL_AFTER))
-        elif call is not None and frame.number in client.parts:
+        elif call is not None and client.is_partial(frame.number):
             self._make_sure(frame, said)
         else:
             self._resume(client, writer, said.sender, frame)
@@ -507,7 +510,7 @@ class ServerControl:
             self._say_unknown(sender, frame, asked_at)
         elif writer.secret != frame.secret or writer.attempt != frame.attempt:
             self._bus.drop(DropReason.STALE)
-        elif frame.number in client.parts:
+        elif client.is_partial(frame.number):
             # Parts of the request were lost: it has not begun, and is to be sent anew.
             call = client.calls[frame.number]
             call.released = True

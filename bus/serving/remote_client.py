@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from .calls import FramedCall
     from .control import ServerControl
     from .outbox import Outbox
-    from .requests import PartialRequest
 
 EARLY_ENDS: Final = 16
 
@@ -46,7 +45,6 @@ class RemoteClient:
         ended: how many of those have ended.
         unread: what is kept for it.
         short_of_room: its calls that wait until it has taken more of that.
-        parts: split requests that are not complete.
         missing: heartbeats in a row that did not list a call, by request number.
         busy_at: when it last had calls here, on the monotonic clock.
     """
@@ -78,7 +76,6 @@ class RemoteClient:
         self.short_of_room: set[FramedCall] = set()
         self.dirty: list[StreamWriter] = []
         self.ended = 0
-        self.parts: dict[int, PartialRequest] = {}
         self.busy_at = monotonic()
         self.missing: dict[int, int] = {}
 
@@ -160,6 +157,14 @@ class RemoteClient:
         for call in list(self.short_of_room):
             if not call.blocked:
                 call.wake()
+
+    def is_partial(self, number: int) -> bool:
+        """Whether parts of a request are still to come."""
+        return (self.key, number) in self._control.partial
+
+    def forget_parts(self, number: int) -> None:
+        """No part of a request is to be kept any longer."""
+        self._control.partial.remove((self.key, number))
 
     def gone(self) -> None:
         self._control.client_gone(self)

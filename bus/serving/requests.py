@@ -1,4 +1,4 @@
-"""Reading a request: what its headers say, and the parts of one that was split.
+"""Reading a request: what its headers say.
 
 Nothing here knows of a connection, a clock or a call: headers and bytes go in, values or
 `InvalidRequest` come out.
@@ -147,36 +147,6 @@ def read_part(part: str) -> tuple[int, int]:
     if not 1 <= index <= count <= MAX_PARTS:
         raise InvalidRequest(f"{headers.PART}: {part[:40]!r}")
     return index, count
-
-
-class PartialRequest:
-    """The parts of a split request that have arrived, in whatever order.
-
-    Attributes:
-        size: bytes that have arrived.
-    """
-
-    __slots__ = ("_count", "_parts", "size")
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._parts: dict[int, bytes] = {}
-        self.size = 0
-
-    def __repr__(self) -> str:
-        return f"<PartialRequest [{len(self._parts)} of {self._count} parts]>"
-
-    def add(self, index: int, count: int, data: bytes) -> None:
-        """Take in part `index`, counted from 1; a repeat, or one of another split, is ignored."""
-        if self._count == count and index not in self._parts:
-            self._parts[index] = data
-            self.size += len(data)
-
-    def whole(self) -> bytes | None:
-        """The request, or None while parts are still to come."""
-        if len(self._parts) < self._count:
-            return None
-        return b"".join(self._parts[index] for index in range(1, self._count + 1))
 
 
 def _request_id(text: str | None) -> str:

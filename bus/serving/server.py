@@ -18,11 +18,13 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.endpoint import Endpoint
 from dynbus.bus.errors import (
+    DeadlineExceeded,
     Draining,
     DynbusError,
     InvalidRequest,
     Overloaded,
     PayloadTooLarge,
+    Unavailable,
 )
 from dynbus.bus.names import EndpointName, is_safe_reply
 from dynbus.bus.stream_writer import StreamWriter
@@ -32,7 +34,8 @@ from .calls import FramedCall, PlainCall, error_block
 from .control import ServerControl
 from .execution import Execution
 from .outbox import Outbox
-from .requests import PartialRequest, read_context, read_fields, read_framing, read_part, read_reply
+from .partial_requests import Key
+from .requests import read_context, read_fields, read_framing, read_part, read_reply
 from .served_endpoint import ServedEndpoint
 
 if TYPE_CHECKING:
@@ -45,8 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SWEEP_INTERVAL: Final = 0.5
-PARTIAL_REQUESTS: Final = 4
-"""Requests of the largest size that one client may have half sent."""
 
 
 class InstanceServer:
@@ -235,7 +236,7 @@ class InstanceServer:
             return None
         client.heard_at = now
         known = client.calls.get(number)
-        if known is not None and number in client.parts and known.writer.secret == secret:
+        if known is not None and client.is_partial(number) and known.writer.secret == secret:
             return known
         if known is not None or number in client.kept:
             self.bus.drop(DropReason.STALE)
@@ -268,34 +269,58 @@ class InstanceServer:
 
     def _collect(self, call: FramedCall, part: str, data: bytes) -> bytes | None:
         """The whole request, or None while parts of it are still to come."""
-        number = call.writer.number
-        client = call.client
+        client, number = call.client, call.writer.number
         try:
             index, count = read_part(part)
         except InvalidRequest:
             client.calls.pop(number, None)
-            client.parts.pop(number, None)
+            client.forget_parts(number)
             raise
-        partial_request = client.parts.get(number)
-        if partial_request is None:
-            partial_request = client.parts[number] = PartialRequest(count)
-        partial_request.add(index, count, data)
+        incomplete = self.control.partial
+        request = incomplete.add((client.key, number), index, count, data)
         most = self.bus.config.max_request_bytes
-        error: DynbusError | None = None
-        if partial_request.size > most:
+        if request.size > most:
             text = f"the request exceeds max_request_bytes = {most}"
-            error = PayloadTooLarge(text, started=False)
-        elif sum(other.size for other in client.parts.values()) > PARTIAL_REQUESTS * most:
-            error = Overloaded("too many requests of this client are incomplete", started=False)
-        if error is not None:
-            call.fail(error)
-            call.retire()
-            client.parts.pop(number, None)
+            self._give_up(call, PayloadTooLarge(text, started=False))
             return None
-        whole = partial_request.whole()
+        whole = request.whole()
         if whole is not None:
-            del client.parts[number]
+            client.forget_parts(number)
+        elif incomplete.is_too_much(client.key):
+            text = "too many requests of this client are incomplete"
+            self._give_up(call, Overloaded(text, started=False))
+        else:
+            while (key := incomplete.excess()) is not None:
+                text = "too many requests are incomplete, and no part of this came for the longest"
+                self._give_up_partial(key, Overloaded(text, started=False))
         return whole
+
+    def _give_up_partial(self, key: Key, error: DynbusError) -> None:
+        """End the call of a request that is not complete."""
+        client = self.registry.remotes.get(key[0])
+        call = client.calls.get(key[1]) if client is not None else None
+        if call is None:
+            self.control.partial.remove(key)
+        else:
+            self._give_up(call, error)
+
+    @staticmethod
+    def _give_up(call: FramedCall, error: DynbusError) -> None:
+        call.fail(error)
+        call.retire()
+
+    def _sweep_partial(self, now: float) -> None:
+        """Give up the requests whose parts do not come, or whose time is over."""
+        for key in self.control.partial.sweep():
+            text = "parts of the request were lost on their way"
+            self._give_up_partial(key, Unavailable(text, started=False))
+        for key, number in self.control.partial:
+            client = self.registry.remotes.get(key)
+            call = client.calls.get(number) if client is not None else None
+            deadline = call.context.deadline if call is not None else None
+            if call is not None and deadline is not None and deadline <= now:
+                text = "the deadline passed before all parts of the request had come"
+                self._give_up(call, DeadlineExceeded(text, started=False))
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
@@ -305,6 +330,7 @@ class InstanceServer:
         """End streams that are stuck, forget clients that are idle."""
         now = monotonic()
         self.control.forget_idle(now)
+        self._sweep_partial(now)
         for call in self.control.calls():
             self.execution.end_if_stuck(call, now)
         self._sweeper = self.bus.loop.call_later(SWEEP_INTERVAL, self._sweep)

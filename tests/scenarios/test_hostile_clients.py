@@ -15,7 +15,7 @@ from tests.conditions import eventually
 from dynbus import Runtime, call_options
 from dynbus.bus.cleanup import end_tasks
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.wire import Ping, Pong
+from dynbus.bus.wire import End, Open, Ping, Pong
 
 from .hostile_client import INCARNATION, HostileClient, hostile_client, secret_of
 from .processes import Process, Processes
@@ -24,6 +24,11 @@ from .workload import Count, Source, payload
 pytestmark = pytest.mark.anyio
 
 INSTANCE = "target"
+LAST = 10**9
+"""The number of the last request of a hostile client."""
+SLOWEST = 5.0
+"""Seconds that a call may take while others attack, also on a busy machine."""
+PARTIAL_BYTES = 4 * 32 * 1024 * 1024
 STREAM_ITEMS = 200
 MAX_GROWTH = 96 * 1024 * 1024
 """Bytes of resident memory that an attack may cost."""
@@ -73,7 +78,11 @@ async def calling_well(runtime: Runtime) -> AsyncGenerator[GoodCaller, None]:
         await eventually(lambda: caller.calls > 5)
         yield caller
         done = caller.calls
-        await eventually(lambda: caller.calls > done + 20, 20.0, what="calls go on")
+        await eventually(
+            lambda: caller.calls > done + 20 or any(task.done() for task in tasks),
+            20.0,
+            what="calls go on",
+        )
         for task in tasks:
             if task.done():
                 await task
@@ -155,16 +164,108 @@ async def test_one_message_of_whatever_size_keeps_nobody_from_the_instance(
             data = make(hostile.base)
             for _ in range(20):
                 hostile.say_bytes(data)
-            await hostile.connection.barrier(timeout=20.0)
-            # The lane hears it after all that came before.
-            hostile.say(Ping(77))
-            await eventually(lambda: Pong(77) in hostile.control_frames, 60.0)
+            await all_is_read(hostile)
         after = memory_of(worker)
 
     assert "Traceback" not in worker.output
-    assert caller.slowest < 2.0
+    assert caller.slowest < SLOWEST
     assert after - before < MAX_GROWTH
 
 
 async def has_begun(caller: GoodCaller, count: int) -> bool:
     return (await caller.source.journal()).begun.count("hostile") >= count
+
+
+async def all_is_read(hostile: HostileClient) -> None:
+    """Wait until the instance has taken in all that was sent, on both of its connections."""
+    await is_read(hostile, LAST)
+    # Not acknowledged: the instance knows the client and answers.
+    hostile.listed[LAST] = 0
+    hostile.say(Ping(77))
+    await eventually(lambda: Pong(77) in hostile.control_frames, 60.0)
+
+
+async def is_read(hostile: HostileClient, number: int) -> None:
+    """Wait until the instance has read all requests so far, with one of this number."""
+    await hostile.connection.barrier(timeout=60.0)
+    hostile.request(number, b"null", endpoint="where")
+
+    def is_answered() -> bool:
+        frames = hostile.result_frames
+        return any(isinstance(frame, End) and frame.number == number for frame in frames)
+
+    await eventually(is_answered, 60.0)
+
+
+@pytest.mark.timeout(180)
+async def test_empty_parts_of_requests_that_never_become_whole_keep_nobody_waiting(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url, instance_id=INSTANCE)
+    async with (
+        Runtime.connect(own_server.url) as runtime,
+        hostile_client(own_server.url, INSTANCE) as hostile,
+    ):
+        async with calling_well(runtime) as caller:
+            before = memory_of(worker)
+            for number in range(1, 40_001):
+                hostile.request(number, b"", PART="1/2")
+                if number % 1000 == 0:
+                    await hostile.connection.barrier(timeout=60.0)
+            await all_is_read(hostile)
+        after = memory_of(worker)
+
+    assert "Traceback" not in worker.output
+    assert caller.slowest < SLOWEST
+    assert after - before < MAX_GROWTH
+
+
+@pytest.mark.timeout(180)
+async def test_requests_that_never_become_whole_take_a_bounded_space_whoever_sends_them(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url, instance_id=INSTANCE)
+    async with (
+        Runtime.connect(own_server.url) as runtime,
+        hostile_client(own_server.url, INSTANCE) as hostile,
+    ):
+        async with calling_well(runtime) as caller:
+            before = memory_of(worker)
+            bases = [f"_R.-.{name:032}" for name in range(12)]
+            for turn in range(30):
+                for base in bases:
+                    number = 1 + turn // 20
+                    data = b"x" * 1_000_000
+                    hostile.request(number, data, base=base, PART=f"{turn + 1}/100")
+                    hostile.say(Open([(1, 0), (2, 0)], []), base=base)
+                # No faster than the instance reads: the server would cut it off.
+                await is_read(hostile, LAST + 1 + turn)
+            await all_is_read(hostile)
+        after = memory_of(worker)
+
+    assert caller.slowest < SLOWEST
+    assert after - before < PARTIAL_BYTES + MAX_GROWTH
+
+
+@pytest.mark.timeout(180)
+async def test_acknowledgements_of_whatever_size_are_not_kept(
+    own_server: RunningServer, processes: Processes
+) -> None:
+    worker = await processes.worker(own_server.url, instance_id=INSTANCE)
+    async with (
+        Runtime.connect(own_server.url) as runtime,
+        hostile_client(own_server.url, INSTANCE) as hostile,
+    ):
+        async with calling_well(runtime) as caller:
+            await open_calls(hostile, 1)
+            before = memory_of(worker)
+            for number in range(300):
+                done = [[10**6 + number, b"x" * 1_000_000]]
+                hostile.say_bytes(forged([8, [[1, 0]], done, 0, None], sender=hostile.base))
+                done = [[10**6 + 1000 * number + one, secret_of(one)] for one in range(1000)]
+                hostile.say_bytes(forged([8, [[1, 0]], done, 0, None], sender=hostile.base))
+            await all_is_read(hostile)
+        after = memory_of(worker)
+
+    assert caller.slowest < SLOWEST
+    assert after - before < MAX_GROWTH

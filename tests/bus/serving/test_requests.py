@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dynbus.bus import headers
 from dynbus.bus.context import Context
 from dynbus.bus.errors import InvalidRequest
 from dynbus.bus.serving.requests import (
     MAX_HEADER_BYTES,
-    PartialRequest,
     PlainCancel,
     read_cancel,
     read_context,
@@ -165,34 +160,6 @@ def test_a_part_header_is_index_and_count(part: str, read: tuple[int, int]) -> N
 def test_a_part_that_cannot_be_is_refused(part: str) -> None:
     with pytest.raises(InvalidRequest):
         read_part(part)
-
-
-@given(st.lists(st.binary(), min_size=1, max_size=20), st.randoms(use_true_random=False))
-def test_parts_in_any_order_and_repeated_make_the_whole_once_all_are_there(
-    parts: list[bytes], random: Random
-) -> None:
-    request = PartialRequest(len(parts))
-    order = [*range(len(parts)), *range(len(parts))]
-    random.shuffle(order)
-    arrived: set[int] = set()
-
-    for position in order:
-        request.add(position + 1, len(parts), parts[position])
-        arrived.add(position)
-
-        assert request.size == sum(len(parts[one]) for one in arrived)
-        assert request.whole() == (b"".join(parts) if len(arrived) == len(parts) else None)
-
-
-def test_a_part_of_another_split_is_ignored() -> None:
-    request = PartialRequest(2)
-    request.add(1, 2, b"first")
-
-    request.add(2, 3, b"second of three")
-
-    assert request.whole() is None
-    assert request.size == 5
-    assert repr(request) == "<PartialRequest [1 of 2 parts]>"
 
 
 def test_headers_of_more_bytes_than_any_client_needs_are_refused_unread() -> None:

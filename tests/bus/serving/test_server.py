@@ -340,7 +340,7 @@ def test_a_request_in_parts_runs_once_when_all_are_there(order: list[int]) -> No
             await given.client.heard(End)
 
             assert handler.requests == [b"abc"]
-            assert given.instance.registry.remotes[client_key("c1", INCARNATION)].parts == {}
+            assert len(given.instance.control.partial) == 0
 
     run(story())
 
@@ -375,7 +375,67 @@ def test_a_request_whose_parts_are_too_large_together_is_refused() -> None:
             assert (failed.code, failed.started) == ("PayloadTooLarge", False)
             assert "max_request_bytes = 100" in failed.message
             assert handler.requests == []
-            assert given.instance.registry.remotes[client_key("c1", INCARNATION)].parts == {}
+            assert len(given.instance.control.partial) == 0
+
+    run(story())
+
+
+def test_a_request_whose_parts_do_not_come_is_given_up_before_it_begins() -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+            given.client.send(1, b"a", PART="1/2")
+            await settle(given.client.connection)
+            for _ in range(30):
+                # The client is there and waits.
+                await given.client.say(Open([(1, 0)], []))
+                await asyncio.sleep(0.4)
+
+            failed = await heard_failure(given)
+
+            assert (failed.code, failed.started, failed.retryable) == ("Unavailable", False, True)
+            assert "parts of the request were lost" in failed.message
+            assert handler.requests == []
+            assert len(given.instance.control.partial) == 0
+
+    run(story())
+
+
+def test_a_request_whose_time_is_over_before_it_is_whole_is_given_up() -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+            given.client.send(1, b"a", PART="1/2", DEADLINE="1000")
+            await settle(given.client.connection)
+            for _ in range(5):
+                await given.client.say(Open([(1, 0)], []))
+                await asyncio.sleep(0.4)
+
+            failed = await heard_failure(given)
+
+            assert (failed.code, failed.started) == ("DeadlineExceeded", False)
+            assert len(given.instance.control.partial) == 0
+
+    run(story())
+
+
+def test_incomplete_requests_of_many_clients_give_way_to_a_new_one() -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint, max_request_bytes=100) as given:
+            mine = given.client.base
+            for client in range(20):
+                given.client.base = f"_R.-.other{client}"
+                given.client.send(1, b"x" * 90, PART="1/2")
+            await settle(given.client.connection)
+            given.client.base = mine
+
+            assert given.instance.control.partial.size <= 400
+            for part in (1, 2):
+                given.client.send(1, b"y" * 40, PART=f"{part}/2")
+            await given.client.heard(End)
+
+            assert handler.requests == [b"y" * 80]
 
     run(story())
 
