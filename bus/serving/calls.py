@@ -223,7 +223,7 @@ class FramedCall(ServerCall):
         client = self.client
         client.forget_parts(number)
         if client.calls.pop(number, None) is not None and not self.released:
-            client.kept[number] = self.writer
+            client.keep(self.writer)
         else:
             self.writer.forget()
 

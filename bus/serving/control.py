@@ -64,9 +64,8 @@ BARRIER_TIMEOUT: Final = 5.0
 LOST_CANCEL_BEATS: Final = 3
 ARRIVAL_GRACE: Final = 2.0
 IDLE_CLIENT_SECONDS: Final = 5.0
-KEPT_SECONDS: Final = 15.0
-"""How long results are kept for a client that has no call here and does not acknowledge them."""
-
+CLIENTS: Final = 16384
+"""Clients that may have calls here. Who does not live is forgotten within seconds."""
 KILL_AFTER: Final = 1.0
 MAX_KILL_AFTER: Final = 60.0
 UNSURE: Final = 32768
@@ -195,6 +194,10 @@ class ServerControl:
             self._bus.drop(DropReason.UNSAFE_REPLY)
             return None
         key = client_key(base, incarnation)
+        if len(self.registry.remotes) >= CLIENTS:
+            # It is told that its request is not here when it asks, and sends it again.
+            self._bus.drop(DropReason.EXCESS)
+            return None
         if key in self.registry.remotes:
             self._bus.drop(DropReason.CLIENT_ID_TAKEN)
             return None
@@ -249,20 +252,14 @@ class ServerControl:
             client.touch_all()
 
     def forget_idle(self, now: float) -> None:
-        """Forget clients that have had no call here for a while, and what is too old to matter.
-
-        Results that one of them does not acknowledge are kept a little longer, and for as long
-        as we are cut off ourselves.
-        """
+        """Forget clients that have had no call here for a while, and what is too old to matter."""
         for memory in (self.refused, self.stopped, self.lost, self._forgotten):
             memory.forget_old(now)
         cut_off = self._bus.data.state is not ConnectionState.CONNECTED
         for key, client in list(self.registry.remotes.items()):
-            if client.calls or client.dirty or (client.kept and cut_off):
+            client.sweep(now, cut_off=cut_off)
+            if client.calls or client.kept or client.dirty:
                 client.busy_at = now
-            elif client.kept:
-                if now - client.busy_at > KEPT_SECONDS:
-                    self.client_gone(client)
             elif now - client.busy_at > IDLE_CLIENT_SECONDS:
                 del self.registry.remotes[key]
                 client.unread.close()
@@ -290,6 +287,12 @@ class ServerControl:
                 self._execution.abort(call, kind("the instance took its caller for dead"))
         client.kept.clear()
         client.unread.close()
+
+    def give_up_kept(self, client: RemoteClient, number: int) -> None:
+        """Keep the results of a call no longer, though they were not acknowledged."""
+        writer = client.kept.pop(number)
+        writer.forget()
+        self._note_forgotten(client, writer)
 
     def _note_forgotten(self, client: RemoteClient, writer: StreamWriter) -> None:
         """A request that did begin is about to be forgotten, and its reader did not say so."""

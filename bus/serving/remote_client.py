@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from .outbox import Outbox
 
 EARLY_ENDS: Final = 16
+KEPT: Final = 32768
+"""Ended calls that a client may leave unacknowledged."""
+KEPT_SECONDS: Final = 15.0
+"""How long one is kept at least, and twice as long at most: heartbeats acknowledge in one."""
 
 
 def client_key(base: str, incarnation: str) -> str:
@@ -74,6 +78,8 @@ class RemoteClient:
         self.kept_mark = 0
         self.unread = ClientUnreadBytes(unread)
         self.short_of_room: set[FramedCall] = set()
+        self._old_kept: frozenset[int] = frozenset()
+        self._looked_at = monotonic()
         self.dirty: list[StreamWriter] = []
         self.ended = 0
         self.busy_at = monotonic()
@@ -157,6 +163,29 @@ class RemoteClient:
         for call in list(self.short_of_room):
             if not call.blocked:
                 call.wake()
+
+    def keep(self, writer: StreamWriter) -> None:
+        """Keep the writer of a call that has ended until its results are acknowledged."""
+        if len(self.kept) >= KEPT:
+            self._control.give_up_kept(self, next(iter(self.kept)))
+        self.kept[writer.number] = writer
+
+    def sweep(self, now: float, *, cut_off: bool) -> None:
+        """Keep nothing for ever that its reader does not acknowledge.
+
+        Args:
+            cut_off: whether it cannot, because we are not connected.
+        """
+        if cut_off:
+            self._looked_at = now
+            self._old_kept = frozenset()
+            return
+        if now - self._looked_at < KEPT_SECONDS:
+            return
+        self._looked_at = now
+        for number in self._old_kept & self.kept.keys():
+            self._control.give_up_kept(self, number)
+        self._old_kept = frozenset(self.kept)
 
     def is_partial(self, number: int) -> bool:
         """Whether parts of a request are still to come."""

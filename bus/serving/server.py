@@ -314,8 +314,8 @@ class InstanceServer:
         for key in self.control.partial.sweep():
             text = "parts of the request were lost on their way"
             self._give_up_partial(key, Unavailable(text, started=False))
-        for key, number in self.control.partial:
-            client = self.registry.remotes.get(key)
+        for client_key, number in self.control.partial:
+            client = self.registry.remotes.get(client_key)
             call = client.calls.get(number) if client is not None else None
             deadline = call.context.deadline if call is not None else None
             if call is not None and deadline is not None and deadline <= now:

@@ -9,9 +9,11 @@ import pytest
 from tests.bus.far_side import settle
 from tests.bus.near_side import PlayedClient, endpoint, secret_of, serving, until
 
-from dynbus.bus.serving import request_digests
+from dynbus.bus.drops import DropReason
+from dynbus.bus.serving import control, remote_client, request_digests
+from dynbus.bus.serving.remote_client import KEPT_SECONDS as KEPT_RESULT_SECONDS
 from dynbus.bus.serving.request_digests import KEPT_SECONDS
-from dynbus.bus.wire import Failed, Item, Open, Resume, Unknown
+from dynbus.bus.wire import End, Failed, Item, Open, Resume, Unknown
 from dynbus.testing import run
 
 FLEET = 1100
@@ -27,6 +29,10 @@ async def numbers(_: bytes) -> AsyncGenerator[bytes, None]:
     for number in range(4):
         yield b"%d" % number
     await asyncio.sleep(10_000.0)
+
+
+async def echo(data: bytes) -> bytes:
+    return data
 
 
 def request(client: PlayedClient, base: str, number: int) -> None:
@@ -181,3 +187,65 @@ def test_a_stream_whose_reader_asks_for_what_it_acknowledged_did_begin() -> None
 
     assert isinstance(said, Failed), said
     assert "is not kept any longer" in said.message
+
+
+@pytest.mark.parametrize("seconds", [KEPT_RESULT_SECONDS / 2, 3 * KEPT_RESULT_SECONDS])
+def test_a_result_that_is_never_acknowledged_is_not_kept_for_ever(seconds: float) -> None:
+    async def story() -> tuple[int, Failed | Unknown | None]:
+        async with serving(endpoint(echo)) as given:
+            given.client.send(1, b"a")
+            await given.client.heard(End)
+            for _ in range(int(seconds)):
+                # It lives, and lists the call as one of which it has nothing.
+                await given.client.say(Open([(1, 0)], []))
+                await asyncio.sleep(1.0)
+            client = given.instance.registry.remotes.get("c1")
+            kept = len(client.kept) if client is not None else 0
+            if kept:
+                return kept, None
+            given.client.control.clear()
+            await given.client.say(ask(1, age=seconds))
+            return kept, await answer(given.client)
+
+    kept, said = run(story())
+
+    if seconds < KEPT_RESULT_SECONDS:
+        assert kept == 1
+    else:
+        assert kept == 0
+        assert isinstance(said, Failed), said
+        assert said.code == "UnknownOutcome"
+
+
+def test_so_many_results_are_kept_of_a_client_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_client, "KEPT", 10)
+
+    async def story() -> list[int]:
+        async with serving(endpoint(echo)) as given:
+            for number in range(1, 15):
+                given.client.send(number, b"a")
+            await given.client.heard(End, 14)
+            return list(given.instance.registry.remotes["c1"].kept)
+
+    assert run(story()) == list(range(5, 15))
+
+
+def test_so_many_clients_may_have_calls_here_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "CLIENTS", 10)
+
+    async def story() -> None:
+        async with serving(endpoint(stays)) as given:
+            for index in range(15):
+                request(given.client, f"_R.-.other{index}", 1)
+            await settle(given.client.connection)
+            assert len(given.instance.registry.remotes) == 10
+            assert given.bus.drops == {DropReason.EXCESS: 5}
+
+            # They do not live, so there is room for others soon.
+            await asyncio.sleep(10.0)
+            given.client.send(1, b"a")
+            await settle(given.client.connection)
+
+            assert list(given.instance.registry.remotes) == ["c1"]
+
+    run(story())
