@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from .errors import DynbusError, PayloadTooLarge
-from .unread_bytes import LEAST_PER_STREAM, UNIT_COST, ClientUnreadBytes, UnreadBytes
+from .unread_bytes import FREE_SHARE, LEAST_PER_STREAM, UNIT_COST, ClientUnreadBytes, UnreadBytes
 from .wire import End, Failed, Item, Items, Part, Terminal, failed_frame
 
 UNIT_OVERHEAD: Final = 5
@@ -44,19 +44,16 @@ class _Ending:
             texts = (failed.message, failed.traceback, failed.hop, failed.code, failed.request_id)
             self.size += sum(len(text.encode()) for text in texts) + 64
 
+    def __len__(self) -> int:
+        return self.size
+
 
 _Unit = bytes | _Ending
 
 
 def _cost(units: Sequence[_Unit]) -> int:
     """Bytes of memory that units take, about."""
-    if not units:
-        return 0
-    # Only the last can be an ending.
-    last = units[-1]
-    if type(last) is _Ending:
-        return sum(map(len, units[:-1])) + last.size + UNIT_COST * len(units)  # type: ignore[arg-type]
-    return sum(map(len, units)) + UNIT_COST * len(units)  # type: ignore[arg-type]
+    return sum(map(len, units)) + UNIT_COST * len(units)
 
 
 def _ignore(_: object) -> None:
@@ -125,7 +122,7 @@ class StreamWriter:
         self._window = granted
         self.dirty = False
         self._on_dirty = on_dirty or _ignore
-        self._unread = unread or ClientUnreadBytes(UnreadBytes(float("inf")))
+        self._unread = unread or ClientUnreadBytes(UnreadBytes())
         self.held_bytes = 0
         self.max_unit_bytes = max_unit_bytes
         self.max_item_bytes = max_item_bytes
@@ -195,12 +192,15 @@ class StreamWriter:
         cost = len(item) + UNIT_COST
         self.held_bytes = held = self.held_bytes + cost
         unread = self._unread
-        unread.held += cost
-        unread.whole.held += cost
+        unread.held = of_client = unread.held + cost
+        whole = unread.whole
+        whole.free = free = whole.free - cost
         if not self.dirty:
             self.dirty = True
             self._on_dirty(self)
-        return pushed < self.granted and (held <= LEAST_PER_STREAM or unread.has_room)
+        return pushed < self.granted and (
+            held <= LEAST_PER_STREAM or FREE_SHARE * of_client <= free
+        )
 
     def end(self, data: bytes | None = None) -> None:
         """End the stream well, for a unary call with its result; later calls change nothing.
@@ -368,7 +368,7 @@ class StreamWriter:
     def forget(self) -> None:
         """Count no longer: nobody will ask again for what is kept."""
         self._count(-self.held_bytes)
-        self._unread = ClientUnreadBytes(UnreadBytes(float("inf")))
+        self._unread = ClientUnreadBytes(UnreadBytes())
 
     def _count(self, cost: int) -> None:
         self.held_bytes += cost

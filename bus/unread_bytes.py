@@ -7,6 +7,7 @@ the next ones get less each: there is always room for one that reads.
 
 from __future__ import annotations
 
+import sys
 from typing import Final
 
 UNIT_COST: Final = 64
@@ -24,17 +25,22 @@ class UnreadBytes:
         limit: bytes.
 
     Attributes:
-        held: bytes that were pushed and neither acknowledged nor forgotten.
+        free: what is left of it; below 0 where the least of each stream and results add up to more.
     """
 
-    __slots__ = ("held", "limit")
+    __slots__ = ("free", "limit")
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: int = sys.maxsize) -> None:
         self.limit = limit
-        self.held = 0
+        self.free = limit
 
     def __repr__(self) -> str:
         return f"<UnreadBytes [{self.held} of {self.limit}]>"
+
+    @property
+    def held(self) -> int:
+        """Bytes that were pushed and neither acknowledged nor forgotten."""
+        return self.limit - self.free
 
 
 class ClientUnreadBytes:
@@ -57,19 +63,19 @@ class ClientUnreadBytes:
     @property
     def has_room(self) -> bool:
         """Whether the client may hold more."""
-        return FREE_SHARE * self.held <= self.whole.limit - self.whole.held
+        return FREE_SHARE * self.held <= self.whole.free
 
     @property
     def is_refused(self) -> bool:
         """Whether the client may begin no call: nothing is free, and it is not one of the least."""
-        return self.whole.held >= self.whole.limit and self.held > LEAST_PER_STREAM
+        return self.whole.free <= 0 and self.held > LEAST_PER_STREAM
 
     def add(self, count: int) -> None:
         """Count bytes, or with a negative number no longer."""
         self.held += count
-        self.whole.held += count
+        self.whole.free -= count
 
     def close(self) -> None:
         """The client is forgotten, with all that it holds; what comes later counts for nothing."""
-        self.whole.held -= self.held
-        self.whole = UnreadBytes(self.whole.limit)
+        self.whole.free += self.held
+        self.whole = UnreadBytes()

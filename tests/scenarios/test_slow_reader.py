@@ -13,6 +13,7 @@ from tests.conditions import eventually
 
 from dynbus import ReaderStalled, Runtime, call_options
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.unread_bytes import LEAST_PER_STREAM
 
 from .observation import no_handler_runs
 from .processes import Processes
@@ -115,6 +116,74 @@ async def test_many_stalled_streams_cost_a_bounded_amount_and_leave_others_alone
 
     assert growth < stalled * MAX_PER_STREAM
     assert beside < 2 * alone + 0.5
+
+
+async def test_many_clients_that_never_read_cost_a_bounded_amount_together(
+    own_server: RunningServer,
+) -> None:
+    limit = 8 * 1024 * 1024
+    lazy: list[SilentClient] = []
+    async with (
+        Runtime.connect(own_server.url, instance_window=limit) as serving,
+        Runtime.connect(own_server.url) as calling,
+    ):
+        instance = await serving.start(Source)
+        source = calling.client(Source)
+        with call_options(wait=5.0):
+            await source.where()
+        unread = instance.server.control.unread
+        for number in range(8):
+            client = await SilentClient.connect(own_server.port, f"lazy{number}")
+            lazy.append(client)
+            client.ask(instance.server.instance_id, streams=32)
+        await eventually(lambda: unread.held > limit / 2, 5.0, what=f"{unread!r}")
+
+        largest = 0
+        index = 0
+        async for item in source.count(Count(items=500, size=10_000)):
+            assert (item.index, item.text) == (index, payload(index, 10_000))
+            index += 1
+            largest = max(largest, unread.held)
+        for client in lazy:
+            client.close()
+        await eventually(no_handler_runs(source), 5.0)
+        await eventually(lambda: unread.held < 64 * 1024, 5.0, what=f"{unread!r}")
+
+    print(f"8 clients of 32 streams that never read: {largest / 1e6:.1f} MB at most")
+    assert index == 500
+    assert largest < limit + 8 * 32 * (LEAST_PER_STREAM + 12_000)
+
+
+class SilentClient:
+    """A client of dynbus that asks for streams, and takes nothing of them."""
+
+    def __init__(self, writer: asyncio.StreamWriter, name: str) -> None:
+        self._writer = writer
+        self._base = f"_R.-.{name}"
+
+    @classmethod
+    async def connect(cls, port: int, name: str) -> SilentClient:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await reader.readuntil(b"\r\n")
+        client = cls(writer, name)
+        writer.write(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\n')
+        # All of it comes here; nobody says that it did.
+        writer.write(f"SUB {client._base}.> 1\r\n".encode())
+        return client
+
+    def ask(self, instance_id: str, streams: int) -> None:
+        data = Count(items=10**9, size=10_000).model_dump_json().encode()
+        for number in range(streams):
+            framing = f"1 {number:032x} {WINDOW} silent"
+            head = f"NATS/1.0\r\nDynbus-Frames: {framing}\r\n\r\n".encode()
+            self._writer.write(
+                f"HPUB scenario.Source.count.{instance_id} {self._base}.{number} "
+                f"{len(head)} {len(head) + len(data)}\r\n".encode()
+            )
+            self._writer.write(head + data + b"\r\n")
+
+    def close(self) -> None:
+        self._writer.transport.abort()
 
 
 @pytest.mark.timeout(120)

@@ -539,11 +539,11 @@ def test_clients_that_never_read_are_bounded_together_and_do_not_stop_one_that_d
 
 
 def test_a_client_that_never_takes_its_results_is_refused_while_others_are_served() -> None:
-    async def big(_: bytes) -> bytes:
+    async def large(_: bytes) -> bytes:
         return bytes(200_000)
 
     async def story() -> None:
-        async with serving(endpoint(big), instance_window=1 << 20) as given:
+        async with serving(endpoint(large), instance_window=1 << 20) as given:
             lazy = await client_of(given, "lazy")
             for number in range(8):
                 lazy.send(number)
