@@ -84,8 +84,8 @@ class EngineBridge:
         `SamplingParams(extra_args={"kv_cache_report_mode": ...})`.
 
         It is `full` while blocks are missing here that the engine holds: then it says of each
-        request which blocks it reuses. Once it has evicted blocks that came since, what came
-        before is either known by its use or gone, and the rank is `exact` again.
+        request which blocks it reuses. Once it evicts nothing but blocks that came since, what
+        came before is either known by its use or gone, and the rank is `exact` again.
         """
         wants = [stream.ask_reports() for stream in self._streams.values()]
         return "full" if any(wants) else "incremental"

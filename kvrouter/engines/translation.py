@@ -29,6 +29,10 @@ from .messages import (
 MAX_BLOCKS: Final = 4_000_000
 """Blocks of a rank that are remembered, about 250 bytes each; the oldest are forgotten."""
 
+YOUNG_PART: Final = 4
+"""Of the blocks that are known one in so many must be evicted, all of them young and one after
+the other, until nothing older is taken to be left."""
+
 _MEDIA: Final[Mapping[str, Tier]] = {
     **dict.fromkeys(("GPU", "DEVICE", "CUDA", "HBM", "NPU", "XPU", "TPU"), Tier.DEVICE),
     **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "HOST_PINNED"), Tier.HOST),
@@ -88,8 +92,9 @@ class Translation:
         unknown_parents: stored events that were left out, since nobody can say which prefix they
             go on.
         incomplete_blocks, unknown_media: how many there were.
-        turned_over: a block that came since the latest `report_hits` was evicted. Engines evict
-            what was used the longest ago, so that what came before and was not used since is gone.
+        turned_over: hits were reported, and nothing but blocks that came since the latest
+            `report_hits` was evicted for a while. Engines evict what was used the longest ago, so
+            that what came before and was not used since is gone.
     """
 
     def __init__(
@@ -110,6 +115,8 @@ class Translation:
         self._nameless_groups: set[int] = set()
         self._size_seen = False
         self._generation = 0
+        self._has_reports = False
+        self._young_evictions = 0
         self.turned_over = False
         self.mismatch: BlockSizeMismatch | None = None
         self.filtered: Counter[str] = Counter()
@@ -139,15 +146,19 @@ class Translation:
     def forget(self) -> None:
         """Begin anew: the engine did, or it is not known any longer what it holds."""
         self._blocks.clear()
-        self._size_seen = self.turned_over = False
-        self._generation = 0
+        self._size_seen = False
+        self._watch_evictions(0)
         self.mismatch = None
 
     def report_hits(self) -> None:
         """From now on the engine also reports blocks that it reuses, from the first of a sequence
         on. What it holds already counts no further copy in such an event."""
-        self._generation += 1
-        self.turned_over = False
+        self._watch_evictions(self._generation + 1)
+
+    def _watch_evictions(self, generation: int) -> None:
+        self._generation = generation
+        self._young_evictions = 0
+        self._has_reports = self.turned_over = False
 
     def translate(self, event: EngineEvent) -> list[KvEvent]:
         """Our events that say what the engine's does; none for one that is filtered.
@@ -159,8 +170,7 @@ class Translation:
             return []
         if isinstance(event, EngineCleared):
             self._blocks.clear()
-            self._generation = 0
-            self.turned_over = False
+            self._watch_evictions(0)
             return [AllBlocksCleared()]
         if self._is_other_group(event):
             return []
@@ -343,7 +353,10 @@ class Translation:
                 del self._blocks[next(iter(self._blocks))]
             return
         known.block_hash, known.parent, known.salt = block_hash, parent, salt
-        if not (is_report and known.copies >> shift & _COPIES):
+        if is_report and known.copies >> shift & _COPIES:
+            # An engine that is too old to report hits does not come here, but for a copy.
+            self._has_reports = True
+        else:
             known.copies += 1 << shift
 
     # Removed --------------------------------------------------------------------------------
@@ -359,9 +372,19 @@ class Translation:
                 block.copies -= 1 << shift
                 if not block.copies:
                     del self._blocks[engine_hash]
-                    if self._generation and block.generation == self._generation:
-                        self.turned_over = True
+            if tier == Tier.DEVICE and copies <= 1:
+                self._note_eviction(block)
             # One that is not known here may be known behind the sink.
             if copies <= 1:
                 gone.append(engine_hash)
         return [BlockRemoved(gone, tier)] if gone else []
+
+    def _note_eviction(self, block: _Block | None) -> None:
+        """Note that a block is gone, which is None when it was not known."""
+        if block is None or block.generation < self._generation:
+            self._young_evictions = 0
+            return
+        # The old copy of a block that came again looks young too: so one alone says nothing.
+        self._young_evictions += 1
+        if self._has_reports and self._young_evictions > len(self._blocks) // YOUNG_PART:
+            self.turned_over = True

@@ -519,10 +519,11 @@ def test_an_engine_that_evicts_what_came_since_reports_were_asked_for_is_exact_a
     bridge, stream, sink = late()
     bridge.report_mode()
 
-    stream.take(11, message(12))
-    stream.take(12, encode([1.5, [["BlockRemoved", [11]]], 0]))
+    stream.take(11, message(11))
+    stream.take(12, message(12))
+    stream.take(13, encode([1.5, [["BlockRemoved", [11]]], 0]))
     before = bridge.status().state
-    stream.take(13, encode([1.5, [["BlockRemoved", [12]]], 0]))
+    stream.take(14, encode([1.5, [["BlockRemoved", [12]]], 0]))
 
     assert (before, bridge.status().state) == ("degraded", "exact")
     assert bridge.report_mode() == "incremental"
@@ -541,17 +542,18 @@ def test_an_engine_that_evicts_before_reports_were_asked_for_stays_degraded() ->
 def test_a_loss_after_a_recovery_is_recovered_from_by_what_comes_after_it() -> None:
     bridge, stream, _ = late()
     bridge.report_mode()
-    stream.take(11, message(12))
-    stream.take(12, message(13))
-    stream.take(13, encode([1.5, [["BlockRemoved", [12]]], 0]))
+    for number, engine_hash in enumerate((11, 12, 13), 11):
+        stream.take(number, message(engine_hash))
+    stream.take(14, encode([1.5, [["BlockRemoved", [12]]], 0]))
     orphan = vllm(block_hashes=[90], parent_block_hash=99, token_ids=[9] * 4)
 
-    stream.take(14, encode([1.5, [orphan], 0]))
+    stream.take(15, encode([1.5, [orphan], 0]))
     lost_again, mode = bridge.status().reason, bridge.report_mode()
-    stream.take(15, encode([1.5, [["BlockRemoved", [13]]], 0]))
+    stream.take(16, message(11))
+    stream.take(17, encode([1.5, [["BlockRemoved", [13]]], 0]))
     by_old_blocks = bridge.status().state
-    stream.take(16, message(14))
-    stream.take(17, encode([1.5, [["BlockRemoved", [14]]], 0]))
+    stream.take(18, message(14))
+    stream.take(19, encode([1.5, [["BlockRemoved", [14]]], 0]))
 
     assert lost_again == "rank 0: 1 stored events go on prefixes that are not known"
     assert mode == "full"

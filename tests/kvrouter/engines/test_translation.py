@@ -301,11 +301,37 @@ def test_a_cache_has_turned_over_when_it_evicts_what_came_since_hits_are_reporte
     translate(translation, event())
     translation.report_hits()
 
-    translate(translation, EngineRemoved([B]))
+    translate(translation, event(), EngineRemoved([B]))
     before = translation.turned_over
     translate(translation, event(block_hashes=[D], token_ids=MORE), EngineRemoved([D]))
 
     assert (before, translation.turned_over) == (False, True)
+
+
+def test_a_single_young_block_among_older_ones_is_no_turnover() -> None:
+    def block(number: int, *, parent: int | None = None) -> EngineStored:
+        return event(block_hashes=[number], parent_block_hash=parent, token_ids=[number] * 4)
+
+    translation = Translation(4)
+    translate(translation, *(block(number) for number in range(100, 110)))
+    translation.report_hits()
+    translate(translation, block(100), *(block(number) for number in range(200, 210)))
+
+    for number in (200, 101, 201, 102, 202, 999, 203):
+        translate(translation, EngineRemoved([number]))
+    mixed = translation.turned_over
+    translate(translation, EngineRemoved([204]), EngineRemoved([205]), EngineRemoved([206]))
+
+    assert (mixed, translation.turned_over) == (False, True)
+
+
+def test_a_cache_whose_engine_reports_no_hits_is_not_known_to_have_turned_over() -> None:
+    translation = Translation(4)
+    translation.report_hits()
+
+    translate(translation, event(), event(**NEXT), EngineRemoved([A, B, C]))
+
+    assert not translation.turned_over
 
 
 # Block sizes --------------------------------------------------------------------------------
