@@ -537,10 +537,12 @@ class ServerControl:
 
     def _would_know(self, frame: Resume, asked_at: float) -> bool:
         """Whether the request of a question would be known, had it begun at this instance's id."""
-        since = max(self._heard_since, self._forgotten.complete_since)
+        forgotten = self._forgotten.complete_since
         if frame.age is None:
-            return since == self._heard_since
-        return asked_at - frame.age - FLIGHT_SECONDS > since
+            return forgotten < self._heard_since
+        sent_at = asked_at - frame.age
+        # An instance takes longer to start than a question to arrive.
+        return sent_at > self._heard_since and sent_at - FLIGHT_SECONDS > forgotten
 
     def _say_begun(self, sender: Sender, frame: Resume, text: str) -> None:
         """End a call at its client, as one that did begin here or may have."""

@@ -119,7 +119,9 @@ def test_an_instance_that_can_promise_no_more_says_that_the_outcome_is_unknown(
     assert (second.code, second.started) == ("UnknownOutcome", True)
 
 
-@pytest.mark.parametrize(("age", "is_proven"), [(0.5, True), (3.0, False), (None, True)])
+@pytest.mark.parametrize(
+    ("age", "is_proven"), [(0.5, True), (1.9, True), (3.0, False), (None, True)]
+)
 def test_a_request_that_was_sent_before_the_instance_heard_any_may_have_begun_elsewhere(
     age: float | None, is_proven: bool
 ) -> None:
