@@ -7,15 +7,17 @@ from collections.abc import AsyncGenerator
 
 import pytest
 from tests.bus.far_side import settle
-from tests.bus.near_side import PlayedClient, endpoint, secret_of, serving, until
+from tests.bus.near_side import INCARNATION, PlayedClient, endpoint, secret_of, serving, until
 
 from dynbus.bus.drops import DropReason
 from dynbus.bus.serving import control, remote_client, request_digests
 from dynbus.bus.serving.remote_client import KEPT_SECONDS as KEPT_RESULT_SECONDS
+from dynbus.bus.serving.remote_client import client_key
 from dynbus.bus.serving.request_digests import KEPT_SECONDS
 from dynbus.bus.wire import End, Failed, Item, Open, Resume, Unknown
 from dynbus.testing import run
 
+KEY = client_key("_R.-.c1", INCARNATION)
 FLEET = 1100
 """Clients that die with an open call."""
 
@@ -201,7 +203,7 @@ def test_a_result_that_is_never_acknowledged_is_not_kept_for_ever(seconds: float
                 # It lives, and lists the call as one of which it has nothing.
                 await given.client.say(Open([(1, 0)], []))
                 await asyncio.sleep(1.0)
-            client = given.instance.registry.remotes.get("c1")
+            client = given.instance.registry.remotes.get(KEY)
             kept = len(client.kept) if client is not None else 0
             if kept:
                 return kept, None
@@ -227,7 +229,7 @@ def test_so_many_results_are_kept_of_a_client_and_no_more(monkeypatch: pytest.Mo
             for number in range(1, 15):
                 given.client.send(number, b"a")
             await given.client.heard(End, 14)
-            return list(given.instance.registry.remotes["c1"].kept)
+            return list(given.instance.registry.remotes[KEY].kept)
 
     assert run(story()) == list(range(5, 15))
 
@@ -248,6 +250,6 @@ def test_so_many_clients_may_have_calls_here_and_no_more(monkeypatch: pytest.Mon
             given.client.send(1, b"a")
             await settle(given.client.connection)
 
-            assert list(given.instance.registry.remotes) == ["c1"]
+            assert list(given.instance.registry.remotes) == [KEY]
 
     run(story())
