@@ -21,7 +21,9 @@ from dynbus.kvrouter.commands.kv_points import parse_points, parse_time
 from dynbus.kvrouter.commands.kv_prefix import parse_prefix
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent, Tier, encode_events
 from dynbus.kvrouter.hashing import block_hashes
+from dynbus.kvrouter.radix.index import RadixIndex, Rank
 from dynbus.kvrouter.radix.snapshot import dump_index
+from dynbus.kvrouter.stream.contents import rank_rows
 from dynbus.kvrouter.stream.event_stream import EventStream, ensure_stream
 from dynbus.kvrouter.stream.history import NOW, NoHistory, Point, index_at
 from dynbus.kvrouter.stream.snapshots import Coverage, SnapshotStore
@@ -338,3 +340,13 @@ def test_points_are_of_one_kind() -> None:
 def test_a_prefix_is_hashes_or_token_ids() -> None:
     assert parse_prefix(["0x10", "17"]) == ([16, 17], None)
     assert parse_prefix(["[1,", "2]"]) == (None, [1, 2])
+
+
+def test_what_a_rank_says_of_its_own_events_is_in_its_row() -> None:
+    index = RadixIndex()
+    events = [BlockStored(None, [1], [1])]
+    for instance in ("a", "b"):
+        index.apply(instance, encode_events(events, event_epoch=1, first_id=0))
+    index.ranks[Rank("b", 0)].stated = "degraded (messages lost)"
+
+    assert [row["awareness"] for row in rank_rows(index)] == ["exact", "degraded (messages lost)"]
