@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from .errors import DynbusError, PayloadTooLarge
-from .unread_bytes import FREE_SHARE, LEAST_PER_STREAM, UNIT_COST, ClientUnreadBytes, UnreadBytes
+from .unread_bytes import LEAST_PER_STREAM, UNIT_COST, ClientUnreadBytes, UnreadBytes
 from .wire import End, Failed, Item, Items, Part, Terminal, failed_frame
 
 UNIT_OVERHEAD: Final = 5
@@ -76,11 +76,14 @@ class StreamWriter:
     Attributes:
         dirty: whether there is something to send; to be cleared by whoever sends it.
         given_up: whether it ended by `give_up`.
-        held_bytes: what is kept for the reader, as `unread` counts it.
+        held_bytes: what is kept for the reader, as `unread` counts it; see `count`.
     """
 
     __slots__ = (
         "_acknowledged",
+        "_counted_bytes",
+        "_counted_sequence",
+        "_look_at",
         "_items_only",
         "_next_unsent",
         "_on_dirty",
@@ -124,6 +127,10 @@ class StreamWriter:
         self._on_dirty = on_dirty or _ignore
         self._unread = unread or ClientUnreadBytes(UnreadBytes())
         self.held_bytes = 0
+        # Up to where `held_bytes` counts: in sequences, and in bytes that were pushed.
+        self._counted_sequence = 0
+        self._counted_bytes = 0
+        self._look_at = min(granted, LEAST_PER_STREAM)
         self.max_unit_bytes = max_unit_bytes
         self.max_item_bytes = max_item_bytes
         # What is no larger needs no second look.
@@ -186,21 +193,30 @@ class StreamWriter:
         size = len(item)
         if size > self._whole_bytes:
             item = self._split(item)
+            # The parts before the last are counted.
+            self._counted_bytes += size - len(item)
         self.pushed_bytes = pushed = self.pushed_bytes + size
         self._units.append(item)
-        # What `_count` does, without the calls: this is the hot path of every stream.
-        cost = len(item) + UNIT_COST
-        self.held_bytes = held = self.held_bytes + cost
-        unread = self._unread
-        unread.held = of_client = unread.held + cost
-        whole = unread.whole
-        whole.free = free = whole.free - cost
         if not self.dirty:
             self.dirty = True
             self._on_dirty(self)
-        return pushed < self.granted and (
-            held <= LEAST_PER_STREAM or FREE_SHARE * of_client <= free
-        )
+        if pushed < self._look_at:
+            return True
+        self.count()
+        return not self.blocked
+
+    def count(self) -> None:
+        """Count what was pushed since the last time as kept; for whoever sends, once a turn.
+
+        Few and small items are not worth counting one by one.
+        """
+        sequence = self._acknowledged + len(self._units)
+        items = sequence - self._counted_sequence
+        if items:
+            cost = self.pushed_bytes - self._counted_bytes + UNIT_COST * items
+            self._counted_sequence = sequence
+            self._counted_bytes = self.pushed_bytes
+            self._count(cost)
 
     def end(self, data: bytes | None = None) -> None:
         """End the stream well, for a unary call with its result; later calls change nothing.
@@ -229,8 +245,10 @@ class StreamWriter:
         Args:
             limit: bytes of a unit that can be sent.
         """
+        self.count()
         self._count(-_cost(self._units[self._next_unsent :]))
         del self._units[self._next_unsent :]
+        self._counted_sequence = self.next_sequence
         # Of what was sent before a resume nothing is left that could be acknowledged.
         self._sent_before = 0
         self.max_unit_bytes = limit
@@ -328,6 +346,7 @@ class StreamWriter:
         beyond what was sent is a broken reader's and is cut to what was sent.
         """
         self.granted = max(self.granted, min(granted, self.pushed_bytes + self._window))
+        self._look_again()
         self.acknowledge(received)
 
     def acknowledge(self, received: int) -> None:
@@ -373,6 +392,14 @@ class StreamWriter:
     def _count(self, cost: int) -> None:
         self.held_bytes += cost
         self._unread.add(cost)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Set up to which number of pushed bytes nothing can stand in the way."""
+        if self.is_short_of_room:
+            self._look_at = 0
+        else:
+            self._look_at = min(self.granted, self._counted_bytes + LEAST_PER_STREAM)
 
     def _split(self, data: bytes) -> bytes:
         if len(data) > self.max_item_bytes:
@@ -385,12 +412,14 @@ class StreamWriter:
         last = (len(data) - 1) // step * step
         for start in range(0, last, step):
             self._units.append(_Piece(data[start : start + step]))
+            self._counted_sequence += 1
             self._count(step + UNIT_COST)
         self._items_only = False
         return data[last:]
 
     def _finish(self, ending: _Ending) -> None:
         self._units.append(ending)
+        self._counted_sequence += 1
         self._count(ending.size + UNIT_COST)
         self._items_only = False
         self.ended = True

@@ -70,6 +70,7 @@ class Outbox:
         oversized: list[StreamWriter] = []
         for writer in writers:
             writer.dirty = False
+            writer.count()
         if self._bus.data.state is not ConnectionState.CONNECTED:
             # It stays fresh, and follows when the connection is back.
             return

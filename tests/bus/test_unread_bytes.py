@@ -33,7 +33,9 @@ def fill(stream: StreamWriter, item: bytes = bytes(1000)) -> int:
     """Push until the stream must wait; returns how many items."""
     count = 1
     while stream.push(item):
+        stream.count()
         count += 1
+    stream.count()
     return count
 
 
@@ -96,6 +98,7 @@ def test_small_items_count_with_the_memory_that_each_takes() -> None:
     stream = writer(unread)
 
     stream.push(b"1")
+    stream.count()
 
     assert unread.held == 1 + UNIT_COST
 
@@ -157,6 +160,8 @@ def test_the_count_is_always_that_of_what_is_kept(steps: list[tuple[int, str, in
             stream.forget()
             streams[number] = writer(clients[number % 2], number)
 
+        for one in streams:
+            one.count()
         assert whole.held == sum(client.held for client in clients)
         assert whole.held == sum(stream.held_bytes for stream in streams)
         assert all(stream.held_bytes >= 0 for stream in streams)
