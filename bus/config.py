@@ -62,7 +62,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         max_request_bytes, max_item_bytes: larger requests and items are refused.
         stream_window: bytes that one stream may be ahead of its reader.
         connection_window: bytes that all streams together may be ahead of their readers.
-        instance_window: bytes that the results of one instance may be ahead of all its readers.
+        instance_window: bytes that one instance keeps for its clients: results that they do not
+            have yet, and requests that wait.
         reader_stall_timeout: seconds without credit after which a stream is ended.
         lease_ttl: seconds after which an instance that does not renew is gone; at least 2.
         stall_limit: seconds for which a blocked main loop is tolerated.

@@ -113,13 +113,18 @@ class Admission(Generic[T]):
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def has_place(self) -> bool:
+        """Whether the next call to enter would begin."""
+        return self.concurrency is None or len(self._running) < self.concurrency
+
     def enter(self, call: T, client: str, now: float, deadline: float | None) -> Entry[T]:
         """Take in a call; with RUN it counts as running, with WAIT it is queued.
 
         Args:
             client: whose turn it takes.
         """
-        if self.concurrency is None or len(self._running) < self.concurrency:
+        if self.has_place:
             self._overloaded = False
             self._begin(call, now)
             return Entry(Verdict.RUN)

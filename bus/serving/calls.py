@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dynbus.bus.context import Context
     from dynbus.bus.stream_writer import StreamWriter
     from dynbus.bus.telemetry import CallObservation
+    from dynbus.bus.unread_bytes import ClientUnreadBytes
 
     from .execution import Execution
     from .remote_client import RemoteClient
@@ -61,6 +62,7 @@ class ServerCall:
         "started_at",
         "task",
         "waiter",
+        "waiting_bytes",
     )
 
     def __init__(
@@ -78,6 +80,7 @@ class ServerCall:
         self.waiter: asyncio.Future[None] | None = None
         self.ended = False
         self.seen_items = 0
+        self.waiting_bytes = 0
         self.error: DynbusError | None = None
         self.started_at = self.last_progress = now
         self.began_at: float | None = None
@@ -139,6 +142,22 @@ class ServerCall:
                 telemetry.credit_stall(self.served.address, stalled)
             self.blocked_since = None
 
+    @property
+    def account(self) -> ClientUnreadBytes:
+        """What the instance keeps for the call's client."""
+        raise NotImplementedError
+
+    def hold_request(self, size: int) -> None:
+        """Count the request of a call that waits with what is kept for its client."""
+        self.waiting_bytes = size
+        self.account.add(size)
+
+    def let_request_go(self) -> None:
+        """The call waits no longer."""
+        if self.waiting_bytes:
+            self.account.add(-self.waiting_bytes)
+            self.waiting_bytes = 0
+
     def wake(self) -> None:
         """Let `writable` look again."""
         if self.waiter is not None and not self.waiter.done():
@@ -194,6 +213,10 @@ class FramedCall(ServerCall):
         return self.client.turn_taker
 
     @property
+    def account(self) -> ClientUnreadBytes:
+        return self.client.unread
+
+    @property
     def sent_items(self) -> int:
         return self.writer.next_sequence
 
@@ -239,9 +262,10 @@ class PlainCall(ServerCall):
 
     Args:
         calls: the plain calls of the instance, of which it is one until it is retired.
+        account: what is kept for all plain clients.
     """
 
-    __slots__ = ("_bounce", "_calls", "_sent", "_untaken", "reply")
+    __slots__ = ("_account", "_bounce", "_calls", "_sent", "_untaken", "reply")
 
     def __init__(
         self,
@@ -251,6 +275,7 @@ class PlainCall(ServerCall):
         now: float,
         reply: str,
         calls: set[ServerCall],
+        account: ClientUnreadBytes,
     ) -> None:
         super().__init__(execution, served, context, now)
         self.reply = reply
@@ -262,6 +287,7 @@ class PlainCall(ServerCall):
         token = f"p{random_id()}"
         self._bounce = bus.replies.bounce(token)
         bus.bounce_handlers[token] = self._gone
+        self._account = account
         self._calls = calls
         calls.add(self)
 
@@ -272,6 +298,10 @@ class PlainCall(ServerCall):
     @property
     def turn_taker(self) -> str:
         return turn_taker(self.reply)
+
+    @property
+    def account(self) -> ClientUnreadBytes:
+        return self._account
 
     @property
     def sent_items(self) -> int:

@@ -27,7 +27,7 @@ from dynbus.bus.inbox import ENTRY_COST, FRAME_COST, Inbox
 from dynbus.bus.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.names import control_subject, is_safe_reply
 from dynbus.bus.transport import ConnectionState
-from dynbus.bus.unread_bytes import UnreadBytes
+from dynbus.bus.unread_bytes import ClientUnreadBytes, UnreadBytes
 from dynbus.bus.wire import (
     Batch,
     Cancel,
@@ -110,6 +110,7 @@ class ServerControl:
         registry: the dynbus clients with calls here, by client id.
         plain: the calls of plain NATS clients.
         unread: what is kept for all of them.
+        plain_account: what of it is kept for plain NATS clients.
         refused: requests that were given up, and may not begin when they arrive.
         lost: requests whose sender was told that they did not arrive.
         stopped: requests that were asked to stop before they arrived.
@@ -143,6 +144,7 @@ class ServerControl:
         self._unsure: list[tuple[Sender, Resume, float]] = []
         self._making_sure: asyncio.Task[None] | None = None
         self.unread = UnreadBytes(bus.config.instance_window)
+        self.plain_account = ClientUnreadBytes(self.unread)
         self._bus = bus
         self._execution = execution
         self._outbox = outbox

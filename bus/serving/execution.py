@@ -29,6 +29,7 @@ from dynbus.bus.errors import (
     describe_exception,
     only_cause,
 )
+from dynbus.bus.unread_bytes import LEAST_PER_STREAM
 
 from .admission import Verdict
 
@@ -48,6 +49,7 @@ HIGH_BACKLOG: Final = 8 * 1024 * 1024
 STOP_TIMEOUT: Final = 5.0
 
 _TOO_LATE: Final = ": it would probably not be done by its deadline"
+_NO_ROOM: Final = ": there is no room for another large request of this client to wait"
 _DISPLACED: Final = ": the queue is full, and a client with fewer calls in it took this one's place"
 
 
@@ -124,6 +126,11 @@ class Execution:
             text = f"the request could not be read: {type(error).__name__}: {error}"
             self._refuse(call, InvalidRequest(text, started=False))
             return
+        if len(data) > LEAST_PER_STREAM and not (
+            served.admission.has_place or call.account.has_room
+        ):
+            self._refuse(call, self._overloaded(call, _NO_ROOM, now))
+            return
         verdict, displaced = served.admission.enter(call, call.turn_taker, now, deadline)
         if verdict in (Verdict.FULL, Verdict.LATE):
             why = _TOO_LATE if verdict is Verdict.LATE else ""
@@ -139,6 +146,8 @@ class Execution:
             call.deadline_number = self._deadlines.arm(deadline, now, call.expire)
         if verdict is Verdict.RUN:
             self._run(call, now)
+        else:
+            call.hold_request(len(data))
 
     def _observe(self, telemetry: Telemetry, call: ServerCall) -> None:
         call.observation = telemetry.server_call(
@@ -177,6 +186,7 @@ class Execution:
 
     def _run(self, call: ServerCall, now: float) -> None:
         call.began_at = now
+        call.let_request_go()
         work = self._stream(call) if call.served.endpoint.streaming else self._answer(call)
         task = self.bus.loop.create_task(work, context=self._variables.copy())
         call.task = task
@@ -296,6 +306,7 @@ class Execution:
 
     def _settle(self, call: ServerCall, now: float) -> None:
         """Account for a call that neither runs nor waits any longer."""
+        call.let_request_go()
         if call.deadline_number is not None:
             self._deadlines.disarm(call.deadline_number, call.expire)
         if call.kill_timer is not None:

@@ -217,7 +217,15 @@ class InstanceServer:
             self.bus.drop(DropReason.UNSAFE_REPLY if reply else DropReason.NO_REPLY)
             return None
         context = self._context(served, fields, now)
-        return PlainCall(self.execution, served, context, now, reply, self.control.plain)
+        return PlainCall(
+            self.execution,
+            served,
+            context,
+            now,
+            reply,
+            self.control.plain,
+            self.control.plain_account,
+        )
 
     def _framed_call(
         self,

@@ -21,6 +21,7 @@ from dynbus.bus.serving.execution import Execution
 from dynbus.bus.serving.served_endpoint import ServedEndpoint
 from dynbus.bus.serving.server import InstanceServer
 from dynbus.bus.transport import Message
+from dynbus.bus.unread_bytes import ClientUnreadBytes, UnreadBytes
 from dynbus.bus.wire import Batch, Frame, decode_batch, encode_batch
 
 from .far_side import settle
@@ -186,7 +187,7 @@ class RecordedCall(ServerCall):
         taker: what `turn_taker` says.
     """
 
-    __slots__ = ("is_blocked", "retired", "sent", "taker")
+    __slots__ = ("is_blocked", "kept", "retired", "sent", "taker")
 
     def __init__(
         self,
@@ -200,6 +201,7 @@ class RecordedCall(ServerCall):
         self.retired = 0
         self.is_blocked = False
         self.taker = taker
+        self.kept = ClientUnreadBytes(UnreadBytes())
         self.push = self._push
 
     @property
@@ -217,6 +219,10 @@ class RecordedCall(ServerCall):
     @property
     def turn_taker(self) -> str:
         return self.taker
+
+    @property
+    def account(self) -> ClientUnreadBytes:
+        return self.kept
 
     def end(self, result: bytes | None = None) -> None:
         if not self.ended:

@@ -81,7 +81,15 @@ class Bench(NamedTuple):
 
     def plain_call(self) -> PlainCall:
         now, calls = monotonic(), self.control.plain
-        return PlainCall(self.execution, self.served, Context("r1"), now, REPLY, calls)
+        return PlainCall(
+            self.execution,
+            self.served,
+            Context("r1"),
+            now,
+            REPLY,
+            calls,
+            self.control.plain_account,
+        )
 
     async def settle(self) -> None:
         await asyncio.sleep(0)

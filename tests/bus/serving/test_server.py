@@ -726,3 +726,35 @@ def test_a_secret_of_the_wrong_length_is_counted_and_not_answered(frame: Frame) 
             assert given.client.control == []
 
     run(story())
+
+
+def test_large_requests_that_wait_are_bounded_and_leave_room_to_other_clients() -> None:
+    async def story() -> tuple[int, list[str], int, int]:
+        gate = asyncio.Event()
+
+        async def wait(data: bytes) -> bytes:
+            await gate.wait()
+            return data[:1]
+
+        async with serving(endpoint(wait, concurrency=1), instance_window=400_000) as given:
+            other = await client_of(given, "c2")
+            for number in range(20):
+                given.client.send(number, bytes(40_000))
+            other.send(1, bytes(40_000))
+            await settle(given.client.connection)
+            waiting = given.instance.control.unread.held
+
+            gate.set()
+            await other.heard(End)
+            refused = [failed.code for failed in await given.client.heard(Failed)]
+            await until(lambda: given.instance.load == 0)
+            requests = sum(call.waiting_bytes for call in given.instance.control.calls())
+            return waiting, refused, len(given.client.all(End)), requests
+
+    waiting, refused, done, left = run(story())
+
+    assert 80_000 <= waiting < 400_000
+    assert set(refused) == {"Overloaded"}
+    assert done + len(refused) == 20
+    assert done > 1
+    assert left == 0
