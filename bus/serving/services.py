@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 VERSION: Final = "1.0.0"
 JITTER_ABOVE: Final = 100
 MAX_JITTER: Final = 0.25
+MAX_HELD_BACK: Final = 256
+"""Answers that may wait for their pause; what is asked beyond that is answered at once."""
 _TYPE = "io.nats.micro.v1.{}_response"
 
 
@@ -39,6 +41,7 @@ class ServiceResponder:
         self._server = server
         self._metadata = dict(metadata)
         self._started = unix_time()
+        self._held_back = 0
         self._subscriptions: list[Subscription] = []
 
     @property
@@ -140,10 +143,15 @@ class ServiceResponder:
             bus.drop(DropReason.UNSAFE_REPLY if message.reply else DropReason.NO_REPLY)
             return
         pause = 0.0 if direct else bus.answer_jitter(MAX_JITTER, JITTER_ABOVE)
-        if pause == 0.0:
+        if pause == 0.0 or self._held_back >= MAX_HELD_BACK:
             self._answer(message.reply, answer)
         else:
-            bus.loop.call_later(jitter.uniform(0.0, pause), self._answer, message.reply, answer)
+            self._held_back += 1
+            bus.loop.call_later(jitter.uniform(0.0, pause), self._answer_late, message, answer)
+
+    def _answer_late(self, message: Message, answer: Any) -> None:
+        self._held_back -= 1
+        self._answer(message.reply, answer)
 
     def _answer(self, reply: str, answer: Any) -> None:
         self._server.bus.data.publish(reply, msgspec.json.encode(answer()))

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from dynbus import Actor, ActorInstance, HandlerError, Runtime, handler
 from dynbus.bus.drops import DropReason
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.serving.services import JITTER_ABOVE, MAX_JITTER
+from dynbus.bus.serving.services import JITTER_ABOVE, MAX_HELD_BACK, MAX_JITTER
 
 pytestmark = pytest.mark.anyio
 
@@ -237,3 +237,17 @@ async def test_answers_are_spread_when_there_are_many_instances(
 
     assert runtime.bus.answer_jitter(MAX_JITTER, JITTER_ABOVE) == MAX_JITTER
     assert (await ask(client, f"$SRV.PING.{namespace}_Splitter"))["id"] == "one"
+
+
+async def test_answers_that_wait_for_their_pause_are_bounded_and_all_are_given(
+    client: Client, instance: ActorInstance, namespace: str, runtime: Runtime
+) -> None:
+    runtime.bus.count_instances(JITTER_ABOVE + 1)
+    inbox = client.new_inbox()
+    answers = await client.subscribe(inbox)  # pyright: ignore[reportUnknownMemberType]
+    asked = 2 * MAX_HELD_BACK
+
+    for _ in range(asked):
+        await client.publish(f"$SRV.PING.{namespace}_Splitter", b"", reply=inbox)
+    for _ in range(asked):
+        assert (await answers.next_msg(timeout=5)).data
