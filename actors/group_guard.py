@@ -24,7 +24,7 @@ from typing import Final
 
 POLL: Final = 0.1
 """Seconds between two looks at whether the worker lives."""
-ORPHAN_SECONDS: Final = 3.0
+GUARD_PATIENCE: Final = 3.0
 """Seconds that a worker has to end by itself when `dynbus run` is gone; it takes two of them."""
 
 
@@ -36,7 +36,7 @@ def wait_for_end(worker: int, connection: int) -> None:
     # Whoever loses its parent gets another at once: no id can be mistaken for a later one's.
     while os.getppid() == worker and time.monotonic() < last:
         if poller.poll(POLL * 1000):
-            last = time.monotonic() + ORPHAN_SECONDS
+            last = time.monotonic() + GUARD_PATIENCE
             poller.unregister(connection)
 
 

@@ -52,8 +52,8 @@ class Assignment(NamedTuple):
     actor: type[Actor]
     arguments: Mapping[str, Any]
     workers: int
-    instance_id: str = ""
     on_crash: OnCrash = "restart"
+    instance_id: str = ""
 
 
 class Failure(NamedTuple):

@@ -11,7 +11,7 @@ class DropReason(StrEnum):
     Attributes:
         CLIENT_ID_TAKEN: its sender has the client id of another.
         DISCONNECTED: it was published while its connection could not reach the server.
-        EXCESS: more than its sender may have waiting here, or than a message may hold.
+        EXCESS: as much as may be here of its sender, or of all together, is here already.
         MALFORMED: it cannot be read.
         NO_REPLY: a request that says nothing of where to answer.
         READER_GONE: a call whose reader does not exist any longer.

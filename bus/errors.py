@@ -166,7 +166,8 @@ class Unavailable(DynbusError):
 
 
 class Overloaded(DynbusError):
-    """Raised when an instance has no room for the call, or would not be done by its deadline.
+    """Raised when an instance has no room for the call, or the call would probably not be done by
+    its deadline.
 
     Attributes:
         retry_after: seconds after which a retry has a chance; 0 when unknown.

@@ -71,6 +71,7 @@ MAX_KILL_AFTER: Final = 60.0
 UNSURE: Final = 32768
 """Questions that may wait until all requests before them are read."""
 ANSWERS_PER_TURN: Final = 256
+NOT_KEPT: Final = "the call began here, and nothing of it is kept any longer"
 FLIGHT_SECONDS: Final = 0.25
 """How long a question may have been on its way, and its request seem to be sent the later."""
 
@@ -462,6 +463,9 @@ class ServerControl:
             writer.credit(frame.granted, frame.received)
             if call is not None and not writer.blocked:
                 call.wake()
+            elif call is not None and call.waiter is not None and writer.is_short_of_room:
+                # It waited for credit, and waits for room from now on.
+                client.short_of_room.add(call)
         elif isinstance(frame, Cancel):
             if call is not None:
                 self._execution.cancel(call, min(frame.kill_after, MAX_KILL_AFTER))
@@ -475,7 +479,7 @@ class ServerControl:
     ) -> None:
         """Send again what a reader misses."""
         if not writer.resume(frame.resume_from):
-            self._say_begun(sender, frame, "what the reader asks for is not kept any longer")
+            self._say_begun(sender, frame, NOT_KEPT)
         elif writer.has_fresh:
             client.touch(writer)
 
@@ -531,7 +535,7 @@ class ServerControl:
         """
         request = sender.key, frame.number, frame.secret
         if self._forgotten.has(*request):
-            self._say_begun(sender, frame, "the instance took its caller for dead")
+            self._say_begun(sender, frame, NOT_KEPT)
         elif not self._would_know(frame, asked_at) or not self.lost.add(*request, monotonic()):
             self._say_begun(sender, frame, "the instance cannot tell whether the call began")
         else:

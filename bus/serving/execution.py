@@ -109,32 +109,32 @@ class Execution:
         if telemetry is not None:
             self._observe(telemetry, call)
         if self.draining:
-            self._refuse(call, Draining("the instance is going away", started=False))
+            self.refuse(call, Draining("the instance is going away", started=False))
             return
         deadline = call.context.deadline
         if deadline is not None and deadline <= now:
-            self._refuse(call, DeadlineExceeded("the deadline passed on the way", started=False))
+            self.refuse(call, DeadlineExceeded("the deadline passed on the way", started=False))
             return
         try:
             call.request = served.endpoint.decode(data)
         except DynbusError as error:
             error.started = False
-            self._refuse(call, error)
+            self.refuse(call, error)
             return
         except Exception as error:
             logger.exception("%s: the request could not be read", served.address)
             text = f"the request could not be read: {type(error).__name__}: {error}"
-            self._refuse(call, InvalidRequest(text, started=False))
+            self.refuse(call, InvalidRequest(text, started=False))
             return
         if len(data) > LEAST_PER_STREAM and not (
             served.admission.has_place or call.account.has_room
         ):
-            self._refuse(call, self._overloaded(call, _NO_ROOM, now))
+            self.refuse(call, self._overloaded(call, _NO_ROOM, now))
             return
         verdict, displaced = served.admission.enter(call, call.turn_taker, now, deadline)
         if verdict in (Verdict.FULL, Verdict.LATE):
             why = _TOO_LATE if verdict is Verdict.LATE else ""
-            self._refuse(call, self._overloaded(call, why, now))
+            self.refuse(call, self._overloaded(call, why, now))
             return
         if displaced is not None:
             self._turn_away(displaced, _DISPLACED, now)
@@ -159,7 +159,8 @@ class Execution:
         )
         call.context.set_trace_headers(call.observation.trace_headers)
 
-    def _refuse(self, call: ServerCall, error: DynbusError) -> None:
+    def refuse(self, call: ServerCall, error: DynbusError) -> None:
+        """End a call that was not admitted."""
         call.fail(error)
         call.retire()
         served = call.served

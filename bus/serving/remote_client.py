@@ -133,7 +133,7 @@ class RemoteClient:
         self.dirty.append(writer)
 
     def touch_ended(self, writer: StreamWriter) -> None:
-        """The same for a writer that has ended.
+        """Have the units of a writer that has ended sent at the end of this turn, or sooner.
 
         Its caller has nothing to do until it hears so: a busy turn of the loop does not make
         many of them wait for the last.

@@ -265,13 +265,14 @@ class InstanceServer:
         error = self.control.verdict(call)
         if error is not None:
             self.bus.drop(DropReason.REFUSED)
-            call.fail(error)
-            call.retire()
+            self.execution.refuse(call, error)
             return None
         if client.unread.is_refused:
-            text = f"{client.unread.held} bytes of results wait until this client takes them"
-            call.fail(Overloaded(text, started=False))
-            call.retire()
+            text = (
+                f"{client.unread.held} bytes of results wait for this client, and the instance has "
+                "no room for more: read the open streams first"
+            )
+            self.execution.refuse(call, Overloaded(text, started=False))
             return None
         return call
 
@@ -289,17 +290,20 @@ class InstanceServer:
         most = self.bus.config.max_request_bytes
         if request.size > most:
             text = f"the request exceeds max_request_bytes = {most}"
-            self._give_up(call, PayloadTooLarge(text, started=False))
+            self.execution.refuse(call, PayloadTooLarge(text, started=False))
             return None
         whole = request.whole()
         if whole is not None:
             client.forget_parts(number)
         elif incomplete.is_too_much(client.key):
-            text = "too many requests of this client are incomplete"
-            self._give_up(call, Overloaded(text, started=False))
+            text = "too many requests of this client are incomplete: send fewer at a time"
+            self.execution.refuse(call, Overloaded(text, started=False))
         else:
             while (key := incomplete.excess()) is not None:
-                text = "too many requests are incomplete, and no part of this came for the longest"
+                text = (
+                    "too many requests are incomplete, and this one has waited the longest for its "
+                    "next part: send it again"
+                )
                 self._give_up_partial(key, Overloaded(text, started=False))
         return whole
 
@@ -310,12 +314,7 @@ class InstanceServer:
         if call is None:
             self.control.partial.remove(key)
         else:
-            self._give_up(call, error)
-
-    @staticmethod
-    def _give_up(call: FramedCall, error: DynbusError) -> None:
-        call.fail(error)
-        call.retire()
+            self.execution.refuse(call, error)
 
     def _sweep_partial(self, now: float) -> None:
         """Give up the requests whose parts do not come, or whose time is over."""
@@ -328,7 +327,7 @@ class InstanceServer:
             deadline = call.context.deadline if call is not None else None
             if call is not None and deadline is not None and deadline <= now:
                 text = "the deadline passed before all parts of the request had come"
-                self._give_up(call, DeadlineExceeded(text, started=False))
+                self.execution.refuse(call, DeadlineExceeded(text, started=False))
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.conditions import eventually
 
-from dynbus.bus.errors import Unavailable
+from dynbus.bus.errors import PermissionDenied
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.kvrouter.events import (
@@ -243,9 +243,9 @@ async def test_an_instance_can_only_speak_for_itself(
             [f"nats://x:s@127.0.0.1:{guarded.port}"], name="forger", inbox="_R.x.1"
         )
 
-        with pytest.raises(Unavailable):
+        with pytest.raises(PermissionDenied):
             await forge(forger, "scenario.Engine._kv.a.0")
-        with pytest.raises(Unavailable):
+        with pytest.raises(PermissionDenied):
             await forge(forger, "scenario.Engine._kv_resync.a.0")
         await forge(forger, "scenario.Engine._kv.x.0", dp_rank=7)
         await forge(forger, "scenario.Engine._kv.x.0", event_epoch=(1 << 63) - 1)

@@ -538,6 +538,29 @@ def test_clients_that_never_read_are_bounded_together_and_do_not_stop_one_that_d
     run(story())
 
 
+def test_a_stream_that_gets_credit_while_there_is_no_room_goes_on_when_there_is() -> None:
+    async def story() -> int:
+        async with serving(endpoint(many, streaming=True), instance_window=1 << 20) as given:
+            given.client.send(1, window=100_000)
+            await settle(given.client.connection)
+            lazy = [await client_of(given, f"lazy{number}") for number in range(8)]
+            for client in lazy:
+                for number in range(4):
+                    client.send(number)
+            await asyncio.sleep(0.2)
+            received = len(items_of(given))
+
+            await given.client.say(Credit(1, secret_of(1), 1, 1_000_000, received - 40))
+            await given.client.say(Open([(1, received)], []))
+            await settle(given.client.connection)
+
+            for client in lazy:
+                await client.connection.close()
+            return len(items_of(given)) - received
+
+    assert run(story()) > 0
+
+
 def test_a_client_that_never_takes_its_results_is_refused_while_others_are_served() -> None:
     async def large(_: bytes) -> bytes:
         return bytes(200_000)
@@ -554,7 +577,7 @@ def test_a_client_that_never_takes_its_results_is_refused_while_others_are_serve
 
             refused = lazy.all(Failed)
             assert {frame.code for frame in refused} == {"Overloaded"}
-            assert "bytes of results wait until this client takes them" in refused[0].message
+            assert "bytes of results wait for this client" in refused[0].message
             assert 1 <= len(refused) < 8
             # Once it has them it is served again.
             done = [(number, secret_of(number)) for number in range(8)]
