@@ -181,8 +181,13 @@ async def all_is_read(hostile: HostileClient) -> None:
     await is_read(hostile, LAST)
     # Not acknowledged: the instance knows the client and answers.
     hostile.listed[LAST] = 0
-    hostile.say(Ping(77))
-    await eventually(lambda: Pong(77) in hostile.control_frames, 60.0)
+
+    def is_answered() -> bool:
+        # The server cuts a lane off for which it holds too much, and a ping may be in that.
+        hostile.say(Ping(77))
+        return Pong(77) in hostile.control_frames
+
+    await eventually(is_answered, 60.0)
 
 
 async def is_read(hostile: HostileClient, number: int) -> None:
