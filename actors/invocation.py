@@ -27,7 +27,7 @@ from dynbus.bus.names import EndpointName
 from dynbus.bus.tokens import jitter, random_id
 
 from .codec import Misfit
-from .options import DEFAULT, CallOptions, current_options
+from .options import DEFAULT, CallOptions
 from .retry_policy import FailedAttempt, GiveUp, PauseThenRetry, RetryPolicy, is_away
 from .routing import NO_METADATA, Router
 from .selection import Selection
@@ -44,7 +44,7 @@ class Invocation:
     Args:
         streaming: None when only the instances' records can tell (untyped calls).
         timeout: seconds used when neither options nor parent give less; None for no limit.
-        options: of this very call; those in force here unless given.
+        options: of this very call.
     """
 
     __slots__ = (
@@ -83,10 +83,9 @@ class Invocation:
         timeout: float | None = DEFAULT_TIMEOUT,
         idempotent: bool = False,
         migration_limit: int = 0,
-        options: CallOptions | None = None,
+        options: CallOptions,
         parent: Context | None = None,
     ) -> None:
-        options = options or current_options()
         parent = parent or current_context()
         self.runtime = runtime
         self.endpoint = endpoint

@@ -12,8 +12,6 @@ MAX_BEHIND: Final = 256
 """Messages behind the stream's end up to which an index counts as current."""
 MOST_NAMED: Final = 3
 """Instances that are named in a reason."""
-AWARENESS_HEADER: Final = "Dynbus-Kv-Awareness"
-"""Of a message of events: how far the rank says that its events can be relied on."""
 MAX_REASON: Final = 200
 """Characters of a reason that a rank gives."""
 
@@ -55,7 +53,7 @@ EXACT: Final = CacheAwareness(AwarenessLevel.EXACT)
 
 
 def encode_awareness(awareness: CacheAwareness) -> str:
-    """What a rank says of its events, for `AWARENESS_HEADER`; empty for `exact`."""
+    """What a rank says of its events, for the header; empty for `exact`."""
     if awareness.level is AwarenessLevel.EXACT:
         return ""
     return str(CacheAwareness(awareness.level, _printable(awareness.reason)))

@@ -15,7 +15,6 @@ from dynbus.bus.errors import DynbusError, PayloadTooLarge
 from dynbus.bus.names import kv_event_subject
 from dynbus.bus.transport import Connection, ConnectionState, NoStream
 
-from .awareness import AWARENESS_HEADER
 from .event_log import Batch, EventLog
 from .event_stream import EventStream, ensure_stream
 
@@ -126,7 +125,7 @@ class BatchSender:
         number = f"{instance_id}.{log.dp_rank}.{batch.event_epoch}.{batch.first_id}"
         fields = {headers.PUBLISHED: f"{batch.since:.6f}"} if batch.since else {}
         if batch.awareness:
-            fields[AWARENESS_HEADER] = batch.awareness
+            fields[headers.KV_AWARENESS] = batch.awareness
         try:
             sequence = await self._connection.jetstream.publish(
                 subject, batch.data, message_id=number, headers=fields, timeout=PUBLISH_TIMEOUT

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from dynbus.bus import headers
 from dynbus.bus.names import TOKEN
 from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import HEADER
 from dynbus.kvrouter.radix.index import Applied, RadixIndex, Rank, Verdict
 
-from .awareness import AWARENESS_HEADER, decode_awareness, encode_awareness
+from .awareness import decode_awareness, encode_awareness
 from .epochs import latest_epoch
 
 _TOKENS: Final = 5
@@ -82,7 +83,7 @@ def apply_message(index: RadixIndex, rank: Rank, message: StoredMessage) -> Appl
     applied = index.apply(rank.instance, message.data)
     state = index.ranks.get(rank)
     if state is not None and applied.verdict not in _UNUSED:
-        said = decode_awareness(message.headers.get(AWARENESS_HEADER, ""))
+        said = decode_awareness(message.headers.get(headers.KV_AWARENESS, ""))
         state.stated = encode_awareness(said)
     return applied
 
