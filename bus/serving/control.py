@@ -187,22 +187,22 @@ class ServerControl:
 
     def client(self, base: str, incarnation: str) -> RemoteClient | None:
         """The client that reads at `base`; None for one that may not be answered."""
-        client = self.registry.remotes.get(client_key(base, incarnation))
-        if client is not None and client.base == base:
-            return client
-        return self._new_client(base, incarnation)
+        key = client_key(base, incarnation)
+        client = self.registry.remotes.get(key)
+        if client is None:
+            return self._new_client(key, base, incarnation)
+        if client.base != base:
+            self._bus.drop(DropReason.CLIENT_ID_TAKEN)
+            return None
+        return client
 
-    def _new_client(self, base: str, incarnation: str) -> RemoteClient | None:
+    def _new_client(self, key: str, base: str, incarnation: str) -> RemoteClient | None:
         if base.count(".") != 2 or not is_safe_reply(base, self._bus.config.reply_prefixes):
             self._bus.drop(DropReason.UNSAFE_REPLY)
             return None
-        key = client_key(base, incarnation)
         if len(self.registry.remotes) >= CLIENTS:
             # It is told that its request is not here when it asks, and sends it again.
             self._bus.drop(DropReason.EXCESS)
-            return None
-        if key in self.registry.remotes:
-            self._bus.drop(DropReason.CLIENT_ID_TAKEN)
             return None
         bounce = self._bus.replies.bounce(self.registry.bounce_token(key))
         client = RemoteClient(self, self._outbox, base, incarnation, bounce, self.unread)

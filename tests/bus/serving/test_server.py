@@ -543,7 +543,7 @@ def test_a_stream_that_gets_credit_while_there_is_no_room_goes_on_when_there_is(
         async with serving(endpoint(many, streaming=True), instance_window=1 << 20) as given:
             given.client.send(1, window=100_000)
             await settle(given.client.connection)
-            lazy = [await client_of(given, f"lazy{number}") for number in range(8)]
+            lazy = [await client_of(given, f"lazy{number}") for number in range(12)]
             for client in lazy:
                 for number in range(4):
                     client.send(number)
@@ -551,6 +551,7 @@ def test_a_stream_that_gets_credit_while_there_is_no_room_goes_on_when_there_is(
             received = len(items_of(given))
 
             await given.client.say(Credit(1, secret_of(1), 1, 1_000_000, received - 40))
+            assert len(items_of(given)) == received
             await given.client.say(Open([(1, received)], []))
             await settle(given.client.connection)
 
