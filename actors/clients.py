@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from dynbus.bus.context import Context
-from dynbus.bus.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.names import EndpointName, check_token
 
@@ -178,7 +177,8 @@ class EndpointClient:
             request,
             encode_json(request),
             streaming=None,
-            timeout=DEFAULT_TIMEOUT,
+            # The instance keeps the limit that its handler declares.
+            timeout=None,
             options=options,
         )
         return Call(invocation)

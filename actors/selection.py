@@ -285,7 +285,8 @@ class Selection:
 
     def _load(self, instance_id: str) -> Load:
         caller = self._runtime.caller
-        return Load(caller.in_flight(instance_id), caller.load(instance_id))
+        place = (self._endpoint.namespace, self._endpoint.component, instance_id)
+        return Load(caller.in_flight(*place), caller.load(*place))
 
     async def _wait(self, wait: float, left: float | None) -> list[Instance]:
         try:

@@ -241,7 +241,7 @@ class Discovery:
         view: belongs to the main loop.
     """
 
-    def __init__(self, bus: Bus, is_heard: Callable[[str], bool]) -> None:
+    def __init__(self, bus: Bus, is_heard: Callable[[str, str, str], bool]) -> None:
         self._bus = bus
         self._is_heard = is_heard
         # Records are renewed three times in a lease.
@@ -510,7 +510,7 @@ class Discovery:
         key = (record.namespace, record.component, record.instance_id)
         if self.view.find(*key) is not instance:
             return
-        if self._is_heard(instance.id):
+        if self._is_heard(*key):
             # JetStream could not take its renewal in time; it is no less alive for that.
             self._bus.loop.call_later(HEARD_AGAIN, self._expire_unless_heard, instance)
             return
@@ -533,7 +533,7 @@ class Discovery:
         key = (record.namespace, record.component, record.instance_id)
         if self._is_closed or self.view.find(*key) is not instance:
             return
-        if self._is_heard(instance.id):
+        if self._is_heard(*key):
             self._expire_unless_heard(instance)
             return
         self.view.expire(*key, monotonic())

@@ -7,6 +7,7 @@ instance and returns a `PendingCall`, which ends with bytes or one error, in tim
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -30,7 +31,6 @@ from dynbus.bus.errors import (
 from dynbus.bus.heartbeats import Registry
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST, Inbox
 from dynbus.bus.liveness import HEARTBEAT_INTERVAL
-from dynbus.bus.names import EndpointName
 from dynbus.bus.tokens import random_id
 from dynbus.bus.transport import ConnectionState, Message
 from dynbus.bus.wire import (
@@ -87,10 +87,13 @@ class Caller:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.registry: Registry[RemoteInstance] = Registry(
-            bus.replies.base, lambda batch: batch.sender, self._on_batch
+            bus.replies.base, lambda batch: batch.incarnation, self._on_batch
         )
         self._inbox: Inbox[_Said] = Inbox(self._carry_out, bus.to_main)
         self.deadlines = Deadlines(bus.loop)
+        # Those of the registry by their place on the bus: an id alone may be another's, too.
+        self._remotes: dict[tuple[str, str, str], RemoteInstance] = {}
+        self._closed = False
         self._calls: dict[int, PendingCall] = {}
         self._number = 0
         self._window_left = bus.config.connection_window
@@ -124,24 +127,26 @@ class Caller:
 
     def statistics(self) -> dict[str, int]:
         """Open calls by instance id."""
-        return {
-            key: len(remote.calls) for key, remote in self.registry.remotes.items() if remote.calls
-        }
+        open_calls = Counter[str]()
+        for remote in self._remotes.values():
+            if remote.calls:
+                open_calls[remote.instance_id] += len(remote.calls)
+        return dict(open_calls)
 
-    def in_flight(self, instance_id: str) -> int:
+    def in_flight(self, namespace: str, component: str, instance_id: str) -> int:
         """Calls of this process that are open at an instance."""
-        remote = self.registry.remotes.get(instance_id)
+        remote = self._remotes.get((namespace, component, instance_id))
         return len(remote.calls) if remote is not None else 0
 
-    def is_heard(self, instance_id: str) -> bool:
+    def is_heard(self, namespace: str, component: str, instance_id: str) -> bool:
         """Whether calls are open at an instance and its heartbeats arrive."""
-        remote = self.registry.remotes.get(instance_id)
+        remote = self._remotes.get((namespace, component, instance_id))
         liveness = remote.liveness if remote is not None else None
         return liveness is not None and liveness.is_heard(monotonic())
 
-    def load(self, instance_id: str) -> int:
+    def load(self, namespace: str, component: str, instance_id: str) -> int:
         """Calls that an instance last reported to run or wait there."""
-        remote = self.registry.remotes.get(instance_id)
+        remote = self._remotes.get((namespace, component, instance_id))
         return remote.load if remote is not None else 0
 
     def begin(self, head: CallHead, instance_id: str, data: bytes) -> PendingCall:
@@ -151,6 +156,7 @@ class Caller:
             PayloadTooLarge: it exceeds `max_request_bytes`; nothing was sent.
             DeadlineExceeded: the deadline has passed; nothing was sent.
             ConfigError: a header value is not printable ASCII.
+            Unavailable: the caller is closed; nothing was sent.
         """
         config = self.bus.config
         if len(data) > config.max_request_bytes:
@@ -161,9 +167,10 @@ class Caller:
                 started=False,
             )
         now = monotonic()
-        remote = self.registry.remotes.get(instance_id) or self._new_remote(
-            head.endpoint, instance_id
-        )
+        if self._closed:
+            raise Unavailable("the runtime is closed", request_id=head.request_id, started=False)
+        place = (head.endpoint.namespace, head.endpoint.component, instance_id)
+        remote = self._remotes.get(place) or self._new_remote(place)
         self._number = number = self._number + 1
         window = self._window()
         call = PendingCall(self, remote, number, head, window, now)
@@ -181,7 +188,7 @@ class Caller:
 
     def send(self, remote: RemoteInstance, *frames: Frame) -> None:
         """Send control frames to an instance, from the main loop, in as few messages as fit."""
-        self._send_control(remote, frames, self.registry.bounce_token(remote.instance_id))
+        self._send_control(remote, frames, self.registry.bounce_token(remote.incarnation))
 
     def _send_control(
         self, remote: RemoteInstance, frames: Sequence[Frame], bounce_token: str
@@ -231,11 +238,11 @@ class Caller:
                     )
                 )
         remote.done.clear()
-        if self.registry.remotes.get(remote.instance_id) is remote:
-            del self.registry.remotes[remote.instance_id]
+        self._forget_remote(remote)
 
     async def close(self) -> None:
-        """End every open call and say so to the far sides."""
+        """End every open call and say so to the far sides; no other begins."""
+        self._closed = True
         self.bus.heartbeats.remove(self.registry)
         for remote in self.registry.remotes.values():
             if remote.done:
@@ -248,14 +255,17 @@ class Caller:
 
     # Internals ---------------------------------------------------------------------------
 
-    def _new_remote(self, endpoint: EndpointName, instance_id: str) -> RemoteInstance:
-        remotes = self.registry.remotes
-        if len(remotes) >= MAX_IDLE_REMOTES:
-            for idle in [key for key, remote in remotes.items() if not remote.has_work()]:
-                del remotes[idle]
-        remote = RemoteInstance(self, endpoint.namespace, endpoint.component, instance_id)
-        remotes[instance_id] = remote
+    def _new_remote(self, place: tuple[str, str, str]) -> RemoteInstance:
+        if len(self._remotes) >= MAX_IDLE_REMOTES:
+            for idle in [remote for remote in self._remotes.values() if not remote.has_work()]:
+                self._forget_remote(idle)
+        remote = self._remotes[place] = RemoteInstance(self, *place)
+        self.registry.remotes[remote.incarnation] = remote
         return remote
+
+    def _forget_remote(self, remote: RemoteInstance) -> None:
+        if self.registry.remotes.pop(remote.incarnation, None) is not None:
+            del self._remotes[remote.place]
 
     def _window(self) -> int:
         config = self.bus.config
@@ -389,8 +399,8 @@ class Caller:
     def _on_batch(self, batch: Batch) -> None:
         """Have what an instance says carried out when it is its turn; called on the lane."""
         bus = self.bus
-        remote = self.registry.remotes.get(batch.sender)
-        if remote is None or remote.incarnation != batch.incarnation:
+        remote = self.registry.remotes.get(batch.incarnation)
+        if remote is None:
             bus.to_main(bus.drop, DropReason.STALE)
             return
         dropped: set[DropReason] = set()

@@ -21,6 +21,7 @@ class RemoteInstance:
     """An instance that this process calls, and the calls that are open there.
 
     Attributes:
+        place: its namespace, component and id.
         incarnation: what requests to it tell and control batches carry, both ways; random, so
             that only the two know it.
         heard_at: when results of it last arrived.
@@ -29,6 +30,7 @@ class RemoteInstance:
 
     def __init__(self, caller: Caller, namespace: str, component: str, instance_id: str) -> None:
         self._caller = caller
+        self.place = (namespace, component, instance_id)
         self.instance_id = instance_id
         self.name = f"{namespace}.{component}@{instance_id}"
         self._control_subject = control_subject(namespace, component, instance_id)

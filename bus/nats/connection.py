@@ -46,6 +46,7 @@ MAX_RECONNECT_DELAY: Final = 0.2
 REFUSED_RECONNECT_DELAY: Final = 5.0
 CANCEL_AGAIN: Final = 0.25
 CANCEL_TRIES: Final = 20
+MAX_DENIED: Final = 1024
 
 
 class NatsConnection(WatchedConnection):
@@ -415,6 +416,9 @@ class NatsConnection(WatchedConnection):
         if text.lower().startswith("permissions violation"):
             subject = text.partition('"')[2].partition('"')[0]
             self._denied[subject] = text
+            if len(self._denied) > MAX_DENIED:
+                # Reply subjects are chosen by others, and there is no end to them.
+                del self._denied[next(iter(self._denied))]
             if "for publish to" in text.lower():
                 self._requests.refuse(subject, PermissionDenied(text))
             for listener in self._error_listeners:

@@ -190,6 +190,10 @@ class InstanceServer:
             data: bytes | None = message.data
             if headers.PART in fields:
                 data = self._collect(call, fields[headers.PART], message.data)
+            elif call.client.is_partial(call.writer.number):
+                # The rest of a request in parts is parts.
+                self.bus.drop(DropReason.STALE)
+                return
         except DynbusError as error:
             self.bus.drop(DropReason.MALFORMED)
             logger.debug("%s: %s", served.address, error)

@@ -190,7 +190,9 @@ def test_a_call_that_may_have_started_before_it_was_left_says_so() -> None:
 
             with pytest.raises(Cancelled) as caught:
                 await waiting
-            return caught.value.started, kit.caller.caller.in_flight("a")
+            return caught.value.started, kit.caller.caller.in_flight(
+                Worker.__dynbus_namespace__, Worker.__dynbus_component__, "a"
+            )
 
     assert run(story()) == (True, 0)
 

@@ -441,7 +441,9 @@ def test_an_interrupt_within_an_observer_ends_the_call_and_leaves_none_behind() 
             try:
                 await kit.client(Worker, routing=router).slow()
             except KeyboardInterrupt:
-                return kit.caller.caller.in_flight("a")
+                return kit.caller.caller.in_flight(
+                    Worker.__dynbus_namespace__, Worker.__dynbus_component__, "a"
+                )
         raise AssertionError("it was not interrupted")
 
     assert run(story()) == 0

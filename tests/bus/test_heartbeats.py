@@ -26,7 +26,7 @@ from dynbus.bus.names import ReplySubjects
 from dynbus.bus.wire import Open, Ping, Pong
 from dynbus.testing import run
 
-from .far_side import Played, played, settle
+from .far_side import ENDPOINT, Played, played, settle
 
 LATE = HEARTBEAT_INTERVAL + 2 * TICK
 """Seconds by which a finding may be late: it is made at a heartbeat."""
@@ -169,7 +169,7 @@ def test_a_control_message_that_is_no_batch_is_counted_and_stops_nobody() -> Non
             await asyncio.sleep(SILENCE_LIMIT - 2 * TICK)
 
             assert side.bus.drops == {DropReason.MALFORMED: 1}
-            assert side.caller.is_heard("one")
+            assert side.caller.is_heard(ENDPOINT.namespace, ENDPOINT.component, "one")
             assert call.is_open
 
     run(story())

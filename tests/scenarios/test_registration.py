@@ -260,7 +260,7 @@ async def test_an_instance_that_is_heard_is_not_removed_because_its_record_expir
         source = watching.client(Source)
         with call_options(wait=5.0):
             working = asyncio.create_task(source.work(Wait(seconds=4.0)))
-        await eventually(lambda: watching.caller.is_heard("heard"))
+        await eventually(lambda: watching.caller.is_heard("scenario", "Source", "heard"))
         seen: set[frozenset[str]] = set()
         jetstream = watching.bus.data.jetstream
 

@@ -23,6 +23,7 @@ from dynbus.bus.errors import (
     UnknownOutcome,
 )
 from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.names import EndpointName
 from dynbus.bus.wire import (
     Cancel,
     Credit,
@@ -40,6 +41,9 @@ from dynbus.bus.wire import (
 from dynbus.testing import run
 
 # What is sent ------------------------------------------------------------------------------
+
+ONE = (ENDPOINT.namespace, ENDPOINT.component, "one")
+TWO = (ENDPOINT.namespace, ENDPOINT.component, "two")
 
 
 def test_a_request_carries_its_number_secret_window_and_time_left() -> None:
@@ -517,7 +521,7 @@ def test_it_tells_what_is_open_where_and_what_the_instance_reported() -> None:
     async def story() -> None:
         async with played() as side:
             caller = side.caller
-            before = caller.in_flight("one"), caller.load("one"), caller.is_heard("one")
+            before = caller.in_flight(*ONE), caller.load(*ONE), caller.is_heard(*ONE)
 
             call = side.begin()
             side.begin()
@@ -525,12 +529,12 @@ def test_it_tells_what_is_open_where_and_what_the_instance_reported() -> None:
             await side.far.send(item, load=7)
 
             assert before == (0, 0, False)
-            assert caller.in_flight("one") == 2
+            assert caller.in_flight(*ONE) == 2
             assert caller.statistics() == {"one": 2}
-            assert caller.load("one") == 7
+            assert caller.load(*ONE) == 7
             assert repr(caller) == "<Caller [2 calls]>"
             call.abandon()
-            assert caller.in_flight("one") == 1
+            assert caller.in_flight(*ONE) == 1
 
     run(story())
 
@@ -566,7 +570,35 @@ def test_an_instance_is_heard_while_its_heartbeats_come() -> None:
 
             await side.far.beat()
 
-            assert side.caller.is_heard("one")
-            assert not side.caller.is_heard("two")
+            assert side.caller.is_heard(*ONE)
+            assert not side.caller.is_heard(*TWO)
 
     run(story())
+
+
+def test_instances_of_two_components_may_have_one_id_and_know_nothing_of_each_other() -> None:
+    async def story() -> tuple[bool, int, int]:
+        async with played() as side:
+            mine = side.begin()
+            other = side.begin(endpoint=EndpointName("played", "Other", "call"))
+            elsewhere = ("played", "Other", "one")
+            await side.far.request()
+
+            return (
+                mine.remote.incarnation == other.remote.incarnation,
+                side.caller.in_flight(*ONE),
+                side.caller.in_flight(*elsewhere),
+            )
+
+    assert run(story()) == (False, 1, 1)
+
+
+def test_a_call_that_begins_once_the_caller_is_closed_is_refused() -> None:
+    async def story() -> str:
+        async with played() as side:
+            await side.caller.close()
+            with pytest.raises(Unavailable) as caught:
+                side.begin()
+            return str(caught.value)
+
+    assert "the runtime is closed" in run(story())

@@ -782,3 +782,22 @@ def test_large_requests_that_wait_are_bounded_and_leave_room_to_other_clients() 
     assert done + len(refused) == 20
     assert done > 1
     assert left == 0
+
+
+def test_a_request_in_parts_is_not_run_by_one_of_its_number_that_is_whole() -> None:
+    async def story() -> None:
+        handler = Handler()
+        async with serving(handler.endpoint) as given:
+            given.client.send(1, b"a", PART="1/2")
+            for _ in range(5):
+                given.client.send(1, b"whole")
+            await settle(given.client.connection)
+            assert handler.requests == []
+
+            given.client.send(1, b"b", PART="2/2")
+            await given.client.heard(End)
+
+            assert handler.requests == [b"ab"]
+            assert given.bus.drops == {DropReason.STALE: 5}
+
+    run(story())
