@@ -268,8 +268,10 @@ class Discovery:
             self._bus.lane.call(self._launch)
 
     async def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; whoever waits is told."""
         self._is_closed = True
+        self.synchronized.set()
+        self._notify()
         if self._begun:
             await self._bus.lane.run(self._stop())
 
@@ -277,14 +279,16 @@ class Discovery:
         """Wait for the first complete reading of all records.
 
         Raises:
-            Unavailable: it is not complete within `timeout` seconds.
+            Unavailable: it is not complete within `timeout` seconds, or the runtime is closed.
         """
+        self._check_open()
         self.begin()
         if self.synchronized.is_set():
             return
         try:
             async with asyncio.timeout(timeout):
                 await self.synchronized.wait()
+            self._check_open()
         except TimeoutError:
             raise Unavailable(
                 f"the instances bucket could not be read within {timeout} s: "
@@ -319,6 +323,7 @@ class Discovery:
                         if not at_most:
                             break
                     await self._change(at_most)
+                    self._check_open()
         except TimeoutError:
             found = self.view.instances(endpoint.namespace, endpoint.component, monotonic())
         if len(found) < count:
@@ -326,6 +331,10 @@ class Discovery:
             have = f", {len(found)} of {count} found" if found else ""
             raise NoInstances(f"no instance serves {endpoint}{waited}{have}", started=False)
         return found
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Unavailable("the runtime is closed", started=False)
 
     async def wait_for_instance(
         self, namespace: str, component: str, instance_id: str, *, timeout: float = 5.0

@@ -297,7 +297,9 @@ class PlainCall(ServerCall):
 
     @property
     def turn_taker(self) -> str:
-        return turn_taker(self.reply)
+        # Anybody may ask to be answered at anybody's inbox; a call of a dynbus client shares no
+        # turns with such requests.
+        return f"plain {turn_taker(self.reply)}"
 
     @property
     def account(self) -> ClientUnreadBytes:

@@ -428,3 +428,22 @@ def test_a_closed_runtime_starts_nothing() -> None:
                 await runtime.start(Greeter)
 
     run(story())
+
+
+def test_a_call_that_waits_for_an_instance_ends_when_its_runtime_is_closed() -> None:
+    async def story() -> tuple[list[str], float]:
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            greeter = runtime.client(Greeter, wait=60.0)
+            waiting = [asyncio.create_task(greeter.greet("Ada")) for _ in range(3)]
+            await asyncio.sleep(1.0)
+            closing = monotonic()
+            await runtime.close()
+            told = await asyncio.gather(*waiting, return_exceptions=True)
+            return [f"{type(error).__name__}: {error}" for error in told], monotonic() - closing
+
+    told, seconds = run(story())
+
+    assert len(told) == 3
+    assert all(text.startswith("Unavailable: the runtime is closed") for text in told), told
+    assert seconds < 1.0
