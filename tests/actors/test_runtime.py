@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
-from dynbus import Actor, ConfigError, NoInstances, Runtime, Unavailable, handler
+from dynbus import (
+    Actor,
+    ConfigError,
+    DeadlineExceeded,
+    NoInstances,
+    Runtime,
+    Unavailable,
+    handler,
+)
 from dynbus.actors.clients import WAIT_TIMEOUT
 from dynbus.actors.instance import STOP_TIMEOUT
 from dynbus.actors.lifecycle import InstanceState
@@ -447,3 +457,35 @@ def test_a_call_that_waits_for_an_instance_ends_when_its_runtime_is_closed() -> 
     assert len(told) == 3
     assert all(text.startswith("Unavailable: the runtime is closed") for text in told), told
     assert seconds < 1.0
+
+
+class Patient(Actor, namespace="runtime"):
+    @handler(timeout=200.0)
+    async def work(self, seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+    @handler
+    async def count(self, seconds: float) -> AsyncGenerator[int, None]:
+        for number in range(4):
+            await asyncio.sleep(seconds / 4)
+            yield number
+
+
+def test_an_untyped_call_lasts_as_long_as_its_handler_allows() -> None:
+    async def story() -> tuple[Any, list[Any], str]:
+        async with TestKit() as kit:
+            await kit.start(Patient)
+            work = await kit.caller.endpoint("runtime.Patient.work").client()
+            count = await kit.caller.endpoint("runtime.Patient.count").client()
+
+            done = await work.generate(100.0)
+            items = [item async for item in count.generate(100.0)]
+            with pytest.raises(DeadlineExceeded) as caught:
+                await work.generate(300.0)
+            return done, items, caught.value.hop
+
+    done, items, hop = run(story())
+
+    assert (done, items) == (100.0, [0, 1, 2, 3])
+    assert hop.startswith("runtime.Patient.work@")
