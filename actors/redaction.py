@@ -36,27 +36,35 @@ Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json
 
 SECRETS: Final = frozenset(
     {
-        *("accesskey", "apikey", "authorization", "credential", "dsn", "passphrase", "passwd"),
-        *("password", "privatekey", "pwd", "secret"),
+        *("accesskey", "apikey", "authorization", "bearer", "cookie", "cred", "credential", "dsn"),
+        *("passphrase", "passwd", "password", "privatekey", "pwd", "secret", "webhook"),
     }
 )
 """A name with one of these words, or more of them (`secrets`), is that of a secret."""
+PLACES: Final = frozenset(
+    {
+        *("arn", "dir", "directory", "env", "environment", "file", "filename", "folder"),
+        *("location", "name", "path", "provider", "ref", "reference", "var", "variable"),
+    }
+)
+"""After the word for a secret, they say that the value tells where it is: `password_file`."""
 OFTEN_SECRETS: Final = frozenset({"auth", "key", "token"})
 """So is one with one of these, unless the words around it say that it is something else."""
 MEASURES: Final = frozenset(
     {
         *("bits", "budget", "bytes", "count", "length", "limit", "max", "min", "num", "number"),
-        *("per", "rate", "ratio", "size", "window"),
+        *("per", "port", "rate", "ratio", "retries", "seconds", "size", "timeout", "ttl"),
+        *("window",),
     }
 )
 """Wherever they stand, the value is a measure: `key_size`, `max_tokens`."""
 DESCRIPTIONS: Final = frozenset(
     {
-        *("embedding", "enabled", "endpoint", "expiry", "file", "id", "ids", "index", "method"),
-        *("mode", "name", "path", "provider", "timeout", "ttl", "type", "url", "usage"),
+        *("column", "embedding", "enabled", "endpoint", "expiry", "field", "format", "id", "ids"),
+        *("index", "method", "mode", "prefix", "type", "url", "usage"),
     }
 )
-"""After the word, they say that the value only describes it: `eos_token_id`, `auth_mode`."""
+"""After one of the second kind, they say that the value only describes it: `eos_token_id`."""
 VOCABULARY: Final = frozenset(
     {
         *("audio", "bad", "bos", "cls", "decode", "draft", "end", "eos", "image", "input", "mask"),
@@ -64,6 +72,28 @@ VOCABULARY: Final = frozenset(
     }
 )
 """Before `token`, they say that it is one of a model: `pad_token`."""
+ORDERINGS: Final = frozenset(
+    {
+        *("block", "cache", "column", "composite", "dict", "field", "foreign", "group", "index"),
+        *(
+            "join",
+            "json",
+            "kv",
+            "lookup",
+            "map",
+            "order",
+            "partition",
+            "primary",
+            "public",
+            "route",
+        ),
+        *("routing", "row", "shard", "sort", "unique"),
+    }
+)
+"""Before `key`, they say that something is found or ordered by it, or that all may know it:
+`sort_key`. After anything else (`openai_key`) it is taken for a secret."""
+
+_HARMLESS_BEFORE: Final = {"token": VOCABULARY, "key": ORDERINGS}
 
 _WORD_START: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[\s.-]+")
 
@@ -75,9 +105,19 @@ _URL_MODULES: Final = ("pydantic", "pydantic_core")
 
 _ASSIGNED: Final = re.compile(
     r"""(?P<name> [A-Za-z_][\w.-]* ) (?P<sign> ["']? \s* [=:] \s* )
-        (?P<value> "(?:[^"\\]|\\.)*"? | '(?:[^'\\]|\\.)*'? | [^\s"'&,;)}\]]+ )""",
+        (?P<value> "(?:[^"\\]|\\.)*"? | '(?:[^'\\]|\\.)*'?
+                 | (?: (?i:basic|bearer|token) [ ]+ )? [^\s"'&,;)}\]]+ )""",
     re.VERBOSE,
 )
+_QUERIED: Final = re.compile(r"""(?<=[?&\#])(?P<name>[\w.%\[\]-]+)=(?P<value>[^\s"'<>&\#]+)""")
+_OPTION: Final = re.compile(
+    r"""(?<!\S)(?P<flag>--?[A-Za-z][\w.-]*)(?P<space>[ ]+)
+        (?P<value> "[^"]*" | '[^']*' | (?!-)\S+ )""",
+    re.VERBOSE,
+)
+_FLAG: Final = re.compile(r"--?[A-Za-z][\w.-]*")
+_BEARER: Final = re.compile(r"\b(?P<scheme>bearer[ ]+)[\w.~+/=-]{8,}", re.IGNORECASE)
+_SIGNATURES: Final = ("sig", "signature")
 
 
 def shown(name: str, value: Any) -> Json:
@@ -108,14 +148,17 @@ def is_secret(name: str, value: Any) -> bool:
     singular = [word.removesuffix("s") for word in words]
     is_measure = not MEASURES.isdisjoint(words)
     is_number = _is_number(value)
-    if not SECRETS.isdisjoint(singular):
+    is_told = [PLACES.isdisjoint(words[place + 1 :]) for place in range(len(words))]
+    certain = [place for place, word in enumerate(singular) if word in SECRETS and is_told[place]]
+    if certain:
         # A number of them: `secrets=3`; but a password may be digits alone.
-        is_plural = SECRETS.isdisjoint(words)
+        is_plural = all(words[place] not in SECRETS for place in certain)
         return not (is_number and (is_measure or is_plural))
     return not is_measure and any(
         word in OFTEN_SECRETS
+        and is_told[place]
         and DESCRIPTIONS.isdisjoint(words[place + 1 :])
-        and not (word == "token" and place and words[place - 1] in VOCABULARY)
+        and not (place and words[place - 1] in _HARMLESS_BEFORE.get(word, ()))
         and not (is_number and words[place] != word)
         for place, word in enumerate(singular)
     )
@@ -142,8 +185,11 @@ def _shown(name: str, value: Any, depth: int) -> Json:
     if fields is not None:
         return {str(key): _shown(str(key), each, depth + 1) for key, each in fields.items()}
     if isinstance(value, list | tuple | deque | AbstractSet):
-        elements = cast("Iterable[Any]", value)
-        return [_shown(name, each, depth + 1) for each in elements]
+        elements = list(cast("Iterable[Any]", value))
+        return [
+            HIDDEN if _is_given_to(before, each) else _shown(name, each, depth + 1)
+            for before, each in zip([None, *elements], elements, strict=False)
+        ]
     return _shown_other(value)
 
 
@@ -184,7 +230,32 @@ def _shown_text(text: str, depth: int) -> str:
         else:
             clean = _shown("", held, depth + 1)
             return text if clean == held else json.dumps(clean)
-    return _ASSIGNED.sub(_hide_assigned, redact_url(text))
+    text = _QUERIED.sub(_hide_queried, redact_url(text))
+    text = _OPTION.sub(_hide_of_option, _BEARER.sub(rf"\g<scheme>{HIDDEN}", text))
+    return _ASSIGNED.sub(_hide_assigned, text)
+
+
+def _is_given_to(before: Any, value: Any) -> bool:
+    """Whether an element of a command line is the secret of the flag before it."""
+    return (
+        isinstance(before, str)
+        and _FLAG.fullmatch(before) is not None
+        and not (isinstance(value, str) and value.startswith("-"))
+        and is_secret(before, value)
+    )
+
+
+def _hide_of_option(found: re.Match[str]) -> str:
+    if not is_secret(found["flag"], found["value"]):
+        return found[0]
+    return f"{found['flag']}{found['space']}{HIDDEN}"
+
+
+def _hide_queried(found: re.Match[str]) -> str:
+    is_signature = found["name"].lower().endswith(_SIGNATURES)
+    if not (is_signature or is_secret(found["name"], found["value"])):
+        return found[0]
+    return f"{found['name']}={HIDDEN}"
 
 
 def _hide_assigned(found: re.Match[str]) -> str:
