@@ -284,14 +284,22 @@ def codec_for(annotation: Any) -> AnyCodec:
     return _cached(annotation) if _is_hashable(annotation) else _make(annotation)
 
 
-def explain(error: pydantic.ValidationError) -> str:
-    """A validation error on one line: where, what, and the value."""
+_QUOTING: Final = ("assertion_error", "union_tag_invalid", "value_error")
+"""Errors whose text may have the value in it; that of the first and the last is a user's own."""
+
+
+def explain(error: pydantic.ValidationError, *, quoting: bool = True) -> str:
+    """A validation error on one line: where, what, and, with `quoting`, the value."""
     parts: list[str] = []
     for detail in error.errors(include_url=False, include_context=False)[:5]:
         where = ".".join(str(step) for step in detail["loc"]) or "the value"
         if len(where) > 80:
             where = f"...{where[-77:]}"
-        parts.append(f"{where}: {detail['msg']}, got {brief_repr(detail['input'])}")
+        if quoting:
+            parts.append(f"{where}: {detail['msg']}, got {brief_repr(detail['input'])}")
+        else:
+            quotes = detail["type"] in _QUOTING
+            parts.append(f"{where}: {'it is refused' if quotes else detail['msg']}")
     more = error.error_count() - len(parts)
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
 

@@ -279,8 +279,8 @@ def _validate(name: str, value: Any, annotation: Any, source: str) -> Any:
 def _remedy(name: str, value: Any, annotation: Any, error: pydantic.ValidationError) -> str:
     details = error.errors(include_url=False, include_context=False, include_input=False)
     plain = len(details) == 1 and not details[0]["loc"]
-    # A longer explanation quotes parts of the value.
-    why = details[0]["msg"] if plain or holds_secret(name, value) else explain(error)
+    hides = holds_secret(name, value)
+    why = details[0]["msg"] if plain and not hides else explain(error, quoting=not hides)
     return f"give {inspect.formatannotation(annotation)}: {why}"
 
 

@@ -182,6 +182,7 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
             "address": address_of(a.actor),
             "class": f"{a.actor.__module__}:{a.actor.__qualname__}",
             "instances": a.workers,
+            "on_crash": a.on_crash,
             "endpoints": {
                 spec.name: "stream" if spec.streaming else "unary"
                 for spec in a.actor.__dynbus_handlers__.values()
@@ -196,12 +197,13 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
         print_json({"servers": bus["servers"], "actors": rows, "bus": bus})
         return
     print_table(
-        ("ADDRESS", "CLASS", "INSTANCES", "ENDPOINTS", "ARGUMENTS"),
+        ("ADDRESS", "CLASS", "INSTANCES", "ON CRASH", "ENDPOINTS", "ARGUMENTS"),
         [
             (
                 plain(str(row["address"])),
                 plain(str(row["class"])),
                 str(row["instances"]),
+                plain(str(row["on_crash"])),
                 plain(", ".join(_pairs(row["endpoints"]))),
                 plain(", ".join(_pairs(row["arguments"], quoted=True))),
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 
 from dynbus.actors.actor import Actor
 from dynbus.actors.config_file import ConfigFile
@@ -41,6 +41,22 @@ class Strict(Actor, namespace="demo"):
 
 class Guarded(Actor, namespace="demo"):
     def __init__(self, api_keys: list[int]) -> None: ...
+
+
+class Auth(BaseModel):
+    private_key: str
+    usr: str
+
+    @field_validator("usr")
+    @classmethod
+    def known(cls, usr: str) -> str:
+        if usr != "me":
+            raise ValueError(f"{usr} is not known")
+        return usr
+
+
+class Keeper(Actor, namespace="demo"):
+    def __init__(self, auth_cfg: Auth | None = None) -> None: ...
 
 
 class Pool(Actor, namespace="demo"):
@@ -226,6 +242,25 @@ def test_a_secret_within_a_value_that_does_not_fit_is_not_quoted() -> None:
         settings(options=(option("limits", '{"size": "x", "password": "hidden"}'),))
 
     assert '"password": "***"' in str(caught.value)
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ('{"private_key": "hidden", "usr": 3}', "usr: Input should be a valid string"),
+        ('{"private_key": {"hidden": 1}, "usr": "me"}', "private_key: Input should be a valid"),
+        ('{"private_key": "hidden", "usr": "hidden"}', "usr: it is refused"),
+    ],
+)
+def test_a_part_that_does_not_fit_is_named_within_an_argument_that_is_hidden(
+    given: str, where: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(Keeper, options=(option("auth_cfg", given, "Keeper"),))
+
+    assert f"give tests.actors.test_configuration.Auth | None: {where}" in str(caught.value)
+    assert str(caught.value).startswith("--Keeper.auth_cfg = '***': ")
     assert "hidden" not in str(caught.value)
 
 

@@ -161,7 +161,11 @@ def test_a_printed_plan_has_every_value_defaults_included(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = plan_of(
-        nats="nats://me:secret@h:1", actor_options=[ActorOption("Splitter", "count", "3")]
+        nats="nats://me:secret@h:1",
+        actor_options=[
+            ActorOption("Splitter", "count", "3"),
+            ActorOption("Splitter", "ServiceArgs.on_crash", "escalate"),
+        ],
     )
 
     print_plan(plan, as_json=True)
@@ -172,6 +176,7 @@ def test_a_printed_plan_has_every_value_defaults_included(
         "address": "planned.Splitter",
         "class": "planned_actors:Splitter",
         "instances": 1,
+        "on_crash": "escalate",
         "endpoints": {"split": "unary"},
         "arguments": {
             "separator": " ",
@@ -190,7 +195,9 @@ def test_a_plan_for_people_has_the_same(capsys: pytest.CaptureFixture[str]) -> N
     print_plan(plan_of(), as_json=False)
 
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[1].startswith("planned.Splitter planned_actors:Splitter 1 split=unary separator=")
+    assert lines[1].startswith(
+        "planned.Splitter planned_actors:Splitter 1 restart split=unary separator="
+    )
     assert 'count=1, api_key="***", place="a"' in lines[1]
     assert "drain_grace 30.0" in lines
     assert "reply_prefixes _R.,_INBOX.,_R_.,_GR_." in lines
