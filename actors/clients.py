@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from inspect import Parameter
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Never, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from dynbus.bus.context import Context
@@ -17,7 +17,15 @@ from .codec import Misfit
 from .handlers import HandlerSpec
 from .invocation import Invocation
 from .json_object import decode_json, decode_json_items, encode_json
-from .options import DEFAULT, NONE, CallOptions, Default, checked, current_options
+from .options import (
+    DEFAULT,
+    NONE,
+    CallOptions,
+    Default,
+    checked,
+    current_options,
+    refuse_unknown,
+)
 from .routing import Router, RoutingName, make_router
 from .stream import Stream
 
@@ -254,6 +262,7 @@ def with_options(
     idempotency_key: str | None = None,
     retries: int | None = None,
     metadata: Mapping[str, str] | None = None,
+    **unknown: Never,
 ) -> C:
     """A client whose calls have these options, of the same type as `client`, which stays as it is.
 
@@ -262,8 +271,10 @@ def with_options(
     option means.
 
     Raises:
-        ConfigError: `client` is no client or dependency, or a value is not usable.
+        ConfigError: `client` is no client or dependency, there is no such option, or a value is
+            not usable.
     """
+    refuse_unknown(unknown, "with_options(client, ...)")
     given: Any = client
     if not isinstance(given, ActorClient | EndpointClient):
         raise ConfigError(

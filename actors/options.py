@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Final, TypedDict
+from typing import Any, Final, Never, TypedDict
 
+from dynbus.bus.config import suggestion
 from dynbus.bus.endpoint import MAX_SECONDS
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.names import check_token
@@ -109,6 +110,19 @@ def client_options(given: ClientOptions, where: str) -> CallOptions:
     return checked(CallOptions(**given)) if given else NONE
 
 
+def refuse_unknown(names: Iterable[str], where: str) -> None:
+    """Refuse options of a call that there are not.
+
+    Raises:
+        ConfigError: `names` has one.
+    """
+    for name in names:
+        raise ConfigError(
+            f"{where} has no option {name!r}{suggestion(name, _ALL)}; its options are "
+            f"{', '.join(_ALL)}"
+        )
+
+
 def checked(options: CallOptions) -> CallOptions:
     """The options themselves, when every value is usable; `NONE` for those that say nothing.
 
@@ -181,6 +195,7 @@ def call_options(
     idempotency_key: str | None = None,
     retries: int | None = None,
     metadata: Mapping[str, str] | None = None,
+    **unknown: Never,
 ) -> OptionsBlock:
     """Options for every call that is begun inside the `with`, in this task and its children.
 
@@ -188,6 +203,7 @@ def call_options(
     before what the handler declares; an inner block goes before an outer one, and metadata
     adds up. A handler's own generator may have the block around its `yield`. In any other
     generator the options would hold for whatever runs while it waits there: that is refused.
+    None says nothing, as if the option was not given; for `timeout` it is no limit.
 
     Args:
         timeout: seconds for the whole call; None for no limit.
@@ -195,14 +211,17 @@ def call_options(
             0 waits only for the first reading of the instances' records, 5 s at most.
         instance: the id of the instance to call, instead of a routed one.
         request_id: the id that the request and its sub-calls carry.
-        priority: larger is more urgent; handed to routers and handlers.
+        priority: a whole number from -9999 to 99999, larger is more urgent; handed to routers and
+            handlers.
         idempotency_key: names the effect, so that a repeated call has it once.
         retries: how often to repeat a call that failed for a passing reason.
         metadata: keys and values that reach the handler and every sub-call.
 
     Raises:
-        ConfigError: a value is not usable, or the block would be open around a `yield`.
+        ConfigError: there is no such option, a value is not usable, or the block would be open
+            around a `yield`.
     """
+    refuse_unknown(unknown, "call_options(...)")
     return OptionsBlock(
         checked(
             CallOptions(
@@ -233,7 +252,7 @@ def _check(options: CallOptions) -> None:
     wait: Any = options.wait
     if wait is not None and not (_is_number(wait) and wait >= 0):
         raise ConfigError(f"wait={wait!r} must be 0 or more seconds")
-    if options.instance:
+    if options.instance is not None:
         check_token("instance", options.instance)
     for name in ("request_id", "idempotency_key"):
         text: Any = getattr(options, name)
@@ -244,10 +263,10 @@ def _check(options: CallOptions) -> None:
             )
     retries: Any = options.retries
     if retries is not None and not (isinstance(retries, int) and retries >= 0):
-        raise ConfigError(f"retries={retries!r} must be a number, 0 or more")
+        raise ConfigError(f"retries={retries!r} must be a whole number, 0 or more")
     priority: Any = options.priority
     if priority is not None and not (isinstance(priority, int) and -9999 <= priority <= 99999):
-        raise ConfigError(f"priority={priority!r} must be a number from -9999 to 99999")
+        raise ConfigError(f"priority={priority!r} must be a whole number from -9999 to 99999")
     metadata: Any = options.metadata
     if metadata is not None and not isinstance(metadata, Mapping):
         raise ConfigError(f"metadata={metadata!r} must be a mapping of strings to strings")

@@ -89,10 +89,21 @@ async def test_a_task_begun_inside_the_block_has_its_options() -> None:
             {"idempotency_key": "ä"},
             "idempotency_key='ä' must be at most 128 printable ASCII characters without spaces",
         ),
-        ({"retries": -1}, "retries=-1 must be a number, 0 or more"),
-        ({"retries": "three"}, "retries='three' must be a number, 0 or more"),
-        ({"priority": "high"}, "priority='high' must be a number from -9999 to 99999"),
-        ({"priority": 100_000}, "priority=100000 must be a number from -9999 to 99999"),
+        (
+            {"instance": ""},
+            "instance '' is not a valid name: use 1 to 63 letters, digits, "
+            "'_' or '-', beginning with a letter or a digit",
+        ),
+        (
+            {"timout": 3},
+            "call_options(...) has no option 'timout' (did you mean timeout?); its options are "
+            "timeout, wait, instance, request_id, priority, idempotency_key, retries, metadata",
+        ),
+        ({"priority": 1.5}, "priority=1.5 must be a whole number from -9999 to 99999"),
+        ({"retries": -1}, "retries=-1 must be a whole number, 0 or more"),
+        ({"retries": "three"}, "retries='three' must be a whole number, 0 or more"),
+        ({"priority": "high"}, "priority='high' must be a whole number from -9999 to 99999"),
+        ({"priority": 100_000}, "priority=100000 must be a whole number from -9999 to 99999"),
         ({"metadata": {"tenant": 1}}, "metadata 'tenant'=1: keys and values must be strings"),
         (
             {"metadata": {"a": "x" * 8192}},

@@ -380,7 +380,7 @@ def test_bad_options_are_refused_before_the_block_is_entered() -> None:
         ),
         ({"wait": "long"}, "wait='long' must be 0 or more seconds"),
         ({"metadata": "tenant"}, "metadata='tenant' must be a mapping of strings to strings"),
-        ({"retries": -1}, "retries=-1 must be a number, 0 or more"),
+        ({"retries": -1}, "retries=-1 must be a whole number, 0 or more"),
     ],
 )
 def test_a_bad_option_of_a_dependency_is_refused_where_it_is_declared(
@@ -433,3 +433,46 @@ def test_metadata_of_block_and_client_together_is_bounded() -> None:
 
     with pytest.raises(ConfigError, match="10002 characters"):
         run(story())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"timout": 3},
+            "with_options(client, ...) has no option 'timout' (did you mean timeout?); its "
+            "options are timeout, wait, instance, request_id, priority, idempotency_key, retries, "
+            "metadata",
+        ),
+        (
+            {"instance": ""},
+            "instance '' is not a valid name: use 1 to 63 letters, digits, '_' or '-', beginning "
+            "with a letter or a digit",
+        ),
+    ],
+)
+def test_an_option_of_a_client_that_makes_no_sense_is_refused_at_once(
+    options: dict[str, Any], text: str
+) -> None:
+    async def check() -> None:
+        async with TestKit() as kit:
+            await kit.start(Mirror)
+            with pytest.raises(ConfigError) as caught:
+                with_options(kit.client(Mirror), **options)
+
+            assert str(caught.value) == text
+
+    run(check())
+
+
+def test_none_says_nothing_as_an_option_of_a_client() -> None:
+    async def check() -> None:
+        async with TestKit() as kit:
+            await kit.start(Mirror)
+            client = with_options(kit.client(Mirror), priority=3)
+
+            seen = await with_options(client, wait=None, priority=None, instance=None).look()
+
+            assert seen.priority == 3
+
+    run(check())
