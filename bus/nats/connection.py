@@ -32,6 +32,7 @@ from dynbus.bus.watched_connection import WatchedConnection
 
 from .api_requests import ServerRequests
 from .jetstream import NatsJetStream
+from .outage import Outage
 from .output import NatsOutput
 from .pings import Pings
 from .protocol import ProtocolViolation, ServerReader
@@ -293,7 +294,7 @@ class NatsConnection(WatchedConnection):
                 logger.exception("%s: the session broke", self.name)
             finally:
                 session.abort()
-            lost_at = monotonic()
+            outage = Outage(monotonic())
             # A server that goes away in order has said so, and is left for another.
             level = logging.INFO if self._lame_duck else logging.WARNING
             logger.log(
@@ -304,32 +305,35 @@ class NatsConnection(WatchedConnection):
                 why,
             )
             self._end()
-            session = await self._reopen()
-            logger.info(
+            session = await self._reopen(outage, level)
+            # Whoever saw the loss is to see that it is over.
+            logger.log(
+                level,
                 "%s: connected again, to %s, after %.2f s",
                 self.name,
                 session.server_name,
-                monotonic() - lost_at,
+                outage.lasted(monotonic()),
             )
 
-    async def _reopen(self) -> NatsSession:
+    async def _reopen(self, outage: Outage, level: int) -> NatsSession:
         """Open and begin a session, for as long as it takes."""
         delay = FIRST_RECONNECT_DELAY
-        told: set[str] = set()
+        is_refusal_told = False
         while True:
             await asyncio.sleep(delay * jitter.uniform(0.5, 1.0))
             delay = min(delay * 2, MAX_RECONNECT_DELAY)
             try:
                 session = await self._open_session(2.0)
             except PermissionDenied as error:
-                if error.code not in told:
+                if not is_refusal_told:
                     logger.error("%s: %s; trying again", self.name, error)
-                told.add(error.code)
+                is_refusal_told = True
                 delay = REFUSED_RECONNECT_DELAY
             except Unavailable as error:
-                if error.code not in told:
-                    logger.info("%s: not connected again yet: %s", self.name, error)
-                told.add(error.code)
+                now = monotonic()
+                if outage.is_report_due(now):
+                    text = "%s: not connected again for %.0f s: %s"
+                    logger.log(level, text, self.name, outage.lasted(now), error)
             except Exception:
                 # A server that is killed in the middle of a handshake leaves half a line.
                 logger.exception("%s: the handshake broke", self.name)
