@@ -37,10 +37,13 @@ Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json
 SECRETS: Final = frozenset(
     {
         *("accesskey", "apikey", "authorization", "bearer", "cookie", "cred", "credential", "dsn"),
-        *("passphrase", "passwd", "password", "privatekey", "pwd", "secret", "webhook"),
+        *("jwt", "nkey", "pass", "passcode", "passphrase", "passwd", "password", "privatekey"),
+        *("pw", "pwd", "secret", "webhook"),
     }
 )
 """A name with one of these words, or more of them (`secrets`), is that of a secret."""
+ENDINGS: Final = ("apikey", "accesskey", "password", "passwd", "privatekey", "secret", "secretkey")
+"""So is one with a word that ends so (`dbpassword`), or in `token` (`hftoken`)."""
 PLACES: Final = frozenset(
     {
         *("arn", "dir", "directory", "env", "environment", "file", "filename", "folder"),
@@ -103,10 +106,11 @@ _WRITTEN: Final = (
 )
 _URL_MODULES: Final = ("pydantic", "pydantic_core")
 
-_ASSIGNED: Final = re.compile(
-    r"""(?P<name> [A-Za-z_][\w.-]* ) (?P<sign> ["']? \s* [=:] \s* )
-        (?P<value> "(?:[^"\\]|\\.)*"? | '(?:[^'\\]|\\.)*'?
-                 | (?: (?i:basic|bearer|token) [ ]+ )? [^\s"'&,;)}\]]+ )""",
+# None of these looks at a character more than a few times, however long a text is.
+_NAMED: Final = re.compile(r"""(?<![\w.-])-{0,2}(?P<name>[A-Za-z_][\w.-]*+)["']?\s*+[=:]\s*+""")
+_GIVEN: Final = re.compile(
+    r"""" (?:[^"\\]|\\.)*+ "? | ' (?:[^'\\]|\\.)*+ '?
+        | (?: (?i:basic|bearer|token) [ ]++ )? [^\s"'&,;)}\]]++""",
     re.VERBOSE,
 )
 _QUERIED: Final = re.compile(r"""(?<=[?&\#])(?P<name>[\w.%\[\]-]+)=(?P<value>[^\s"'<>&\#]+)""")
@@ -145,14 +149,14 @@ def is_secret(name: str, value: Any) -> bool:
     if value is None or isinstance(value, bool):
         return False
     words = [word for word in _WORD_START.sub("_", name).lower().split("_") if word]
-    singular = [word.removesuffix("s") for word in words]
+    singular = [word if word in SECRETS else word.removesuffix("s") for word in words]
     is_measure = not MEASURES.isdisjoint(words)
     is_number = _is_number(value)
     is_told = [PLACES.isdisjoint(words[place + 1 :]) for place in range(len(words))]
-    certain = [place for place, word in enumerate(singular) if word in SECRETS and is_told[place]]
+    certain = [place for place, word in enumerate(singular) if _is_certain(word) and is_told[place]]
     if certain:
         # A number of them: `secrets=3`; but a password may be digits alone.
-        is_plural = all(words[place] not in SECRETS for place in certain)
+        is_plural = all(words[place] != singular[place] for place in certain)
         return not (is_number and (is_measure or is_plural))
     return not is_measure and any(
         word in OFTEN_SECRETS
@@ -162,6 +166,10 @@ def is_secret(name: str, value: Any) -> bool:
         and not (is_number and words[place] != word)
         for place, word in enumerate(singular)
     )
+
+
+def _is_certain(word: str) -> bool:
+    return word in SECRETS or word.endswith(ENDINGS) or (word.endswith("token") and word != "token")
 
 
 def _is_number(value: Any) -> bool:
@@ -183,9 +191,19 @@ def _shown(name: str, value: Any, depth: int) -> Json:
         return "..."
     fields = _fields(value)
     if fields is not None:
-        return {str(key): _shown(str(key), each, depth + 1) for key, each in fields.items()}
+        named = fields.get("name", fields.get("key"))
+        return {
+            str(key): _shown(
+                named if key == "value" and isinstance(named, str) else str(key), each, depth + 1
+            )
+            for key, each in fields.items()
+        }
     if isinstance(value, list | tuple | deque | AbstractSet):
         elements = list(cast("Iterable[Any]", value))
+        first = elements[0] if len(elements) == 2 else None
+        if isinstance(first, str) and is_secret(first, elements[1]):
+            # A name and its value, as headers are given.
+            return [first, HIDDEN]
         return [
             HIDDEN if _is_given_to(before, each) else _shown(name, each, depth + 1)
             for before, each in zip([None, *elements], elements, strict=False)
@@ -232,7 +250,7 @@ def _shown_text(text: str, depth: int) -> str:
             return text if clean == held else json.dumps(clean)
     text = _QUERIED.sub(_hide_queried, redact_url(text))
     text = _OPTION.sub(_hide_of_option, _BEARER.sub(rf"\g<scheme>{HIDDEN}", text))
-    return _ASSIGNED.sub(_hide_assigned, text)
+    return _without_given(text)
 
 
 def _is_given_to(before: Any, value: Any) -> bool:
@@ -258,11 +276,21 @@ def _hide_queried(found: re.Match[str]) -> str:
     return f"{found['name']}={HIDDEN}"
 
 
-def _hide_assigned(found: re.Match[str]) -> str:
-    quote = found["value"][:1] if found["value"][:1] in ("'", '"') else ""
-    if not is_secret(found["name"], found["value"].strip(quote) if quote else found["value"]):
-        return found[0]
-    return f"{found['name']}{found['sign']}{quote}{HIDDEN}{quote}"
+def _without_given(text: str) -> str:
+    """A text without the values that it gives to names of secrets: `password=...`."""
+    kept: list[str] = []
+    begin = 0
+    while (named := _NAMED.search(text, begin)) is not None:
+        kept.append(text[begin : named.end()])
+        begin = named.end()
+        given = _GIVEN.match(text, begin)
+        if given is None:
+            continue
+        quote = given[0][:1] if given[0][:1] in ("'", '"') else ""
+        if is_secret(named["name"], given[0].strip(quote) if quote else given[0]):
+            kept.append(f"{quote}{HIDDEN}{quote}")
+            begin = given.end()
+    return "".join([*kept, text[begin:]])
 
 
 def _shown_other(value: Any) -> Json:

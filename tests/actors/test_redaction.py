@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -242,3 +243,27 @@ def test_it_is_known_whether_something_was_left_out() -> None:
 )
 def test_no_depth_hides_a_secret_from_being_found(value: Any) -> None:
     assert SECRET not in json.dumps(shown("place", value))
+
+
+def test_long_texts_are_searched_in_no_time() -> None:
+    for text in ("a" * 10**6, "a." * 10**6, 'a="' + "\\" * 10**6, "a=" * 10**5, "-a" * 10**6):
+        begun = time.process_time()
+        shown("text", text)
+        # A search that looked at every end for every beginning would take hours.
+        assert time.process_time() - begun < 10.0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "env: password=hunter2",
+        "a=password=hunter2",
+        "Authorization: Bearer hunter2",
+        [("Authorization", "Bearer hunter2")],
+        [{"name": "API_KEY", "value": "hunter2"}],
+        {"dbpassword": "hunter2", "hftoken": "hunter2", "jwt": "hunter2", "db_pass": "hunter2"},
+    ],
+    ids=str,
+)
+def test_a_secret_is_hidden_wherever_its_name_stands_before_it(given: object) -> None:
+    assert "hunter2" not in str(shown("settings", given))
