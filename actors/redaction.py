@@ -283,6 +283,8 @@ def _without_given(text: str) -> str:
     while (named := _NAMED.search(text, begin)) is not None:
         kept.append(text[begin : named.end()])
         begin = named.end()
+        if not is_secret(named["name"], "of any kind"):
+            continue
         given = _GIVEN.match(text, begin)
         if given is None:
             continue
