@@ -286,7 +286,8 @@ class ActorInstance:
         if self.server.load:
             logger.info(
                 "%s.%s@%s: calls that run or wait: %d; they have %g s to finish",
-                *(self.server.namespace, self.server.component, self.id, self.server.load, grace),
+                *(self.server.namespace, self.server.component, self.id, self.server.load),
+                round(grace, 1),
             )
         try:
             await self.server.drain(grace)

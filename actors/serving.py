@@ -124,7 +124,10 @@ async def serve(
         PermissionDenied, Unavailable: the bus cannot be used.
         StartFailed: user code raised.
     """
-    runtime = await _unless(ending, Runtime.connect(name="dynbus-run", **bus))
+    addresses = list(dict.fromkeys(address_of(each.actor) for each in assignments))
+    # A process of its own is named by what it serves.
+    name = addresses[0] if len(addresses) == 1 else "dynbus-run"
+    runtime = await _unless(ending, Runtime.connect(name=name, **bus))
     if runtime is None:
         return
     try:

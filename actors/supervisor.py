@@ -109,7 +109,9 @@ class Supervisor:
         for child in self.children:
             if child.state is not ChildState.READY:
                 why = f": {child.crash}" if child.crash else ""
-                found[child.label] = child.state.value + why
+                is_back = child.crash and child.state is not ChildState.ENDED
+                state = ChildState.RESTARTING if is_back else child.state
+                found[child.label] = state.value + why
             elif child.problems:
                 found[child.label] = "; ".join(f"{k}: {v}" for k, v in child.problems.items())
         if self._asked.is_set():

@@ -90,7 +90,7 @@ def describe_error(error: DynbusError, *, as_json: bool) -> str:
     """The one line that tells about a failed call."""
     retry_after = error.retry_after if isinstance(error, Overloaded) else 0.0
     if not as_json:
-        hint = f"; retry after {retry_after:g} s" if retry_after else ""
+        hint = f"; retry after {max(0.01, round(retry_after, 2)):g} s" if retry_after else ""
         return error_line(f"{error}{hint}", error.code)
     fields = {
         "error": error.code,

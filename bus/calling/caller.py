@@ -224,7 +224,7 @@ class Caller:
         calls = list(remote.calls.values())
         # One that nobody waits for has left, as instances do.
         level = logging.WARNING if calls else logging.DEBUG
-        logger.log(level, "%s is gone: %d open calls to it end", remote.name, len(calls))
+        logger.log(level, "%s is gone; open calls to it that end: %d", remote.name, len(calls))
         for call in calls:
             hop = call.endpoint.hop(remote.instance_id)
             call.unreachable = True

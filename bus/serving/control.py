@@ -278,7 +278,7 @@ class ServerControl:
                 self._note_forgotten(client, writer)
         # Callers come and go: what is left of them ends here.
         logger.info(
-            "%s: a caller is gone, %s: %d of its calls are cancelled, %d results dropped",
+            "%s: a caller is gone, %s; its calls that are cancelled: %d, its results dropped: %d",
             self._hop,
             client.label,
             sum(not call.ended for call in client.calls.values()),

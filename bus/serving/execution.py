@@ -180,7 +180,7 @@ class Execution:
         deadline = call.context.deadline
         allowed = None if deadline is None else deadline - call.started_at
         return Overloaded(
-            f"{admission.running} calls run and {admission.waiting} wait{why}",
+            f"{calls_told(admission.running, admission.waiting)}{why}",
             retry_after=admission.retry_after(call.turn_taker, now, allowed),
             started=False,
         )
@@ -387,6 +387,12 @@ class Execution:
             call.last_progress = now
         elif idle is not None and now - call.last_progress > idle:
             self.abort(call, DeadlineExceeded(f"the handler yielded nothing for {idle} s"))
+
+
+def calls_told(running: int, waiting: int) -> str:
+    """How many calls run and wait, in words."""
+    runs = "1 call runs" if running == 1 else f"{running} calls run"
+    return f"{runs} and {waiting} {'waits' if waiting == 1 else 'wait'}"
 
 
 def drives(frame: FrameType) -> bool:

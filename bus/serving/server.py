@@ -32,7 +32,7 @@ from dynbus.bus.transport import ConnectionState, Message, Subscription
 
 from .calls import FramedCall, PlainCall, error_block
 from .control import ServerControl
-from .execution import Execution
+from .execution import Execution, calls_told
 from .outbox import Outbox
 from .partial_requests import Key
 from .requests import read_context, read_fields, read_framing, read_part, read_reply
@@ -88,8 +88,7 @@ class InstanceServer:
 
     def __repr__(self) -> str:
         state = "draining" if self.draining else "serving"
-        running = sum(served.admission.running for served in self.served.values())
-        waiting = sum(served.admission.waiting for served in self.served.values())
+        running, waiting = self._counts()
         return (
             f"<InstanceServer {self.namespace}.{self.component}@{self.instance_id} "
             f"[{state} | calls: {running} running, {waiting} waiting]>"
@@ -133,6 +132,11 @@ class InstanceServer:
         self._stop_listening = data.on_state(self._on_state)
         self._sweeper = self.bus.loop.call_later(SWEEP_INTERVAL, self._sweep)
 
+    def _counts(self) -> tuple[int, int]:
+        """The calls that run, and those that wait."""
+        admissions = [served.admission for served in self.served.values()]
+        return sum(each.running for each in admissions), sum(each.waiting for each in admissions)
+
     async def drain(self, grace: float) -> None:
         """Take no more calls, let those that are here finish within `grace` seconds, then end
         the rest with `Draining`."""
@@ -143,7 +147,11 @@ class InstanceServer:
             async with asyncio.timeout(grace):
                 await self.execution.idle()
         except TimeoutError:
-            logger.warning("%r: ending what is left after %.1f s", self, grace)
+            logger.warning(
+                "%s.%s@%s: %s after %g s of draining; they are ended",
+                *(self.namespace, self.component, self.instance_id),
+                *(calls_told(*self._counts()), round(grace, 1)),
+            )
         self.end_all(lambda: Draining("the instance is going away"))
 
     def end_all(self, make_error: Callable[[], DynbusError]) -> None:

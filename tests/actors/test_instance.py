@@ -114,7 +114,9 @@ def test_a_call_that_runs_is_finished_before_on_stop() -> None:
     assert run(story()) == ("rested", ["slept", "stop"])
 
 
-def test_after_the_grace_period_what_still_runs_is_ended() -> None:
+def test_after_the_grace_period_what_still_runs_is_ended(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "dynbus.actors.instance")
+
     async def story() -> tuple[float, str]:
         async with TestKit() as kit:
             instance = await kit.start(Logging)
@@ -123,14 +125,15 @@ def test_after_the_grace_period_what_still_runs_is_ended() -> None:
             await instance.actor.entered.wait()
             begun = monotonic()
 
-            await instance.stop(grace=2.0)
+            await instance.stop(grace=1.99992)
 
             await asyncio.wait({call})
             return monotonic() - begun, type(call.exception()).__name__
 
     seconds, error = run(story())
-    assert 2.0 <= seconds < 4.0
+    assert 1.9 <= seconds < 4.0
     assert error == "Draining"
+    assert ": calls that run or wait: 1; they have 2 s to finish" in caplog.text
 
 
 def test_one_whose_drain_breaks_is_withdrawn_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

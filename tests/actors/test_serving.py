@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -130,6 +131,24 @@ async def test_what_depends_on_others_is_stopped_before_them(nats_server: Runnin
 
     assert events == ["stop Above", "stop Below"]
     assert problems == [{}]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("actors", "name"), [((Below,), "served.Below"), ((Below, Above), "dynbus-run")]
+)
+async def test_a_process_of_one_actor_is_named_by_it_at_the_server(
+    nats_server: RunningServer,
+    caplog: pytest.LogCaptureFixture,
+    actors: tuple[type[Actor], ...],
+    name: str,
+) -> None:
+    caplog.set_level(logging.INFO, "dynbus.bus.bus")
+
+    await serve_until_ready(nats_server, *actors, then=lambda _, ending: ending.stop())
+
+    (message,) = [each.message for each in caplog.records if " is client " in each.message]
+    assert message.startswith(f"{name} is client ")
 
 
 @pytest.mark.anyio

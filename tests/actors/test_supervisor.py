@@ -419,6 +419,26 @@ class CrashingChild(Child):
         return 0
 
 
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (ChildState.LOADING, "restarting: killed by SIGSEGV"),
+        (ChildState.LOADED, "restarting: killed by SIGSEGV"),
+        (ChildState.ENDED, "ended: killed by SIGSEGV"),
+    ],
+)
+def test_a_child_that_crashed_is_restarting_until_it_is_ready_again(
+    state: ChildState, told: str
+) -> None:
+    async def story() -> dict[str, str]:
+        supervisor = Supervisor([Assignment(Alone, {}, 1)], WorkerSettings({}), drain_grace=0.0)
+        (child,) = supervisor.children
+        child.state, child.crash = state, "killed by SIGSEGV"
+        return supervisor.problems()
+
+    assert run(story()) == {"supervised.Alone/1": told}
+
+
 def test_a_child_that_keeps_crashing_is_started_for_ever_and_named_meanwhile(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

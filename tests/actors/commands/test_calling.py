@@ -117,6 +117,9 @@ def test_an_error_is_one_line_for_people() -> None:
     assert describe_error(Overloaded("full", retry_after=1.5), as_json=False) == (
         "dynbus: Overloaded: full; retry after 1.5 s"
     )
+    assert describe_error(Overloaded("full", retry_after=1.22176), as_json=False) == (
+        "dynbus: Overloaded: full; retry after 1.22 s"
+    )
     assert describe_error(Unavailable("no nats://me:pw@h\x1b[2J"), as_json=False) == (
         "dynbus: Unavailable: no nats://me:***@h\\x1b[2J"
     )

@@ -401,7 +401,7 @@ def test_an_instance_that_is_gone_is_named_with_the_calls_that_end(
 
     (record,) = caplog.records
     assert record.levelname == level
-    assert record.message == f"played.FarSide@one is gone: {calls} open calls to it end"
+    assert record.message == f"played.FarSide@one is gone; open calls to it that end: {calls}"
 
 
 def test_an_instance_whose_loop_is_blocked_too_long_is_gone() -> None:

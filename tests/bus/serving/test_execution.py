@@ -68,7 +68,7 @@ def test_a_call_beyond_the_queue_is_refused_and_counted() -> None:
         refused = calls[2]
 
         assert isinstance(refused.error, Overloaded)
-        assert refused.error.message == "1 calls run and 1 wait"
+        assert refused.error.message == "1 call runs and 1 waits"
         assert refused.error.retry_after == 0
         assert not refused.error.started
         assert refused.error.hop == f"{ADDRESS}@{INSTANCE}"
@@ -113,7 +113,7 @@ def test_a_call_that_would_be_too_late_is_refused_before_it_waits() -> None:
 
         assert isinstance(late.error, Overloaded)
         assert late.error.message == (
-            "1 calls run and 0 wait: it would probably not be done by its deadline"
+            "1 call runs and 0 wait: it would probably not be done by its deadline"
         )
         assert (late.error.started, late.error.retryable) == (False, True)
         assert late.error.retry_after == pytest.approx(1.0, rel=0.05)
@@ -158,7 +158,7 @@ def test_a_client_that_fills_the_queue_makes_place_for_another() -> None:
 
         assert isinstance(greedy[2].error, Overloaded)
         assert greedy[2].error.message == (
-            "1 calls run and 2 wait: the queue is full, and a client with fewer calls in it took "
+            "1 call runs and 2 wait: the queue is full, and a client with fewer calls in it took "
             "this one's place"
         )
         assert not greedy[2].error.started

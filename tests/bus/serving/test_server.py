@@ -609,7 +609,9 @@ def test_what_was_lost_is_sent_again_after_the_end_until_it_is_acknowledged() ->
 # Its end ----------------------------------------------------------------------------------
 
 
-def test_what_still_runs_after_the_grace_ends_in_draining() -> None:
+def test_what_still_runs_after_the_grace_ends_in_draining(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def story() -> None:
         async with serving(Handler(5.0).endpoint) as given:
             given.client.send(1, b"a")
@@ -622,6 +624,10 @@ def test_what_still_runs_after_the_grace_ends_in_draining() -> None:
             assert given.instance.draining
 
     run(story())
+
+    assert [each.message for each in caplog.records if each.levelno >= logging.WARNING] == [
+        "near.Side@i1: 1 call runs and 0 wait after 0.2 s of draining; they are ended"
+    ]
 
 
 def test_a_stop_tells_every_caller_before_it_returns() -> None:
@@ -700,7 +706,8 @@ def test_of_a_caller_that_is_gone_it_is_said_who_it_was_and_what_became_of_its_c
     (record,) = [each for each in caplog.records if "is gone" in each.message]
     assert record.levelno == logging.INFO
     assert record.message == (
-        "near.Side@i1: a caller is gone, client c1: 2 of its calls are cancelled, 1 results dropped"
+        "near.Side@i1: a caller is gone, client c1; its calls that are cancelled: 2, "
+        "its results dropped: 1"
     )
 
 
