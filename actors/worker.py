@@ -184,6 +184,9 @@ class Worker:
             code = exit_codes.FAILURE
             try:
                 code = runner.run(self._serve(assignment, load))
+            except SystemExit as error:
+                # A handler's, which has been logged. Text is no code, and means a failure.
+                code = error.code if isinstance(error.code, int) else int(error.code is not None)
             finally:
                 if self._shut_telemetry is not None:
                     self._shut_telemetry()

@@ -265,6 +265,8 @@ class Execution:
             call.fail(Cancelled("the handler was cancelled"))
             return call.context.is_killed()
         elif isinstance(error, SystemExit | KeyboardInterrupt):
+            text = "%s raised %r in request %s: its process ends"
+            logger.error(text, call.served.address, error, call.context.id)
             call.fail(Draining("the instance was stopped"))
             return False
         else:

@@ -19,6 +19,16 @@ from dynbus.bus.nats.server_process import RunningServer, free_port
 
 from .project import ACTORS, Folder, project_folder
 
+LEAVES = """
+import sys
+from dynbus import Actor, handler
+
+class Leaves(Actor, namespace="demo"):
+    @handler
+    async def leave(self) -> str:
+        sys.exit(9)
+"""
+
 FAILS = """
 from dynbus import Actor, handler
 
@@ -402,6 +412,20 @@ def test_an_instance_that_keeps_dying_is_named_and_the_others_go_on(folder: Fold
     (folder.path / "once").unlink()
     folder.wait_for(lambda: health(port, "/ready")[0] == 200, 30.0)
     assert run.poll() is None
+
+
+def test_a_handler_that_calls_sys_exit_is_named_and_its_worker_ends_with_that_code(
+    folder: Folder,
+) -> None:
+    (folder.path / "leaves.py").write_text(LEAVES)
+    run = folder.start_ready("leaves.py", "--Leaves.ServiceArgs.on_crash=escalate")
+
+    folder.dynbus("call", "demo.Leaves.leave")
+
+    assert run.wait(20) == 6
+    assert "demo.Leaves.leave raised SystemExit(9) in request " in folder.output()
+    last = folder.output().splitlines()[-1]
+    assert last == "dynbus: demo.Leaves/1 ended: exit code 9; its on_crash is escalate"
 
 
 def test_an_instance_whose_end_escalates_ends_the_run(folder: Folder) -> None:
