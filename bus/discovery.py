@@ -3,23 +3,26 @@
 `InstanceView` is the state, without I/O. `Discovery` feeds it from one ordered consumer on
 the control lane and wakes whoever waits on the main loop. The view forgets an instance late
 rather than early: an expiry seen just after an outage of ours may only mean that its renewal
-is on the way, and an instance that still answers is not dead whatever a record says.
+is on the way, and an instance that still answers is not dead whatever a record says. Nor is one
+alive because of a record that nobody renews: a server that was killed may bring records back
+that had expired, and never remove them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .cleanup import end_tasks
-from .clock import monotonic
+from .clock import monotonic, unix_time
 from .drops import DropReason
 from .errors import DynbusError, NoInstances, PermissionDenied, Unavailable
 from .headers import MARKER_REASON
-from .leases import INSTANCES_STREAM, ensure_bucket, record_key, record_of
+from .leases import INSTANCES_STREAM, ensure_bucket, record_key, record_of, ttl_of
 from .names import EndpointName
 from .presence import InstanceKey, Presence
 from .transport import ConnectionState, OrderedConsumer, StoredMessage
@@ -81,6 +84,8 @@ class InstanceView:
         self._suspect: dict[tuple[str, str, str], float] = {}
         self._absent: dict[tuple[str, str, str], float] = {}
         self._unseen: set[tuple[str, str, str]] = set()
+        self._believed_until: dict[tuple[str, str, str], float] = {}
+        self._is_reading = False
         self._grace_until = 0.0
         self._renewal_grace = renewal_grace
         self._choice: dict[ComponentKey, list[Instance]] = {}
@@ -89,11 +94,18 @@ class InstanceView:
         count = sum(len(instances) for instances in self._instances.values())
         return f"<InstanceView [{count} instances, {len(self._expired)} expired]>"
 
-    def put(self, record: InstanceRecord, renewed: float) -> bool:
-        """An instance announced itself or renewed; True when it was not known so."""
+    def put(self, record: InstanceRecord, renewed: float, believed_until: float = math.inf) -> bool:
+        """An instance announced itself or renewed; True when it was not known so.
+
+        Args:
+            believed_until: when its lease is over for certain, unless it is renewed again.
+        """
         key = (record.namespace, record.component, record.instance_id)
         component = self._instances.setdefault(key[:2], {})
         before = component.get(record.instance_id)
+        if before is None or renewed > before.renewed:
+            # The same record read again is no renewal.
+            self._believed_until[key] = believed_until
         component[record.instance_id] = Instance(record, renewed)
         self._choice.pop(key[:2], None)
         self._expired.pop(key, None)
@@ -121,6 +133,7 @@ class InstanceView:
 
     def pass_began(self) -> None:
         """A complete reading of all records begins."""
+        self._is_reading = True
         self._unseen = {
             (*key, instance_id)
             for key, instances in self._instances.items()
@@ -130,6 +143,10 @@ class InstanceView:
     def is_settling(self, now: float) -> bool:
         """Whether we or others were cut off a moment ago, and others may be so still."""
         return now < self._grace_until
+
+    def is_reading(self) -> bool:
+        """Whether records come that may have been stored long ago."""
+        return self._is_reading
 
     def doubt(self, namespace: str, component: str, instance_id: str) -> None:
         """An instance counts as not shown by the reading that began, unless it still is."""
@@ -144,6 +161,26 @@ class InstanceView:
         for key in self._unseen:
             self._expired[key] = max(self._grace_until, now + self._renewal_grace)
         self._unseen = set()
+        self._is_reading = False
+
+    def is_outdated(self, namespace: str, component: str, instance_id: str, now: float) -> bool:
+        """Whether an instance has not renewed its record for longer than its lease can live."""
+        return self._believed_until.get((namespace, component, instance_id), math.inf) <= now
+
+    def outdated(self, now: float) -> list[InstanceKey]:
+        """The instances of outdated records, but for those of which it is known that nobody
+        listens there."""
+        return [
+            key
+            for key, until in self._believed_until.items()
+            if until <= now and key not in self._absent
+        ]
+
+    def vouch(self, namespace: str, component: str, instance_id: str, until: float) -> None:
+        """Believe the record of an instance for longer: somebody listens there."""
+        key = (namespace, component, instance_id)
+        if key in self._believed_until:
+            self._believed_until[key] = max(self._believed_until[key], until)
 
     def suspect(
         self,
@@ -225,6 +262,7 @@ class InstanceView:
         self._expired.pop(key, None)
         self._suspect.pop(key, None)
         self._absent.pop(key, None)
+        self._believed_until.pop(key, None)
         self._choice.pop(key[:2], None)
         component = self._instances.get(key[:2])
         if component is not None:
@@ -255,6 +293,7 @@ class Discovery:
         self._is_closed = False
         self._presence = Presence(bus)
         self._looked_around: dict[ComponentKey, float] = {}
+        self._asked: set[InstanceKey] = set()
 
     def begin(self) -> None:
         """Start watching, once; returns at once."""
@@ -276,7 +315,8 @@ class Discovery:
             await self._bus.lane.run(self._stop())
 
     async def wait_synchronized(self, timeout: float | None) -> None:
-        """Wait for the first complete reading of all records.
+        """Wait for the first complete reading of all records, and for the answers about those
+        that look outdated.
 
         Raises:
             Unavailable: it is not complete within `timeout` seconds, or the runtime is closed.
@@ -475,7 +515,7 @@ class Discovery:
         elif (record := record_of(message)) is None:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
         else:
-            self._bus.to_main(self._put, record, message.time)
+            self._bus.to_main(self._put, record, message.time, ttl_of(message))
 
     # On the main loop ----------------------------------------------------------------------
 
@@ -493,16 +533,19 @@ class Discovery:
             key = (record.namespace, record.component, record.instance_id)
             known = self.view.find(*key)
             if known is None or known.renewed < message.time:
-                self._put(record, message.time)
+                self._put(record, message.time, ttl_of(message))
             # Who is gone by then is not shown by the consumer.
             self.view.doubt(*key)
-        self.synchronized.set()
-        self._notify()
+        self._ask_outdated()
+        self._end_reading()
 
-    def _put(self, record: InstanceRecord, renewed: float) -> None:
+    def _put(self, record: InstanceRecord, renewed: float, ttl: float | None) -> None:
         key = (record.namespace, record.component, record.instance_id)
         before = self.view.find(*key)
-        news = self.view.put(record, renewed)
+        # What comes while nothing is read anew was written just now, whatever our clock says.
+        age = max(0.0, unix_time() - renewed) if self.view.is_reading() else 0.0
+        lifetime = (ttl or self._bus.config.lease_ttl) + EXPIRY_GRACE
+        news = self.view.put(record, renewed, monotonic() + lifetime - age)
         # Who renews is alive; a reading anew of what is stored long since says nothing.
         if before is not None and renewed > before.renewed:
             news = self.view.trust(*key) or news
@@ -563,7 +606,12 @@ class Discovery:
             return
         if there:
             self.view.trust(*key)
+            self.view.vouch(*key, monotonic() + LAST_QUESTION)
             self._notify()
+            return
+        now = monotonic()
+        if there is False and self.view.is_outdated(*key, now) and not self.view.is_settling(now):
+            self._delete(*key)
             return
         pause = min(2 * pause, LAST_QUESTION)
         self._bus.loop.call_later(pause, self._ask_absent, key, pause)
@@ -587,15 +635,45 @@ class Discovery:
             self._bus.loop.call_soon(self._ask_all, keys[QUESTIONS_PER_TURN:])
 
     def _answer_of_known(self, key: InstanceKey, there: bool | None) -> None:
-        if there is False and not self._is_closed:
+        if self._is_closed:
+            return
+        if there is False:
             self._note_absent(key)
+        elif there:
+            self.view.vouch(*key, monotonic() + LAST_QUESTION)
+        if key in self._asked:
+            self._asked.discard(key)
+            self._end_reading()
+
+    def _ask_outdated(self) -> None:
+        """Ask for those whose records should have expired long ago: who is not there is not
+        chosen, and forgotten when a second question finds nobody either."""
+        keys = [key for key in self.view.outdated(monotonic()) if key not in self._asked]
+        self._asked.update(keys)
+        self._ask_all(keys)
+
+    def _look_for_outdated(self) -> None:
+        if self._is_closed:
+            return
+        if not self.view.is_reading():
+            self._ask_outdated()
+        self._bus.loop.call_later(LOOK_PAUSE, self._look_for_outdated)
+
+    def _end_reading(self) -> None:
+        """All records are known, once no answer is missing about those that look outdated."""
+        if not self._asked and not self.synchronized.is_set():
+            self.synchronized.set()
+            self._notify()
 
     def _delete(self, namespace: str, component: str, instance_id: str) -> None:
         self.view.delete(namespace, component, instance_id)
         self._notify()
 
     def _caught_up(self) -> None:
-        self._is_watching = True
+        if not self._is_watching:
+            self._is_watching = True
+            self._bus.loop.call_later(LOOK_PAUSE, self._look_for_outdated)
         self.view.pass_ended(monotonic())
-        self.synchronized.set()
+        self._ask_outdated()
+        self._end_reading()
         self._notify()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -18,6 +19,7 @@ import msgspec
 from .cleanup import end_tasks
 from .clock import monotonic
 from .errors import ConfigError, DynbusError, Unavailable
+from .headers import TTL
 from .names import INSTANCES_BUCKET, TOKEN
 from .stream_repair import StreamRepair
 from .transport import (
@@ -45,6 +47,8 @@ COUNT_TIMEOUT: Final = 1.0
 ANSWER_TIMEOUT: Final = 2.0
 ELECTION_SECONDS: Final = 10.0
 RENEWALS_PER_COUNT: Final = 10
+
+_TTL = re.compile(r"([0-9]{1,9})s?")
 
 INSTANCES_STREAM: Final = StreamConfig(
     name=f"KV_{INSTANCES_BUCKET}",
@@ -104,6 +108,12 @@ def record_of(message: StoredMessage) -> InstanceRecord | None:
         return None
     told = (record.namespace, record.component, record.instance_id)
     return record if told == record_key(message.subject) else None
+
+
+def ttl_of(message: StoredMessage) -> float | None:
+    """Seconds for which a record was written; None where it does not say that."""
+    seconds = _TTL.fullmatch(message.headers.get(TTL, ""))
+    return float(seconds[1]) if seconds is not None else None
 
 
 class LeaseState(Enum):

@@ -7,23 +7,24 @@ import re
 import resource
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal, NamedTuple
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.config import BusConfig
+from dynbus.bus.discovery import EXPIRY_GRACE
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
-from dynbus.bus.leases import INSTANCES_STREAM, MARKER_TTL
+from dynbus.bus.leases import INSTANCES_STREAM, MARKER_TTL, ttl_of
 from dynbus.bus.logs import redact_url
-from dynbus.bus.names import ReplySubjects
+from dynbus.bus.names import INSTANCES_BUCKET, ReplySubjects
 from dynbus.bus.nats.api_requests import unix_seconds
 from dynbus.bus.nats.connecting import connect_as
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.jetstream import NatsJetStream, stream_request
 from dynbus.bus.nats.server_process import Address, find_nats_server
 from dynbus.bus.tokens import random_id
-from dynbus.bus.transport import NoStream, StreamConfig
+from dynbus.bus.transport import NoStream, StoredMessage, StreamConfig
 
 OLDEST_VERSION: Final = (2, 11, 0)
 FAULTY_VERSIONS: Final[dict[tuple[int, ...], str]] = {(2, 14, 5): "it may deliver 10 to 18 s late"}
@@ -169,6 +170,31 @@ def check_bucket(config: Mapping[str, Any] | None) -> Check:
     return Check(name, "ok", "as dynbus makes it")
 
 
+def check_records(records: Sequence[StoredMessage], now: float, lease_ttl: float) -> Check:
+    """Whether each record of an instance is renewed.
+
+    Args:
+        now: Unix time of the server.
+        lease_ttl: seconds for which a record lives that does not say it.
+    """
+    name = "instance records"
+    keys = [
+        record.subject.removeprefix(f"$KV.{INSTANCES_BUCKET}.")
+        for record in records
+        if not record.is_marker and now - record.time > (ttl_of(record) or lease_ttl) + EXPIRY_GRACE
+    ]
+    if not keys:
+        return Check(name, "ok", "none has outlived its lease")
+    more = f" and {len(keys) - 5} more" if keys[5:] else ""
+    return Check(
+        name,
+        "warn",
+        f"not renewed, and not expired: {', '.join(keys[:5])}{more}",
+        "a killed server may bring such records back, and callers pass over them: "
+        f"nats kv purge {INSTANCES_BUCKET} KEY, or `dynbus run --fresh` for the embedded server",
+    )
+
+
 def check_store(stream: str, write_error: str) -> Check:
     """Whether a stream takes writes; `write_error` is empty when it does."""
     if write_error:
@@ -253,7 +279,7 @@ async def _check_server(config: BusConfig) -> list[Check]:
             check_payload(connection.max_payload),
             check_round_trip(await _round_trip(connection)),
         ]
-        return checks + await _check_jetstream(connection, config.replicas)
+        return checks + await _check_jetstream(connection, config)
     except DynbusError as error:
         return [
             Check("server", "fail", str(error), "it does not answer in time: is it overloaded?")
@@ -278,7 +304,7 @@ async def _round_trip(connection: NatsConnection) -> float:
     return sorted(times)[len(times) // 2]
 
 
-async def _check_jetstream(connection: NatsConnection, replicas: int) -> list[Check]:
+async def _check_jetstream(connection: NatsConnection, config: BusConfig) -> list[Check]:
     jetstream = connection.jetstream
     try:
         account = await jetstream.api("INFO", {}, timeout=API_SECONDS)
@@ -291,11 +317,13 @@ async def _check_jetstream(connection: NatsConnection, replicas: int) -> list[Ch
             f"STREAM.INFO.{INSTANCES_STREAM.name}", {}, timeout=API_SECONDS
         )
         checks.append(check_bucket(bucket["config"]))
+        records = await jetstream.read(INSTANCES_STREAM.name, timeout=API_SECONDS)
+        checks.append(check_records(records, unix_seconds(str(bucket["ts"])), config.lease_ttl))
     except NoStream:
         checks.append(check_bucket(None))
     except DynbusError as error:
         checks.append(Check("instances bucket", "fail", str(error), "allow $JS.API to the account"))
-    checks += await _check_streams(jetstream, replicas)
+    checks += await _check_streams(jetstream, config.replicas)
     return checks + await _check_writing(connection)
 
 

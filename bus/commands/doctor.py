@@ -15,9 +15,9 @@ _STYLES: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 _HELP: Final = """Check the server and this machine, and say what to do.
 
     Looks at: the server and its version, JetStream and its limits, message size, headers, round
-    trip, clocks, the bucket of instances, whether each stream of dynbus takes writes and how many
-    servers of a cluster keep it, file descriptors, extras. It makes one stream in the
-    server's memory and deletes it again.
+    trip, clocks, the bucket of instances and records in it that nobody renews, whether each stream
+    of dynbus takes writes and how many servers of a cluster keep it, file descriptors, extras. It
+    makes one stream in the server's memory and deletes it again.
 
     \b
     dynbus doctor

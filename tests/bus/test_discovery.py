@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from dynbus.bus.discovery import EXPIRY_GRACE, RETURN_SECONDS, SUSPECT_SECONDS, InstanceView
-from dynbus.bus.leases import record_of
+from dynbus.bus.leases import record_of, ttl_of
 from dynbus.bus.transport import StoredMessage
 from dynbus.bus.wire import InstanceRecord, encode_record
 
@@ -231,6 +232,73 @@ def test_an_instance_of_an_older_reading_that_the_next_does_not_show_is_forgotte
     view.pass_ended(100.0)
 
     assert ids(view, 100.1) == ["b"]
+
+
+def test_a_record_that_is_not_renewed_is_outdated_once_its_lease_is_over() -> None:
+    view = InstanceView()
+
+    view.put(record("a"), 1.0, 113.0)
+
+    assert view.outdated(112.9) == []
+    assert view.outdated(113.0) == [(*KEY, "a")]
+    assert ids(view, 113.0) == ["a"]
+
+
+def test_only_a_renewal_makes_a_record_believed_for_longer_not_its_reading_anew() -> None:
+    view = InstanceView()
+    view.put(record("a"), 1.0, 113.0)
+
+    view.put(record("a"), 1.0, 200.0)
+    assert view.is_outdated(*KEY, "a", 113.0)
+
+    view.put(record("a"), 2.0, 200.0)
+    assert not view.is_outdated(*KEY, "a", 199.9)
+
+
+def test_who_listens_is_believed_for_longer_and_never_for_less() -> None:
+    view = InstanceView()
+    view.put(record("a"), 1.0, 113.0)
+
+    view.vouch(*KEY, "a", 50.0)
+    assert view.is_outdated(*KEY, "a", 113.0)
+
+    view.vouch(*KEY, "a", 143.0)
+    assert not view.is_outdated(*KEY, "a", 142.9)
+
+    view.delete(*KEY, "a")
+    view.vouch(*KEY, "a", 143.0)
+    assert view.outdated(1e6) == []
+
+
+def test_an_outdated_instance_that_is_known_to_be_absent_is_not_asked_for_twice() -> None:
+    view = InstanceView()
+    view.put(record("a"), 1.0, 113.0)
+
+    view.note_absent(*KEY, "a", 114.0)
+
+    assert view.outdated(114.0) == []
+    assert view.is_outdated(*KEY, "a", 114.0)
+
+
+def test_a_view_knows_whether_what_comes_may_have_been_stored_long_ago() -> None:
+    view = InstanceView()
+    assert not view.is_reading()
+
+    view.pass_began()
+    assert view.is_reading()
+
+    view.pass_ended(100.0)
+    assert not view.is_reading()
+
+
+@pytest.mark.parametrize(
+    ("headers", "ttl"),
+    [({"Nats-TTL": "10s"}, 10.0), ({"Nats-TTL": "7"}, 7.0), ({}, None), ({"Nats-TTL": "x"}, None)],
+)
+def test_a_record_tells_the_ttl_that_it_was_written_with(
+    headers: dict[str, str], ttl: float | None
+) -> None:
+    assert ttl_of(StoredMessage("$KV.x", 1, 0.0, headers, b"")) == ttl
 
 
 def message(data: bytes, subject: str = "$KV.dynbus_instances.demo.Splitter.a") -> StoredMessage:

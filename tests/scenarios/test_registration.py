@@ -320,6 +320,38 @@ async def expire_record(jetstream: JetStream, instance_id: str) -> None:
     )
 
 
+async def test_a_record_that_nobody_renews_is_counted_by_no_client(
+    own_server: RunningServer,
+) -> None:
+    async with (
+        Runtime.connect(own_server.url) as serving,
+        Runtime.connect(own_server.url, lease_ttl=2.0) as watching,
+    ):
+        await serving.start(Source, instance_id="true")
+        jetstream = watching.bus.data.jetstream
+        stored = await jetstream.last(
+            INSTANCES_STREAM.name, record_subject("scenario", "Source", "true")
+        )
+        record = decode_record(stored.data) if stored is not None else None
+        assert record is not None
+        # What a killed server brings back: nobody is there, and it never expires.
+        await jetstream.publish(
+            record_subject("scenario", "Source", "ghost"),
+            encode_record(msgspec.structs.replace(record, instance_id="ghost", incarnation="g")),
+        )
+        await watching.discovery.wait_for_instance("scenario", "Source", "ghost")
+
+        await eventually(
+            lambda: watching.discovery.view.find("scenario", "Source", "ghost") is None, 30.0
+        )
+        async with Runtime.connect(own_server.url, lease_ttl=2.0) as late:
+            await late.discovery.wait_synchronized(10.0)
+            seen_late = late.instance_ids("scenario", "Source")
+
+        assert watching.instance_ids("scenario", "Source") == ["true"]
+        assert seen_late == ["true"]
+
+
 async def test_thousands_of_records_that_nobody_stands_behind_make_no_call_fail(
     own_server: RunningServer,
 ) -> None:

@@ -18,6 +18,7 @@ from dynbus.bus.commands.diagnosis import (
     check_headers,
     check_limits,
     check_payload,
+    check_records,
     check_replicas,
     check_round_trip,
     check_store,
@@ -27,11 +28,11 @@ from dynbus.bus.commands.diagnosis import (
 from dynbus.bus.commands.doctor import doctor
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Unavailable
-from dynbus.bus.leases import INSTANCES_STREAM
+from dynbus.bus.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.jetstream import stream_request
 from dynbus.bus.nats.server_process import RunningServer, free_port
-from dynbus.bus.transport import StreamConfig
+from dynbus.bus.transport import StoredMessage, StreamConfig
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,33 @@ def test_a_bucket_that_dynbus_did_not_make_is_told_apart(
     assert check.status == "fail"
     assert text in check.found
     assert check.remedy.startswith("delete the stream KV_dynbus_instances")
+
+
+def stored(instance_id: str, headers: dict[str, str]) -> StoredMessage:
+    subject = record_subject("demo", "Engine", instance_id)
+    return StoredMessage(subject, 1, 1000.0, headers, b"{}")
+
+
+def test_records_that_outlived_their_leases_are_named_with_the_remedy() -> None:
+    records = [
+        stored("renewed", {"Nats-TTL": "60s"}),
+        stored("back", {"Nats-TTL": "10s"}),
+        stored("immortal", {}),
+        stored("expired", {"Nats-Marker-Reason": "MaxAge"}),
+    ]
+
+    check = check_records(records, 1014.0, 10.0)
+
+    assert check.status == "warn"
+    assert check.found.endswith(": demo.Engine.back, demo.Engine.immortal")
+    assert "nats kv purge dynbus_instances KEY" in check.remedy
+    assert check_records(records, 1012.0, 10.0).status == "ok"
+
+
+def test_of_many_records_that_outlived_their_leases_some_are_named() -> None:
+    records = [stored(f"i{number}", {}) for number in range(7)]
+
+    assert check_records(records, 2000.0, 10.0).found.endswith("demo.Engine.i4 and 2 more")
 
 
 @pytest.mark.anyio
