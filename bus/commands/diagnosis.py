@@ -317,14 +317,25 @@ async def _check_jetstream(connection: NatsConnection, config: BusConfig) -> lis
             f"STREAM.INFO.{INSTANCES_STREAM.name}", {}, timeout=API_SECONDS
         )
         checks.append(check_bucket(bucket["config"]))
-        records = await jetstream.read(INSTANCES_STREAM.name, timeout=API_SECONDS)
-        checks.append(check_records(records, unix_seconds(str(bucket["ts"])), config.lease_ttl))
+        checks += await _check_records(jetstream, unix_seconds(str(bucket["ts"])), config.lease_ttl)
     except NoStream:
         checks.append(check_bucket(None))
     except DynbusError as error:
         checks.append(Check("instances bucket", "fail", str(error), "allow $JS.API to the account"))
     checks += await _check_streams(jetstream, config.replicas)
     return checks + await _check_writing(connection)
+
+
+async def _check_records(jetstream: NatsJetStream, now: float, lease_ttl: float) -> list[Check]:
+    try:
+        records = await jetstream.read(INSTANCES_STREAM.name, timeout=API_SECONDS)
+    except (NoStream, PermissionDenied):
+        # Discovery does without reading them directly, too.
+        return []
+    except DynbusError as error:
+        remedy = "its servers may be electing a leader: try again in 10 s"
+        return [Check("instance records", "fail", str(error), remedy)]
+    return [check_records(records, now, lease_ttl)]
 
 
 async def _check_streams(jetstream: NatsJetStream, replicas: int) -> list[Check]:

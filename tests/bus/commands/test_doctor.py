@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tests.conditions import eventually
 
 from dynbus.bus.commands.diagnosis import (
     Check,
@@ -121,6 +122,21 @@ def test_of_many_records_that_outlived_their_leases_some_are_named() -> None:
     records = [stored(f"i{number}", {}) for number in range(7)]
 
     assert check_records(records, 2000.0, 10.0).found.endswith("demo.Engine.i4 and 2 more")
+
+
+@pytest.mark.anyio
+async def test_a_record_without_a_ttl_is_found_on_a_server(own_server: RunningServer) -> None:
+    connection = await connect([own_server.url])
+    await connection.jetstream.ensure_stream(INSTANCES_STREAM)
+    await connection.jetstream.publish(record_subject("demo", "Engine", "ghost"), b"{}")
+    await connection.close()
+
+    async def warned() -> bool:
+        config = BusConfig(servers=(own_server.url,), lease_ttl=2.0)
+        found = {check.name: check for check in await diagnose(config)}
+        return "demo.Engine.ghost" in found["instance records"].found
+
+    await eventually(warned, 30.0)
 
 
 @pytest.mark.anyio
