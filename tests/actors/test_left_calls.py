@@ -159,7 +159,7 @@ def test_a_call_that_is_left_in_a_pause_is_not_repeated() -> None:
             with call_options(retries=9):
                 call = await generate(kit, "alone", 0.0)
             waiting = asyncio.ensure_future(_result(call))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
 
             await call.aclose()
             await busy
