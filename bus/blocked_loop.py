@@ -159,7 +159,10 @@ class BlockReport:
         if not frames:
             return
         self._reported = True
-        logger.warning(
+        # What holds up our own lines, a busy system above all, is nothing that a user can mend.
+        is_ours = all(frame.filename.startswith(_MACHINERY) for frame in frames)
+        logger.log(
+            logging.INFO if is_ours else logging.WARNING,
             "the main loop has been blocked for %.0f ms, and every call of this process waits: "
             "await there, or have it done by asyncio.to_thread:\n%s",
             seconds * 1000,

@@ -119,6 +119,7 @@ class Heartbeats:
         self._task: asyncio.Task[None] | None = None
         self._confirming: asyncio.Task[None] | None = None
         self._early = asyncio.Event()
+        self._grace_until = 0.0
         self._main_answered = True
         self._main_asked_at = 0.0
         self._main_depth = 0
@@ -161,9 +162,7 @@ class Heartbeats:
         registry, remote, remote_id = self._find(key)
         if registry is None or remote is None:
             return
-        if remote.liveness is None:
-            remote.liveness = RemoteLiveness(monotonic())
-        if remote.liveness.bounced():
+        if self._liveness(remote, monotonic()).bounced():
             self._send(registry, remote_id, remote, [Ping(0)])
 
     def receive(self, registry: Registry[Any], message: Message) -> None:
@@ -224,8 +223,7 @@ class Heartbeats:
             if not remote.has_work():
                 remote.liveness = None
                 continue
-            if remote.liveness is None:
-                remote.liveness = RemoteLiveness(now)
+            self._liveness(remote, now)
             try:
                 for frame in remote.beat():
                     self._send(registry, remote_id, remote, [frame])
@@ -296,11 +294,19 @@ class Heartbeats:
         _, remote, _ = self._find(message.subject.rpartition(".")[2])
         if remote is None:
             return
+        now = monotonic()
+        self._liveness(remote, now).ping_bounced(now)
+
+    def _liveness(self, remote: Remote, now: float) -> RemoteLiveness:
+        """The evidence about a remote, from now on where there was none."""
         if remote.liveness is None:
-            remote.liveness = RemoteLiveness(monotonic())
-        remote.liveness.ping_bounced(monotonic())
+            remote.liveness = RemoteLiveness(now)
+            # What we missed ourselves it may have missed too, however new its calls are.
+            remote.liveness.extend(self._grace_until)
+        return remote.liveness
 
     def _extend(self, until: float) -> None:
+        self._grace_until = max(self._grace_until, until)
         for remote in self._remotes():
             if remote.liveness is not None:
                 remote.liveness.extend(until)

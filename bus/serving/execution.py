@@ -265,6 +265,9 @@ class Execution:
             call.fail(Cancelled("the handler was cancelled"))
             return call.context.is_killed()
         elif isinstance(error, SystemExit | KeyboardInterrupt):
+            if call.task is not None:
+                # It ends the loop itself, and nobody is left to look at the task.
+                call.task.add_done_callback(_look_at)
             text = "%s raised %r in request %s: its process ends"
             logger.error(text, call.served.address, error, call.context.id)
             call.fail(Draining("the instance was stopped"))
@@ -409,3 +412,8 @@ def _was_cut_short(call: ServerCall) -> bool:
     """Whether its handler would have taken longer than it did."""
     # What it was given up for may also have reached it through a sub-call.
     return call.context.is_stopped() or isinstance(call.error, DeadlineExceeded | Cancelled)
+
+
+def _look_at(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()

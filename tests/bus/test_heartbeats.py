@@ -298,3 +298,20 @@ async def test_a_main_loop_that_is_not_heard_while_it_waits_is_measured_and_not_
             await eventually(lambda: bus.heartbeats.blocked >= 0.5)
 
     assert not any("blocked" in text for text in caplog.messages)
+
+
+def test_after_an_outage_of_ours_a_call_that_was_new_before_it_has_time_as_well() -> None:
+    async def story() -> float:
+        async with played() as side:
+            call = side.begin(streaming=True, deadline=None)
+            control = side.server.connections[1]
+            control.disconnect()
+            await asyncio.sleep(0.05)
+            await side.far.leave()
+            control.reconnect()
+            back = monotonic()
+            with pytest.raises(StreamLost):
+                await call.items()
+            return monotonic() - back
+
+    assert RECONNECT_GRACE <= run(story()) <= RECONNECT_GRACE + LATE
