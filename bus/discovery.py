@@ -302,8 +302,8 @@ class Discovery:
             if self._bus.data.has_peers:
                 # Who comes to a cluster that has just lost a server is there before instances
                 # that were connected to it.
-                self._server_was_lost()
-            self._bus.data.on_peer_lost(self._server_was_lost)
+                self._note_outage()
+            self._bus.data.on_peer_lost(self._note_outage)
             self._bus.lane.call(self._launch)
 
     async def close(self) -> None:
@@ -503,7 +503,7 @@ class Discovery:
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
-            self._bus.to_main(lambda: self.view.outage_ended(monotonic()))
+            self._bus.to_main(self._note_outage)
 
     def _receive(self, message: StoredMessage) -> None:
         key = record_key(message.subject)
@@ -519,7 +519,7 @@ class Discovery:
 
     # On the main loop ----------------------------------------------------------------------
 
-    def _server_was_lost(self) -> None:
+    def _note_outage(self) -> None:
         self.view.outage_ended(monotonic())
 
     def _take_reading(self, messages: list[StoredMessage]) -> None:
