@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -129,7 +130,12 @@ def test_a_guard_that_was_killed_is_replaced(folder: Folder) -> None:
     started, worker = engines(folder), worker_of(folder)
 
     def guards() -> list[psutil.Process]:
-        return [each for each in worker.children() if "group_guard" in " ".join(each.cmdline())]
+        found: list[psutil.Process] = []
+        for child in worker.children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie, which has no command
+                if "group_guard" in " ".join(child.cmdline()):
+                    found.append(child)
+        return found
 
     (guard,) = guards()
     guard.kill()
