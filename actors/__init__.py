@@ -1,15 +1,11 @@
 """Actors: classes whose handlers are served on the bus, and the clients that call them."""
 
-from dynbus.bus.discovery import Instance
-from dynbus.bus.names import EndpointName
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.records.discovery import Instance
 
-from .actor import Actor, depends
-from .clients import Call, EndpointClient, with_options
-from .handlers import handler
-from .instance import ActorInstance
-from .json_object import JsonObject
-from .options import call_options
-from .routing import (
+from .calling.clients import Call, EndpointClient, with_options
+from .calling.options import call_options
+from .calling.routing import (
     ItemObserver,
     LeastLoaded,
     Load,
@@ -22,8 +18,12 @@ from .routing import (
     RouteRequest,
     Routing,
 )
+from .calling.stream import Stream
+from .declaring.actor import Actor, depends
+from .declaring.handlers import handler
+from .declaring.json_object import JsonObject
 from .runtime import Runtime
-from .stream import Stream
+from .serving.instance import ActorInstance
 
 __all__ = [
     "Actor",

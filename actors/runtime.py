@@ -15,17 +15,17 @@ from dynbus.bus.calling.caller import Caller
 from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig, load_config
-from dynbus.bus.discovery import Discovery
 from dynbus.bus.errors import ConfigError, Unavailable
-from dynbus.bus.names import EndpointName, check_token
+from dynbus.bus.protocol.names import EndpointName, check_token
+from dynbus.bus.records.discovery import Discovery
 from dynbus.bus.transport import ConnectionState
 
-from .actor import Actor
-from .brief_repr import brief_repr
-from .clients import EndpointClient, client_class
-from .instance import ActorInstance, inside_on_stop, stop_all
-from .options import ClientOptions, client_options
-from .routing import Routing, make_router
+from .calling.clients import EndpointClient, client_class
+from .calling.options import ClientOptions, client_options
+from .calling.routing import Routing, make_router
+from .declaring.actor import Actor
+from .declaring.brief_repr import brief_repr
+from .serving.instance import ActorInstance, inside_on_stop, stop_all
 
 logger = logging.getLogger(__name__)
 

@@ -25,13 +25,13 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.cleanup import finish
 from dynbus.bus.config import load_config
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.telemetry import Telemetry
+from dynbus.bus.telemetry.telemetry import Telemetry
 
-from .actor import Actor
-from .instance import ActorInstance
-from .options import ClientOptions
-from .routing import Routing
+from .calling.options import ClientOptions
+from .calling.routing import Routing
+from .declaring.actor import Actor
 from .runtime import Runtime
+from .serving.instance import ActorInstance
 
 A = TypeVar("A", bound=Actor)
 

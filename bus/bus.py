@@ -11,20 +11,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from . import headers
 from .cleanup import finish
 from .config import BusConfig
 from .drops import DropReason
 from .errors import ConfigError
 from .heartbeats import Heartbeats
 from .lane import ControlLane, InlineLane, ThreadLane
-from .names import ReplySubjects
-from .process_status import ProcessStatus
-from .tokens import random_id
+from .protocol import headers
+from .protocol.names import ReplySubjects
+from .protocol.tokens import random_id
+from .telemetry.process_status import ProcessStatus
 from .transport import Connection, ConnectionState, Message
 
 if TYPE_CHECKING:
-    from .telemetry import Telemetry
+    from .telemetry.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Bus:
             Unavailable: no server can be reached.
         """
         from .nats.connecting import connect_as
-        from .telemetry import Telemetry
+        from .telemetry.telemetry import Telemetry
 
         replies = ReplySubjects(config.principal, random_id())
         data = await connect_as(config, name=name, inbox=replies.server_api)

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from .endpoint import MAX_SECONDS
 from .errors import ConfigError
-from .logs import redact_url
-from .names import ANONYMOUS, DEFAULT_REPLY_PREFIXES, check_token
+from .protocol.endpoint import MAX_SECONDS
+from .protocol.names import ANONYMOUS, DEFAULT_REPLY_PREFIXES, check_token
+from .telemetry.logs import redact_url
 from .transport import REPLICAS
 
 DEFAULT_URL: Final = "nats://127.0.0.1:4222"

@@ -15,8 +15,8 @@ from typing import Final
 
 from .clock import monotonic
 from .errors import ConfigError
-from .names import InstanceName
-from .tokens import random_id
+from .protocol.names import InstanceName
+from .protocol.tokens import random_id
 
 MAX_ID_LENGTH: Final = 128
 

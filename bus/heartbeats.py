@@ -13,15 +13,15 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
-from . import headers
 from .blocked_loop import BlockReport, depth_here
 from .cleanup import end_tasks
 from .clock import monotonic
 from .drops import DropReason
 from .errors import PermissionDenied, Unavailable
-from .liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, SILENCE_LIMIT, RemoteLiveness
+from .protocol import headers
+from .protocol.liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, SILENCE_LIMIT, RemoteLiveness
+from .protocol.wire import Batch, Frame, Ping, Pong, decode_batch, encode_batch
 from .transport import ConnectionState, Message
-from .wire import Batch, Frame, Ping, Pong, decode_batch, encode_batch
 
 if TYPE_CHECKING:
     from .bus import Bus

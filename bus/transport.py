@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 from .drops import DropReason
 from .errors import DynbusError
-from .headers import MARKER_REASON
+from .protocol.headers import MARKER_REASON
 
 REPLICAS: Final = 3
 """Servers that keep a stream, as far as a cluster has them: one of three may be lost."""

@@ -24,13 +24,16 @@ from click.testing import CliRunner
 
 import dynbus
 from dynbus import cli
-from dynbus.actors import handlers, options
-from dynbus.actors.routing import RoutingName
-from dynbus.bus import exit_codes, headers, metrics, wire
+from dynbus.actors.calling import options
+from dynbus.actors.calling.routing import RoutingName
+from dynbus.actors.declaring import handlers
+from dynbus.bus import exit_codes
 from dynbus.bus.config import BusConfig
-from dynbus.bus.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.errors import ERRORS, STATUS_CODES
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.protocol import headers, wire
+from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
+from dynbus.bus.telemetry import metrics
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [

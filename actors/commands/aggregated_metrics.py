@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from dynbus.actors.supervisor import Supervisor
+from dynbus.actors.running.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -9,15 +9,15 @@ from contextlib import AsyncExitStack
 from statistics import quantiles
 from typing import Any, Final
 
-from dynbus.actors.child import WorkerSettings
-from dynbus.actors.options import call_options
+from dynbus.actors.calling.options import call_options
+from dynbus.actors.running.child import WorkerSettings
+from dynbus.actors.running.in_process import Assignment
+from dynbus.actors.running.supervisor import Supervisor
 from dynbus.actors.runtime import Runtime
-from dynbus.actors.serving import Assignment
-from dynbus.actors.supervisor import Supervisor
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.lane import new_event_loop
-from dynbus.bus.logs import configure_logging
+from dynbus.bus.telemetry.logs import configure_logging
 
 from .echo import Echo, Token
 from .local_server import embedded_if_local

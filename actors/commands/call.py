@@ -11,7 +11,7 @@ from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import nats_option
 
 if TYPE_CHECKING:
-    from dynbus.bus.names import EndpointName
+    from dynbus.bus.protocol.names import EndpointName
 
 MAX_STDIN_BYTES: Final = 64 * 1024 * 1024
 
@@ -81,7 +81,7 @@ def call(
 
 def _endpoint(text: str) -> EndpointName:
     from dynbus.bus.errors import ConfigError
-    from dynbus.bus.names import EndpointName
+    from dynbus.bus.protocol.names import EndpointName
 
     try:
         return EndpointName.parse(text)

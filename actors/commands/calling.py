@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from dynbus.actors.options import call_options
+from dynbus.actors.calling.options import call_options
+from dynbus.actors.calling.stream import Stream
 from dynbus.actors.runtime import Runtime
-from dynbus.actors.stream import Stream
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import error_line, notice
 from dynbus.bus.config import check_variables
 from dynbus.bus.errors import ConfigError, DynbusError, HandlerError, Overloaded, Unavailable
 from dynbus.bus.lane import new_event_loop
-from dynbus.bus.logs import configure_logging, redact_url
-from dynbus.bus.names import EndpointName
-from dynbus.bus.tokens import random_id
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
 
 class CallRequest(NamedTuple):

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 
 from pydantic import BaseModel
 
-from dynbus.actors.actor import Actor
-from dynbus.actors.handlers import handler
+from dynbus.actors.declaring.actor import Actor
+from dynbus.actors.declaring.handlers import handler
 
 
 class Token(BaseModel):

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator
 
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.logs import redact_url
 from dynbus.bus.nats.embedded import embedded_server
 from dynbus.bus.nats.server_process import Address
+from dynbus.bus.telemetry.logs import redact_url
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any, Final, cast
 import click
 import msgspec
 
-from dynbus.actors.actor import address_of
-from dynbus.actors.config_file import ConfigFile, read_file
-from dynbus.actors.configuration import (
+from dynbus.actors.declaring.actor import address_of
+from dynbus.actors.running.config_file import ConfigFile, read_file
+from dynbus.actors.running.configuration import (
     ActorOption,
     BusSettings,
     actor_settings,
@@ -24,15 +24,15 @@ from dynbus.actors.configuration import (
     defaults,
     misspelt_variables,
 )
-from dynbus.actors.loader import load_targets
-from dynbus.actors.redaction import shown
-from dynbus.actors.serving import Assignment
+from dynbus.actors.running.in_process import Assignment
+from dynbus.actors.running.loader import load_targets
+from dynbus.actors.running.redaction import shown
 from dynbus.bus.commands.terminal import plain, print_json, print_table
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.health import parse_address
 from dynbus.bus.hosts import is_loopback
-from dynbus.bus.logs import LogFormat, redact_url
+from dynbus.bus.telemetry.health import parse_address
+from dynbus.bus.telemetry.logs import LogFormat, redact_url
 
 OTLP_MODULES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp")
 """What telemetry is sent with: the extra `otlp`."""

@@ -47,7 +47,7 @@ class _RunCommand(click.Command):
     """Takes `--Actor.key=value` out of the arguments before click sees them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        from dynbus.actors.configuration import split_options
+        from dynbus.actors.running.configuration import split_options
         from dynbus.bus.errors import ConfigError
 
         ctx.meta["dynbus.arguments"] = list(args)

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from dynbus.actors.child import WorkerSettings
-from dynbus.actors.instance import InstanceBroken
-from dynbus.actors.leaving import leave_within, running_threads
-from dynbus.actors.serving import (
+from dynbus.actors.running.child import WorkerSettings
+from dynbus.actors.running.in_process import (
     Ending,
     Failure,
     StartFailed,
@@ -23,14 +21,16 @@ from dynbus.actors.serving import (
     serve,
     stalls_of,
 )
-from dynbus.actors.supervisor import Supervisor
+from dynbus.actors.running.leaving import leave_within, running_threads
+from dynbus.actors.running.supervisor import Supervisor
+from dynbus.actors.serving.instance import InstanceBroken
 from dynbus.bus import exit_codes
 from dynbus.bus.cleanup import finish
 from dynbus.bus.commands.terminal import error_line, notice
 from dynbus.bus.errors import ConfigError, DynbusError
-from dynbus.bus.health import METRICS_REMEDY, HealthServer, Status
 from dynbus.bus.lane import new_event_loop
-from dynbus.bus.logs import configure_logging, redact_url
+from dynbus.bus.telemetry.health import METRICS_REMEDY, HealthServer, Status
+from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
 from .interrupts import Interrupts
 from .local_server import embedded_if_local
@@ -238,7 +238,7 @@ def _can_expose() -> bool:
 
 
 def _telemetry(otlp_endpoint: str | None, metrics: bool) -> Callable[[], object]:
-    from dynbus.bus import telemetry
+    from dynbus.bus.telemetry import telemetry
 
     return telemetry.configure(
         service_name="dynbus", otlp_endpoint=otlp_endpoint, prometheus=metrics

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from dynbus.bus import headers
-from dynbus.bus.call_spans import covers
 from dynbus.bus.clock import monotonic
 from dynbus.bus.deadlines import Deadlines
 from dynbus.bus.drops import DropReason
@@ -30,10 +28,10 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.heartbeats import Registry
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST, Inbox
-from dynbus.bus.liveness import HEARTBEAT_INTERVAL
-from dynbus.bus.tokens import random_id
-from dynbus.bus.transport import ConnectionState, Message
-from dynbus.bus.wire import (
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.wire import (
     BATCH_OVERHEAD,
     MAX_PARTS,
     VERSION,
@@ -51,6 +49,8 @@ from dynbus.bus.wire import (
     decode_batch,
     encode_batch,
 )
+from dynbus.bus.telemetry.call_spans import covers
+from dynbus.bus.transport import ConnectionState, Message
 
 from .pending_call import CallHead as CallHead
 from .pending_call import PendingCall as PendingCall

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
 from dynbus.bus.errors import Cancelled, DeadlineExceeded, DynbusError, PayloadTooLarge
-from dynbus.bus.names import EndpointName
-from dynbus.bus.stream_reader import StreamReader
-from dynbus.bus.tokens import random_bytes
-from dynbus.bus.wire import (
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.stream_reader import StreamReader
+from dynbus.bus.protocol.tokens import random_bytes
+from dynbus.bus.protocol.wire import (
     SECRET_BYTES,
     Cancel,
     Credit,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from dynbus.bus.call_spans import CALL_BYTES, span_room, split_calls
-from dynbus.bus.liveness import RemoteLiveness
-from dynbus.bus.names import control_subject
-from dynbus.bus.tokens import random_id
-from dynbus.bus.wire import Frame, Open
+from dynbus.bus.protocol.liveness import RemoteLiveness
+from dynbus.bus.protocol.names import control_subject
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.wire import Frame, Open
+from dynbus.bus.telemetry.call_spans import CALL_BYTES, span_room, split_calls
 
 if TYPE_CHECKING:
     from .caller import Caller

@@ -13,17 +13,17 @@ from typing import Any, Final, Literal, NamedTuple
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.config import BusConfig
-from dynbus.bus.discovery import EXPIRY_GRACE
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
-from dynbus.bus.leases import INSTANCES_STREAM, MARKER_TTL, ttl_of
-from dynbus.bus.logs import redact_url
-from dynbus.bus.names import INSTANCES_BUCKET, ReplySubjects
 from dynbus.bus.nats.api_requests import unix_seconds
 from dynbus.bus.nats.connecting import connect_as
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.jetstream import NatsJetStream, stream_request
 from dynbus.bus.nats.server_process import Address, find_nats_server
-from dynbus.bus.tokens import random_id
+from dynbus.bus.protocol.names import INSTANCES_BUCKET, ReplySubjects
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.records.discovery import EXPIRY_GRACE
+from dynbus.bus.records.leases import INSTANCES_STREAM, MARKER_TTL, ttl_of
+from dynbus.bus.telemetry.logs import redact_url
 from dynbus.bus.transport import NoStream, StoredMessage, StreamConfig
 
 OLDEST_VERSION: Final = (2, 11, 0)

@@ -37,7 +37,7 @@ def doctor(ctx: click.Context, /, as_json: bool, nats: str | None) -> None:
     import asyncio
 
     from dynbus.bus.config import load_config
-    from dynbus.bus.logs import configure_logging
+    from dynbus.bus.telemetry.logs import configure_logging
 
     from .diagnosis import diagnose
 

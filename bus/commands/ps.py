@@ -38,7 +38,7 @@ def ps(namespace: str | None, as_json: bool, nats: str | None) -> None:
 
     from dynbus.bus.clock import unix_time
     from dynbus.bus.config import load_config
-    from dynbus.bus.logs import configure_logging
+    from dynbus.bus.telemetry.logs import configure_logging
 
     from .survey import survey
 

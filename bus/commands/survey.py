@@ -17,12 +17,12 @@ import msgspec
 from dynbus.bus.cleanup import end_tasks
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError, Unavailable
-from dynbus.bus.leases import INSTANCES_STREAM, record_of
-from dynbus.bus.names import TOKEN, ReplySubjects
 from dynbus.bus.nats.connecting import connect_as
-from dynbus.bus.tokens import random_id
+from dynbus.bus.protocol.names import TOKEN, ReplySubjects
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.wire import InstanceRecord
+from dynbus.bus.records.leases import INSTANCES_STREAM, record_of
 from dynbus.bus.transport import Connection, Message, NoStream, StoredMessage
-from dynbus.bus.wire import InstanceRecord
 
 ANSWER_SECONDS: Final = 1.0
 """Seconds that instances have to answer; above 100 of them they spread their answers over 0.25."""

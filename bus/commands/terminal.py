@@ -75,7 +75,7 @@ def notice(text: str) -> None:
 
 def error_line(message: str, code: str = "") -> str:
     """The one line by which a command tells why it failed, without credentials."""
-    from dynbus.bus.logs import redact_url
+    from dynbus.bus.telemetry.logs import redact_url
 
     told = " ".join(redact_url(message).split())
     return printable(f"dynbus: {code}: {told}" if code else f"dynbus: {told}")

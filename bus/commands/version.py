@@ -8,7 +8,7 @@ from typing import Final
 
 import click
 
-from dynbus.bus.wire import VERSION as PROTOCOL
+from dynbus.bus.protocol.wire import VERSION as PROTOCOL
 
 from .terminal import json_option, print_json
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from dynbus.bus import headers as header_block
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import ConfigError, DynbusError
+from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import Message, NoStream, StoredMessage, StreamConfig, StreamInfo
 
 from .consumer import MemoryOrderedConsumer

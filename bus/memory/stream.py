@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.headers import (
+from dynbus.bus.protocol.headers import (
     EXPECTED_LAST_SUBJECT_SEQUENCE,
     MARKER_REASON,
     MESSAGE_ID,

@@ -7,9 +7,9 @@ import itertools
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from dynbus.bus import headers as header_block
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, Unavailable
+from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import Message
 
 if TYPE_CHECKING:

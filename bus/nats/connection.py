@@ -26,7 +26,7 @@ from dynbus.bus.errors import (
     PermissionDenied,
     Unavailable,
 )
-from dynbus.bus.tokens import jitter
+from dynbus.bus.protocol.tokens import jitter
 from dynbus.bus.transport import Callback, ConnectionState, Message, Statistics
 from dynbus.bus.watched_connection import WatchedConnection
 

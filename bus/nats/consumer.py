@@ -13,10 +13,10 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from dynbus.bus import headers as header_block
 from dynbus.bus.cleanup import end_tasks
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, Unavailable
+from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import ConnectionState, Message, StoredMessage
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from dynbus.bus import headers as header_block
 from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
+from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import Message, NoStream, StoredMessage
 
 from .api_requests import FIRST_REPEAT, unix_seconds

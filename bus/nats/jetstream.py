@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from dynbus.bus import headers as header_block
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
+from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import (
     NoRoom,
     NoStream,

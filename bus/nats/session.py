@@ -18,7 +18,7 @@ import nats.aio.transport
 import nats.errors
 
 from dynbus.bus.errors import PermissionDenied, Unavailable
-from dynbus.bus.tokens import jitter
+from dynbus.bus.protocol.tokens import jitter
 
 logger = logging.getLogger(__name__)
 

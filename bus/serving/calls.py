@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from dynbus.bus import headers
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import STATUS_CODES, DynbusError, safe_text
-from dynbus.bus.names import turn_taker
-from dynbus.bus.tokens import random_id
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.names import turn_taker
+from dynbus.bus.protocol.tokens import random_id
 
 if TYPE_CHECKING:
     from dynbus.bus.context import Context
-    from dynbus.bus.stream_writer import StreamWriter
-    from dynbus.bus.telemetry import CallObservation
-    from dynbus.bus.unread_bytes import ClientUnreadBytes
+    from dynbus.bus.protocol.stream_writer import StreamWriter
+    from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes
+    from dynbus.bus.telemetry.telemetry import CallObservation
 
     from .execution import Execution
     from .remote_client import RemoteClient

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from dynbus.bus.call_spans import CALL_BYTES, covers, span_room, split_calls
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
@@ -24,11 +23,10 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.heartbeats import Registry
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST, Inbox
-from dynbus.bus.liveness import HEARTBEAT_INTERVAL
-from dynbus.bus.names import control_subject, is_safe_reply
-from dynbus.bus.transport import ConnectionState
-from dynbus.bus.unread_bytes import ClientUnreadBytes, UnreadBytes
-from dynbus.bus.wire import (
+from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
+from dynbus.bus.protocol.names import control_subject, is_safe_reply
+from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes, UnreadBytes
+from dynbus.bus.protocol.wire import (
     Batch,
     Cancel,
     Credit,
@@ -42,6 +40,8 @@ from dynbus.bus.wire import (
     encode_batch,
     failed_frame,
 )
+from dynbus.bus.telemetry.call_spans import CALL_BYTES, covers, span_room, split_calls
+from dynbus.bus.transport import ConnectionState
 
 from .partial_requests import PartialRequests
 from .remembered_requests import RememberedRequests
@@ -51,7 +51,7 @@ from .requests import PlainCancel, read_cancel
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
-    from dynbus.bus.stream_writer import StreamWriter
+    from dynbus.bus.protocol.stream_writer import StreamWriter
     from dynbus.bus.transport import Message, Subscription
 
     from .calls import FramedCall, ServerCall

@@ -29,7 +29,7 @@ from dynbus.bus.errors import (
     describe_exception,
     only_cause,
 )
-from dynbus.bus.unread_bytes import LEAST_PER_STREAM
+from dynbus.bus.protocol.unread_bytes import LEAST_PER_STREAM
 
 from .admission import Verdict
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from dynbus.bus.bus import Bus
-    from dynbus.bus.telemetry import Telemetry
+    from dynbus.bus.telemetry.telemetry import Telemetry
 
     from .calls import ServerCall
 

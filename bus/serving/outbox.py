@@ -6,12 +6,12 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from dynbus.bus.errors import PayloadTooLarge
+from dynbus.bus.protocol.wire import BATCH_OVERHEAD, MAX_FRAME_BYTES, Frame, encode_batch
 from dynbus.bus.transport import ConnectionState
-from dynbus.bus.wire import BATCH_OVERHEAD, MAX_FRAME_BYTES, Frame, encode_batch
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
-    from dynbus.bus.stream_writer import StreamWriter
+    from dynbus.bus.protocol.stream_writer import StreamWriter
 
     from .execution import Execution
     from .remote_client import RemoteClient

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from dynbus.bus.wire import MAX_PARTS
+from dynbus.bus.protocol.wire import MAX_PARTS
 
 LARGEST_PER_CLIENT: Final = 2
 LARGEST: Final = 4

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from dynbus.bus.clock import monotonic
-from dynbus.bus.names import ANONYMOUS, turn_taker
-from dynbus.bus.unread_bytes import ClientUnreadBytes, UnreadBytes
+from dynbus.bus.protocol.names import ANONYMOUS, turn_taker
+from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes, UnreadBytes
 
 if TYPE_CHECKING:
-    from dynbus.bus.liveness import RemoteLiveness
-    from dynbus.bus.stream_writer import StreamWriter
-    from dynbus.bus.wire import Frame
+    from dynbus.bus.protocol.liveness import RemoteLiveness
+    from dynbus.bus.protocol.stream_writer import StreamWriter
+    from dynbus.bus.protocol.wire import Frame
 
     from .calls import FramedCall
     from .control import ServerControl

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from dynbus.bus import headers
 from dynbus.bus.context import MAX_ID_LENGTH, Context
 from dynbus.bus.errors import InvalidRequest
-from dynbus.bus.names import TOKEN, split_number
-from dynbus.bus.tokens import random_id
-from dynbus.bus.trace_context import trace_fields
-from dynbus.bus.wire import MAX_PARTS, SECRET_BYTES, VERSION
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.names import TOKEN, split_number
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.wire import MAX_PARTS, SECRET_BYTES, VERSION
+from dynbus.bus.telemetry.trace_context import trace_fields
 
 MAX_KEY_LENGTH: Final = 128
 """Characters of an idempotency key."""

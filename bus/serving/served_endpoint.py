@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dynbus.bus.names import EndpointName
+from dynbus.bus.protocol.names import EndpointName
 
 from .admission import Admission
 
 if TYPE_CHECKING:
-    from dynbus.bus.endpoint import Endpoint
     from dynbus.bus.errors import DynbusError
+    from dynbus.bus.protocol.endpoint import Endpoint
 
     from .calls import ServerCall
 

@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from dynbus.bus import headers
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
-from dynbus.bus.endpoint import Endpoint
 from dynbus.bus.errors import (
     DeadlineExceeded,
     Draining,
@@ -26,8 +24,10 @@ from dynbus.bus.errors import (
     PayloadTooLarge,
     Unavailable,
 )
-from dynbus.bus.names import EndpointName, is_safe_reply
-from dynbus.bus.stream_writer import StreamWriter
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.endpoint import Endpoint
+from dynbus.bus.protocol.names import EndpointName, is_safe_reply
+from dynbus.bus.protocol.stream_writer import StreamWriter
 from dynbus.bus.transport import ConnectionState, Message, Subscription
 
 from .calls import FramedCall, PlainCall, error_block

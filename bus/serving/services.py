@@ -14,8 +14,8 @@ import msgspec
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.drops import DropReason
-from dynbus.bus.names import is_safe_reply
-from dynbus.bus.tokens import jitter
+from dynbus.bus.protocol.names import is_safe_reply
+from dynbus.bus.protocol.tokens import jitter
 from dynbus.bus.transport import Message, Subscription
 
 if TYPE_CHECKING:

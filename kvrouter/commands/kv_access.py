@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 from dynbus.bus.commands.terminal import notice
 from dynbus.bus.config import load_config
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.leases import INSTANCES_STREAM, record_of, record_subject
-from dynbus.bus.logs import configure_logging
-from dynbus.bus.names import ReplySubjects, check_token
 from dynbus.bus.nats.connecting import connect_as
-from dynbus.bus.tokens import random_id
+from dynbus.bus.protocol.names import ReplySubjects, check_token
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.records.leases import INSTANCES_STREAM, record_of, record_subject
+from dynbus.bus.telemetry.logs import configure_logging
 from dynbus.bus.transport import JetStream, NoStream, StoredMessage
 from dynbus.kvrouter.routing.profile import BLOCK_SIZE_KEY
 from dynbus.kvrouter.stream.history import (

@@ -12,7 +12,7 @@ import msgspec
 from dynbus.bus.clock import unix_time
 from dynbus.bus.commands.terminal import duration, notice, plain, print_json, print_table
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.names import kv_event_stream
+from dynbus.bus.protocol.names import kv_event_stream
 from dynbus.bus.transport import NoStream, StreamInfo
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex
 from dynbus.kvrouter.stream.contents import dump_lines, hottest_prefixes, rank_rows

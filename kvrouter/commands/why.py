@@ -64,7 +64,7 @@ def why(
 
     from dynbus.bus.commands.terminal import notice, print_json
     from dynbus.bus.config import load_config
-    from dynbus.bus.logs import configure_logging
+    from dynbus.bus.telemetry.logs import configure_logging
     from dynbus.kvrouter.routing.why import Question
 
     from .why_report import (

@@ -13,9 +13,9 @@ from dynbus.bus.commands.survey import survey
 from dynbus.bus.commands.terminal import duration, plain, print_table, printable
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.names import ReplySubjects
 from dynbus.bus.nats.connecting import connect_as
-from dynbus.bus.tokens import random_id
+from dynbus.bus.protocol.names import ReplySubjects
+from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.transport import Message
 from dynbus.kvrouter.routing.observing import TARGET_KEY
 from dynbus.kvrouter.routing.why import MAX_REQUEST_ID, Answer, Question, why_subject

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dynbus.actors.routing import RouteRequest
+from dynbus.actors.calling.routing import RouteRequest
 from dynbus.bus.clock import monotonic
-from dynbus.bus.discovery import Instance
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.records.discovery import Instance
 from dynbus.kvrouter.radix.index import Rank
 
 from .decision import Decision

@@ -10,7 +10,7 @@ from typing import Final
 
 from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic
-from dynbus.bus.names import check_token, kv_load_subject
+from dynbus.bus.protocol.names import check_token, kv_load_subject
 from dynbus.bus.transport import Connection, Message, Subscription
 
 from .shared_load import SharedLoad

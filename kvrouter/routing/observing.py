@@ -13,8 +13,8 @@ from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.names import is_safe_reply
-from dynbus.bus.tokens import random_id
+from dynbus.bus.protocol.names import is_safe_reply
+from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.transport import Message, Subscription
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 

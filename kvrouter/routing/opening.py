@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any, Final
 
 from dynbus.actors import Actor, Runtime
-from dynbus.actors.actor import address_of
-from dynbus.actors.brief_repr import brief_repr
+from dynbus.actors.declaring.actor import address_of
+from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.names import check_token
+from dynbus.bus.protocol.names import check_token
 from dynbus.kvrouter.radix.kernel import is_compiled, load_compiled
 from dynbus.kvrouter.stream.membership import live_instances
 from dynbus.kvrouter.stream.warm_start import warm_follower

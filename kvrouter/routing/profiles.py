@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dynbus.bus.clock import monotonic
-from dynbus.bus.discovery import Instance
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.records.discovery import Instance
 
 from .profile import InstanceProfile, agreed_block_size, read_profile
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, cast
 
 from pydantic import ConfigDict
 
-from dynbus.actors.brief_repr import brief_repr
-from dynbus.actors.routing import RouteRequest
+from dynbus.actors.calling.routing import RouteRequest
+from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.bus.errors import ConfigError, InvalidRequest
 
 from .active_load import expected_tokens

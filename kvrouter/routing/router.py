@@ -8,14 +8,14 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Final, get_args
 
-from dynbus.actors.routing import Route, RouteRequest
+from dynbus.actors.calling.routing import Route, RouteRequest
 from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import suggestion
-from dynbus.bus.discovery import Instance
 from dynbus.bus.errors import ConfigError, Draining
-from dynbus.bus.names import EndpointName
-from dynbus.bus.tokens import random_id
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.records.discovery import Instance
 from dynbus.bus.transport import Connection
 from dynbus.kvrouter.stream.awareness import CacheAwareness, no_instances
 from dynbus.kvrouter.stream.membership import Instances

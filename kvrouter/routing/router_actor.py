@@ -10,12 +10,12 @@ from typing import Any, Final, cast
 from pydantic import BaseModel
 
 from dynbus.actors import Actor, handler
-from dynbus.actors.clients import EndpointClient
-from dynbus.actors.json_object import JsonObject
-from dynbus.actors.stream import Stream
+from dynbus.actors.calling.clients import EndpointClient
+from dynbus.actors.calling.stream import Stream
+from dynbus.actors.declaring.json_object import JsonObject
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.names import EndpointName
+from dynbus.bus.protocol.names import EndpointName
 
 from .constraints import LoraMode
 from .opening import open_router

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from dynbus.bus.metrics import Labels, Metrics, Readings
+from dynbus.bus.telemetry.metrics import Labels, Metrics, Readings
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.follower import IndexFollower
 

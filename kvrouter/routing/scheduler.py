@@ -13,7 +13,7 @@ from random import Random
 from typing import Final
 
 from dynbus.bus.errors import ConfigError, DynbusError, Overloaded
-from dynbus.bus.tokens import jitter
+from dynbus.bus.protocol.tokens import jitter
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness, doubted
 

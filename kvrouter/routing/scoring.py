@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final
 
-from dynbus.actors.brief_repr import brief_repr
+from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.bus.errors import ConfigError, NoInstances
 
 from .cost import Candidate, CostFunction, RequestShape

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from dynbus.actors.routing import RouteRequest
+from dynbus.actors.calling.routing import RouteRequest
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DeadlineExceeded, Draining
 

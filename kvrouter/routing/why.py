@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dynbus.bus.names import check_token
+from dynbus.bus.protocol.names import check_token
 
 from .decision import Decision
 

@@ -8,11 +8,11 @@ import random
 from collections.abc import Callable, Collection
 from typing import Final
 
-from dynbus.bus import headers
 from dynbus.bus.cleanup import end_tasks
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, PayloadTooLarge
-from dynbus.bus.names import kv_event_subject
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.names import kv_event_subject
 from dynbus.bus.transport import Connection, ConnectionState, NoStream
 
 from .event_log import Batch, EventLog

@@ -18,8 +18,8 @@ import msgspec
 from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, Unavailable
-from dynbus.bus.names import KV_ELECTION_BUCKET, kv_election_subject
-from dynbus.bus.stream_repair import StreamRepair
+from dynbus.bus.protocol.names import KV_ELECTION_BUCKET, kv_election_subject
+from dynbus.bus.records.stream_repair import StreamRepair
 from dynbus.bus.transport import (
     REPLICAS,
     JetStream,

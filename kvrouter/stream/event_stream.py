@@ -12,7 +12,7 @@ from math import isclose, isfinite
 from typing import Final, NamedTuple
 
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.names import check_token, kv_event_stream, kv_event_subject
+from dynbus.bus.protocol.names import check_token, kv_event_stream, kv_event_subject
 from dynbus.bus.transport import REPLICAS, JetStream, StreamConfig, StreamLimits
 
 DEFAULT_MAX_BYTES: Final = 512 * 1024 * 1024

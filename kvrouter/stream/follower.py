@@ -23,7 +23,7 @@ from dynbus.actors import Runtime
 from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, DynbusError
-from dynbus.bus.names import check_token, kv_event_subject, kv_resync_subject
+from dynbus.bus.protocol.names import check_token, kv_event_subject, kv_resync_subject
 from dynbus.bus.transport import (
     Connection,
     ConnectionState,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, Unavailable
-from dynbus.bus.names import kv_event_stream, kv_event_subject
+from dynbus.bus.protocol.names import kv_event_stream, kv_event_subject
 from dynbus.bus.transport import JetStream, NoStream, StoredMessage, StreamInfo
 from dynbus.kvrouter.events import Tier
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex, Rank

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from dynbus.bus import headers
+from dynbus.bus.protocol import headers
 from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import CacheDigest, closing_digest
 from dynbus.kvrouter.radix.index import RadixIndex, Rank, Verdict

@@ -9,7 +9,7 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from dynbus.actors.brief_repr import brief_repr
+from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.kvrouter.events import (
     AllBlocksCleared,
     BlockRemoved,

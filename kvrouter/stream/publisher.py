@@ -19,8 +19,8 @@ from dynbus.actors import Actor
 from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, Unavailable
-from dynbus.bus.names import check_token, kv_event_subject, kv_resync_subject
-from dynbus.bus.process_status import ProcessStatus
+from dynbus.bus.protocol.names import check_token, kv_event_subject, kv_resync_subject
+from dynbus.bus.telemetry.process_status import ProcessStatus
 from dynbus.bus.transport import Connection, ConnectionState, Message
 from dynbus.kvrouter.events import KvEvent
 

@@ -12,8 +12,8 @@ from typing import Final, Self
 from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.names import kv_event_subject
-from dynbus.bus.tokens import random_id
+from dynbus.bus.protocol.names import kv_event_subject
+from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.transport import JetStream, NoStream, StreamInfo
 from dynbus.kvrouter.radix.snapshot import IndexDump
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.names import TOKEN, check_token, kv_event_stream, kv_snapshot_bucket
-from dynbus.bus.object_records import NoObject, ObjectBucket, ObjectDamaged, ObjectInfo
-from dynbus.bus.objects import CHUNK_SIZE, ObjectStore
+from dynbus.bus.protocol.names import TOKEN, check_token, kv_event_stream, kv_snapshot_bucket
+from dynbus.bus.records.object_records import NoObject, ObjectBucket, ObjectDamaged, ObjectInfo
+from dynbus.bus.records.objects import CHUNK_SIZE, ObjectStore
 from dynbus.bus.transport import REPLICAS, JetStream, NoStream, StreamFull, StreamInfo
 from dynbus.kvrouter.radix.index import RadixIndex
 from dynbus.kvrouter.radix.snapshot import TornSnapshot, load_index

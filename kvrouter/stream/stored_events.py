@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from dynbus.bus import headers
-from dynbus.bus.names import TOKEN
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.names import TOKEN
 from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import HEADER
 from dynbus.kvrouter.radix.index import Applied, RadixIndex, Rank, Verdict

@@ -22,7 +22,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from dynbus.actors.loader import put_first_on_path
+from dynbus.actors.running.loader import put_first_on_path
 from dynbus.bus.commands.terminal import plain, print_table
 from dynbus.bus.errors import ConfigError
 from dynbus.llm.replay.plot import plot_ttft

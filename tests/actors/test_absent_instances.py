@@ -19,8 +19,8 @@ from dynbus import (
     handler,
 )
 from dynbus.bus.clock import monotonic
-from dynbus.bus.discovery import EXPIRY_GRACE, SUSPECT_SECONDS
-from dynbus.bus.liveness import SILENCE_LIMIT
+from dynbus.bus.protocol.liveness import SILENCE_LIMIT
+from dynbus.bus.records.discovery import EXPIRY_GRACE, SUSPECT_SECONDS
 from dynbus.testing import TestKit, run
 
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from dynbus import Actor, ConfigError, depends, handler
-from dynbus.actors.actor import Dependency, check_startable
+from dynbus.actors.declaring.actor import Dependency, check_startable
 
 
 class Prompt(BaseModel):

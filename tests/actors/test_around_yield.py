@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynbus.actors.around_yield import waits_in_yield
+from dynbus.actors.calling.around_yield import waits_in_yield
 
 found: list[str | None] = []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynbus.actors.brief_repr import LENGTH, brief_repr
+from dynbus.actors.declaring.brief_repr import LENGTH, brief_repr
 
 
 class Silent:

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynbus.actors.child import Child, ChildState, WorkerSettings, exit_text
-from dynbus.actors.child_messages import StartInstance, StopInstance
-from dynbus.actors.loader import resolve
-from dynbus.actors.serving import Assignment
+from dynbus.actors.running.child import Child, ChildState, WorkerSettings, exit_text
+from dynbus.actors.running.child_messages import StartInstance, StopInstance
+from dynbus.actors.running.in_process import Assignment
+from dynbus.actors.running.loader import resolve
 from dynbus.bus.nats.server_process import RunningServer
 
 ACTORS = """

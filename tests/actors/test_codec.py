@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from dynbus import InvalidResponse
-from dynbus.actors.codec import Misfit, codec_for
+from dynbus.actors.declaring.codec import Misfit, codec_for
 
 
 class Prompt(BaseModel):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, field_validator
 
-from dynbus.actors.actor import Actor
-from dynbus.actors.config_file import ConfigFile
-from dynbus.actors.configuration import (
+from dynbus.actors.declaring.actor import Actor
+from dynbus.actors.running.config_file import ConfigFile
+from dynbus.actors.running.configuration import (
     ActorOption,
     ActorSettings,
     Text,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dynbus import EndpointName, Instance
-from dynbus.actors.endpoint_kind import first_kind, kind_of, wrong_kind
-from dynbus.bus.wire import InstanceRecord
+from dynbus.actors.calling.endpoint_kind import first_kind, kind_of, wrong_kind
+from dynbus.bus.protocol.wire import InstanceRecord
 
 ENDPOINT = EndpointName("demo", "Worker", "work")
 

@@ -9,9 +9,9 @@ import pytest
 from pydantic import BaseModel
 
 from dynbus import Actor, InvalidRequest, InvalidResponse, handler
-from dynbus.actors.endpoints import endpoints_of, make_endpoint
+from dynbus.actors.serving.endpoints import endpoints_of, make_endpoint
 from dynbus.bus.context import Context, enter_context
-from dynbus.bus.endpoint import Endpoint
+from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.testing import run
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from dynbus.actors import group_guard
+from dynbus.actors.running import group_guard
 
 ENDED_WITHIN = 15.0
 

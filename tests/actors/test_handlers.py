@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from dynbus import ConfigError, Context, InvalidRequest, handler
-from dynbus.actors.handlers import SPEC, HandlerSpec
+from dynbus.actors.declaring.handlers import SPEC, HandlerSpec
 
 
 class Prompt(BaseModel):

@@ -19,8 +19,8 @@ from dynbus import (
     call_options,
     handler,
 )
-from dynbus.actors.instance import ActorInstance, InstanceBroken
-from dynbus.actors.lifecycle import InstanceState
+from dynbus.actors.serving.instance import ActorInstance, InstanceBroken
+from dynbus.actors.serving.lifecycle import InstanceState
 from dynbus.bus.clock import monotonic
 from dynbus.testing import TestKit, run
 
@@ -115,7 +115,7 @@ def test_a_call_that_runs_is_finished_before_on_stop() -> None:
 
 
 def test_after_the_grace_period_what_still_runs_is_ended(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "dynbus.actors.instance")
+    caplog.set_level(logging.INFO, "dynbus.actors.serving.instance")
 
     async def story() -> tuple[float, str]:
         async with TestKit() as kit:

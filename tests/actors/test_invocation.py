@@ -28,11 +28,11 @@ from dynbus import (
     context,
     handler,
 )
-from dynbus.bus import headers
 from dynbus.bus.clock import monotonic
-from dynbus.bus.discovery import Instance
-from dynbus.bus.names import control_subject
-from dynbus.bus.telemetry import Telemetry
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.names import control_subject
+from dynbus.bus.records.discovery import Instance
+from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.testing import TestKit, run
 
 

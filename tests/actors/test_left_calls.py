@@ -23,9 +23,9 @@ from dynbus import (
     call_options,
     handler,
 )
-from dynbus.actors.clients import Call
+from dynbus.actors.calling.clients import Call
 from dynbus.bus.calling.pending_call import PendingCall
-from dynbus.bus.telemetry import Telemetry
+from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.testing import TestKit, run
 
 LONG = 20.0

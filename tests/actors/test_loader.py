@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dynbus.actors.actor import Actor
-from dynbus.actors.loader import (
+from dynbus.actors.declaring.actor import Actor
+from dynbus.actors.running.loader import (
     ImportFailed,
     Target,
     dependency_depth,

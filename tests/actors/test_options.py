@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynbus import ConfigError, call_options
-from dynbus.actors.options import DEFAULT, CallOptions, current_options
+from dynbus.actors.calling.options import DEFAULT, CallOptions, current_options
 
 
 def test_there_are_none_outside_of_a_block() -> None:

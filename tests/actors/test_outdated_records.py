@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from dynbus import Actor, NoInstances, handler
-from dynbus.bus.discovery import EXPIRY_GRACE, LAST_QUESTION, LOOK_PAUSE
-from dynbus.bus.leases import INSTANCES_STREAM, record_subject
-from dynbus.bus.names import control_subject
-from dynbus.bus.wire import InstanceRecord, encode_record
+from dynbus.bus.protocol.names import control_subject
+from dynbus.bus.protocol.wire import InstanceRecord, encode_record
+from dynbus.bus.records.discovery import EXPIRY_GRACE, LAST_QUESTION, LOOK_PAUSE
+from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 from dynbus.testing import TestKit, run
 
 NAMES = ("outdated", "Worker")

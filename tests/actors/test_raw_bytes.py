@@ -14,8 +14,8 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import TypedDict
 
 from dynbus import Actor, ConfigError, handler
-from dynbus.actors.codec import codec_for
-from dynbus.actors.raw_bytes import HoldsBytes
+from dynbus.actors.declaring.codec import codec_for
+from dynbus.actors.declaring.raw_bytes import HoldsBytes
 from dynbus.testing import TestKit, run
 
 RAW = bytes(range(256))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.actors.restart_policy import (
+from dynbus.actors.declaring.restart_policy import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
     SETTLED_AFTER,

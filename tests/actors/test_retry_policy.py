@@ -24,7 +24,7 @@ from dynbus import (
     Unavailable,
     UnknownOutcome,
 )
-from dynbus.actors.retry_policy import (
+from dynbus.actors.calling.retry_policy import (
     DEFAULT_RETRIES,
     FIRST_BACKOFF,
     MAX_ATTEMPTS,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynbus import ConfigError, Load, Router, RouteRequest
-from dynbus.actors.routing import (
+from dynbus.actors.calling.routing import (
     POLICIES,
     LeastLoaded,
     PowerOfTwo,
@@ -17,9 +17,9 @@ from dynbus.actors.routing import (
     RoundRobin,
     make_router,
 )
-from dynbus.bus.discovery import Instance
-from dynbus.bus.names import EndpointName
-from dynbus.bus.wire import InstanceRecord
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.wire import InstanceRecord
+from dynbus.bus.records.discovery import Instance
 
 pytestmark = pytest.mark.anyio
 

@@ -18,9 +18,9 @@ from dynbus import (
     Unavailable,
     handler,
 )
-from dynbus.actors.clients import WAIT_TIMEOUT
-from dynbus.actors.instance import STOP_TIMEOUT
-from dynbus.actors.lifecycle import InstanceState
+from dynbus.actors.calling.clients import WAIT_TIMEOUT
+from dynbus.actors.serving.instance import STOP_TIMEOUT
+from dynbus.actors.serving.lifecycle import InstanceState
 from dynbus.bus.clock import monotonic
 from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.bus.nats.server_process import RunningServer, free_port

@@ -18,9 +18,9 @@ from dynbus import (
     call_options,
     handler,
 )
-from dynbus.actors.routing import ROUTE_TIMEOUT
+from dynbus.actors.calling.routing import ROUTE_TIMEOUT
 from dynbus.bus.clock import monotonic
-from dynbus.bus.discovery import Instance
+from dynbus.bus.records.discovery import Instance
 from dynbus.testing import TestKit, run
 
 

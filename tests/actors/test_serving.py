@@ -14,12 +14,10 @@ from typing import Any, cast
 import pytest
 from tests.conditions import eventually
 
-from dynbus.actors import instance, serving
-from dynbus.actors.actor import Actor, depends
-from dynbus.actors.handlers import handler
-from dynbus.actors.loader import ImportFailed, dependency_depth, load_targets
-from dynbus.actors.runtime import Runtime
-from dynbus.actors.serving import (
+from dynbus.actors.declaring.actor import Actor, depends
+from dynbus.actors.declaring.handlers import handler
+from dynbus.actors.running import in_process as serving
+from dynbus.actors.running.in_process import (
     Assignment,
     Ending,
     StartFailed,
@@ -28,6 +26,9 @@ from dynbus.actors.serving import (
     serve,
     users_traceback,
 )
+from dynbus.actors.running.loader import ImportFailed, dependency_depth, load_targets
+from dynbus.actors.runtime import Runtime
+from dynbus.actors.serving import instance
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
 from dynbus.bus.nats.server_process import RunningServer

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from pydantic import BaseModel, Field
 
-from dynbus.actors.codec import codec_for
-from dynbus.actors.shapes import MAX_EXAMPLE, describe_request, example_of
+from dynbus.actors.declaring.codec import codec_for
+from dynbus.actors.declaring.shapes import MAX_EXAMPLE, describe_request, example_of
 
 
 class Author(BaseModel):

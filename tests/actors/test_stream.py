@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from dynbus import Actor, HandlerError, InvalidResponse, NoInstances, call_options, handler
-from dynbus.actors.stream import Stream
+from dynbus.actors.calling.stream import Stream
 from dynbus.testing import TestKit, run
 
 

@@ -14,18 +14,18 @@ from typing import Any
 import psutil
 import pytest
 
-from dynbus.actors import child as spawning
-from dynbus.actors import supervisor as supervising
-from dynbus.actors.actor import Actor
-from dynbus.actors.child import Child, ChildState, WorkerSettings
-from dynbus.actors.child_messages import Command, DrainInstance, StopInstance
-from dynbus.actors.configuration import Text
-from dynbus.actors.handlers import handler
-from dynbus.actors.instance import CANCEL_TIMEOUT, STOP_TIMEOUT
-from dynbus.actors.loader import resolve
-from dynbus.actors.restart_policy import OnCrash
-from dynbus.actors.serving import Assignment
-from dynbus.actors.supervisor import Supervisor
+from dynbus.actors.declaring.actor import Actor
+from dynbus.actors.declaring.handlers import handler
+from dynbus.actors.declaring.restart_policy import OnCrash
+from dynbus.actors.running import child as spawning
+from dynbus.actors.running import supervisor as supervising
+from dynbus.actors.running.child import Child, ChildState, WorkerSettings
+from dynbus.actors.running.child_messages import Command, DrainInstance, StopInstance
+from dynbus.actors.running.configuration import Text
+from dynbus.actors.running.in_process import Assignment
+from dynbus.actors.running.loader import resolve
+from dynbus.actors.running.supervisor import Supervisor
+from dynbus.actors.serving.instance import CANCEL_TIMEOUT, STOP_TIMEOUT
 from dynbus.bus import exit_codes
 from dynbus.bus.clock import monotonic, run
 from dynbus.bus.errors import ConfigError

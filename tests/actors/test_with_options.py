@@ -21,7 +21,7 @@ from dynbus import (
     handler,
     with_options,
 )
-from dynbus.actors.options import CallOptions, current_options
+from dynbus.actors.calling.options import CallOptions, current_options
 from dynbus.bus.clock import monotonic
 from dynbus.testing import TestKit, run
 

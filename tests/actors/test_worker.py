@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynbus.actors.child_messages import (
+from dynbus.actors.running.child_messages import (
     ActorLoaded,
     CollectMetrics,
     Command,
@@ -29,7 +29,7 @@ from dynbus.actors.child_messages import (
     StartInstance,
     StopInstance,
 )
-from dynbus.actors.worker import Channel
+from dynbus.actors.running.worker import Channel
 
 LOAD = LoadActor(
     path=["/a"],
@@ -43,6 +43,8 @@ LOAD = LoadActor(
     metrics=True,
 )
 ENDED_WITHIN = 15.0
+
+MODULE = "dynbus.actors.running.worker"
 
 
 class Parent:
@@ -164,7 +166,14 @@ def start_worker(path: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dynbus.actors.worker", str(theirs.fileno()), "test/1"],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                MODULE,
+                str(theirs.fileno()),
+                "test/1",
+            ],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple, TypeVar
 
-from dynbus.bus import headers
 from dynbus.bus.bus import Bus
 from dynbus.bus.calling.caller import Caller
 from dynbus.bus.calling.pending_call import CallHead, PendingCall
@@ -16,9 +15,10 @@ from dynbus.bus.config import load_config
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.bus.memory.subscription import MemorySubscription
-from dynbus.bus.names import EndpointName, control_subject, split_number
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.names import EndpointName, control_subject, split_number
+from dynbus.bus.protocol.wire import Frame, Heartbeat, decode_batch, encode_batch
 from dynbus.bus.transport import Message
-from dynbus.bus.wire import Frame, Heartbeat, decode_batch, encode_batch
 
 F = TypeVar("F")
 

@@ -7,22 +7,22 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple, TypeVar
 
-from dynbus.bus import headers
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import load_config
 from dynbus.bus.context import Context
-from dynbus.bus.endpoint import Endpoint
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.memory.connection import MemoryConnection
-from dynbus.bus.names import EndpointName, control_subject
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.endpoint import Endpoint
+from dynbus.bus.protocol.names import EndpointName, control_subject
+from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes, UnreadBytes
+from dynbus.bus.protocol.wire import Batch, Frame, decode_batch, encode_batch
 from dynbus.bus.serving.calls import ServerCall
 from dynbus.bus.serving.execution import Execution
 from dynbus.bus.serving.served_endpoint import ServedEndpoint
 from dynbus.bus.serving.server import InstanceServer
 from dynbus.bus.transport import Message
-from dynbus.bus.unread_bytes import ClientUnreadBytes, UnreadBytes
-from dynbus.bus.wire import Batch, Frame, decode_batch, encode_batch
 
 from .far_side import settle
 

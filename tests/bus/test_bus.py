@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from dynbus.bus import headers
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import BusConfig
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.bus.protocol import headers
 from dynbus.bus.transport import ConnectionState
 from dynbus.testing import run
 

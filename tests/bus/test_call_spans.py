@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.bus.call_spans import CALL_BYTES, CallSpan, covers, span_room, split_calls
-from dynbus.bus.wire import Heartbeat, Open, encode_batch
+from dynbus.bus.protocol.wire import Heartbeat, Open, encode_batch
+from dynbus.bus.telemetry.call_spans import CALL_BYTES, CallSpan, covers, span_room, split_calls
 
 numbers = st.integers(0, 10**18 - 1)
 calls_of_a_side = st.dictionaries(st.integers(0, 40) | numbers, st.integers(0, 2**63 - 1))

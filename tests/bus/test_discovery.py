@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dynbus.bus.discovery import EXPIRY_GRACE, RETURN_SECONDS, SUSPECT_SECONDS, InstanceView
-from dynbus.bus.leases import record_of, ttl_of
+from dynbus.bus.protocol.wire import InstanceRecord, encode_record
+from dynbus.bus.records.discovery import EXPIRY_GRACE, RETURN_SECONDS, SUSPECT_SECONDS, InstanceView
+from dynbus.bus.records.leases import record_of, ttl_of
 from dynbus.bus.transport import StoredMessage
-from dynbus.bus.wire import InstanceRecord, encode_record
 
 KEY = ("demo", "Splitter")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynbus.bus.endpoint import Endpoint
+from dynbus.bus.protocol.endpoint import Endpoint
 
 
 def endpoint(**options: Any) -> Endpoint:

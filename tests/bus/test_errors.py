@@ -20,7 +20,7 @@ from dynbus.bus.errors import (
     HandlerError,
     Overloaded,
 )
-from dynbus.bus.wire import Failed, decode_batch, encode_batch, error_of, failed_frame
+from dynbus.bus.protocol.wire import Failed, decode_batch, encode_batch, error_of, failed_frame
 
 SECRET = bytes(16)
 KINDS = list(ERRORS.values())

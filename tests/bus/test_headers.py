@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.headers import (
-    decode,
-    decode_metadata,
-    encode,
-    encode_metadata,
-    status,
-)
+from dynbus.bus.protocol.headers import decode, decode_metadata, encode, encode_metadata, status
 
 keys = st.text(
     st.characters(min_codepoint=33, max_codepoint=126, exclude_characters=":"), min_size=1

@@ -14,9 +14,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from dynbus.bus import health
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.health import HealthServer, Status, parse_address
+from dynbus.bus.telemetry import health
+from dynbus.bus.telemetry.health import HealthServer, Status, parse_address
 
 WELL = Status()
 
@@ -250,9 +250,9 @@ def test_metrics_are_served_in_the_prometheus_format() -> None:
     code = """if True:
         import asyncio
         from urllib.request import urlopen
-        from dynbus.bus.health import HealthServer, Status
-        from dynbus.bus.names import EndpointName
-        from dynbus.bus.telemetry import Telemetry, configure
+        from dynbus.bus.telemetry.health import HealthServer, Status
+        from dynbus.bus.protocol.names import EndpointName
+        from dynbus.bus.telemetry.telemetry import Telemetry, configure
 
         shutdown = configure(service_name="test", prometheus=True, instance_id="i1")
         name = EndpointName("demo", "Shouter", "generate")

@@ -19,11 +19,16 @@ from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, PayloadTooLarge, StreamLost
 from dynbus.bus.heartbeats import TICK
 from dynbus.bus.lane import ThreadLane
-from dynbus.bus.liveness import GONE_AFTER, HEARTBEAT_INTERVAL, RECONNECT_GRACE, SILENCE_LIMIT
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.memory.connection import MemoryConnection
-from dynbus.bus.names import ReplySubjects
-from dynbus.bus.wire import Open, Ping, Pong
+from dynbus.bus.protocol.liveness import (
+    GONE_AFTER,
+    HEARTBEAT_INTERVAL,
+    RECONNECT_GRACE,
+    SILENCE_LIMIT,
+)
+from dynbus.bus.protocol.names import ReplySubjects
+from dynbus.bus.protocol.wire import Open, Ping, Pong
 from dynbus.testing import run
 
 from .far_side import ENDPOINT, Played, played, settle

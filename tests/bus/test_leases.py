@@ -9,7 +9,9 @@ import pytest
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.leases import (
+from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.protocol.wire import InstanceRecord, encode_record
+from dynbus.bus.records.leases import (
     INSTANCES_STREAM,
     RENEWALS_PER_COUNT,
     Lease,
@@ -18,9 +20,7 @@ from dynbus.bus.leases import (
     ensure_bucket,
     record_subject,
 )
-from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.transport import ConnectionState, StoredMessage, StreamConfig
-from dynbus.bus.wire import InstanceRecord, encode_record
 from dynbus.testing import run
 
 RECORD = InstanceRecord(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynbus.bus.liveness import (
+from dynbus.bus.protocol.liveness import (
     GONE_AFTER,
     HEARTBEAT_INTERVAL,
     RECONNECT_GRACE,

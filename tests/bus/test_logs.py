@@ -18,8 +18,8 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from dynbus.bus.context import Context, enter_context, inside_instance
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.logs import configure_logging, redact_url
-from dynbus.bus.names import InstanceName
+from dynbus.bus.protocol.names import InstanceName
+from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -252,7 +252,10 @@ def test_an_unknown_format_or_level_is_refused(format: Any, level: str, message:
 
 
 def test_importing_it_does_not_import_structlog() -> None:
-    code = "import sys, dynbus.bus.logs; print('structlog' in sys.modules, 'rich' in sys.modules)"
+    code = (
+        "import sys, dynbus.bus.telemetry.logs; "
+        "print('structlog' in sys.modules, 'rich' in sys.modules)"
+    )
 
     done = subprocess.run(
         [sys.executable, "-c", code],

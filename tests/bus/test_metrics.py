@@ -14,7 +14,15 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import ERRORS, Cancelled, DynbusError, Unavailable
-from dynbus.bus.metrics import DROP_REASONS, OTHER, SECONDS, Metrics, Tally, error_code, listed
+from dynbus.bus.telemetry.metrics import (
+    DROP_REASONS,
+    OTHER,
+    SECONDS,
+    Metrics,
+    Tally,
+    error_code,
+    listed,
+)
 from dynbus.bus.transport import NoStream
 
 LABELS = (("side", "server"),)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.names import (
+from dynbus.bus.protocol.names import (
     DEFAULT_REPLY_PREFIXES,
     EndpointName,
     ReplySubjects,

@@ -19,8 +19,8 @@ from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.object_records import NoObject, ObjectBucket, record_subject
-from dynbus.bus.objects import ObjectStore
+from dynbus.bus.records.object_records import NoObject, ObjectBucket, record_subject
+from dynbus.bus.records.objects import ObjectStore
 from dynbus.bus.transport import Message
 
 pytestmark = pytest.mark.anyio

@@ -7,8 +7,8 @@ import asyncio
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import BusConfig
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.names import control_subject
-from dynbus.bus.presence import ANSWER_SECONDS, Presence
+from dynbus.bus.protocol.names import control_subject
+from dynbus.bus.records.presence import ANSWER_SECONDS, Presence
 from dynbus.bus.transport import Message
 from dynbus.testing import run
 

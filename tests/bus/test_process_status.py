@@ -8,7 +8,7 @@ import msgspec
 
 from dynbus import Actor, handler
 from dynbus.bus.commands.survey import parse_answer
-from dynbus.bus.process_status import MAX_TEXT, ProcessStatus
+from dynbus.bus.telemetry.process_status import MAX_TEXT, ProcessStatus
 from dynbus.testing import TestKit, run
 
 

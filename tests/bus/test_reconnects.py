@@ -17,7 +17,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.config import load_config
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.memory.connection import MemoryConnection
-from dynbus.bus.names import EndpointName
+from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.serving.server import InstanceServer
 from dynbus.testing import run
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dynbus.bus.errors import PayloadTooLarge
-from dynbus.bus.stream_reader import StreamReader
-from dynbus.bus.wire import End, Item, Items, Part, failed_frame
+from dynbus.bus.protocol.stream_reader import StreamReader
+from dynbus.bus.protocol.wire import End, Item, Items, Part, failed_frame
 
 SECRET = bytes(16)
 WINDOW = 100

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dynbus.bus.errors import HandlerError, PayloadTooLarge
-from dynbus.bus.stream_reader import StreamReader
-from dynbus.bus.stream_writer import StreamWriter
-from dynbus.bus.wire import End, Failed, Items, Part, Terminal
+from dynbus.bus.protocol.stream_reader import StreamReader
+from dynbus.bus.protocol.stream_writer import StreamWriter
+from dynbus.bus.protocol.wire import End, Failed, Items, Part, Terminal
 
 SECRET = bytes(16)
 WINDOW = 100

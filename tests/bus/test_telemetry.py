@@ -26,11 +26,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 from dynbus.bus.context import Context
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import ConfigError, DynbusError, HandlerError
-from dynbus.bus.headers import encode
-from dynbus.bus.names import EndpointName
-from dynbus.bus.telemetry import MAX_ENDPOINTS, CallObservation, Telemetry
-from dynbus.bus.telemetry_sdk import exporters, is_requested
-from dynbus.bus.trace_context import trace_fields
+from dynbus.bus.protocol.headers import encode
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.telemetry.sdk import exporters, is_requested
+from dynbus.bus.telemetry.telemetry import MAX_ENDPOINTS, CallObservation, Telemetry
+from dynbus.bus.telemetry.trace_context import trace_fields
 
 GENERATE = EndpointName("demo", "Shouter", "generate")
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -508,7 +508,7 @@ def python(code: str, **environment: str) -> str:
 
 def test_when_nothing_asks_for_telemetry_nothing_of_it_is_imported() -> None:
     output = python(
-        "import sys; from dynbus.bus.telemetry import Telemetry; "
+        "import sys; from dynbus.bus.telemetry.telemetry import Telemetry; "
         "print(Telemetry.from_environment(), "
         "[name for name in sys.modules if name.startswith(('opentelemetry', 'structlog'))])"
     )
@@ -520,8 +520,8 @@ def test_an_sdk_that_the_program_has_set_up_is_used() -> None:
     output = python(
         "from opentelemetry import trace; from opentelemetry.sdk.trace import TracerProvider; "
         "trace.set_tracer_provider(TracerProvider()); "
-        "from dynbus.bus.telemetry import Telemetry; "
-        "from dynbus.bus.names import EndpointName; "
+        "from dynbus.bus.telemetry.telemetry import Telemetry; "
+        "from dynbus.bus.protocol.names import EndpointName; "
         "found = Telemetry.from_environment(); assert found is Telemetry.from_environment(); "
         "call = found.client_call(EndpointName('a', 'b', 'c'), "
         "streaming=False, request_id='', parent=None); "
@@ -540,7 +540,7 @@ def test_an_sdk_that_the_program_has_set_up_is_used() -> None:
 )
 def test_a_disabled_sdk_costs_as_little_as_none(environment: dict[str, str]) -> None:
     output = python(
-        "from dynbus.bus.telemetry import Telemetry; "
+        "from dynbus.bus.telemetry.telemetry import Telemetry; "
         "print(Telemetry.from_environment(), Telemetry.from_environment())",
         OTEL_TRACES_EXPORTER="console",
         **environment,
@@ -553,7 +553,7 @@ def test_a_missing_extra_is_named_by_configure_and_does_not_stop_a_runtime() -> 
     output = python(
         "import sys; sys.modules['opentelemetry.sdk.resources'] = None\n"
         "from dynbus.bus.errors import ConfigError\n"
-        "from dynbus.bus.telemetry import Telemetry, configure\n"
+        "from dynbus.bus.telemetry.telemetry import Telemetry, configure\n"
         "print(Telemetry.from_environment())\n"
         "try:\n"
         "    configure(service_name='x')\n"
@@ -569,8 +569,8 @@ def test_a_missing_extra_is_named_by_configure_and_does_not_stop_a_runtime() -> 
 def test_a_collector_that_is_gone_delays_the_end_no_longer_than_allowed() -> None:
     output = python(
         "import time\n"
-        "from dynbus.bus.telemetry import Telemetry, configure\n"
-        "from dynbus.bus.names import EndpointName\n"
+        "from dynbus.bus.telemetry.telemetry import Telemetry, configure\n"
+        "from dynbus.bus.protocol.names import EndpointName\n"
         "shutdown = configure(service_name='x', otlp_endpoint='127.0.0.1:1')\n"
         "telemetry = Telemetry.from_environment()\n"
         "telemetry.client_call(EndpointName('a', 'b', 'c'), "

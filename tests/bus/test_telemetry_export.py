@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.bus import telemetry_export
-from dynbus.bus.telemetry_export import FIRST_PAUSE, LOGGERS, LONGEST_PAUSE, ExportState, watch
+from dynbus.bus.telemetry import export as telemetry_export
+from dynbus.bus.telemetry.export import FIRST_PAUSE, LOGGERS, LONGEST_PAUSE, ExportState, watch
 
 REFUSALS = [
     "Failed to export metrics to c:4317, error code: StatusCode.UNIMPLEMENTED, error details: ",

@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.sampling import (
 )
 from opentelemetry.trace import NoOpTracerProvider
 
-from dynbus.bus.telemetry_sdk import Shutdown, exporters, leaves_unsampled
+from dynbus.bus.telemetry.sdk import Shutdown, exporters, leaves_unsampled
 
 
 def test_an_end_without_steps_is_done_and_starts_no_thread() -> None:
@@ -134,7 +134,7 @@ def python(code: str, **environment: str) -> str:
 
 
 CONFIGURE = """
-from dynbus.bus.telemetry_sdk import configure, installed, providers
+from dynbus.bus.telemetry.sdk import configure, installed, providers
 shutdown = configure(service_name="svc", instance_id="i1", {arguments})
 """
 
@@ -167,8 +167,8 @@ SPANS = """
 import json
 from opentelemetry import trace
 from dynbus.bus.context import Context, inside_instance
-from dynbus.bus.names import EndpointName, InstanceName
-from dynbus.bus.telemetry import Telemetry
+from dynbus.bus.protocol.names import EndpointName, InstanceName
+from dynbus.bus.telemetry.telemetry import Telemetry
 endpoint = EndpointName("demo", "Inner", "run")
 telemetry = Telemetry.from_environment()
 telemetry.client_call(endpoint, streaming=False, request_id="r", parent=None).end()
@@ -251,7 +251,7 @@ def test_a_provider_that_the_program_has_installed_stays() -> None:
 def test_an_exporter_that_is_not_installed_is_named_with_its_remedy() -> None:
     output = python(
         "from dynbus.bus.errors import ConfigError\n"
-        "from dynbus.bus.telemetry_sdk import configure\n"
+        "from dynbus.bus.telemetry.sdk import configure\n"
         "try:\n"
         "    configure(service_name='x')\n"
         "except ConfigError as error:\n"

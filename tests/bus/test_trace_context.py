@@ -7,8 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
-from dynbus.bus import headers as h
-from dynbus.bus.trace_context import MAX_TRACE_HEADER, TraceApi, is_unsampled, trace_fields
+from dynbus.bus.protocol import headers as h
+from dynbus.bus.telemetry.trace_context import (
+    MAX_TRACE_HEADER,
+    TraceApi,
+    is_unsampled,
+    trace_fields,
+)
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SPAN = "b7ad6b7169203331"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.bus.stream_writer import StreamWriter
-from dynbus.bus.unread_bytes import (
+from dynbus.bus.protocol.stream_writer import StreamWriter
+from dynbus.bus.protocol.unread_bytes import (
     LEAST_PER_STREAM,
     UNIT_COST,
     ClientUnreadBytes,

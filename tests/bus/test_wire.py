@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.bus.call_spans import CALL_BYTES, span_room
 from dynbus.bus.calling.caller import MAX_CONTROL_FRAMES
 from dynbus.bus.calling.remote_instance import ACKNOWLEDGEMENT_BYTES
-from dynbus.bus.serving.outbox import FRAME_OVERHEAD
-from dynbus.bus.wire import (
+from dynbus.bus.protocol.wire import (
     MAX_CALLS,
     MAX_FRAME_BYTES,
     MAX_FRAMES,
@@ -38,6 +36,8 @@ from dynbus.bus.wire import (
     encode_batch,
     encode_record,
 )
+from dynbus.bus.serving.outbox import FRAME_OVERHEAD
+from dynbus.bus.telemetry.call_spans import CALL_BYTES, span_room
 
 SECRET = b"0123456789abcdef"
 HEAD = b"\x95\x01\xa1i\xa1n\x02\x91"

@@ -9,7 +9,7 @@ import pytest
 
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import PayloadTooLarge, Unavailable
-from dynbus.bus.headers import encode, status
+from dynbus.bus.protocol.headers import encode, status
 from dynbus.bus.transport import ConnectionState, Message
 
 from .conftest import Bus, Received, settled

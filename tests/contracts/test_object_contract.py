@@ -11,8 +11,8 @@ import pytest
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.object_records import NoObject, ObjectBucket, ObjectDamaged, bucket_stream
-from dynbus.bus.objects import ObjectStore
+from dynbus.bus.records.object_records import NoObject, ObjectBucket, ObjectDamaged, bucket_stream
+from dynbus.bus.records.objects import ObjectStore
 from dynbus.bus.transport import Connection, NoStream, StreamFull
 
 from .conftest import Bus

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from dynbus.bus import headers
 from dynbus.bus.cleanup import end_tasks
-from dynbus.bus.names import EndpointName, control_subject
 from dynbus.bus.nats.connection import NatsConnection, connect
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.names import EndpointName, control_subject
+from dynbus.bus.protocol.wire import Frame, Open, decode_batch, encode_batch
 from dynbus.bus.transport import Message
-from dynbus.bus.wire import Frame, Open, decode_batch, encode_batch
 
 INCARNATION = "hostile"
 BEAT = 0.2

@@ -158,7 +158,7 @@ class Folder:
 
     def workers(self) -> list[psutil.Process]:
         """The living child processes that serve instances here."""
-        return [each for each in self.processes() if "dynbus.actors.worker" in _line(each)]
+        return [each for each in self.processes() if "dynbus.actors.running.worker" in _line(each)]
 
     def processes(self) -> list[psutil.Process]:
         """Every living process that was started in, or for, this folder."""

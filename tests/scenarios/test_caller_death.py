@@ -11,8 +11,8 @@ from tests.conditions import eventually
 from tests.proxy import Proxy
 
 from dynbus import Runtime, call_options
-from dynbus.bus.liveness import RECONNECT_GRACE
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.protocol.liveness import RECONNECT_GRACE
 
 from .observation import holds_as_before, leftovers, no_handler_runs, resident
 from .processes import Process, Processes

@@ -17,9 +17,9 @@ from dynbus import Runtime, UnknownOutcome
 from dynbus.bus.commands.diagnosis import diagnose
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.leases import INSTANCES_STREAM, ensure_bucket
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.bus.records.leases import INSTANCES_STREAM, ensure_bucket
 
 from .observation import leftovers
 from .processes import Processes

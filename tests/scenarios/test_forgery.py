@@ -11,7 +11,7 @@ from tests.conditions import eventually
 
 from dynbus import Runtime
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.wire import Heartbeat, Open, encode_batch
+from dynbus.bus.protocol.wire import Heartbeat, Open, encode_batch
 
 from .observation import Prefer
 from .stage import Stage

@@ -15,7 +15,7 @@ from tests.conditions import eventually
 from dynbus import Runtime, call_options
 from dynbus.bus.cleanup import end_tasks
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.wire import End, Open, Ping, Pong
+from dynbus.bus.protocol.wire import End, Open, Ping, Pong
 
 from .hostile_client import INCARNATION, HostileClient, hostile_client, secret_of
 from .processes import Process, Processes

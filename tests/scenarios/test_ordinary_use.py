@@ -16,8 +16,8 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from dynbus import DynbusError, Runtime
-from dynbus.bus.liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, SILENCE_LIMIT
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, SILENCE_LIMIT
 
 from .workload import Count, Source, Wait
 

@@ -18,8 +18,8 @@ from .project import project_folder
 PROGRAM = """
 from dynbus.bus.context import Context
 from dynbus.bus.errors import HandlerError
-from dynbus.bus.names import EndpointName
-from dynbus.bus.telemetry import Telemetry
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.telemetry.telemetry import Telemetry
 
 def call(name, parent, inner, error=None):
     client = telemetry.client_call(name, streaming=True, request_id="request-1", parent=parent)
@@ -127,7 +127,7 @@ def test_an_endpoint_given_to_configure_wins_over_the_variables(protocol: str) -
 
     with RECEIVERS[protocol](collector) as endpoint:
         run(
-            "from dynbus.bus.telemetry import configure\n"
+            "from dynbus.bus.telemetry.telemetry import configure\n"
             f"shutdown = configure(service_name='named', otlp_endpoint={endpoint!r}, "
             "instance_id='instance-1')\n" + PROGRAM + "assert shutdown.shutdown()\n",
             {
@@ -146,7 +146,7 @@ def test_an_endpoint_given_to_configure_wins_over_the_variables(protocol: str) -
 EXPORTING = """
 import time
 from opentelemetry import metrics, trace
-from dynbus.bus.telemetry import Telemetry
+from dynbus.bus.telemetry.telemetry import Telemetry
 Telemetry.from_environment()
 metrics.get_meter("t").create_counter("jobs").add(1)
 for number in range(5):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from dynbus import Actor, handler
-from dynbus.bus import headers
-from dynbus.bus.names import ReplySubjects
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.names import ReplySubjects
+from dynbus.bus.protocol.wire import Failed, decode_batch
 from dynbus.bus.transport import Message
-from dynbus.bus.wire import Failed, decode_batch
 from dynbus.testing import TestKit, run
 
 

@@ -13,8 +13,8 @@ from tests.conditions import eventually
 
 from dynbus import Runtime
 from dynbus.actors.runtime import Connecting
-from dynbus.bus.leases import INSTANCES_STREAM
 from dynbus.bus.nats.server_process import RunningServer, run_server
+from dynbus.bus.records.leases import INSTANCES_STREAM
 
 from .observation import begun_at, leftovers, no_handler_runs
 from .workload import Count, Relay, Source, Text, Wait

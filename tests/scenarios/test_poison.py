@@ -15,8 +15,8 @@ from tests.conditions import eventually
 
 from dynbus import Runtime, call_options
 from dynbus.bus.drops import DropReason
-from dynbus.bus.leases import INSTANCES_STREAM
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.records.leases import INSTANCES_STREAM
 from dynbus.bus.transport import StreamConfig
 
 from .observation import leftovers

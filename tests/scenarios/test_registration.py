@@ -16,10 +16,10 @@ from tests.conditions import eventually
 from tests.proxy import Proxy
 
 from dynbus import Actor, ConfigError, NoInstances, Runtime, call_options, handler
-from dynbus.bus.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.protocol.wire import decode_record, encode_record
+from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.transport import JetStream
-from dynbus.bus.wire import decode_record, encode_record
 
 from .processes import Processes
 from .workload import Done, Source, Wait

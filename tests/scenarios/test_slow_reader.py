@@ -13,7 +13,7 @@ from tests.conditions import eventually
 
 from dynbus import ReaderStalled, Runtime, call_options
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.unread_bytes import LEAST_PER_STREAM
+from dynbus.bus.protocol.unread_bytes import LEAST_PER_STREAM
 
 from .observation import no_handler_runs
 from .processes import Processes

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from dynbus import Actor, DynbusError, HandlerError, call_options, context, depends, handler
-from dynbus.bus.telemetry import Telemetry
+from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.testing import TestKit, run
 
 

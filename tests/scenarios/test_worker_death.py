@@ -10,8 +10,8 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import NoInstances, Runtime, StreamLost, Unavailable, UnknownOutcome, call_options
-from dynbus.bus.discovery import SUSPECT_SECONDS
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.records.discovery import SUSPECT_SECONDS
 
 from .observation import Prefer, begun_at, no_handler_runs
 from .processes import Processes

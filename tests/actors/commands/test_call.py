@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 from dynbus.actors.commands import calling
 from dynbus.actors.commands.call import call
 from dynbus.actors.commands.calling import CallRequest
-from dynbus.bus.names import EndpointName
+from dynbus.bus.protocol.names import EndpointName
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from dynbus.actors.actor import Actor
 from dynbus.actors.commands.calling import CallRequest, describe_error, execute
-from dynbus.actors.handlers import handler
+from dynbus.actors.declaring.actor import Actor
+from dynbus.actors.declaring.handlers import handler
 from dynbus.actors.runtime import Runtime
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import HandlerError, Overloaded, Unavailable
-from dynbus.bus.names import EndpointName
 from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.bus.protocol.names import EndpointName
 
 
 class Word(BaseModel):

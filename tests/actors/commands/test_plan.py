@@ -19,7 +19,7 @@ from dynbus.actors.commands.plan import (
     make_plan,
     print_plan,
 )
-from dynbus.actors.configuration import ActorOption
+from dynbus.actors.running.configuration import ActorOption
 from dynbus.bus.errors import ConfigError
 
 from .options import run_options

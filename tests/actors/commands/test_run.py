@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from dynbus.actors.commands import running
 from dynbus.actors.commands.plan import RunOptions
 from dynbus.actors.commands.run import run
-from dynbus.actors.configuration import ActorOption
+from dynbus.actors.running.configuration import ActorOption
 from dynbus.bus import exit_codes
 
 

@@ -27,8 +27,8 @@ from dynbus.actors.commands.running import (
     _is_told as is_told,  # pyright: ignore[reportPrivateUsage]
 )
 from dynbus.actors.commands.running import execute
-from dynbus.actors.leaving import leave_within
-from dynbus.actors.serving import Failure
+from dynbus.actors.running.in_process import Failure
+from dynbus.actors.running.leaving import leave_within
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats.server_process import RunningServer

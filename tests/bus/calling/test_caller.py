@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tests.bus.far_side import ENDPOINT, Played, played, settle
 
-from dynbus.bus import headers
 from dynbus.bus.calling.caller import SMALLEST_WINDOW
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
@@ -23,8 +22,9 @@ from dynbus.bus.errors import (
     UnknownOutcome,
 )
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.names import EndpointName
-from dynbus.bus.wire import (
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.wire import (
     Cancel,
     Credit,
     End,

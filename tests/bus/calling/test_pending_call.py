@@ -17,7 +17,17 @@ from dynbus.bus.errors import (
     Overloaded,
     PayloadTooLarge,
 )
-from dynbus.bus.wire import Cancel, Credit, End, Frame, Item, Items, Part, Resume, failed_frame
+from dynbus.bus.protocol.wire import (
+    Cancel,
+    Credit,
+    End,
+    Frame,
+    Item,
+    Items,
+    Part,
+    Resume,
+    failed_frame,
+)
 from dynbus.testing import run
 
 

@@ -8,8 +8,8 @@ from tests.bus.far_side import ENDPOINT, Played, played
 from dynbus.bus.calling.remote_instance import RemoteInstance
 from dynbus.bus.errors import UnknownOutcome
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.names import control_subject
-from dynbus.bus.wire import Item, Open, encode_batch
+from dynbus.bus.protocol.names import control_subject
+from dynbus.bus.protocol.wire import Item, Open, encode_batch
 from dynbus.testing import run
 
 

@@ -29,10 +29,10 @@ from dynbus.bus.commands.diagnosis import (
 from dynbus.bus.commands.doctor import doctor
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Unavailable
-from dynbus.bus.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.jetstream import stream_request
 from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.transport import StoredMessage, StreamConfig
 
 

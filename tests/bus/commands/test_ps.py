@@ -10,11 +10,11 @@ import pytest
 
 from dynbus.bus.commands.survey import Answer, Row, join, parse_answer, survey
 from dynbus.bus.config import BusConfig
-from dynbus.bus.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.protocol.wire import InstanceRecord, encode_record
+from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.transport import Message
-from dynbus.bus.wire import InstanceRecord, encode_record
 
 RECORD = InstanceRecord(
     namespace="demo",

@@ -15,11 +15,11 @@ from dynbus.bus.commands import survey as module
 from dynbus.bus.commands.survey import parse_answer, survey
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Unavailable
-from dynbus.bus.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer, free_port, run_server
+from dynbus.bus.protocol.wire import InstanceRecord, encode_record
+from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.transport import Message
-from dynbus.bus.wire import InstanceRecord, encode_record
 
 
 def stats(instance_id: str = "i1", **changes: Any) -> bytes:

@@ -9,7 +9,7 @@ from importlib import metadata
 from click.testing import CliRunner
 
 from dynbus.bus.commands.version import installed, version
-from dynbus.bus.wire import VERSION
+from dynbus.bus.protocol.wire import VERSION
 
 
 def test_json_has_every_version() -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from dynbus.bus.clock import EPOCH
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.headers import MESSAGE_ID, ROLLUP, TTL
 from dynbus.bus.memory.stream import MemoryStream
+from dynbus.bus.protocol.headers import MESSAGE_ID, ROLLUP, TTL
 from dynbus.bus.transport import StreamConfig, StreamFull, StreamInfo, StreamLimits
 
 publishes = st.tuples(

@@ -10,7 +10,7 @@ from tests.bus.near_side import ADDRESS, INSTANCE, RecordedCall, bus_in_memory
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
-from dynbus.bus.endpoint import Endpoint
+from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.serving.execution import Execution
 from dynbus.bus.serving.served_endpoint import ServedEndpoint
 from dynbus.testing import run

@@ -19,13 +19,15 @@ from tests.bus.near_side import (
     until,
 )
 
-from dynbus.bus import headers
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
 from dynbus.bus.errors import DynbusError, HandlerError, Overloaded, Unavailable
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.stream_writer import StreamWriter
+from dynbus.bus.protocol.wire import End, Failed, Item
 from dynbus.bus.serving.calls import (
     PLAIN_WINDOW,
     FramedCall,
@@ -37,9 +39,7 @@ from dynbus.bus.serving.control import ServerControl
 from dynbus.bus.serving.execution import Execution
 from dynbus.bus.serving.outbox import Outbox
 from dynbus.bus.serving.served_endpoint import ServedEndpoint
-from dynbus.bus.stream_writer import StreamWriter
 from dynbus.bus.transport import Message
-from dynbus.bus.wire import End, Failed, Item
 from dynbus.testing import run
 
 REPLY = "_INBOX.plain"

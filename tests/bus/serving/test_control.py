@@ -10,11 +10,11 @@ from tests.bus.far_side import settle
 from tests.bus.near_side import INCARNATION, PlayedClient, endpoint, secret_of, serving, until
 
 from dynbus.bus.drops import DropReason
+from dynbus.bus.protocol.wire import End, Failed, Item, Open, Resume, Unknown
 from dynbus.bus.serving import control, remote_client, request_digests
 from dynbus.bus.serving.remote_client import KEPT_SECONDS as KEPT_RESULT_SECONDS
 from dynbus.bus.serving.remote_client import client_key
 from dynbus.bus.serving.request_digests import KEPT_SECONDS
-from dynbus.bus.wire import End, Failed, Item, Open, Resume, Unknown
 from dynbus.testing import run
 
 KEY = client_key("_R.-.c1", INCARNATION)

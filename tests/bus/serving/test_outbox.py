@@ -15,12 +15,12 @@ from tests.bus.near_side import INCARNATION, INSTANCE, PlayedClient, bus_in_memo
 from dynbus.bus.bus import Bus
 from dynbus.bus.errors import HandlerError
 from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.protocol.stream_writer import StreamWriter
+from dynbus.bus.protocol.wire import MAX_FRAME_BYTES, End, Failed, Item, Items, Part
 from dynbus.bus.serving.control import ServerControl
 from dynbus.bus.serving.execution import Execution
 from dynbus.bus.serving.outbox import Outbox
 from dynbus.bus.serving.remote_client import RemoteClient
-from dynbus.bus.stream_writer import StreamWriter
-from dynbus.bus.wire import MAX_FRAME_BYTES, End, Failed, Item, Items, Part
 from dynbus.testing import run
 
 

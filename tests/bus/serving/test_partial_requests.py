@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynbus.bus.protocol.wire import MAX_PARTS
 from dynbus.bus.serving.partial_requests import (
     IDLE_SWEEPS,
     LARGEST,
@@ -18,7 +19,6 @@ from dynbus.bus.serving.partial_requests import (
     PartialRequest,
     PartialRequests,
 )
-from dynbus.bus.wire import MAX_PARTS
 
 
 @given(st.lists(st.binary(), min_size=1, max_size=20), st.randoms(use_true_random=False))

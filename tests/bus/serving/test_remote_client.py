@@ -7,10 +7,10 @@ from typing import Any, cast
 
 from tests.bus.near_side import secret_of
 
+from dynbus.bus.protocol.stream_writer import StreamWriter
+from dynbus.bus.protocol.unread_bytes import UnreadBytes
+from dynbus.bus.protocol.wire import Heartbeat
 from dynbus.bus.serving.remote_client import EARLY_ENDS, RemoteClient
-from dynbus.bus.stream_writer import StreamWriter
-from dynbus.bus.unread_bytes import UnreadBytes
-from dynbus.bus.wire import Heartbeat
 
 
 class RecordedOutbox:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dynbus.bus import headers
 from dynbus.bus.context import Context
 from dynbus.bus.errors import InvalidRequest
+from dynbus.bus.protocol import headers
 from dynbus.bus.serving.requests import (
     MAX_HEADER_BYTES,
     PlainCancel,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dynbus.bus.endpoint import Endpoint
 from dynbus.bus.errors import HandlerError
-from dynbus.bus.names import EndpointName
+from dynbus.bus.protocol.endpoint import Endpoint
+from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.serving.served_endpoint import ServedEndpoint
 
 

@@ -21,16 +21,15 @@ from tests.bus.near_side import (
     until,
 )
 
-from dynbus.bus import headers
 from dynbus.bus.context import context
 from dynbus.bus.drops import DropReason
-from dynbus.bus.endpoint import Endpoint
 from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
-from dynbus.bus.liveness import SILENCE_LIMIT
-from dynbus.bus.names import control_subject
-from dynbus.bus.serving.remote_client import client_key
-from dynbus.bus.unread_bytes import LEAST_PER_STREAM
-from dynbus.bus.wire import (
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.endpoint import Endpoint
+from dynbus.bus.protocol.liveness import SILENCE_LIMIT
+from dynbus.bus.protocol.names import control_subject
+from dynbus.bus.protocol.unread_bytes import LEAST_PER_STREAM
+from dynbus.bus.protocol.wire import (
     Cancel,
     Credit,
     End,
@@ -43,6 +42,7 @@ from dynbus.bus.wire import (
     Resume,
     Unknown,
 )
+from dynbus.bus.serving.remote_client import client_key
 from dynbus.testing import run
 
 

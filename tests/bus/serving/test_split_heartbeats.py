@@ -9,11 +9,11 @@ from typing import cast
 import pytest
 from tests.bus.near_side import Served, endpoint, serving, until
 
-from dynbus.bus.endpoint import Endpoint
-from dynbus.bus.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.protocol.endpoint import Endpoint
+from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
+from dynbus.bus.protocol.wire import Failed, Heartbeat, Open
 from dynbus.bus.serving.control import ARRIVAL_GRACE
-from dynbus.bus.wire import Failed, Heartbeat, Open
 from dynbus.testing import run
 
 CALLS = 10

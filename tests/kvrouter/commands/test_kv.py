@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dynbus.bus.errors import ConfigError, DynbusError
-from dynbus.bus.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.protocol.wire import InstanceRecord, encode_record
+from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.transport import NoStream
-from dynbus.bus.wire import InstanceRecord, encode_record
 from dynbus.kvrouter.commands.kv import kv
 from dynbus.kvrouter.commands.kv_points import parse_points, parse_time
 from dynbus.kvrouter.commands.kv_prefix import parse_prefix

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.names import kv_load_subject
+from dynbus.bus.protocol.names import kv_load_subject
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.routing.load_sharing import HEARTBEAT, LoadSharing
 from dynbus.kvrouter.routing.shared_load import SILENCE, SharedLoad

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynbus.actors.routing import Load, RouteRequest
+from dynbus.actors.calling.routing import Load, RouteRequest
 from dynbus.bus.errors import ConfigError, InvalidRequest
-from dynbus.bus.names import EndpointName
+from dynbus.bus.protocol.names import EndpointName
 from dynbus.kvrouter.routing.request_fields import RequestFields, field_of
 
 ENDPOINT = EndpointName("llm", "Engine", "generate")

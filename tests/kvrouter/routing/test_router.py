@@ -19,7 +19,7 @@ from dynbus import (
     NoInstances,
     call_options,
 )
-from dynbus.bus.names import kv_event_subject
+from dynbus.bus.protocol.names import kv_event_subject
 from dynbus.bus.transport import Connection
 from dynbus.kvrouter.events import BlockStored, encode_events
 from dynbus.kvrouter.hashing import block_hashes

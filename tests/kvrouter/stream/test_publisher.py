@@ -22,7 +22,7 @@ from tests.kvrouter.event_bus import (
 )
 
 from dynbus.bus.errors import ConfigError, Unavailable
-from dynbus.bus.process_status import ProcessStatus
+from dynbus.bus.telemetry.process_status import ProcessStatus
 from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.engines import EngineBridge
 from dynbus.kvrouter.events import (

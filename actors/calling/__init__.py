@@ -1,0 +1,1 @@
+"""How an actor is called: clients, options, routing, retries."""

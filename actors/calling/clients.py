@@ -1,0 +1,387 @@
+"""Clients: typed ones that look like the actor, and untyped ones for any endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from inspect import Parameter
+from typing import TYPE_CHECKING, Any, Final, Never, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+from dynbus.actors.declaring.actor import Actor, address_of
+from dynbus.actors.declaring.brief_repr import brief_repr
+from dynbus.actors.declaring.codec import Misfit
+from dynbus.actors.declaring.handlers import HandlerSpec
+from dynbus.actors.declaring.json_object import decode_json, decode_json_items, encode_json
+from dynbus.bus.context import Context
+from dynbus.bus.errors import ConfigError, InvalidRequest
+from dynbus.bus.protocol.names import EndpointName, check_token
+
+from .invocation import Invocation
+from .options import DEFAULT, NONE, CallOptions, Default, checked, current_options, refuse_unknown
+from .routing import Router, RoutingName, make_router
+from .stream import Stream
+
+if TYPE_CHECKING:
+    from dynbus.actors.runtime import Runtime
+
+
+WAIT_TIMEOUT: Final = 60.0
+"""Seconds that `wait_for_instances` waits unless told."""
+
+
+class Call:
+    """An untyped call: `await` it for a unary result, iterate over it for a stream.
+
+    Nothing is sent before that. Awaiting a streaming endpoint gives the stream. A call is made
+    once: a unary one that was awaited raises `RuntimeError` when it is awaited again.
+    """
+
+    def __init__(self, invocation: Invocation) -> None:
+        self._invocation = invocation
+        self._stream: Stream[Any] | None = None
+        self._awaited = False
+
+    @property
+    def id(self) -> str:
+        """The request id."""
+        return self._invocation.request_id
+
+    @property
+    def instance_id(self) -> str:
+        """The instance that serves the call; empty before it is chosen."""
+        return self._invocation.instance_id
+
+    def __repr__(self) -> str:
+        return f"<Call {self._invocation.endpoint} {self.id}>"
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._result().__await__()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        self._check_not_awaited()
+        self._invocation.streaming = True
+        return self._as_stream()
+
+    async def aclose(self) -> None:
+        """Cancel the call."""
+        if self._stream is not None:
+            await self._stream.aclose()
+        self._invocation.abandon()
+
+    def _as_stream(self) -> Stream[Any]:
+        if self._stream is None:
+            self._stream = Stream(self._invocation, decode_json_items)
+        return self._stream
+
+    async def _result(self) -> Any:
+        invocation = self._invocation
+        if invocation.streaming is None:
+            await invocation.learn_kind()
+        if invocation.streaming:
+            return self._as_stream()
+        self._check_not_awaited()
+        self._awaited = True
+        return await invocation.unary(decode_json)
+
+    def _check_not_awaited(self) -> None:
+        if self._awaited:
+            raise RuntimeError(
+                f"{self!r} was awaited already and is not sent twice: make another call"
+            )
+
+
+class EndpointClient:
+    """An untyped client of one endpoint. `generate` routes by the client's own policy."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoint: EndpointName,
+        router: Router,
+        options: CallOptions = NONE,
+    ) -> None:
+        self.endpoint = endpoint
+        self._runtime = runtime
+        self._router = router
+        self._options = options
+        self._routers: dict[RoutingName, Router] = {}
+
+    def __repr__(self) -> str:
+        return f"<EndpointClient {self.endpoint} [{len(self.instance_ids())} instances]>"
+
+    def generate(self, request: Any = None) -> Call:
+        """Call the endpoint on the instance that the client's routing picks."""
+        return self._call(request, self._router)
+
+    def random(self, request: Any = None) -> Call:
+        """Call any instance."""
+        return self._call(request, self._policy("random"))
+
+    def round_robin(self, request: Any = None) -> Call:
+        """Call the next instance in turn."""
+        return self._call(request, self._policy("round_robin"))
+
+    def least_loaded(self, request: Any = None) -> Call:
+        """Call the instance with the fewest calls."""
+        return self._call(request, self._policy("least_loaded"))
+
+    def power_of_two(self, request: Any = None) -> Call:
+        """Call the less loaded of two random instances."""
+        return self._call(request, self._policy("power_of_two"))
+
+    def direct(self, request: Any, instance_id: str) -> Call:
+        """Call this very instance."""
+        check_token("instance", instance_id)
+        return self._call(request, self._router, instance=instance_id)
+
+    def instance_ids(self) -> list[str]:
+        """The instances that are known now."""
+        return self._runtime.instance_ids(self.endpoint.namespace, self.endpoint.component)
+
+    async def wait_for_instances(
+        self, timeout: float | None = WAIT_TIMEOUT, *, count: int = 1
+    ) -> list[str]:
+        """Wait until `count` instances are known; their ids.
+
+        Args:
+            timeout: seconds to wait; None waits for ever.
+
+        Raises:
+            NoInstances: there are not as many in time.
+        """
+        found = await self._runtime.discovery.wait(self.endpoint, count, timeout)
+        return [instance.id for instance in found]
+
+    def _policy(self, name: RoutingName) -> Router:
+        router = self._routers.get(name)
+        if router is None:
+            router = self._routers[name] = make_router(name)
+        return router
+
+    def _with_options(self, options: CallOptions) -> EndpointClient:
+        """This client with other options; both route in turn."""
+        made = EndpointClient(
+            self._runtime, self.endpoint, self._router, options.over(self._options)
+        )
+        made._routers = self._routers
+        return made
+
+    def _call(self, request: Any, router: Router, *, instance: str = "") -> Call:
+        options = current_options().over(self._options)
+        if instance:
+            options = CallOptions(instance=instance).over(options)
+        invocation = Invocation(
+            self._runtime,
+            self.endpoint,
+            router,
+            request,
+            encode_json(request),
+            streaming=None,
+            # The instance keeps the limit that its handler declares.
+            timeout=None,
+            options=options,
+        )
+        return Call(invocation)
+
+
+class ActorClient:
+    """What a typed client really is: one method per handler, and nothing else.
+
+    The type checkers take it for the actor, so that they also let through what only an
+    instance has: `on_start`, `on_stop`, `runtime`, fields. That is told here.
+    """
+
+    __slots__ = ("__weakref__", "_actor", "_options", "_router", "_runtime")
+
+    _actor: type[Actor]
+    _options: CallOptions
+    _router: Router
+    _runtime: Runtime
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        actor: type[Actor],
+        router: Router,
+        options: CallOptions = NONE,
+    ) -> None:
+        set_own = super().__setattr__
+        set_own("_runtime", runtime)
+        set_own("_actor", actor)
+        set_own("_router", router)
+        set_own("_options", options)
+
+    def __repr__(self) -> str:
+        return f"<client of {address_of(self._actor)}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            # Asked for by copying and the like, maybe before there is an actor to name.
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(self._refusal(name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{self._refusal(name)}, and cannot be changed")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{self._refusal(name)}, and cannot be changed")
+
+    def _with_options(self, options: CallOptions) -> ActorClient:
+        """This client with other options; both route in turn."""
+        return type(self)(self._runtime, self._actor, self._router, options.over(self._options))
+
+    def _refusal(self, name: str) -> str:
+        actor = self._actor
+        handlers = ", ".join(actor.__dynbus_handlers__)
+        if name in actor.__dynbus_handlers__:
+            return f"{actor.__name__}.{name} is a handler; a client has only: {handlers}"
+        where = "; it stays in the actor's own process" if hasattr(actor, name) else ""
+        return f"{actor.__name__}.{name} is not a handler{where}; a client has only: {handlers}"
+
+
+C = TypeVar("C", bound=Actor | EndpointClient)
+
+
+def with_options(
+    client: C,
+    /,
+    *,
+    timeout: float | None | Default = DEFAULT,
+    wait: float | None = None,
+    instance: str | None = None,
+    request_id: str | None = None,
+    priority: int | None = None,
+    idempotency_key: str | None = None,
+    retries: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    **unknown: Never,
+) -> C:
+    """A client whose calls have these options, of the same type as `client`, which stays as it is.
+
+    It routes together with `client`. Its options go before those that `client` has, and
+    `call_options` around a call before both; metadata adds up. See `call_options` for what each
+    option means.
+
+    Raises:
+        ConfigError: `client` is no client or dependency, there is no such option, or a value is
+            not usable.
+    """
+    refuse_unknown(unknown, "with_options(client, ...)")
+    given: Any = client
+    if not isinstance(given, ActorClient | EndpointClient):
+        raise ConfigError(
+            f"with_options({brief_repr(client)}): give a client, such as runtime.client(Other) "
+            "or self.other of a dependency"
+        )
+    options = checked(
+        CallOptions(
+            timeout=timeout,
+            wait=wait,
+            instance=instance,
+            request_id=request_id,
+            priority=priority,
+            idempotency_key=idempotency_key,
+            retries=retries,
+            metadata=metadata,
+        )
+    )
+    made = given._with_options(options)  # pyright: ignore[reportPrivateUsage]
+    return cast(C, made)
+
+
+_classes: WeakKeyDictionary[type[Actor], type[ActorClient]] = WeakKeyDictionary()
+
+
+def client_class(actor: type[Actor]) -> type[ActorClient]:
+    """The class of typed clients of an actor; made once per actor class.
+
+    Raises:
+        ConfigError: an annotation of a handler cannot be used.
+    """
+    made = _classes.get(actor)
+    if made is None:
+        made = _classes[actor] = _make_client_class(actor)
+    return made
+
+
+def _make_client_class(actor: type[Actor]) -> type[ActorClient]:
+    methods: dict[str, Any] = {}
+    for attribute, spec in actor.__dynbus_handlers__.items():
+        spec.check()
+        endpoint = EndpointName.of(
+            actor.__dynbus_namespace__, actor.__dynbus_component__, spec.name
+        )
+        make = _stream_method if spec.streaming else _unary_method
+        method = make(spec, endpoint)
+        method.__name__ = attribute
+        method.__qualname__ = f"{actor.__name__}.{attribute}"
+        method.__doc__ = spec.function.__doc__
+        methods[attribute] = method
+    return type(f"{actor.__name__}Client", (ActorClient,), {"__slots__": (), **methods})
+
+
+def _unary_method(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Any]:
+    decode = spec.result_codec.decode
+    invoke = _invoker(spec, endpoint)
+
+    async def call(self: ActorClient, *request: Any, **named: Any) -> Any:
+        return await invoke(self, request, named).unary(decode)
+
+    return call
+
+
+def _stream_method(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Any]:
+    decode_many = spec.result_codec.decode_many
+    invoke = _invoker(spec, endpoint)
+
+    def call(self: ActorClient, *request: Any, **named: Any) -> Stream[Any]:
+        return Stream(invoke(self, request, named), decode_many)
+
+    return call
+
+
+def _invoker(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Invocation]:
+    """What both kinds of method do first: bind, validate, and make the invocation."""
+    codec = spec.request_codec
+    parameter = spec.parameter.name if spec.parameter is not None else ""
+    default = spec.default
+    has_default = default is not Parameter.empty
+    streaming, timeout, idempotent = spec.streaming, spec.timeout, spec.idempotent
+
+    def invoke(client: ActorClient, request: tuple[Any, ...], named: dict[str, Any]) -> Invocation:
+        parent: Context | None = named.pop("context", None) if named else None
+        if codec is None:
+            if request or named:
+                raise TypeError(f"{spec.label}() takes no request")
+            value, data = None, b""
+        else:
+            if len(request) == 1 and not named:
+                value = request[0]
+            elif not request and list(named) == [parameter]:
+                value = named[parameter]
+            elif has_default and not request and not named:
+                value = default
+            else:
+                raise TypeError(f"{spec.label}() takes one request, {parameter!r}")
+            try:
+                data = codec.encode(value)
+            except Misfit as error:
+                raise InvalidRequest(f"{endpoint}: {error}", started=False) from None
+        # A client's own attributes are private: every other name is a handler's.
+        return Invocation(
+            client._runtime,  # pyright: ignore[reportPrivateUsage]
+            endpoint,
+            client._router,  # pyright: ignore[reportPrivateUsage]
+            value,
+            data,
+            streaming=streaming,
+            timeout=timeout,
+            idempotent=idempotent,
+            migration_limit=spec.migration_limit,
+            options=current_options().over(
+                client._options  # pyright: ignore[reportPrivateUsage]
+            ),
+            parent=parent,
+        )
+
+    return invoke

@@ -1,0 +1,432 @@
+"""One logical call: sending it to a chosen instance, and to the next where that is safe.
+
+`Selection` chooses the instance, `RetryPolicy` says what follows a failed attempt; both are
+carried out here, and whoever observes the call is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dynbus.actors.declaring.codec import Misfit
+from dynbus.bus.calling.caller import CallHead, PendingCall
+from dynbus.bus.clock import monotonic
+from dynbus.bus.context import Context, current_context
+from dynbus.bus.errors import Cancelled, DeadlineExceeded, DynbusError, InvalidResponse, Unavailable
+from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.tokens import jitter, random_id
+from dynbus.bus.records.discovery import EXPIRY_GRACE, SUSPECT_SECONDS
+
+from .options import DEFAULT, CallOptions
+from .retry_policy import FailedAttempt, GiveUp, PauseThenRetry, RetryPolicy, is_away
+from .routing import NO_METADATA, Router
+from .selection import Selection
+
+if TYPE_CHECKING:
+    from dynbus.actors.runtime import Runtime
+    from dynbus.bus.telemetry.telemetry import CallObservation
+
+
+class Invocation:
+    """A call from its options to its end. Made when the call is written, sent when awaited.
+
+    Args:
+        streaming: None when only the instances' records can tell (untyped calls).
+        timeout: seconds used when neither options nor parent give less; None for no limit.
+        options: of this very call.
+    """
+
+    __slots__ = (
+        "_attempt",
+        "_deadline",
+        "_fields",
+        "_idempotent",
+        "_left",
+        "_may_have_started",
+        "_metadata",
+        "_migration_limit",
+        "_observation",
+        "_parent",
+        "_priority",
+        "_retry_policy",
+        "_selection",
+        "_wait_until",
+        "call",
+        "data",
+        "endpoint",
+        "instance_id",
+        "options",
+        "request_id",
+        "runtime",
+    )
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoint: EndpointName,
+        router: Router,
+        request: Any,
+        data: bytes,
+        *,
+        streaming: bool | None,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        idempotent: bool = False,
+        migration_limit: int = 0,
+        options: CallOptions,
+        parent: Context | None = None,
+    ) -> None:
+        parent = parent or current_context()
+        self.runtime = runtime
+        self.endpoint = endpoint
+        self.data = data
+        self.options = options
+        self.request_id = options.request_id or (parent.id if parent else random_id())
+        self.instance_id = options.instance or ""
+        self.call: PendingCall | None = None
+        self._idempotent = idempotent or bool(options.idempotency_key)
+        self._migration_limit = migration_limit
+        self._parent = parent
+        self._attempt = 0
+        self._left = False
+        self._may_have_started = False
+        self._retry_policy: RetryPolicy | None = None
+        self._selection = Selection(
+            runtime, endpoint, router, request, self.request_id, parent, streaming
+        )
+        self._fields: dict[str, str] | None = None
+        self._metadata: Mapping[str, str] = NO_METADATA
+        self._priority = 0
+        self._observation: CallObservation | None = None
+        self._wait_until: float | None = None
+        limit = timeout if options.timeout is DEFAULT else options.timeout
+        deadline = monotonic() + limit if isinstance(limit, int | float) else None
+        if parent is not None and parent.deadline is not None:
+            deadline = parent.deadline if deadline is None else min(deadline, parent.deadline)
+        self._deadline = deadline
+
+    @property
+    def streaming(self) -> bool | None:
+        """Whether the call is a stream; None for an untyped one before an instance tells."""
+        return self._selection.streaming
+
+    @streaming.setter
+    def streaming(self, streaming: bool) -> None:
+        self._selection.streaming = streaming
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether items may be read from `call` without passing here: nothing counts them."""
+        observation = self._selection.observation
+        return self._observation is None and (observation is None or not observation.sees_items)
+
+    async def learn_kind(self) -> None:
+        """Find out whether the endpoint streams, from the records of its instances.
+
+        Raises:
+            NoInstances: there is none that could tell, at once or after the wait.
+            DeadlineExceeded: none was found in time.
+            Cancelled: the call was left.
+        """
+        try:
+            await self._selection.learn_kind(
+                self.options.instance or "", self._wait_left(), self._time_left()
+            )
+            self._check_not_left()
+        except BaseException as error:
+            # Whether the call would have been a stream was not to be learned.
+            self._observe()
+            self._end(error)
+            raise
+
+    async def begin(self) -> PendingCall:
+        """Send the request to the instance that the router picks.
+
+        Raises:
+            NoInstances: there is none, at once or after the wait that the options give.
+            ConfigError: the router failed, or picked what it was not offered.
+            InvalidRequest: the instance serves the endpoint in the other kind.
+            DeadlineExceeded, PayloadTooLarge, Unavailable: nothing was sent.
+            Cancelled: the call was left; nor then.
+        """
+        self._check_not_left()
+        fields = self._fields
+        if fields is None:
+            fields = self._fields = self._head_fields()
+        runtime, selection = self.runtime, self._selection
+        if not runtime.is_connected:
+            await runtime.wait_connected(self._time_left())
+            self._check_not_left()
+        # Until one is chosen a failure is no instance's, and no reason to try the next.
+        self.instance_id = self.options.instance or ""
+        instance_id = self.instance_id or await selection.choose(
+            self._wait_left(),
+            self._time_left(),
+            attempt=self._attempt + 1,
+            priority=self._priority,
+            metadata=self._metadata,
+        )
+        self._check_not_left()
+        self.instance_id = instance_id
+        self._attempt += 1
+        selection.check_kind(instance_id)
+        if selection.metadata is not None:
+            fields = {**fields, headers.METADATA: selection.metadata}
+        head = CallHead(
+            self.endpoint,
+            self.request_id,
+            self._deadline,
+            self._attempt,
+            bool(selection.streaming),
+            fields,
+        )
+        call = runtime.caller.begin(head, instance_id, self.data)
+        self.call = call
+        if self._parent is not None:
+            call.follow(self._parent)
+        if selection.observation is not None:
+            selection.observation.started()
+        return call
+
+    async def unary(self, decode: Callable[[bytes], Any]) -> Any:
+        """The result of a unary call, over as many attempts as are safe.
+
+        Args:
+            decode: bytes to result; raises `Misfit`.
+
+        Raises:
+            InvalidResponse: the result does not fit.
+            DynbusError: how the call ended otherwise.
+        """
+        try:
+            while True:
+                try:
+                    data = await (await self.begin()).result()
+                    break
+                except DynbusError as error:
+                    await self._prepare_retry(error)
+            if self._selection.observation is not None:
+                self._selection.observation.arrived((data,))
+            try:
+                result = decode(data)
+            except Misfit as error:
+                raise InvalidResponse(
+                    f"the result of {self.endpoint}: {error}", request_id=self.request_id
+                ) from None
+        except BaseException as error:
+            if self.call is not None:
+                self.call.abandon()
+            self._end(error)
+            raise
+        self._end(None)
+        return result
+
+    async def items(self) -> list[bytes]:
+        """The next items of a stream; empty at its end. The first call sends the request.
+
+        Raises:
+            DynbusError: how the call ended.
+        """
+        try:
+            while True:
+                call = self.call
+                try:
+                    if call is None:
+                        call = await self.begin()
+                    items = await call.items()
+                    break
+                except DynbusError as error:
+                    if self.call is not None and self.call.reader.has_begun:
+                        if self.call.unreachable and self.call.error is error:
+                            self._pass_over(error, unreachable=True)
+                        raise
+                    await self._prepare_retry(error)
+        except BaseException as error:
+            self._end(error)
+            raise
+        if not items:
+            self._end(None)
+            return items
+        if self._observation is not None:
+            self._observation.items(len(items))
+        if self._selection.observation is not None:
+            self._selection.observation.arrived(items)
+        return items
+
+    def abandon(self, error: DynbusError | None = None) -> None:
+        """Leave the call: the far side is cancelled, and what was not sent yet never is.
+
+        Args:
+            error: why, when the call failed and was not merely left.
+        """
+        self._left = True
+        call = self.call
+        if call is None:
+            # Between two attempts, if any: who awaits the next one ends with `Cancelled`.
+            return
+        if call.is_open:
+            call.abandon()
+            if error is None and self._observation is not None:
+                self._observation.cancelled()
+        self._end_route(error or call.error)
+        self._end(error)
+
+    # Internals -----------------------------------------------------------------------------
+
+    async def _prepare_retry(self, error: DynbusError) -> None:
+        """Return when another attempt may follow, after a pause where one is due.
+
+        Raises:
+            DynbusError: the error itself, when none may.
+            Cancelled: the call was left during the pause.
+        """
+        # Before the next attempt is routed: a router that counts calls must not count both.
+        self._end_route(error)
+        call, selection = self.call, self._selection
+        self.call = None
+        if self._left:
+            raise error
+        self._may_have_started |= error.started
+        answered = call is not None and call.error is error
+        unreachable = call is not None and answered and call.unreachable
+        if self._retry_policy is None:
+            self._retry_policy = RetryPolicy(
+                idempotent=self._idempotent,
+                retries=self.options.retries,
+                migration_limit=self._migration_limit,
+            )
+        if error.started:
+            # There was an instance: for the next one the caller waits anew.
+            self._wait_until = None
+        failed = FailedAttempt(
+            error,
+            self._attempt,
+            sent=call is not None,
+            routed=bool(self.instance_id and not self.options.instance),
+            unreachable=unreachable,
+            lost=answered
+            and not unreachable
+            and not error.started
+            and isinstance(error, Unavailable),
+            settling=self.runtime.discovery.view.is_settling(monotonic()),
+            others=selection.has_untried(self.instance_id),
+            waits=self._wait_left() > 0,
+        )
+        decision = self._retry_policy.decide(failed)
+        if isinstance(decision, PauseThenRetry) and not decision.counted:
+            await self._pause(decision, error)
+            self._attempt -= 1
+            return
+        if answered and is_away(failed):
+            self._pass_over(error, unreachable=unreachable)
+        if isinstance(decision, GiveUp):
+            raise error
+        if isinstance(decision, PauseThenRetry):
+            selection.forget_tried()
+            await self._pause(decision, error)
+        else:
+            if not decision.counted:
+                self._attempt -= 1
+            selection.mark_tried(self.instance_id)
+
+    def _pass_over(self, error: DynbusError, *, unreachable: bool) -> None:
+        """Have nobody choose the instance for a while: it is away, or has fallen silent."""
+        seconds = SUSPECT_SECONDS
+        if error.started:
+            # Only a renewal can show that it is back, and its record lives no longer than this.
+            seconds = self.runtime.bus.config.lease_ttl + EXPIRY_GRACE
+        self.runtime.discovery.suspect(
+            self.endpoint.namespace,
+            self.endpoint.component,
+            self.instance_id,
+            seconds,
+            nobody_listens=unreachable and not error.started,
+        )
+
+    def _wait_left(self) -> float:
+        """Seconds that the call still waits for an instance, from its first look for one on."""
+        wait = self.options.wait
+        if not wait:
+            return 0.0
+        now = monotonic()
+        if self._wait_until is None:
+            self._wait_until = now + wait
+        return max(0.0, self._wait_until - now)
+
+    async def _pause(self, decision: PauseThenRetry, error: DynbusError) -> None:
+        seconds = max(decision.backoff * jitter.uniform(0.5, 1.0), decision.least)
+        left = self._time_left()
+        if left is not None and left <= seconds:
+            raise error
+        await asyncio.sleep(seconds)
+        self._check_not_left()
+
+    def _check_not_left(self) -> None:
+        if self._left:
+            raise Cancelled(
+                f"the caller left before {self.endpoint} was called",
+                request_id=self.request_id,
+                started=self._may_have_started,
+            )
+
+    def _end(self, error: BaseException | None) -> None:
+        """Tell the observers how the call ended, once."""
+        observation, self._observation = self._observation, None
+        if observation is not None:
+            observation.end(error)
+        if self._selection.observation is not None:
+            self._end_route(error)
+
+    def _end_route(self, error: BaseException | None) -> None:
+        """Tell the router's observer how the attempt ended, once."""
+        observation, self._selection.observation = self._selection.observation, None
+        if observation is not None:
+            observation.ended(error)
+
+    def _time_left(self) -> float | None:
+        if self._deadline is None:
+            return None
+        left = self._deadline - monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(
+                f"the deadline passed before {self.endpoint} was called",
+                request_id=self.request_id,
+                started=False,
+            )
+        return left
+
+    def _observe(self) -> Mapping[str, str]:
+        """Let telemetry begin to observe the call; the trace headers to send along."""
+        telemetry, parent = self.runtime.bus.telemetry, self._parent
+        if telemetry is None:
+            return parent.trace_headers() if parent is not None else {}
+        self._observation = telemetry.client_call(
+            self.endpoint,
+            streaming=bool(self.streaming),
+            request_id=self.request_id,
+            parent=parent,
+        )
+        return self._observation.trace_headers
+
+    def _head_fields(self) -> dict[str, str]:
+        """Headers that are the same for every attempt."""
+        options, parent = self.options, self._parent
+        fields = dict(self._observe())
+        metadata = dict(parent.metadata) if parent is not None else {}
+        if options.metadata:
+            metadata |= options.metadata
+        if metadata:
+            self._metadata = metadata
+            fields[headers.METADATA] = headers.encode_metadata(metadata)
+        priority = options.priority
+        if priority is None and parent is not None:
+            priority = parent.priority
+        if priority:
+            self._priority = priority
+            fields[headers.PRIORITY] = str(priority)
+        if options.idempotency_key:
+            fields[headers.IDEMPOTENCY_KEY] = options.idempotency_key
+        return fields

@@ -1,0 +1,207 @@
+"""Choosing an instance for a call: the protocol, and the policies that come with dynbus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
+
+from dynbus.bus.context import Context
+from dynbus.bus.errors import ConfigError, DynbusError
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.tokens import jitter
+from dynbus.bus.records.discovery import Instance
+
+ROUTE_TIMEOUT: Final = 60.0
+"""Seconds that a router may take for a call unless it says otherwise, even when the call has no
+deadline."""
+
+NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+class Load(NamedTuple):
+    """What is known of an instance's load.
+
+    Attributes:
+        in_flight: calls of this process that are open there.
+        reported: calls that it last said to run or wait, of all its clients.
+    """
+
+    in_flight: int
+    reported: int
+
+    @property
+    def total(self) -> int:
+        """The better estimate of the two: reports are late, own calls are exact."""
+        return max(self.in_flight, self.reported)
+
+
+class RouteRequest(NamedTuple):
+    """What a router may look at.
+
+    Attributes:
+        request: the request as the caller gave it.
+        parent: the context of the handler that makes the call, if one does.
+        load: tells the load of an instance by id.
+        request_id: shared by all attempts, and by all sub-calls of one request.
+        attempt: 1 for the first request that is sent, one more for each further one.
+        priority: as the caller gave it; larger is more urgent.
+        metadata: what the handler will get; not to be changed.
+    """
+
+    endpoint: EndpointName
+    request: Any
+    parent: Context | None
+    load: Callable[[str], Load]
+    request_id: str = ""
+    attempt: int = 1
+    priority: int = 0
+    metadata: Mapping[str, str] = NO_METADATA
+
+
+class RouteObserver(Protocol):
+    """Is told how an attempt goes that a router has chosen an instance for.
+
+    The methods are called on the loop of the call, so they return at once. What one raises is
+    logged and does not harm the call.
+    """
+
+    def started(self) -> None:
+        """The request was sent."""
+        ...
+
+    def first_item(self) -> None:
+        """The first items of a stream, or the unary result, reached the caller."""
+        ...
+
+    def ended(self, error: DynbusError | None) -> None:
+        """The attempt is over: called exactly once, as the last, whatever happened.
+
+        Args:
+            error: None after the result or the end of the stream. `Cancelled` when the caller
+                left. Of an attempt that is repeated, what it failed with: that attempt ends
+                before the next one is routed.
+        """
+        ...
+
+
+class ItemObserver(RouteObserver, Protocol):
+    """An observer that also sees what reaches the caller."""
+
+    def arrived(self, items: Sequence[bytes]) -> bool:
+        """The next items of a stream, or the unary result, as JSON; after `first_item`.
+
+        Returns:
+            Whether it wants to see more. Streams are read faster once it does not.
+        """
+        ...
+
+
+class Route(NamedTuple):
+    """A router's choice together with who is told how it goes.
+
+    Attributes:
+        instance_id: of one of the offered instances.
+        observer: sees the items as well when it has the method of an `ItemObserver`.
+        metadata: added to the metadata of the call for this attempt alone; of a key that both
+            have, this value counts.
+    """
+
+    instance_id: str
+    observer: RouteObserver | None = None
+    metadata: Mapping[str, str] = NO_METADATA
+
+
+@runtime_checkable
+class Router(Protocol):
+    """Picks an instance for each call. Stateful routers are shared by the calls of a client."""
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str | Route:
+        """The id of one of `instances`, which is never empty; in a `Route` with an observer.
+
+        Asked once per attempt. A `DynbusError` raised here is the call's; any other exception,
+        and an id that was not offered, is a `ConfigError`. It may wait until the call's
+        deadline, and for `ROUTE_TIMEOUT` at most, or for as long as an attribute
+        `route_timeout` of the router says in seconds, None for no limit of its own. What it adds
+        as notes to the `CancelledError` that ends its waiting is told in the call's error.
+        """
+        ...
+
+
+RoutingName = Literal["round_robin", "random", "least_loaded", "power_of_two"]
+Routing = RoutingName | Router
+
+
+class RoundRobin:
+    """One after the other, from a random first."""
+
+    def __init__(self) -> None:
+        self._next = jitter.randrange(1 << 16)
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        self._next += 1
+        return instances[self._next % len(instances)].id
+
+
+class Random:
+    """Any, each with the same chance."""
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        return jitter.choice(instances).id
+
+
+class LeastLoaded:
+    """The one with the fewest calls; ties are broken at random."""
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        loads = [request.load(instance.id).total for instance in instances]
+        least = min(loads)
+        return jitter.choice(
+            [i for i, load in zip(instances, loads, strict=True) if load == least]
+        ).id
+
+
+class PowerOfTwo:
+    """The less loaded of two random ones: nearly as even as the least loaded, without herding."""
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        if len(instances) == 1:
+            return instances[0].id
+        first, second = jitter.sample(instances, 2)
+        if request.load(first.id).total <= request.load(second.id).total:
+            return first.id
+        return second.id
+
+
+POLICIES: dict[str, Callable[[], Router]] = {
+    "round_robin": RoundRobin,
+    "random": Random,
+    "least_loaded": LeastLoaded,
+    "power_of_two": PowerOfTwo,
+}
+
+OWN_POLICIES: Final = frozenset((RoundRobin, Random, LeastLoaded, PowerOfTwo))
+"""Routers that neither wait nor fail, and pick what they were offered."""
+
+
+def make_router(routing: Routing | None) -> Router:
+    """The router for a name, or the given one; round robin for None.
+
+    Raises:
+        ConfigError: an unknown name, or an object that is no router.
+    """
+    if routing is None:
+        return RoundRobin()
+    if isinstance(routing, str):
+        policy = POLICIES.get(routing)
+        if policy is None:
+            raise ConfigError(f"routing {routing!r} is unknown: use one of {', '.join(POLICIES)}")
+        return policy()
+    given: Any = routing
+    if isinstance(given, type):
+        raise ConfigError(
+            f"routing {given.__name__} is a class: give an object, {given.__name__}()"
+        )
+    if isinstance(given, Router):
+        return given
+    raise ConfigError(f"routing {routing!r} has no method `async def route(request, instances)`")

@@ -1,0 +1,1 @@
+"""How an actor is declared: its class, its handlers, and the types that they take and return."""

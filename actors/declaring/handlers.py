@@ -1,0 +1,325 @@
+"""`@handler`: a method that the bus can call, and what is known of it."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, TypeVar, overload
+
+from dynbus.bus.errors import ConfigError, InvalidRequest
+from dynbus.bus.protocol.endpoint import (
+    DEFAULT_CONCURRENCY,
+    DEFAULT_IDLE_TIMEOUT,
+    DEFAULT_QUEUE,
+    DEFAULT_TIMEOUT,
+    MAX_SECONDS,
+)
+from dynbus.bus.protocol.names import check_token
+
+from .annotations import resolve_annotations
+from .codec import AnyCodec, Misfit, codec_for
+from .raw_bytes import HoldsBytes
+from .shapes import describe_request
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SPEC: Final = "__dynbus_handler__"
+STREAM_TYPES: Final = (AsyncGenerator, AsyncIterator, AsyncIterable)
+
+
+class BytesDeclared(ConfigError):
+    """Raised for a handler whose request or result holds bytes that JSON would not carry."""
+
+
+@dataclass(frozen=True)
+class HandlerSpec:
+    """One handler as its class declares it.
+
+    Attributes:
+        name: the endpoint.
+        parameter: of the request; None for a handler without one.
+        takes_context: whether it has a `context` parameter.
+        concurrency, queue, timeout, idle_timeout, idempotent, migration_limit: see `handler`.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    streaming: bool
+    parameter: inspect.Parameter | None
+    takes_context: bool
+    concurrency: int | None
+    queue: int | None
+    timeout: float | None
+    idle_timeout: float | None
+    idempotent: bool
+    migration_limit: int
+
+    @cached_property
+    def annotations(self) -> dict[str, Any]:
+        """The resolved annotations.
+
+        Raises:
+            ConfigError: one of them is a text that is no type here.
+        """
+        return resolve_annotations(self.function, self.label)
+
+    @property
+    def label(self) -> str:
+        """How messages name the handler."""
+        return self.function.__qualname__
+
+    @cached_property
+    def request_codec(self) -> AnyCodec | None:
+        """Encodes requests; None for a handler without one."""
+        if self.parameter is None:
+            return None
+        return self._codec(self.annotations[self.parameter.name], "the request")
+
+    @cached_property
+    def result_codec(self) -> AnyCodec:
+        """Encodes results, for a stream its items."""
+        annotation = self.annotations["return"]
+        if self.streaming:
+            arguments = typing.get_args(annotation)
+            if not arguments:
+                raise ConfigError(
+                    f"{self.label}: annotate what it yields, for example AsyncGenerator[Word, None]"
+                )
+            annotation = arguments[0]
+        return self._codec(annotation, "the result")
+
+    def _codec(self, annotation: Any, what: str) -> AnyCodec:
+        try:
+            return codec_for(annotation)
+        except HoldsBytes as error:
+            raise BytesDeclared(f"{self.label}: {what} cannot be sent: {error}") from None
+        except TypeError as error:
+            raise ConfigError(
+                f"{self.label}: {what} of type {annotation!r} cannot be sent as JSON: {error}"
+            ) from None
+
+    @property
+    def default(self) -> Any:
+        """The request of a call that gives none; `inspect.Parameter.empty` without one."""
+        return self.parameter.default if self.parameter is not None else inspect.Parameter.empty
+
+    def request_decoder(self) -> Callable[[bytes], Any]:
+        """How an instance reads requests: bytes to request, None for a handler without one.
+
+        No bytes are the handler's default, where it has one; so is null, unless it fits.
+
+        What it returns raises `InvalidRequest` for bytes that do not fit.
+        """
+        codec = self.request_codec
+        if codec is None:
+            return self._decode_nothing
+        decode = codec.decode
+        has_default = self.default is not inspect.Parameter.empty
+        # Made anew for each call, so that none sees what another did to it.
+        default = codec.encode(self.default) if has_default else b""
+
+        def decode_request(data: bytes) -> Any:
+            try:
+                return decode(data)
+            except Misfit as error:
+                if has_default and _is_nothing(data):
+                    return decode(default)
+                raise InvalidRequest(self._explain(codec, data, error)) from None
+
+        return decode_request
+
+    def _decode_nothing(self, data: bytes) -> None:
+        if not _is_nothing(data):
+            raise InvalidRequest(
+                f"{self.label} takes no request, but {len(data)} bytes were sent: "
+                "leave the body empty"
+            )
+
+    def _explain(self, codec: AnyCodec, data: bytes, error: Misfit) -> str:
+        if not _is_nothing(data):
+            return str(error)
+        body = "null" if data.strip() else "empty"
+        return f"{self.label} wants {describe_request(codec)}, but the body was {body}"
+
+    def check(self) -> None:
+        """Resolve all annotations now.
+
+        Raises:
+            ConfigError: one of them cannot be used.
+        """
+        codec, _ = self.request_codec, self.result_codec
+        if codec is None or self.default is inspect.Parameter.empty:
+            return
+        try:
+            codec.encode(self.default)
+        except Misfit as error:
+            raise ConfigError(
+                f"{self.label}: the default of the request does not fit its annotation: {error}"
+            ) from None
+
+    def check_declared(self) -> None:
+        """Refuse now what no later definition can mend.
+
+        Raises:
+            BytesDeclared: the request or the result holds bytes.
+        """
+        try:
+            # Of a copy, which keeps nothing: a name may be given to another class later.
+            replace(self).check()
+        except BytesDeclared:
+            raise
+        except Exception:  # noqa: BLE001 - what it names may be defined later; `check` tells then
+            return
+
+
+def _is_nothing(data: bytes) -> bool:
+    """Whether a body says that there is no request, as untyped clients do with null."""
+    return data.strip() in (b"", b"null")
+
+
+_UNSET: Any = object()
+
+
+@overload
+def handler(function: F, /) -> F: ...
+@overload
+def handler(
+    *,
+    name: str | None = None,
+    concurrency: int | None = DEFAULT_CONCURRENCY,
+    queue: int | None = DEFAULT_QUEUE,
+    timeout: float | None = ...,
+    idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT,
+    idempotent: bool = False,
+    migration_limit: int = 0,
+) -> Callable[[F], F]: ...
+
+
+def handler(
+    function: Any = None,
+    /,
+    *,
+    name: str | None = None,
+    concurrency: int | None = DEFAULT_CONCURRENCY,
+    queue: int | None = DEFAULT_QUEUE,
+    timeout: float | None = _UNSET,
+    idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT,
+    idempotent: bool = False,
+    migration_limit: int = 0,
+) -> Any:
+    """Make an `async def` method of an `Actor` callable over the bus.
+
+    A method that yields streams its items; one that returns is unary. It takes one request
+    (or none) and may take `context: Context | None = None` besides.
+
+    Args:
+        name: the endpoint; the method's name unless given.
+        concurrency: calls that run in one instance at a time; 1 makes a mailbox that serves
+            in arrival order; None asks for no limit.
+        queue: calls that wait at most; further ones get `Overloaded`, and so do those that would
+            probably not be done by their deadline.
+        timeout: seconds for a whole call; 60 for unary handlers, none for streams.
+        idle_timeout: seconds that a stream may be without an item.
+        idempotent: whether a call whose outcome is unknown may be repeated elsewhere.
+        migration_limit: how often one call may move to another instance.
+
+    Raises:
+        ConfigError: the method or an option is not usable; the message says what to do.
+    """
+
+    def decorate(method: F) -> F:
+        streaming = _check_kind(method)
+        label = method.__qualname__
+        signature = inspect.signature(method)
+        parameter = _request_parameter(label, signature)
+        _check_return(label, signature, streaming)
+        default = None if streaming else DEFAULT_TIMEOUT
+        spec = HandlerSpec(
+            function=method,
+            name=check_token("endpoint", name if name is not None else method.__name__),
+            streaming=streaming,
+            parameter=parameter,
+            takes_context="context" in list(signature.parameters)[1:],
+            concurrency=_check_limit(label, "concurrency", concurrency, 1),
+            queue=_check_limit(label, "queue", queue, 0),
+            timeout=_check_seconds(label, "timeout", default if timeout is _UNSET else timeout),
+            idle_timeout=_check_seconds(label, "idle_timeout", idle_timeout),
+            idempotent=idempotent,
+            migration_limit=migration_limit,
+        )
+        spec.check_declared()
+        setattr(method, SPEC, spec)
+        return method
+
+    return decorate if function is None else decorate(function)
+
+
+def _check_kind(method: Any) -> bool:
+    label = getattr(method, "__qualname__", repr(method))
+    if inspect.isasyncgenfunction(method):
+        return True
+    if inspect.iscoroutinefunction(method):
+        return False
+    if inspect.isgeneratorfunction(method):
+        raise ConfigError(f"{label} is a plain generator: write `async def` and keep `yield`")
+    raise ConfigError(
+        f"{label} is not async: write `async def`, and run blocking work in a thread with "
+        "`await anyio.to_thread.run_sync(...)`"
+    )
+
+
+def _request_parameter(label: str, signature: inspect.Signature) -> inspect.Parameter | None:
+    """The parameter behind `self` that is not the context; None without one."""
+    parameters = list(signature.parameters.values())
+    if not parameters:
+        raise ConfigError(f"{label} takes no self: a handler is a method of an Actor")
+    requests = [parameter for parameter in parameters[1:] if parameter.name != "context"]
+    for parameter in requests:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            shown = parameter.replace(annotation=parameter.empty)
+            raise ConfigError(
+                f"{label} takes {shown}; a handler takes one request: put them into one model"
+            )
+    if len(requests) > 1:
+        raise ConfigError(
+            f"{label} takes {len(requests)} requests; a handler takes one: put them into one model"
+        )
+    for parameter in requests:
+        if parameter.annotation is parameter.empty:
+            raise ConfigError(
+                f"{label}: annotate {parameter.name!r}, for example "
+                f"{parameter.name}: Prompt (a pydantic model)"
+            )
+    return requests[0] if requests else None
+
+
+def _check_return(label: str, signature: inspect.Signature, streaming: bool) -> None:
+    returns = signature.return_annotation
+    if returns is signature.empty:
+        example = "AsyncGenerator[Word, None]" if streaming else "Word"
+        raise ConfigError(f"{label}: annotate what it returns, for example -> {example}")
+    text = returns if isinstance(returns, str) else getattr(returns, "__name__", str(returns))
+    if not streaming and text.partition("[")[0].rpartition(".")[2] in {
+        kind.__name__ for kind in STREAM_TYPES
+    }:
+        raise ConfigError(f"{label} returns {text} but never yields: use `yield` for its items")
+
+
+def _check_limit(label: str, option: str, value: Any, least: int) -> int | None:
+    if value is not None and (type(value) is not int or value < least):
+        raise ConfigError(
+            f"{label}: {option}={value!r} must be {least} or more, or None for no limit"
+        )
+    return value
+
+
+def _check_seconds(label: str, option: str, value: Any) -> float | None:
+    if value is not None and not (isinstance(value, int | float) and 0 < value <= MAX_SECONDS):
+        raise ConfigError(
+            f"{label}: {option}={value!r} must be more than 0 and at most {MAX_SECONDS:g} "
+            "seconds, or None for no limit"
+        )
+    return value

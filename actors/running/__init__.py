@@ -1,0 +1,1 @@
+"""`dynbus run`: configuration, processes, and what happens when they end."""

@@ -1,0 +1,285 @@
+"""One instance of a run in a child process: making the process, and talking with it.
+
+`child_messages.py` has what is said; `worker.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from dynbus.actors.declaring.actor import address_of
+from dynbus.bus import exit_codes
+from dynbus.bus.clock import monotonic
+from dynbus.bus.telemetry.logs import LogFormat
+
+from .child_messages import (
+    ActorLoaded,
+    CollectMetrics,
+    Command,
+    DrainInstance,
+    HealthChanged,
+    InstanceFailed,
+    InstanceReady,
+    LoadActor,
+    Report,
+    StopInstance,
+)
+from .configuration import Text
+from .in_process import Assignment, Failure
+from .loader import dependency_depth, reference
+
+MAX_REPORT: Final = 64 * 1024 * 1024
+GROUP_SECONDS: Final = 3.0
+"""Seconds that what a process started has to be gone after it: its guard kills it."""
+GROUP_POLL: Final = 0.02
+
+logger = logging.getLogger(__name__)
+
+
+class ChildState(enum.Enum):
+    """Where a child process is in its life."""
+
+    LOADING = "loading"
+    LOADED = "loaded"
+    READY = "ready"
+    RESTARTING = "restarting"
+    ENDED = "ended"
+
+
+class WorkerSettings(NamedTuple):
+    """What all children of a run have in common; see `LoadActor`."""
+
+    bus: Mapping[str, Any]
+    log_format: LogFormat | None = None
+    log_level: str = "info"
+    otlp_endpoint: str | None = None
+    metrics: bool = False
+
+
+class Child:
+    """One instance of a run, through any number of processes.
+
+    Attributes:
+        label: `namespace.component/number`, as messages and the process list name it.
+        on_crash: what follows when its process ends by itself.
+        ready_at: when the process that runs now, or ran last, became ready; None when it did not.
+        crash: how the process before ended, when that was not asked for; empty once it is ready.
+    """
+
+    def __init__(self, assignment: Assignment, number: int, settings: WorkerSettings) -> None:
+        self.label = f"{address_of(assignment.actor)}/{number}"
+        self.on_crash = assignment.on_crash
+        self.dependency_depth = dependency_depth(assignment.actor)
+        self.state = ChildState.LOADING
+        self.instance_id = ""
+        self.failure: Failure | None = None
+        self.ready_at: float | None = None
+        self.crash = ""
+        self.problems: Mapping[str, str] = {}
+        self.details: Mapping[str, str] = {}
+        self.has_been_ready = asyncio.Event()
+        self.ended = asyncio.Event()
+        self._last_word: DrainInstance | StopInstance | None = None
+        self._load = _load_command(assignment, settings)
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._metrics: asyncio.Future[str] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Child {self.label} [{self.state.value} | pid {self.pid}]>"
+
+    @property
+    def pid(self) -> int | None:
+        """The process that runs now."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def run(self, spawning: asyncio.Lock, loaded: Callable[[], None]) -> int:
+        """Run one process to its end, and that of all that it started.
+
+        Returns its exit code, negative for a signal.
+
+        Args:
+            spawning: held while the process is made.
+            loaded: called when it waits for `StartInstance`.
+
+        Raises:
+            OSError: there is no process, since none could be made.
+        """
+        self.state, self.failure, self.ready_at = ChildState.LOADING, None, None
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                async with spawning:
+                    self._process = await _spawn(theirs.fileno(), self.label)
+            reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPORT)
+        except BaseException:
+            ours.close()
+            self.kill()
+            raise
+        self.send(self._load)
+        if self._last_word is not None:
+            self.send(self._last_word)
+        reading = asyncio.ensure_future(self._read(reader, loaded))
+        try:
+            code = await self._process.wait()
+            self.state = ChildState.ENDED
+            # What it said last; processes that it left behind may keep the socket open.
+            await asyncio.wait({reading}, timeout=1.0)
+            self.state = ChildState.ENDED  # whatever that was
+            await self._group_ended(self._process.pid)
+        finally:
+            reading.cancel()
+            self._writer.close()
+            self._writer = None
+            if self._metrics is not None:
+                self._metrics.cancel()
+        return code
+
+    def collect_metrics(self) -> asyncio.Future[str]:
+        """Ask the process for its metrics page; cancelled when it ends before it answers.
+
+        Who asks while an answer is due gets the same one.
+        """
+        if self._metrics is None or self._metrics.done():
+            self._metrics = asyncio.get_running_loop().create_future()
+            self.send(CollectMetrics())
+        return self._metrics
+
+    def send(self, command: Command) -> None:
+        """Tell the process; one that has ended is told nothing."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(msgspec.json.encode(command) + b"\n")
+
+    def end(self, word: DrainInstance | StopInstance) -> None:
+        """Tell the process to end, and so one that is being made now."""
+        self._last_word = word
+        self.send(word)
+
+    def kill(self) -> None:
+        """End the process with SIGKILL."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _group_ended(self, pid: int) -> None:
+        """Wait until the guard of the process's group has ended what the process left behind.
+
+        The next process may need the memory that it holds.
+        """
+        deadline = monotonic() + GROUP_SECONDS
+        while _group_lives(pid):
+            if monotonic() > deadline:
+                logger.error(
+                    "processes that %s (process %d) started go on after it", self.label, pid
+                )
+                return
+            await asyncio.sleep(GROUP_POLL)
+
+    async def _read(self, reader: asyncio.StreamReader, loaded: Callable[[], None]) -> None:
+        decoder = msgspec.json.Decoder(Report)
+        try:
+            while line := await reader.readline():
+                self._take(decoder.decode(line), loaded)
+        except ConnectionError:
+            pass  # it has ended, which `run` waits for
+        except (msgspec.DecodeError, ValueError) as error:  # a ValueError: over `MAX_REPORT`
+            text = f"{self.label} sent what is no report: {error}"
+            self.failure = Failure(exit_codes.START_FAILED, text)
+            self.kill()
+
+    def _take(self, report: Report, loaded: Callable[[], None]) -> None:
+        if isinstance(report, ActorLoaded):
+            self.state = ChildState.LOADED
+            loaded()
+        elif isinstance(report, InstanceReady):
+            self.state, self.instance_id = ChildState.READY, report.instance_id
+            self.ready_at, self.crash = monotonic(), ""
+            self.problems, self.details = {}, {}
+            self.has_been_ready.set()
+        elif isinstance(report, InstanceFailed):
+            self.failure = Failure(report.code, report.message, report.traceback)
+        elif isinstance(report, HealthChanged):
+            self.problems, self.details = report.problems, report.details
+        elif self._metrics is not None and not self._metrics.done():
+            self._metrics.set_result(report.page)
+
+
+async def _spawn(fd: int, label: str) -> asyncio.subprocess.Process:
+    """Start a worker that leads a session, and so a process group, of its own.
+
+    Ctrl-C in a terminal then reaches neither it nor what it starts: the run hears it and drains.
+    """
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",  # what lies in the working directory is not to be taken for our own imports
+        "-m",
+        "dynbus.actors.running.worker",
+        str(fd),
+        label,
+        stdin=asyncio.subprocess.DEVNULL,
+        pass_fds=(fd,),
+        start_new_session=True,
+    )
+
+
+def _group_lives(leader: int) -> bool:
+    """Whether a process lives in the group of a worker that has ended.
+
+    It is only asked, never signalled: its number may be that of others by now.
+    """
+    with contextlib.suppress(ChildProcessError):
+        # As the first process of a container we are the parent of what is left, dead or alive.
+        os.waitpid(-leader, os.WNOHANG)
+    try:
+        os.killpg(leader, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    # The dead count as well until their new parent has asked for them, which may take seconds.
+    statuses = list(Path("/proc").glob("[0-9]*/stat"))
+    return not statuses or any(_is_alive_in(leader, status) for status in statuses)
+
+
+def _is_alive_in(group: int, status: Path) -> bool:
+    try:
+        state, _, of_group, *_ = status.read_text().rpartition(")")[2].split()
+    except OSError:
+        return False  # it has ended meanwhile
+    return of_group == str(group) and state not in ("Z", "X")
+
+
+def _load_command(assignment: Assignment, settings: WorkerSettings) -> LoadActor:
+    arguments = assignment.arguments
+    return LoadActor(
+        path=list(sys.path),
+        actor=reference(assignment.actor),
+        values={name: v for name, v in arguments.items() if not isinstance(v, Text)},
+        texts={name: str(v) for name, v in arguments.items() if isinstance(v, Text)},
+        bus=dict(settings.bus),
+        log_format=settings.log_format,
+        log_level=settings.log_level,
+        otlp_endpoint=settings.otlp_endpoint,
+        metrics=settings.metrics,
+    )
+
+
+def exit_text(code: int) -> str:
+    """How a process ended, in words: a negative code is a signal's."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,88 @@
+"""What `dynbus run` and the child process of an instance say to each other: JSON lines.
+
+A `Command` goes from parent to child, a `Report` back. `child.py` is the parent's end of the
+socket pair, `worker.py` the child's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dynbus.bus.telemetry.logs import LogFormat
+
+
+class LoadActor(msgspec.Struct, frozen=True, kw_only=True, tag="load_actor"):
+    """First: what to import and how to log.
+
+    Attributes:
+        path: the parent's `sys.path`, so that both import the same files.
+        actor: `module:Name`.
+        values, texts: constructor arguments; the texts are still to be read.
+        bus: for `load_config`.
+    """
+
+    path: list[str]
+    actor: str
+    values: dict[str, Any]
+    texts: dict[str, str]
+    bus: dict[str, Any]
+    log_format: LogFormat | None
+    log_level: str
+    otlp_endpoint: str | None
+    metrics: bool
+
+
+class StartInstance(msgspec.Struct, frozen=True, tag="start_instance"):
+    """The server and the dependencies are there."""
+
+
+class DrainInstance(msgspec.Struct, frozen=True, tag="drain_instance"):
+    """Take no more calls, and end within `grace` seconds."""
+
+    grace: float
+
+
+class StopInstance(msgspec.Struct, frozen=True, tag="stop_instance"):
+    """End at once."""
+
+
+class CollectMetrics(msgspec.Struct, frozen=True, tag="collect_metrics"):
+    """Answer with `MetricsCollected`."""
+
+
+class ActorLoaded(msgspec.Struct, frozen=True, tag="actor_loaded"):
+    """Imported, and waiting for `StartInstance`."""
+
+
+class InstanceReady(msgspec.Struct, frozen=True, tag="instance_ready"):
+    """The instance is announced."""
+
+    instance_id: str
+
+
+class InstanceFailed(msgspec.Struct, frozen=True, tag="instance_failed"):
+    """The instance does not start; the child ends with the exit code."""
+
+    code: int
+    message: str
+    traceback: str = ""
+
+
+class HealthChanged(msgspec.Struct, frozen=True, omit_defaults=True, tag="health_changed"):
+    """At each change: what keeps the instance from taking calls, and what else its process says
+    of how it is."""
+
+    problems: dict[str, str]
+    details: dict[str, str] = {}
+
+
+class MetricsCollected(msgspec.Struct, frozen=True, tag="metrics_collected"):
+    """The metrics of the process in the Prometheus text format; empty where that failed."""
+
+    page: str
+
+
+Command = LoadActor | StartInstance | DrainInstance | StopInstance | CollectMetrics
+Report = ActorLoaded | InstanceReady | InstanceFailed | HealthChanged | MetricsCollected

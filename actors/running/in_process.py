@@ -1,0 +1,373 @@
+"""Serving instances in one process, from the first connection to the end of the drain.
+
+`dynbus run --in-process` does so in its own process, `worker.py` in a child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+from dynbus.actors.declaring.actor import Actor, address_of
+from dynbus.actors.declaring.restart_policy import OnCrash, RestartPolicy
+from dynbus.actors.runtime import Runtime
+from dynbus.actors.serving.instance import STOP_TIMEOUT, ActorInstance, InstanceBroken, stop_all
+from dynbus.actors.serving.lifecycle import InstanceState
+from dynbus.bus import exit_codes
+from dynbus.bus.cleanup import finish
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import (
+    ConfigError,
+    DynbusError,
+    PermissionDenied,
+    Unavailable,
+    describe_exception,
+    only_cause,
+)
+
+from .loader import dependency_depth, dependents_first
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_OWN_FOLDERS: Final = tuple(
+    f"{Path(__file__).parents[2] / part}{os.sep}" for part in ("actors", "bus")
+)
+
+
+class Assignment(NamedTuple):
+    """What a run or one of its processes serves of an actor class.
+
+    Attributes:
+        instance_id: of its only worker, where it is known before; it must be random.
+    """
+
+    actor: type[Actor]
+    arguments: Mapping[str, Any]
+    workers: int
+    on_crash: OnCrash = "restart"
+    instance_id: str = ""
+
+
+class Failure(NamedTuple):
+    """Why a run cannot go on, for the user.
+
+    Attributes:
+        code: the exit code.
+        traceback: of the user's code; empty when it had no part in it.
+    """
+
+    code: int
+    message: str
+    traceback: str = ""
+
+
+class Ending:
+    """Whether a process is to end: `drain` is the first word for it, `stop` the last.
+
+    Both may be called at any time and again; they belong to the loop.
+    """
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.at_once = asyncio.Event()
+        self.grace: float | None = None
+
+    def drain(self, grace: float | None = None) -> None:
+        """End tidily within `grace` seconds; None takes the configured ones."""
+        if not self.asked.is_set():
+            self.grace = grace
+            self.asked.set()
+
+    def stop(self) -> None:
+        """End at once."""
+        self.drain(0.0)
+        self.at_once.set()
+
+
+class StartFailed(Exception):
+    """Raised when an actor's constructor or `on_start` raised, which is the `__cause__`."""
+
+    def __init__(self, actor: type[Actor], cause: BaseException) -> None:
+        super().__init__(f"{address_of(actor)} did not start: {with_root_cause(cause)}")
+
+
+async def serve(
+    assignments: Sequence[Assignment],
+    bus: Mapping[str, Any],
+    ending: Ending,
+    *,
+    started: Callable[[Runtime], Awaitable[None]],
+    stopping: Callable[[Runtime], Awaitable[None]] | None = None,
+    restart: bool = False,
+) -> None:
+    """Serve the instances in this process until they are told to end and have drained.
+
+    Args:
+        assignments: dependencies before what depends on them.
+        bus: fields of `BusConfig`.
+        started: awaited when all instances are ready.
+        stopping: awaited after the drain, before the bus is left.
+        restart: start an actor again in this process when it reports that it is broken, unless
+            its `on_crash` is `"escalate"`. Otherwise that ends the serving.
+
+    Raises:
+        ConfigError: an instance is not usable as configured.
+        InstanceBroken: an instance has reported that it is broken, and is not started again.
+        PermissionDenied, Unavailable: the bus cannot be used.
+        StartFailed: user code raised.
+    """
+    addresses = list(dict.fromkeys(address_of(each.actor) for each in assignments))
+    # A process of its own is named by what it serves.
+    name = addresses[0] if len(addresses) == 1 else "dynbus-run"
+    runtime = await _unless(ending, Runtime.connect(name=name, **bus))
+    if runtime is None:
+        return
+    try:
+        instances = await _unless(ending, _start_all(runtime, assignments, started))
+        if instances is not None:
+            await _keep_all(runtime, instances, ending, restart=restart)
+        await _drain(runtime, ending)
+        if stopping is not None:
+            await stopping(runtime)
+    finally:
+        await finish(runtime.close())
+
+
+async def _unless(ending: Ending, work: Awaitable[T]) -> T | None:
+    """The result of `work`; None when the end is asked for before, which cancels it."""
+    task = asyncio.ensure_future(work)
+    asked = asyncio.ensure_future(ending.asked.wait())
+    try:
+        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        asked.cancel()
+        await finish(_cancel(task))
+    return None if not task.done() or task.cancelled() else task.result()
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    """Cancel a task unless it has ended; one that swallows that is left after `STOP_TIMEOUT`."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=STOP_TIMEOUT)
+    if not task.done():
+        logger.error("a start goes on %g s after it was cancelled: it is left", STOP_TIMEOUT)
+        task.add_done_callback(_log_failure)
+
+
+def _log_failure(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a start that was left has failed", exc_info=error)
+
+
+async def _start_all(
+    runtime: Runtime,
+    assignments: Sequence[Assignment],
+    started: Callable[[Runtime], Awaitable[None]],
+) -> list[tuple[Assignment, ActorInstance]]:
+    instances: list[tuple[Assignment, ActorInstance]] = []
+    for assignment in assignments:
+        for _ in range(assignment.workers):
+            try:
+                instance = ActorInstance(
+                    runtime,
+                    assignment.actor,
+                    dict(assignment.arguments),
+                    assignment.instance_id,
+                    id_is_random=True,
+                )
+                await runtime.serve(instance)
+                instances.append((assignment, instance))
+            except (ConfigError, PermissionDenied, Unavailable):
+                raise
+            except (Exception, SystemExit) as error:
+                raise StartFailed(assignment.actor, error) from error
+    await started(runtime)
+    return instances
+
+
+async def _keep_all(
+    runtime: Runtime,
+    instances: Sequence[tuple[Assignment, ActorInstance]],
+    ending: Ending,
+    *,
+    restart: bool,
+) -> None:
+    """Wait until the end is asked for, and start again what breaks meanwhile.
+
+    Raises:
+        InstanceBroken: one broke that is not to be started again.
+    """
+    asked = asyncio.ensure_future(ending.asked.wait())
+    keeping = [
+        asyncio.create_task(
+            _keep(runtime, assignment, instance, restart and assignment.on_crash == "restart")
+        )
+        for assignment, instance in instances
+    ]
+    left: set[asyncio.Future[Any]] = {asked, *keeping}
+    try:
+        while not asked.done():
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                error = each.exception()
+                if error is not None and not asked.done():
+                    raise error
+    finally:
+        asked.cancel()
+        await finish(_cancel_all(keeping))
+
+
+async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*map(_cancel, tasks))
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("at the end of the run: %s", error)
+
+
+async def _keep(
+    runtime: Runtime, assignment: Assignment, instance: ActorInstance, restart: bool
+) -> None:
+    """Start an actor again whenever it has reported that it is broken."""
+    address, policy = address_of(assignment.actor), RestartPolicy()
+    began = monotonic()
+    await instance.stopped.wait()
+    error: Exception = InstanceBroken(instance)
+    while instance.broken:
+        if not restart:
+            raise error
+        pause = policy.pause_after(monotonic() - began, random.random())
+        runtime.broken[former := instance.id] = str(error)
+        logger.warning("%s: %s is started again in %.1f s", error, address, pause)
+        await asyncio.sleep(pause)
+        began = monotonic()
+        try:
+            instance = await runtime.start(assignment.actor, **assignment.arguments)
+        except Exception as failure:
+            logger.exception("%s did not start again", address)
+            error, began = failure, monotonic()
+            continue
+        del runtime.broken[former]
+        await instance.stopped.wait()
+        error = InstanceBroken(instance)
+
+
+async def _drain(runtime: Runtime, ending: Ending) -> None:
+    """Stop what others depend on last, all of it within one grace period."""
+    grace = runtime.bus.config.drain_grace if ending.grace is None else ending.grace
+    deadline = monotonic() + grace
+    hurry = asyncio.ensure_future(_stop_at_once(runtime, ending))
+    try:
+        for instances in dependents_first(runtime.instances.values(), _dependency_depth):
+            await stop_all(instances, max(0.0, deadline - monotonic()))
+    finally:
+        hurry.cancel()
+
+
+def _dependency_depth(instance: ActorInstance) -> int:
+    return dependency_depth(type(instance.actor))
+
+
+async def _stop_at_once(runtime: Runtime, ending: Ending) -> None:
+    await ending.at_once.wait()
+    for instance in list(runtime.instances.values()):
+        instance.stop_now()
+
+
+def problems_of(runtime: Runtime) -> dict[str, str]:
+    """What keeps a process from taking calls; callable from any thread."""
+    found = dict(stalls_of(runtime))
+    found |= runtime.broken
+    if not runtime.is_connected:
+        found["bus"] = runtime.bus.data.state.value
+    for instance in list(runtime.instances.values()):
+        if instance.broken:
+            found[instance.id] = str(InstanceBroken(instance))
+        elif instance.state is not InstanceState.READY:
+            found[instance.id] = instance.state.value
+    return found
+
+
+def stalls_of(runtime: Runtime) -> dict[str, str]:
+    """Whether the main loop has been blocked for too long; callable from any thread."""
+    blocked = runtime.bus.heartbeats.blocked
+    if blocked > runtime.bus.config.stall_limit:
+        return {"main_loop": f"blocked for {blocked:.1f} s"}
+    return {}
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What an exception out of `serve`, or out of importing an actor, is to the user."""
+    if isinstance(error, StartFailed):
+        return Failure(exit_codes.START_FAILED, str(error), users_traceback(error.__cause__))
+    if isinstance(error, ConfigError):
+        cause = error.__cause__
+        # The message says what to do; of the way there, users want their own lines alone.
+        shown = users_traceback(cause) if cause is not None and _is_users(cause) else ""
+        return Failure(exit_codes.CONFIG_ERROR, str(error), shown)
+    if isinstance(error, InstanceBroken):
+        return Failure(exit_codes.ESCALATED, str(error))
+    if isinstance(error, Unavailable | PermissionDenied):
+        return Failure(exit_codes.NO_SERVER, str(error))
+    return Failure(exit_codes.START_FAILED, with_root_cause(error), users_traceback(error))
+
+
+def with_root_cause(error: BaseException) -> str:
+    """An exception in one line, and the one at the bottom of it: engines wrap what is wrong with
+    their configuration in an error that says no more than to look above."""
+    top = root = only_cause(error)
+    seen = {id(root)}
+    while (below := _below(root)) is not None and id(only_cause(below)) not in seen:
+        root = only_cause(below)
+        seen.add(id(root))
+    told = describe_exception(top)
+    return told if root is top else f"{told}; the cause: {describe_exception(root)}"
+
+
+def _below(error: BaseException) -> BaseException | None:
+    if error.__cause__ is not None or error.__suppress_context__:
+        return error.__cause__
+    return error.__context__
+
+
+def users_traceback(error: BaseException | None) -> str:
+    """The traceback of an exception from where it leaves dynbus's own code.
+
+    What dynbus itself raises at a mistake in the user's code ends at the user's line, and
+    without the message, which is told anyway.
+    """
+    if error is None:
+        return ""
+    told = traceback.TracebackException.from_exception(error)
+    mine = [number for number, frame in enumerate(told.stack) if not _is_machinery(frame.filename)]
+    if isinstance(error, DynbusError):
+        users = told.stack[mine[0] : mine[-1] + 1] if mine else []
+        head = "Traceback (most recent call last):\n"
+        return head + "".join(traceback.format_list(users)) if users else ""
+    if isinstance(error, SyntaxError) and not mine:
+        return "".join(told.format_exception_only())
+    if mine:
+        del told.stack[: mine[0]]
+    return "".join(told.format())
+
+
+def _is_users(error: BaseException) -> bool:
+    """Whether an exception is of the user's code, or of a file that cannot be parsed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, SyntaxError) or not all(
+        _is_machinery(frame.filename) for frame in frames
+    )
+
+
+def _is_machinery(file: str) -> bool:
+    return (
+        file.startswith(("<frozen importlib", *_OWN_FOLDERS))
+        or f"{os.sep}importlib{os.sep}" in file
+    )

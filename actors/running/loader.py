@@ -1,0 +1,284 @@
+"""Targets of `dynbus run`: what `actors.py`, `actors.py:Name` and `package.module:Name` mean.
+
+A file is imported under its stem with its folder first on the path, never as `__main__`, so
+that its classes have one identity in every process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from types import ModuleType
+from typing import Final, NamedTuple, TypeVar
+
+from dynbus.actors.declaring.actor import Actor, address_of, check_startable
+from dynbus.bus.errors import ConfigError
+
+_SUFFIX: Final = ".py"
+
+T = TypeVar("T")
+
+
+class ImportFailed(ConfigError):
+    """Raised when importing a target raised; `__cause__` is what it raised."""
+
+
+class Target(NamedTuple):
+    """One argument of `dynbus run`.
+
+    Attributes:
+        folder: what must be first on the path.
+        module: what is imported.
+        name: the class; empty for all that the module defines.
+        file: the file that must be what is imported; None for a module name.
+    """
+
+    text: str
+    folder: Path
+    module: str
+    name: str
+    file: Path | None
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Read one target.
+
+        Raises:
+            ConfigError: it has none of the forms, or there is no such file.
+        """
+        place, colon, name = text.partition(":")
+        is_file = place.endswith(_SUFFIX) or "/" in place or os.sep in place
+        if not place or (colon and not all(map(str.isidentifier, name.split(".")))):
+            raise ConfigError(_not_a_target(text))
+        if not is_file:
+            if not all(map(str.isidentifier, place.split("."))):
+                raise ConfigError(_not_a_target(text))
+            return cls(text, Path.cwd(), place, name, None)
+        file = Path(place).absolute()
+        if file.is_dir():
+            raise ConfigError(_is_folder(text, file))
+        if not file.is_file():
+            raise ConfigError(f"{text!r}: there is no file {place} in {Path.cwd()}")
+        if file.suffix != _SUFFIX or not file.stem.isidentifier():
+            raise ConfigError(
+                f"{text!r}: {file.name} cannot be imported: its name must be a Python "
+                "identifier with .py, for example actors.py"
+            )
+        return cls(text, file.parent, file.stem, name, file)
+
+    def load(self) -> list[type[Actor]]:
+        """Import the module and return the actors that are meant.
+
+        Raises:
+            ConfigError: there is no such module, class or actor.
+            ImportFailed: the module raised while it was imported.
+        """
+        module = self._import()
+        if self.name:
+            return [self._named(module)]
+        found = defined_actors(module)
+        if not found:
+            if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
+                raise ConfigError(_is_folder(self.text, Path(next(iter(module.__path__)))))
+            raise ConfigError(f"{self.text!r} defines no actor{_imported(module)}")
+        return found
+
+    def _import(self) -> ModuleType:
+        put_first_on_path(str(self.folder))
+        try:
+            module = importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{self.module}.".startswith(f"{error.name}."):
+                path = self.module.replace(".", "/") + _SUFFIX
+                hint = f"; is it a file? then write {path}" if not self.file else ""
+                raise ConfigError(
+                    f"{self.text!r}: there is no module {error.name!r} in {self.folder} or "
+                    f"among the installed ones{hint}"
+                ) from None
+            raise ImportFailed(f"{self.text!r}: {error}{self._clash(error)}") from error
+        except ImportError as error:
+            raise ImportFailed(f"{self.text!r}: {_why(error)}{self._clash(error)}") from error
+        except Exception as error:
+            raise ImportFailed(f"{self.text!r}: {_why(error)}") from error
+        loaded = getattr(module, "__file__", None)
+        if self.file is not None and not (loaded and _same_file(self.file, Path(loaded))):
+            raise ConfigError(
+                f"{self.text!r}: the name {self.module!r} belongs to another module "
+                f"({loaded or 'built in'}): rename the file"
+            )
+        return module
+
+    def _clash(self, error: ImportError) -> str:
+        """What the message says where a file of the user's has the name of a standard module."""
+        name = (error.name or "").partition(".")[0]
+        if name not in sys.stdlib_module_names or not (self.folder / f"{name}{_SUFFIX}").is_file():
+            return ""
+        return f"; {name!r} is a module of Python's own too: rename your file {name}{_SUFFIX}"
+
+    def _named(self, module: ModuleType) -> type[Actor]:
+        found: object = module
+        for part in self.name.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            names = ", ".join(actor.__name__ for actor in defined_actors(module)) or "none"
+            raise ConfigError(f"{self.text!r}: there is no {self.name!r}; its actors are: {names}")
+        if not (isinstance(found, type) and issubclass(found, Actor)):
+            raise ConfigError(
+                f"{self.text!r}: {self.name} is no actor: write class {self.name}(Actor, ...)"
+            )
+        check_startable(found)
+        return found
+
+
+def load_targets(texts: Sequence[str]) -> list[type[Actor]]:
+    """The actors to start for the targets: those meant and all that they depend on.
+
+    Dependencies come before what depends on them; each class comes once.
+
+    Raises:
+        ConfigError: a target cannot be used, or two classes have one name or address.
+        ImportFailed: a module raised while it was imported.
+    """
+    # All of them first: a mistake in the last one is told before the first one runs code.
+    targets = [Target.parse(text) for text in texts]
+    chosen = with_dependencies([actor for target in targets for actor in target.load()])
+    for actor in chosen:
+        check_startable(actor)
+    _check_distinct(chosen)
+    return chosen
+
+
+def defined_actors(module: ModuleType) -> list[type[Actor]]:
+    """The actors that a module itself defines and that can be started, in their order."""
+    found: dict[type[Actor], None] = {}
+    for value in vars(module).values():
+        if (
+            isinstance(value, type)
+            and issubclass(value, Actor)
+            and value.__module__ == module.__name__
+            and not value.__dynbus_abstract__
+        ):
+            found[value] = None
+    return list(found)
+
+
+def with_dependencies(actors: Iterable[type[Actor]]) -> list[type[Actor]]:
+    """The actors and all that they depend on, dependencies first, each once."""
+    ordered: dict[type[Actor], None] = {}
+
+    # Without a bound on depth: a class can only depend on classes that exist before it.
+    def visit(actor: type[Actor]) -> None:
+        if actor in ordered:
+            return
+        for dependency in actor.__dynbus_dependencies__.values():
+            visit(dependency.actor)
+        ordered[actor] = None
+
+    for actor in actors:
+        visit(actor)
+    return list(ordered)
+
+
+def dependency_depth(actor: type[Actor]) -> int:
+    """How long the longest chain of dependencies below an actor is; 0 without any."""
+    below = [
+        dependency_depth(dependency.actor) + 1
+        for dependency in actor.__dynbus_dependencies__.values()
+    ]
+    return max(below, default=0)
+
+
+def dependents_first(items: Iterable[T], depth: Callable[[T], int]) -> list[list[T]]:
+    """The items in the order of a drain: by depth, with what others depend on last."""
+    ordered = sorted(items, key=depth, reverse=True)
+    return [list(group) for _, group in groupby(ordered, depth)]
+
+
+def reference(actor: type[Actor]) -> str:
+    """`module:Name` by which another process finds the class.
+
+    Raises:
+        ConfigError: the class is local to a function.
+    """
+    if "<locals>" in actor.__qualname__:
+        raise ConfigError(
+            f"{actor.__qualname__} is defined inside a function, where another process does not "
+            "find it: move it to the top of its module, or use --in-process"
+        )
+    return f"{actor.__module__}:{actor.__qualname__}"
+
+
+def resolve(text: str) -> type[Actor]:
+    """The class of a `reference`.
+
+    Raises:
+        ConfigError: it names no actor.
+    """
+    module, _, name = text.partition(":")
+    found: object = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and issubclass(found, Actor)):
+        raise ConfigError(f"{text} is no actor")
+    return found
+
+
+def put_first_on_path(folder: str) -> None:
+    """Make `folder` the first that imports look in."""
+    while folder in sys.path:
+        sys.path.remove(folder)
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+
+
+def _check_distinct(actors: Sequence[type[Actor]]) -> None:
+    names: dict[str, type[Actor]] = {}
+    addresses: dict[str, type[Actor]] = {}
+    for actor in actors:
+        address = address_of(actor)
+        for known, key, what in ((names, actor.__name__, "name"), (addresses, address, "address")):
+            other = known.setdefault(key, actor)
+            if other is not actor:
+                raise ConfigError(
+                    f"{other.__module__}.{other.__qualname__} and {actor.__module__}."
+                    f"{actor.__qualname__} have the same {what} {key!r}: rename one of them"
+                )
+
+
+def _imported(module: ModuleType) -> str:
+    """What the message says about actors that a module only imports."""
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, Actor) and value is not Actor:
+            return (
+                f" of its own; {value.__name__} comes from {value.__module__}: run "
+                f"{value.__module__}:{value.__name__}"
+            )
+    return ": write class Name(Actor, namespace=...) with a @handler"
+
+
+def _not_a_target(text: str) -> str:
+    return (
+        f"{text!r} is no target: write actors.py, actors.py:Name, actors:Name or "
+        "package.module:Name"
+    )
+
+
+def _is_folder(text: str, folder: Path) -> str:
+    found = sorted(file.name for file in folder.glob(f"*{_SUFFIX}") if file.stem.isidentifier())
+    name = "actors.py" if "actors.py" in found or not found else found[0]
+    return f"{text!r} is a folder: give a file in it, for example {Path(text) / name}"
+
+
+def _why(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    if "attempted relative import" in text:
+        text += "; a module of a package is run by its dotted name: package.module"
+    return text
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other)

@@ -1,0 +1,254 @@
+"""The parent of `dynbus run`: one child process per instance, restarted when it crashes.
+
+Dependencies are started before what depends on them and drained after it. The first start
+decides: an actor that does not come up ends the run with its reason. An instance that ends
+later is started again, after a pause that doubles, for ever, while the others go on; one whose
+`on_crash` is `"escalate"` ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from dynbus.actors.declaring.restart_policy import RestartPolicy
+from dynbus.actors.serving.instance import CANCEL_TIMEOUT, STOP_TIMEOUT
+from dynbus.bus import exit_codes
+from dynbus.bus.cleanup import finish
+from dynbus.bus.clock import monotonic
+
+from .child import Child, ChildState, WorkerSettings, exit_text
+from .child_messages import DrainInstance, StartInstance, StopInstance
+from .in_process import Assignment, Failure, failure_of
+from .loader import dependents_first
+
+STOP_SECONDS: Final = 2.0
+"""Seconds that a child has to end after the last word; then it is killed."""
+LEAVING_SECONDS: Final = 5.0
+"""Seconds for withdrawing from the bus and for leaving it."""
+DRAIN_SLACK: Final = STOP_TIMEOUT + CANCEL_TIMEOUT + LEAVING_SECONDS
+"""Seconds beyond the grace period in which a child ends by itself: those of `on_stop` too."""
+FAILED_GRACE: Final = 2.0
+"""Seconds that the others have to end when an actor does not start."""
+
+logger = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Runs the children of one `dynbus run`. `run` carries it out; the rest steers it.
+
+    Args:
+        drain_grace: seconds that all children together have to end tidily.
+
+    Raises:
+        ConfigError: another process could not find one of the classes.
+    """
+
+    def __init__(
+        self,
+        assignments: Sequence[Assignment],
+        settings: WorkerSettings,
+        *,
+        drain_grace: float,
+        policy: Callable[[], RestartPolicy] = RestartPolicy,
+    ) -> None:
+        self.children = [
+            Child(assignment, number, settings)
+            for assignment in assignments
+            for number in range(1, assignment.workers + 1)
+        ]
+        self.failure: Failure | None = None
+        self._grace = drain_grace
+        self._policy = policy
+        self._begun = asyncio.Event()
+        self._asked = asyncio.Event()
+        self._at_once = asyncio.Event()
+        self._spawning = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        ready = sum(child.state is ChildState.READY for child in self.children)
+        return f"<Supervisor [{ready} of {len(self.children)} ready]>"
+
+    def begin(self) -> None:
+        """Let the children start: the server is there."""
+        self._begun.set()
+
+    def drain(self) -> None:
+        """Ask for a tidy end; more calls change nothing."""
+        self._asked.set()
+
+    def stop(self) -> None:
+        """Ask for the end at once."""
+        self._asked.set()
+        self._at_once.set()
+
+    async def run(self) -> int:
+        """Run the children until the end is asked for or one has failed for good.
+
+        Returns the exit code; `failure` says why when it is neither `OK` nor `INTERRUPTED`. No
+        child is left when this returns or raises.
+        """
+        try:
+            self._tasks = {asyncio.create_task(self._keep(child)) for child in self.children}
+            await self._asked.wait()
+            await self._end()
+        finally:
+            await finish(self._leave_none())
+        if self._at_once.is_set():
+            return exit_codes.INTERRUPTED
+        return self.failure.code if self.failure is not None else exit_codes.OK
+
+    def problems(self) -> dict[str, str]:
+        """What keeps the run from being ready, by child."""
+        found: dict[str, str] = {}
+        for child in self.children:
+            if child.state is not ChildState.READY:
+                why = f": {child.crash}" if child.crash else ""
+                is_back = child.crash and child.state is not ChildState.ENDED
+                state = ChildState.RESTARTING if is_back else child.state
+                found[child.label] = state.value + why
+            elif child.problems:
+                found[child.label] = "; ".join(f"{k}: {v}" for k, v in child.problems.items())
+        if self._asked.is_set():
+            found["run"] = "draining"
+        return found
+
+    def details(self) -> dict[str, str]:
+        """What the processes of the children say of how they are, by child."""
+        return {
+            child.label: "; ".join(f"{key}: {text}" for key, text in child.details.items())
+            for child in self.children
+            if child.state is ChildState.READY and child.details
+        }
+
+    async def metrics(self, timeout: float = 2.0) -> list[tuple[Child, str]]:
+        """The metrics page of each child that gives one within `timeout` seconds."""
+        asked = {
+            child.collect_metrics(): child
+            for child in self.children
+            if child.state is ChildState.READY
+        }
+        if not asked:
+            return []
+        answered, _ = await asyncio.wait(asked, timeout=timeout)
+        return [(asked[page], page.result()) for page in answered if not page.cancelled()]
+
+    # One child -----------------------------------------------------------------------------
+
+    async def _keep(self, child: Child) -> None:
+        starting: set[asyncio.Task[None]] = set()
+
+        def loaded() -> None:
+            task = asyncio.ensure_future(self._start(child))
+            starting.add(task)
+            task.add_done_callback(starting.discard)
+
+        try:
+            await self._keep_running(child, loaded)
+        except Exception as error:  # noqa: BLE001 - a child that nobody keeps must not go unnoticed
+            text = f"{child.label} cannot be kept: {type(error).__name__}: {error}"
+            self._fail(Failure(exit_codes.FAILURE, text, failure_of(error).traceback))
+        finally:
+            for task in starting:
+                task.cancel()
+            child.state = ChildState.ENDED
+            child.ended.set()
+
+    async def _keep_running(self, child: Child, loaded: Callable[[], None]) -> None:
+        """Run a child until the end is asked for, or it has failed for good."""
+        policy = self._policy()
+        while not self._asked.is_set():
+            try:
+                why = exit_text(await child.run(self._spawning, loaded))
+            except OSError as error:
+                why = f"its process could not be started: {error}"
+            if self._asked.is_set():
+                return
+            if not child.has_been_ready.is_set():
+                text = f"{child.label} ended before it was ready: {why}"
+                self._fail(child.failure or Failure(exit_codes.START_FAILED, text))
+                return
+            if child.failure is not None:
+                why = child.failure.message
+            trace = child.failure.traceback if child.failure is not None else ""
+            if child.on_crash == "escalate":
+                text = f"{child.label} ended: {why}; its on_crash is escalate"
+                self._fail(Failure(exit_codes.ESCALATED, text, trace))
+                return
+            lived = 0.0 if child.ready_at is None else monotonic() - child.ready_at
+            pause = policy.pause_after(lived, random.random())
+            times = f" ({policy.crashes} times in a row)" if policy.crashes > 1 else ""
+            logger.warning(
+                "%s ended%s: %s; it is started again in %.1f s%s",
+                *(child.label, times, why, pause, f"\n{trace}" if trace else ""),
+            )
+            child.crash = why + times
+            child.state = ChildState.RESTARTING
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._asked.wait()
+
+    async def _start(self, child: Child) -> None:
+        """Start a child that has loaded, once the server and its dependencies are there."""
+        await self._begun.wait()
+        depth = child.dependency_depth
+        below = [other for other in self.children if other.dependency_depth < depth]
+        await _all_set(other.has_been_ready for other in below)
+        child.send(StartInstance())
+
+    def _fail(self, failure: Failure) -> None:
+        if self.failure is None and not self._asked.is_set():
+            self.failure = failure
+            if failure.code != exit_codes.ESCALATED:
+                self._grace = min(self._grace, FAILED_GRACE)
+        self._asked.set()
+
+    # The end -------------------------------------------------------------------------------
+
+    async def _end(self) -> None:
+        """Drain, dependencies last, until all have ended or time is over."""
+        deadline = monotonic() + self._grace
+        stopping = asyncio.ensure_future(_all_set([self._at_once]))
+        try:
+            for children in dependents_first(self.children, lambda child: child.dependency_depth):
+                left = max(0.0, deadline - monotonic())
+                for child in children:
+                    child.end(DrainInstance(left))
+                ended = asyncio.ensure_future(_all_set(child.ended for child in children))
+                await asyncio.wait(
+                    {ended, stopping},
+                    timeout=left + DRAIN_SLACK,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                ended.cancel()
+        finally:
+            stopping.cancel()
+
+    async def _leave_none(self) -> None:
+        """Tell what still runs to end at once, and kill it when it does not."""
+        self._asked.set()
+        if not self._tasks:
+            return
+        for child in self.children:
+            child.end(StopInstance())
+        await asyncio.wait(self._tasks, timeout=STOP_SECONDS)
+        for child in self._alive():
+            logger.error("%s (process %s) did not end and was killed", child.label, child.pid)
+            child.kill()
+        await asyncio.wait(self._tasks, timeout=STOP_SECONDS)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _alive(self) -> list[Child]:
+        return [child for child in self.children if child.pid is not None]
+
+
+async def _all_set(events: Iterable[asyncio.Event]) -> None:
+    for event in list(events):
+        await event.wait()

@@ -1,0 +1,349 @@
+"""One child process of `dynbus run`, which serves one instance.
+
+`python -m dynbus.actors.running.worker FD LABEL` starts it.
+
+Parent and child talk as `child_messages.py` says over a socket pair, whose number the child gets
+as FD. The end of the socket means that the parent is dead, however it died, and ends the child. A
+thread reads it, so that this holds also while a handler blocks the main loop.
+
+The child leads a session and so a process group of its own, with all that it starts. `group_guard`
+ends those when the child is gone, however it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Final
+
+import msgspec
+
+from dynbus.actors.declaring.actor import check_startable
+from dynbus.actors.runtime import Runtime
+from dynbus.actors.serving.instance import InstanceBroken, new_instance_id
+from dynbus.bus import exit_codes
+from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
+from dynbus.bus.lane import new_event_loop
+from dynbus.bus.telemetry.logs import configure_logging
+
+from . import group_guard
+from .child_messages import (
+    ActorLoaded,
+    CollectMetrics,
+    Command,
+    DrainInstance,
+    HealthChanged,
+    InstanceFailed,
+    InstanceReady,
+    LoadActor,
+    MetricsCollected,
+    Report,
+    StartInstance,
+    StopInstance,
+)
+from .configuration import Text
+from .in_process import Assignment, Ending, StartFailed, failure_of, problems_of, serve
+from .leaving import leave_within
+from .loader import resolve
+
+BLOCKED_SECONDS: Final = 3.0
+"""Seconds after which a start that blocks the loop is ended, once the end was asked for."""
+ORPHAN_SECONDS: Final = 2.0
+"""Seconds after its parent's death within which a child has ended."""
+GUARD_PAUSE: Final = 0.5
+"""Seconds before a guard that ended is started again."""
+HEALTH_INTERVAL: Final = 0.5
+
+_FAILURES: Final = (ConfigError, InstanceBroken, PermissionDenied, StartFailed, Unavailable)
+
+logger = logging.getLogger(__name__)
+
+
+class Channel:
+    """The child's end of the socket.
+
+    Args:
+        orphaned: called on the reading thread when the parent is gone.
+        end_asked: called on the reading thread before a word to end is delivered.
+        metrics_asked: called on the reading thread, also while the loop is blocked.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        orphaned: Callable[[], None],
+        metrics_asked: Callable[[], None],
+        end_asked: Callable[[], None],
+    ) -> None:
+        self._connection = connection
+        self._orphaned = orphaned
+        self._end_asked = end_asked
+        self._metrics_asked = metrics_asked
+        self._sending = threading.Lock()
+        self._early: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._deliver: Callable[[Command], None] = self._take_early
+        self._thread = threading.Thread(target=self._read, name="dynbus-parent", daemon=True)
+
+    def open(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    def receive(self) -> Command:
+        """Wait for the next command before `deliver_to`, for as long as the parent lives."""
+        return self._early.get()
+
+    def deliver_to(self, loop: asyncio.AbstractEventLoop, take: Callable[[Command], None]) -> None:
+        """Have all further commands taken on the loop."""
+
+        def deliver(command: Command) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: we are at the end
+                loop.call_soon_threadsafe(take, command)
+
+        self._deliver = deliver
+        with contextlib.suppress(queue.Empty):
+            while True:
+                deliver(self._early.get_nowait())
+
+    def send(self, report: Report) -> None:
+        """Tell the parent; one that is gone is told nothing. Callable from any thread."""
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.sendall(msgspec.json.encode(report) + b"\n")
+
+    def _take_early(self, command: Command) -> None:
+        if isinstance(command, DrainInstance | StopInstance):
+            os._exit(exit_codes.OK)  # nothing has been started that could be ended tidily
+        self._early.put(command)
+
+    def _read(self) -> None:
+        decoder = msgspec.json.Decoder(Command)
+        try:
+            with self._connection.makefile("rb") as lines:
+                for line in lines:
+                    command = decoder.decode(line)
+                    if isinstance(command, CollectMetrics):
+                        self._metrics_asked()
+                        continue
+                    if isinstance(command, DrainInstance | StopInstance):
+                        self._end_asked()
+                    self._deliver(command)
+        except OSError:
+            pass  # a reset is an end as well
+        self._orphaned()
+
+
+class Worker:
+    """The child process from its first command to its exit code.
+
+    Args:
+        label: `namespace.component/number`, as the parent names the child.
+    """
+
+    def __init__(self, connection: socket.socket, label: str) -> None:
+        self._channel = Channel(
+            connection,
+            orphaned=self._on_orphaned,
+            metrics_asked=self._on_metrics_asked,
+            end_asked=self._on_end_asked,
+        )
+        self._label = label
+        self._instance_id = new_instance_id()
+        self._announced = False
+        self._shut_telemetry: Callable[[], object] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: Ending | None = None
+
+    def run(self) -> int:
+        """Serve until told to end; returns the exit code.
+
+        When it returns, the process is about to end, whatever goes on in it.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        self._channel.open()
+        load = self._channel.receive()
+        if not isinstance(load, LoadActor):
+            raise RuntimeError(f"the parent began with {load!r}")
+        try:
+            assignment = self._load(load)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the parent
+            return self._fail(error)
+        self._channel.send(ActorLoaded())
+        while not isinstance(self._channel.receive(), StartInstance):
+            pass
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            code = exit_codes.FAILURE
+            try:
+                code = runner.run(self._serve(assignment, load))
+            except SystemExit as error:
+                # A handler's, which has been logged. Text is no code, and means a failure.
+                code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            finally:
+                if self._shut_telemetry is not None:
+                    self._shut_telemetry()
+                leave_within(code)
+        return code
+
+    def _load(self, load: LoadActor) -> Assignment:
+        from dynbus.bus.telemetry import telemetry
+
+        sys.path[:] = load.path
+        address = self._label.partition("/")[0]
+        configure_logging(
+            load.log_format, load.log_level, actor=address, instance=self._instance_id
+        )
+        actor = resolve(load.actor)
+        # Makes its codecs, which takes a while: better now than on the loop.
+        check_startable(actor)
+        namespace, _, component = address.partition(".")
+        if load.otlp_endpoint or load.metrics:
+            self._shut_telemetry = telemetry.configure(
+                service_name=component,
+                service_namespace=namespace,
+                instance_id=self._instance_id,
+                otlp_endpoint=load.otlp_endpoint,
+                prometheus=load.metrics,
+            ).shutdown
+        else:
+            telemetry.configure_from_environment(
+                service_name=component,
+                service_namespace=namespace,
+                instance_id=self._instance_id,
+            )
+        texts = {name: Text(text) for name, text in load.texts.items()}
+        return Assignment(actor, {**load.values, **texts}, 1, instance_id=self._instance_id)
+
+    async def _serve(self, assignment: Assignment, load: LoadActor) -> int:
+        self._loop = asyncio.get_running_loop()
+        self._ending = Ending()
+        self._channel.deliver_to(self._loop, self._obey)
+        try:
+            await serve([assignment], load.bus, self._ending, started=self._started)
+        except _FAILURES as error:
+            return self._fail(error)
+        return exit_codes.OK
+
+    async def _started(self, runtime: Runtime) -> None:
+        (instance,) = runtime.instances.values()
+        self._announced = True
+        self._channel.send(InstanceReady(instance.id))
+        # On the lane: it goes on while a handler blocks this loop, and ends with the lane.
+        runtime.bus.lane.call(self._watch_health, runtime)
+
+    def _watch_health(self, runtime: Runtime) -> None:
+        loop = asyncio.get_running_loop()
+        known: dict[str, str] = {}
+        told: dict[str, str] = {}
+
+        def look() -> None:
+            nonlocal known, told
+            found, details = problems_of(runtime), runtime.bus.status.read()
+            if found.keys() != known.keys() or details != told:
+                known, told = found, details
+                self._channel.send(HealthChanged(found, details))
+            loop.call_later(HEALTH_INTERVAL, look)
+
+        look()
+
+    def _obey(self, command: Command) -> None:
+        assert self._ending is not None
+        if isinstance(command, DrainInstance):
+            self._ending.drain(command.grace)
+        elif isinstance(command, StopInstance):
+            self._ending.stop()
+
+    def _on_end_asked(self) -> None:
+        if not self._announced:
+            timer = threading.Timer(BLOCKED_SECONDS, self._leave_blocked_start)
+            timer.daemon = True
+            timer.start()
+
+    def _leave_blocked_start(self) -> None:
+        if self._ending is None or not self._ending.asked.is_set():
+            logger.error(
+                "the start of %s blocks its loop, which hears nothing: it is left behind",
+                self._label,
+            )
+            os._exit(exit_codes.OK)
+
+    def _on_metrics_asked(self) -> None:
+        # Neither on the loop, which may be blocked, nor here: this thread hears the parent's death.
+        threading.Thread(target=self._send_metrics, name="dynbus-metrics", daemon=True).start()
+
+    def _send_metrics(self) -> None:
+        page = ""
+        try:
+            from prometheus_client import generate_latest
+
+            page = generate_latest().decode()
+        except Exception:
+            logger.exception("the metrics of this process cannot be collected")
+        self._channel.send(MetricsCollected(page))
+
+    def _fail(self, error: BaseException) -> int:
+        failure = failure_of(error)
+        self._channel.send(InstanceFailed(*failure))
+        return failure.code
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._loop is None or self._ending is None:
+            os._exit(exit_codes.OK)
+        self._loop.call_soon_threadsafe(self._ending.drain)
+
+    def _on_orphaned(self) -> None:
+        logger.warning("dynbus run is gone: its instance ends")
+        if self._loop is not None and self._ending is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._ending.stop)
+            time.sleep(ORPHAN_SECONDS)
+        os._exit(exit_codes.FAILURE)
+
+
+def guard_group(connection: socket.socket) -> None:
+    """Have a guard end this process's group when this process has ended.
+
+    It is a child of this process. Programs that end all their children before they end themselves
+    end it too, so it is started again.
+    """
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", group_guard.__file__]
+            + [str(os.getpid()), str(connection.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(connection.fileno(),),
+        )
+
+    def keep(guard: subprocess.Popen[bytes]) -> None:
+        while True:
+            code = guard.wait()
+            logger.debug("the guard of this process's group ended with %d", code)
+            time.sleep(GUARD_PAUSE)
+            guard = start()
+
+    # Before any code of a user's runs, and so before there is anything to guard.
+    threading.Thread(target=keep, args=(start(),), name="dynbus-guard", daemon=True).start()
+
+
+def main() -> None:
+    """Run the child that the command line describes."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    if os.getpgrp() == os.getpid():
+        guard_group(connection)
+    sys.exit(Worker(connection, sys.argv[2]).run())
+
+
+if __name__ == "__main__":
+    main()

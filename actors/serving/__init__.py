@@ -1,0 +1,1 @@
+"""How an object of an actor becomes an instance on the bus."""

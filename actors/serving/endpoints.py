@@ -1,0 +1,70 @@
+"""What the bus needs of each handler of an actor's object."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from dynbus.actors.declaring.actor import Actor
+from dynbus.actors.declaring.codec import AnyCodec
+from dynbus.actors.declaring.handlers import HandlerSpec
+from dynbus.bus.context import context
+from dynbus.bus.errors import InvalidResponse
+from dynbus.bus.protocol.endpoint import Endpoint
+
+logger = logging.getLogger(__name__)
+
+
+def endpoints_of(actor: Actor) -> list[Endpoint]:
+    """An endpoint for each handler of an actor's object."""
+    specs = type(actor).__dynbus_handlers__
+    return [make_endpoint(getattr(actor, name), spec) for name, spec in specs.items()]
+
+
+def make_endpoint(method: Callable[..., Any], spec: HandlerSpec) -> Endpoint:
+    """The endpoint of a handler that is bound to its object."""
+    request_codec, result_codec = spec.request_codec, spec.result_codec
+    schemas: dict[str, Any] = {"response": schema_of(result_codec)}
+    if request_codec is not None:
+        schemas["request"] = schema_of(request_codec)
+    return Endpoint(
+        name=spec.name,
+        streaming=spec.streaming,
+        invoke=_invoker(method, spec),
+        decode=spec.request_decoder(),
+        encode=result_codec.encoder(InvalidResponse),
+        concurrency=spec.concurrency,
+        queue=spec.queue,
+        timeout=spec.timeout,
+        idle_timeout=spec.idle_timeout,
+        schemas=schemas,
+    )
+
+
+def schema_of(codec: AnyCodec) -> dict[str, Any]:
+    """The JSON schema of a codec's annotation; empty for one that has none."""
+    try:
+        return codec.schema()
+    except (TypeError, ValueError) as error:
+        logger.debug("no JSON schema for %r: %s", codec.annotation, error)
+        return {}
+
+
+def _invoker(method: Callable[..., Any], spec: HandlerSpec) -> Callable[[Any], Any]:
+    """How a handler is called with a request, which is None for one that takes none."""
+    parameter = spec.parameter
+    if parameter is None:
+        if spec.takes_context:
+            return lambda _: method(context=context())
+        return lambda _: method()
+    name = parameter.name
+    by_name = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    if spec.takes_context:
+        if by_name:
+            return lambda request: method(**{name: request, "context": context()})
+        return lambda request: method(request, context=context())
+    if by_name:
+        return lambda request: method(**{name: request})
+    return method

@@ -1,0 +1,134 @@
+"""NATS header blocks, written strictly and read tolerantly.
+
+Reading never raises: a block that is not one, or a line that is not `Key: value`, is left
+out. The client library's own reader costs more than the rest of a request together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import quote, unquote
+
+from dynbus.bus.errors import ConfigError
+
+PREAMBLE: Final = b"NATS/1.0"
+
+REQUEST_ID: Final = "Dynbus-Request-Id"
+FRAMES: Final = "Dynbus-Frames"
+DEADLINE: Final = "Dynbus-Deadline"
+ATTEMPT: Final = "Dynbus-Attempt"
+PART: Final = "Dynbus-Part"
+CANCEL: Final = "Dynbus-Cancel"
+METADATA: Final = "Dynbus-Metadata"
+PRIORITY: Final = "Dynbus-Priority"
+IDEMPOTENCY_KEY: Final = "Dynbus-Idempotency-Key"
+PUBLISHED: Final = "Dynbus-Published"
+KV_AWARENESS: Final = "Dynbus-Kv-Awareness"
+TRACEPARENT: Final = "traceparent"
+TRACESTATE: Final = "tracestate"
+BAGGAGE: Final = "baggage"
+SERVICE_ERROR: Final = "Nats-Service-Error"
+SERVICE_ERROR_CODE: Final = "Nats-Service-Error-Code"
+ERROR: Final = "Dynbus-Error"
+
+MESSAGE_ID: Final = "Nats-Msg-Id"
+EXPECTED_LAST_SUBJECT_SEQUENCE: Final = "Nats-Expected-Last-Subject-Sequence"
+TTL: Final = "Nats-TTL"
+ROLLUP: Final = "Nats-Rollup"
+MARKER_REASON: Final = "Nats-Marker-Reason"
+
+NO_RESPONDERS: Final = "503"
+
+_KEY = re.compile(r"[!-9;-~]+")
+_VALUE = re.compile(r"[ -~]*")
+
+
+def encode(fields: Mapping[str, str]) -> bytes:
+    """Write a header block.
+
+    Raises:
+        ConfigError: a key or a value has a character that a header cannot carry.
+    """
+    return f"NATS/1.0\r\n{encode_lines(fields)}\r\n".encode("ascii")
+
+
+def encode_publish(
+    fields: Mapping[str, str] | None,
+    *,
+    message_id: str,
+    expected_last_subject_sequence: int | None,
+    ttl: float | None,
+    rollup: bool,
+) -> bytes:
+    """The header block of a message for a stream, see `JetStream.publish`; empty without fields.
+
+    Raises:
+        ConfigError: a key or a value has a character that a header cannot carry.
+    """
+    every = dict(fields or {})
+    if message_id:
+        every[MESSAGE_ID] = message_id
+    if expected_last_subject_sequence is not None:
+        every[EXPECTED_LAST_SUBJECT_SEQUENCE] = str(expected_last_subject_sequence)
+    if ttl is not None:
+        every[TTL] = f"{max(1, round(ttl))}s"
+    if rollup:
+        every[ROLLUP] = "sub"
+    return encode(every) if every else b""
+
+
+def encode_lines(fields: Mapping[str, str]) -> str:
+    """The lines of a header block for `fields`.
+
+    Raises:
+        ConfigError: a key or a value has a character that a header cannot carry.
+    """
+    lines: list[str] = []
+    for key, value in fields.items():
+        if not _KEY.fullmatch(key):
+            raise ConfigError(f"header name {key!r} may hold printable ASCII without ':' only")
+        if not _VALUE.fullmatch(value):
+            raise ConfigError(f"header {key} may hold printable ASCII only, got {value!r}")
+        lines.append(f"{key}: {value}\r\n")
+    return "".join(lines)
+
+
+def decode(block: bytes) -> dict[str, str]:
+    """Read a header block; the last of repeated keys wins, malformed lines are left out."""
+    fields: dict[str, str] = {}
+    if not block:
+        return fields
+    for line in block.decode("utf-8", "replace").split("\r\n"):
+        key, colon, value = line.partition(":")
+        if colon and key:
+            fields[key] = value.strip()
+    return fields
+
+
+def status(block: bytes) -> str:
+    """The three digits of a status line (`NATS/1.0 503`), or an empty string."""
+    if block.startswith(PREAMBLE + b" "):
+        return block[9:12].decode("ascii", "replace")
+    return ""
+
+
+def encode_metadata(metadata: Mapping[str, str]) -> str:
+    """Metadata as one header value: `key=value` pairs, percent-encoded, joined by commas.
+
+    Raises:
+        ConfigError: a key or a value has a lone surrogate, which no encoding can carry.
+    """
+    try:
+        return ",".join(
+            f"{quote(key, safe='')}={quote(value, safe='')}" for key, value in metadata.items()
+        )
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"metadata cannot be encoded: {error.object!r} is no text") from None
+
+
+def decode_metadata(value: str) -> dict[str, str]:
+    """The inverse of `encode_metadata`; pairs without `=` are left out."""
+    pairs = (pair.partition("=") for pair in value.split(","))
+    return {unquote(key): unquote(text) for key, equals, text in pairs if equals}

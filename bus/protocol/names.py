@@ -1,0 +1,226 @@
+"""Every name on the bus: what a token may look like, and how subjects are spelled.
+
+A subject is built here and nowhere else, so that `docs/protocol.md` has one counterpart in
+the code. Tokens that start with `_` belong to dynbus; a user's token never does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Final, NamedTuple
+
+from dynbus.bus.errors import ConfigError
+
+TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+MAX_SUBJECT_BYTES: Final = 255
+
+CONTROL: Final = "_ctl"
+REPLY_ROOT: Final = "_R"
+ANONYMOUS: Final = "-"
+
+INSTANCES_BUCKET: Final = "dynbus_instances"
+KV_EVENTS: Final = "_kv"
+KV_RESYNC: Final = "_kv_resync"
+KV_LOAD: Final = "_kv_load"
+KV_ELECTION_BUCKET: Final = "dynbus_kv_snapshots"
+
+DEFAULT_REPLY_PREFIXES: Final = ("_R.", "_INBOX.", "_R_.", "_GR_.")
+_ROOTS_OF_OTHER_ACCOUNTS: Final = ("_R_", "_GR_")
+
+_LITERAL_SUBJECT = re.compile(r"[!-~]+")
+
+
+def check_token(kind: str, value: object) -> str:
+    """Return `value` when it is a legal name.
+
+    Args:
+        kind: what is being named, for the message: `namespace`, `component`, ...
+
+    Raises:
+        ConfigError: it is not a string of 1 to 63 characters `A-Z a-z 0-9 _ -` that begins
+            with a letter or a digit.
+    """
+    if isinstance(value, str) and TOKEN.fullmatch(value):
+        return value
+    raise ConfigError(
+        f"{kind} {value!r} is not a valid name: use 1 to 63 letters, digits, '_' or '-', "
+        "beginning with a letter or a digit"
+    )
+
+
+class InstanceName(NamedTuple):
+    """One running actor: the component that it is of, and its id."""
+
+    namespace: str
+    component: str
+    instance_id: str
+
+    @property
+    def address(self) -> str:
+        """`namespace.component`."""
+        return f"{self.namespace}.{self.component}"
+
+
+class EndpointName(NamedTuple):
+    """`namespace.component.endpoint`: one handler of one kind of actor."""
+
+    namespace: str
+    component: str
+    endpoint: str
+
+    @classmethod
+    def parse(cls, text: str) -> EndpointName:
+        """Split and check a dotted name.
+
+        Raises:
+            ConfigError: it does not have three legal parts.
+        """
+        parts = text.split(".")
+        if len(parts) != 3:
+            raise ConfigError(
+                f"{text!r} is not an endpoint: write namespace.component.endpoint, "
+                "for example demo.Shouter.generate"
+            )
+        return cls.of(*parts)
+
+    @classmethod
+    def of(cls, namespace: str, component: str, endpoint: str) -> EndpointName:
+        """Check three tokens and join them.
+
+        Raises:
+            ConfigError: one of them is not a legal name.
+        """
+        return cls(
+            check_token("namespace", namespace),
+            check_token("component", component),
+            check_token("endpoint", endpoint),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.component}.{self.endpoint}"
+
+    def at(self, instance_id: str) -> str:
+        """The subject of this endpoint on one instance."""
+        return f"{self.namespace}.{self.component}.{self.endpoint}.{instance_id}"
+
+    def hop(self, instance_id: str) -> str:
+        """How errors and logs name this endpoint on one instance."""
+        return f"{self.namespace}.{self.component}.{self.endpoint}@{instance_id}"
+
+
+def control_subject(namespace: str, component: str, instance_id: str) -> str:
+    """Where one instance takes cancels, credit, resumes and pings."""
+    return f"{namespace}.{component}.{CONTROL}.{instance_id}"
+
+
+def kv_event_stream(namespace: str) -> str:
+    """The name of the stream with the KV-cache events of a namespace."""
+    return f"DYNBUS_EVENTS_{namespace}"
+
+
+def kv_event_subject(namespace: str, component: str, instance_id: str, dp_rank: int | str) -> str:
+    """Where the KV-cache events of one data-parallel rank are published; `*` for any."""
+    return f"{namespace}.{component}.{KV_EVENTS}.{instance_id}.{dp_rank}"
+
+
+def kv_resync_subject(namespace: str, component: str, instance_id: str, dp_rank: int | str) -> str:
+    """Where one rank is asked to send all that it holds; `*` for any."""
+    return f"{namespace}.{component}.{KV_RESYNC}.{instance_id}.{dp_rank}"
+
+
+def kv_load_subject(namespace: str, component: str, router: str) -> str:
+    """Where one router tells the others what it sends where; `*` for any.
+
+    It has a token more than any subject that callers may publish to, so none of them can speak
+    for a router.
+    """
+    return f"{namespace}.{component}.{KV_LOAD}.{router}.all"
+
+
+def kv_snapshot_bucket(namespace: str) -> str:
+    """The object bucket with the snapshots of a namespace's KV indexes.
+
+    A bucket's name is a token: where the namespace is too long for that, its end gives way to
+    a digest of it.
+    """
+    name = f"DYNBUS_SNAPSHOTS_{namespace}"
+    if TOKEN.fullmatch(name):
+        return name
+    return f"{name[:46]}_{hashlib.blake2s(namespace.encode(), digest_size=8).hexdigest()}"
+
+
+def kv_election_subject(namespace: str, component: str) -> str:
+    """Where the router is stored that takes the snapshots of a component."""
+    return f"$KV.{KV_ELECTION_BUCKET}.{namespace}.{component}"
+
+
+class ReplySubjects:
+    """The subjects under which one client hears from the bus.
+
+    `{base}.{number}` answers one request, `{base}.f` carries frames, `{base}.b.{peer}` is
+    where the server's own 503 comes back to when a message found nobody;
+    `{base}.ctl.f` and `{base}.ctl.b.{peer}` are the same on the control connection. Below
+    `server_api` and `control_server_api` a connection hears answers of the server's own APIs.
+    """
+
+    def __init__(self, principal: str, client_id: str) -> None:
+        self.principal = principal
+        self.client_id = client_id
+        self.base = f"{REPLY_ROOT}.{principal}.{client_id}"
+        self.frames = f"{self.base}.f"
+        self.control_frames = f"{self.base}.ctl.f"
+        self.data_wildcard = f"{self.base}.*"
+        self.bounce_wildcard = f"{self.base}.b.*"
+        self.server_api = f"{self.base}.js"
+        self.control_server_api = f"{self.base}.jscontrol"
+
+    def request(self, number: int) -> str:
+        return f"{self.base}.{number}"
+
+    def bounce(self, peer: str) -> str:
+        return f"{self.base}.b.{peer}"
+
+    def control_bounce(self, peer: str) -> str:
+        return f"{self.base}.ctl.b.{peer}"
+
+
+def split_number(subject: str) -> tuple[str, int] | None:
+    """A subject without its last token, and that token where it is a number."""
+    base, _, number = subject.rpartition(".")
+    if number.isascii() and number.isdigit() and len(number) <= 18:
+        return base, int(number)
+    return None
+
+
+def turn_taker(reply: str) -> str:
+    """Who takes turns with others: the principal or the client that is answered at `reply`.
+
+    That is the credential's name where there is one, else what all requests of one client have
+    in common. Those that name no client (`_INBOX.{random}`, replies from another account) take
+    turns as one: a client that makes up a new name for each request gains nothing by it.
+    """
+    root, _, rest = reply.partition(".")
+    first, _, others = rest.partition(".")
+    if root in _ROOTS_OF_OTHER_ACCOUNTS or not others:
+        return root
+    if root == REPLY_ROOT and first != ANONYMOUS:
+        return f"{root}.{first}"
+    return reply.rpartition(".")[0]
+
+
+def is_safe_reply(reply: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether a message may be answered at `reply`.
+
+    A reply subject is chosen by whoever sends the request and used with our permissions, so
+    anything but an inbox (`$JS.API...`, another service's subject) is an attack.
+    """
+    return (
+        reply.startswith(prefixes)
+        and len(reply) <= MAX_SUBJECT_BYTES
+        and _LITERAL_SUBJECT.fullmatch(reply) is not None
+        and "*" not in reply
+        and ">" not in reply
+        and ".." not in reply
+        and not reply.endswith(".")
+    )

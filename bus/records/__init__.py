@@ -1,0 +1,1 @@
+"""What JetStream keeps: the records of instances, leases, and objects."""

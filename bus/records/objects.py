@@ -1,0 +1,427 @@
+"""Objects of any size under names, kept in a JetStream stream.
+
+An object is its chunks, and a record that names them and their digest. The record is written
+when all chunks are stored, so an object is there whole or not at all, and another one takes
+its place in one step. Everything goes through `JetStream`, so it works over nats-server and
+in memory alike. What is stored is described in `object_records.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from dynbus.bus.cleanup import finish
+from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
+from dynbus.bus.transport import (
+    JetStream,
+    OrderedConsumer,
+    StoredMessage,
+    StreamFull,
+    WrongLastSequence,
+)
+
+from .object_records import (
+    NoObject,
+    Object,
+    ObjectBucket,
+    ObjectDamaged,
+    ObjectInfo,
+    ObjectRecord,
+    StoredRecord,
+    bucket_stream,
+    chunk_subject,
+    digest_text,
+    record_subject,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CHUNK_SIZE: Final = 128 * 1024
+HEADER_BYTES: Final = 512
+"""More than the headers of a chunk take of a message."""
+TRY_TIMEOUT: Final = 5.0
+RETRY_DELAY: Final = 0.25
+RETRY_FOR: Final = 60.0
+"""Seconds; below the stream's duplicate window, or a repeat could be stored twice."""
+CLEANUP_TIMEOUT: Final = 5.0
+ABANDONED_AFTER: Final = 3600.0
+
+
+class _Reading:
+    """What one consumer has brought; done when it has caught up or brought `enough` bytes."""
+
+    def __init__(self, enough: int | None) -> None:
+        self.messages: list[StoredMessage] = []
+        # Digested as they come: all at once would block the loop.
+        self.digest = hashlib.sha256()
+        self.size = 0
+        self.done = asyncio.Event()
+        self._enough = enough
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(message.data for message in self.messages)
+
+    def take(self, message: StoredMessage) -> None:
+        """Take a delivery."""
+        self.messages.append(message)
+        self.digest.update(message.data)
+        self.size += len(message.data)
+        if self._enough is not None and self.size >= self._enough:
+            self.done.set()
+
+
+class ObjectStore:
+    """The objects of one bucket.
+
+    What fails for want of the server is tried again until `timeout` seconds are over, then
+    raises `Unavailable`. A missing bucket raises `NoStream`.
+    """
+
+    def __init__(
+        self, jetstream: JetStream, bucket: ObjectBucket, *, chunk_size: int = CHUNK_SIZE
+    ) -> None:
+        self._jetstream = jetstream
+        self._config = bucket_stream(bucket)
+        self._bucket = bucket.name
+        self._chunk_size = chunk_size
+
+    def __repr__(self) -> str:
+        return f"<ObjectStore {self._bucket}>"
+
+    async def ensure(self, *, timeout: float = 5.0) -> None:
+        """Make the bucket, or leave one that exists as it is.
+
+        Raises:
+            ConfigError: a stream of its name exists that is no object bucket.
+        """
+        await self._jetstream.ensure_stream(self._config, timeout=timeout)
+
+    async def put(
+        self,
+        name: str,
+        data: bytes | bytearray | memoryview,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+    ) -> ObjectInfo:
+        """Store an object; one of this name is replaced when all of the new one is stored.
+
+        When it fails or is cancelled the old object stays, unless the record of the new one
+        was being written: then either may be there, and each is whole.
+
+        Raises:
+            ConfigError: the name is empty.
+            StreamFull: the bucket has no room for it.
+        """
+        if not name:
+            raise ConfigError("an object needs a name")
+        end = monotonic() + timeout
+        nuid = secrets.token_hex(11)
+        view = memoryview(data).cast("B")
+        chunk_size = min(self._chunk_size, self._jetstream.max_payload - HEADER_BYTES)
+        starts = range(0, len(view), chunk_size)
+        digest = hashlib.sha256()
+        for number, start in enumerate(starts):
+            chunk = bytes(view[start : start + chunk_size])
+            digest.update(chunk)
+            await self._put_chunk(end, nuid, number, chunk)
+        record = ObjectRecord(
+            name,
+            self._bucket,
+            nuid,
+            len(view),
+            len(starts),
+            digest_text(digest.digest()),
+            headers={key: [value] for key, value in (headers or {}).items()},
+            options={"max_chunk_size": chunk_size},
+        )
+        replaced: set[str] = set()
+        try:
+            return (await self._replace(end, record, replaced)).info
+        except StreamFull:
+            await self._drop_chunks_shielded(nuid)
+            raise
+        except BaseException as error:
+            if not replaced:
+                await self._drop_chunks_shielded(nuid)
+            elif isinstance(error, asyncio.CancelledError):
+                # The record may be on its way: only its answer says whose chunks are to go.
+                await self._settle_shielded(record, replaced)
+            raise
+
+    async def get(self, name: str, *, timeout: float = 60.0) -> Object:
+        """The object of a name; if it is replaced meanwhile, one of those that it was.
+
+        Raises:
+            NoObject: there is none of this name.
+            ObjectDamaged: its chunks do not have the size or the digest that it should have.
+        """
+        end = monotonic() + timeout
+        stored = await self._present(end, name)
+        while True:
+            reading = await self._chunks(end, stored.record)
+            if stored.record.fits(reading.size, reading.digest.digest()):
+                return Object(stored.info, reading.data)
+            now = await self._present(end, name)
+            if now.revision == stored.revision:
+                raise ObjectDamaged(
+                    f"object {name} of bucket {self._bucket} is damaged: {reading.size} of "
+                    f"{stored.record.size} bytes are there, or they are not those of "
+                    f"{stored.record.digest}; put it again or delete it"
+                )
+            stored = now
+
+    async def info(self, name: str, *, timeout: float = 5.0) -> ObjectInfo:
+        """What the bucket knows of an object.
+
+        Raises:
+            NoObject: there is none of this name.
+        """
+        return (await self._present(monotonic() + timeout, name)).info
+
+    async def delete(self, name: str, *, timeout: float = 5.0) -> None:
+        """Delete an object; one that does not exist is no error."""
+        end = monotonic() + timeout
+        stored = await self._stored(end, name)
+        if stored is not None and not stored.record.deleted:
+            await self._replace(
+                end, ObjectRecord(name, self._bucket, secrets.token_hex(11), deleted=True), set()
+            )
+
+    async def list_objects(self, *, timeout: float = 5.0) -> list[ObjectInfo]:
+        """All objects, by name."""
+        found = await self._records(monotonic() + timeout)
+        return sorted(stored.info for stored in found if not stored.record.deleted)
+
+    async def drop_abandoned(
+        self, *, older_than: float = ABANDONED_AFTER, timeout: float = 60.0
+    ) -> int:
+        """Drop the chunks of puts that never came to their end; returns how many puts.
+
+        Args:
+            older_than: seconds since the last chunk; longer than any put takes.
+        """
+        end = monotonic() + timeout
+        # Chunks first: a put that ends after this has its record in the second reading.
+        chunks = await self._last_of_each(end, chunk_subject(self._bucket, "*"))
+        records = await self._records(end)
+        alive = {stored.record.nuid for stored in records}
+        old = [chunk for chunk in chunks if chunk.time <= unix_time() - older_than]
+        dead = {chunk.subject.rpartition(".")[2] for chunk in old} - alive
+        for nuid in dead:
+            await self._try(end, partial(self._drop_chunks, nuid))
+        return len(dead)
+
+    # Records --------------------------------------------------------------------------
+
+    async def _present(self, end: float, name: str) -> StoredRecord:
+        stored = await self._stored(end, name)
+        if stored is None or stored.record.deleted:
+            raise NoObject(f"bucket {self._bucket} has no object {name}")
+        if "link" in stored.record.options:
+            raise ObjectDamaged(
+                f"object {name} of bucket {self._bucket} is a link; name its target"
+            )
+        return stored
+
+    async def _stored(self, end: float, name: str) -> StoredRecord | None:
+        subject = record_subject(self._bucket, name)
+        message = await self._try(
+            end, lambda left: self._jetstream.last(self._config.name, subject, timeout=left)
+        )
+        return None if message is None or message.is_marker else StoredRecord.of(message)
+
+    async def _records(self, end: float) -> list[StoredRecord]:
+        messages = await self._last_of_each(end, f"$O.{self._bucket}.M.>")
+        return [StoredRecord.of(message) for message in messages if not message.is_marker]
+
+    async def _replace(self, end: float, record: ObjectRecord, replaced: set[str]) -> StoredRecord:
+        """Make `record` the one of its name, and drop the chunks of those that it follows.
+
+        Args:
+            replaced: gets the nuids of those before it is sent, "" for none.
+        """
+        subject = record_subject(self._bucket, record.name)
+        data = msgspec.json.encode(record)
+        end = min(end, monotonic() + RETRY_FOR)
+        while True:
+            known = await self._stored(end, record.name)
+            if known is not None and known.record.nuid == record.nuid:
+                # An earlier try was stored, and its acknowledgement was lost.
+                stored = known
+                break
+            revision = 0 if known is None else known.revision
+            replaced.add("" if known is None else known.record.nuid)
+            try:
+                sequence = await self._publish(
+                    end, subject, data, f"{record.nuid}.record", revision=revision
+                )
+            except WrongLastSequence:
+                continue
+            stored = StoredRecord(record, sequence, unix_time())
+            if known is not None and sequence <= revision:
+                # An earlier try was stored, and `known` has replaced it since.
+                replaced.discard(known.record.nuid)
+            break
+        for nuid in replaced - {""}:
+            await self._drop_chunks_shielded(nuid)
+        return stored
+
+    async def _settle_shielded(self, record: ObjectRecord, replaced: set[str]) -> None:
+        """Bring a record that was sent to its end, although whoever wrote it has left."""
+        try:
+            await finish(self._replace(monotonic() + CLEANUP_TIMEOUT, record, replaced))
+        except StreamFull:
+            await self._drop_chunks_shielded(record.nuid)
+        except DynbusError as error:
+            logger.warning(
+                "whether object %s of bucket %s is %s is not known; what is left over stays until "
+                "drop_abandoned(): %s",
+                record.name,
+                self._bucket,
+                record.nuid,
+                error,
+            )
+
+    # Chunks ---------------------------------------------------------------------------
+
+    async def _put_chunk(self, end: float, nuid: str, number: int, chunk: bytes) -> None:
+        """Store one chunk, or drop all of this put."""
+        subject, message_id = chunk_subject(self._bucket, nuid), f"{nuid}.{number}"
+        try:
+            await self._publish(end, subject, chunk, message_id)
+        except asyncio.CancelledError:
+            await self._withdraw_shielded(nuid, subject, chunk, message_id)
+            raise
+        except BaseException:
+            await self._drop_chunks_shielded(nuid)
+            raise
+
+    async def _withdraw_shielded(
+        self, nuid: str, subject: str, chunk: bytes, message_id: str
+    ) -> None:
+        """Drop the chunks of a put although the last of them may still be on its way.
+
+        The server may purge before it stores what it was sent earlier. A duplicate is answered
+        after that is stored.
+        """
+
+        async def withdraw() -> None:
+            try:
+                await self._publish(monotonic() + CLEANUP_TIMEOUT, subject, chunk, message_id)
+            finally:
+                await self._drop_chunks(nuid, CLEANUP_TIMEOUT)
+
+        await self._clean_up(nuid, withdraw())
+
+    async def _chunks(self, end: float, record: ObjectRecord) -> _Reading:
+        """The chunks of an object as far as they are there."""
+        if not record.size:
+            return _Reading(0)
+        return await self._read(end, chunk_subject(self._bucket, record.nuid), enough=record.size)
+
+    async def _last_of_each(self, end: float, subject: str) -> list[StoredMessage]:
+        reading = await self._read(end, subject, last_per_subject=True)
+        # A reading that was interrupted has begun again.
+        return list({message.subject: message for message in reading.messages}.values())
+
+    async def _read(
+        self,
+        end: float,
+        subject: str,
+        *,
+        last_per_subject: bool = False,
+        enough: int | None = None,
+    ) -> _Reading:
+        """Read what the bucket holds of a subject, or until there are `enough` bytes."""
+
+        async def consume(left: float) -> tuple[_Reading, OrderedConsumer]:
+            # One of its own for each try: the server may have begun to serve one that failed.
+            reading = _Reading(enough)
+            try:
+                async with asyncio.timeout(left):
+                    return reading, await self._jetstream.consume(
+                        self._config.name,
+                        reading.take,
+                        subject=subject,
+                        last_per_subject=last_per_subject,
+                        on_recreated=reading.done.set,
+                        on_caught_up=reading.done.set,
+                    )
+            except TimeoutError:
+                raise Unavailable(f"bucket {self._bucket} did not answer in time") from None
+
+        reading, consumer = await self._try(end, consume)
+        try:
+            async with asyncio.timeout(_left(end)):
+                await reading.done.wait()
+        except TimeoutError:
+            raise Unavailable(f"bucket {self._bucket} could not be read in time") from None
+        finally:
+            await finish(consumer.stop())
+        return reading
+
+    async def _drop_chunks(self, nuid: str, timeout: float) -> None:
+        await self._jetstream.purge(
+            self._config.name, chunk_subject(self._bucket, nuid), timeout=timeout
+        )
+
+    async def _drop_chunks_shielded(self, nuid: str) -> None:
+        await self._clean_up(nuid, self._drop_chunks(nuid, CLEANUP_TIMEOUT))
+
+    async def _clean_up(self, nuid: str, dropping: Coroutine[Any, Any, None]) -> None:
+        try:
+            await finish(dropping)
+        except DynbusError as error:
+            logger.warning(
+                "chunks of %s in bucket %s stay until drop_abandoned(): %s",
+                nuid,
+                self._bucket,
+                error,
+            )
+
+    # Requests -------------------------------------------------------------------------
+
+    async def _publish(
+        self, end: float, subject: str, data: bytes, message_id: str, revision: int | None = None
+    ) -> int:
+        return await self._try(
+            min(end, monotonic() + RETRY_FOR),
+            lambda left: self._jetstream.publish(
+                subject,
+                data,
+                message_id=message_id,
+                expected_last_subject_sequence=revision,
+                rollup=revision is not None,
+                timeout=left,
+            ),
+        )
+
+    async def _try(self, end: float, request: Callable[[float], Awaitable[T]]) -> T:
+        """The answer to a request, made again while the server is away."""
+        while True:
+            try:
+                return await request(min(_left(end), TRY_TIMEOUT))
+            except Unavailable:
+                if end - monotonic() <= RETRY_DELAY:
+                    raise
+                await asyncio.sleep(RETRY_DELAY)
+
+
+def _left(end: float) -> float:
+    left = end - monotonic()
+    if left <= 0:
+        raise Unavailable("the time for this object is over")
+    return left

@@ -1,0 +1,387 @@
+"""Spans and metrics of calls, by the OpenTelemetry messaging conventions.
+
+A call has two spans of one trace: `send ns.component.endpoint` (PRODUCER) at the caller and
+`process ns.component.endpoint` (CONSUMER) at the instance, joined by `traceparent`. The
+instance is an attribute of a span, never a part of a name, and no metric carries an id, so
+their number stays bounded. The spans of an instance belong to a service of its component's name.
+
+`Telemetry.from_environment` decides once, when a runtime connects. Where it returns None,
+nothing of OpenTelemetry is imported and calls pay nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextvars import Token
+from typing import TYPE_CHECKING, Final
+
+from dynbus.bus.context import Context, current_instance
+from dynbus.bus.protocol import headers as h
+from dynbus.bus.protocol.names import EndpointName, InstanceName
+
+from .metrics import (
+    CANCELLATIONS,
+    CONNECTIONS,
+    DROP_REASONS,
+    OTHER,
+    Labels,
+    Metrics,
+    error_code,
+    listed,
+)
+from .sdk import Shutdown as Shutdown
+from .sdk import configure as configure
+from .sdk import configure_from_environment as configure_from_environment
+from .sdk import leaves_unsampled, provider_of, providers
+from .trace_context import TraceApi, is_unsampled
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context as OtelContext
+    from opentelemetry.metrics import MeterProvider
+    from opentelemetry.trace import Span, SpanContext, SpanKind, Tracer, TracerProvider
+
+MAX_ENDPOINTS: Final = 1000
+"""Endpoints with labels of their own per process; calls to further ones share one label."""
+
+MAX_INSTANCES: Final = 256
+"""Instances whose tracers are kept; with more of them at a time they are made anew."""
+
+
+class _Profile:
+    """What every observation of one endpoint on one side has in common."""
+
+    __slots__ = ("attributes", "kind", "label_map", "labels", "name", "side")
+
+    def __init__(self, endpoint: EndpointName, side: str, kind: SpanKind, counted: bool) -> None:
+        operation = "process" if side == "server" else "send"
+        self.side = side
+        self.kind = kind
+        self.name = f"{operation} {endpoint}"
+        self.attributes: dict[str, str] = {
+            "messaging.system": "nats",
+            "messaging.operation.name": operation,
+            "messaging.operation.type": operation,
+            "messaging.destination.name": str(endpoint),
+        }
+        if side == "server":
+            self.attributes["messaging.consumer.group.name"] = endpoint.component
+        namespace, component, name = endpoint if counted else (OTHER, OTHER, OTHER)
+        self.label_map = {
+            "dynbus.namespace": namespace,
+            "dynbus.component": component,
+            "dynbus.endpoint": name,
+            "dynbus.side": side,
+        }
+        self.labels: Labels = tuple(self.label_map.items())
+
+
+class CallObservation:
+    """One side of one call, from its start to `end`.
+
+    Attributes:
+        trace_headers: what the caller sends along, and what the handler's `Context` gets.
+    """
+
+    __slots__ = (
+        "_cancelled",
+        "_context",
+        "_ended",
+        "_items",
+        "_metrics",
+        "_profile",
+        "_saw_item",
+        "_span",
+        "_started",
+        "_telemetry",
+        "trace_headers",
+    )
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        profile: _Profile,
+        span: Span | None,
+        context: OtelContext | None,
+        trace_headers: Mapping[str, str],
+    ) -> None:
+        self.trace_headers = trace_headers
+        self._telemetry = telemetry
+        self._metrics = telemetry.metrics
+        self._profile = profile
+        self._span = span if span is not None and span.is_recording() else None
+        self._context = context
+        self._started = time.perf_counter()
+        self._items = 0
+        self._saw_item = False
+        self._cancelled = False
+        self._ended = False
+
+    def first_item(self) -> None:
+        """Note that a stream's first item is there; more calls change nothing."""
+        if self._saw_item or self._ended:
+            return
+        self._saw_item = True
+        if self._span is not None:
+            self._span.add_event("first_item")
+        if self._metrics is not None:
+            self._metrics.first_item.record(
+                time.perf_counter() - self._started, self._profile.label_map, self._context
+            )
+
+    def items(self, count: int) -> None:
+        """Note that `count` more items were sent or delivered, for the first also when."""
+        if not self._items:
+            self.first_item()
+        self._items += count
+        if self._metrics is not None:
+            self._metrics.items.add(self._profile.labels, count)
+
+    def cancelled(self) -> None:
+        """Note that the call was asked to stop or was killed; more calls change nothing."""
+        if self._cancelled or self._ended:
+            return
+        self._cancelled = True
+        if self._span is not None:
+            self._span.add_event("cancelled")
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the span and count the call; more calls change nothing.
+
+        A cancelled call is not a failed one: its span has an event and no error status.
+        """
+        if self._ended:
+            return
+        code = "" if error is None else error_code(error, self._profile.side)
+        if code == "Cancelled":
+            self.cancelled()
+        self._ended = True
+        if self._metrics is not None:
+            self._count(self._metrics, code)
+        if self._span is not None:
+            self._end_span(self._span, error, code)
+
+    def activate(self) -> Token[OtelContext] | None:
+        """Make the span current in this task, so that spans of the handler nest in it."""
+        return None if self._context is None else self._telemetry.api.attach(self._context)
+
+    def deactivate(self, token: Token[OtelContext] | None) -> None:
+        """Undo `activate`, in the same task."""
+        if token is not None:
+            self._telemetry.api.detach(token)
+
+    def _count(self, metrics: Metrics, code: str) -> None:
+        profile = self._profile
+        labels, label_map = profile.labels, profile.label_map
+        if code:
+            labels = (*labels, ("error.type", code))
+            label_map = dict(labels)
+        metrics.calls.add(labels)
+        metrics.duration.record(time.perf_counter() - self._started, label_map, self._context)
+
+    def _end_span(self, span: Span, error: BaseException | None, code: str) -> None:
+        if self._items:
+            span.set_attribute("dynbus.stream.items", self._items)
+        if error is not None and code != "Cancelled":
+            api = self._telemetry.api
+            span.set_attribute("error.type", code)
+            span.record_exception(error)
+            span.set_status(api.Status(api.ERROR, str(error)))
+        span.end()
+
+
+class Telemetry:
+    """Observes calls with one tracer and one meter; safe to use from several threads.
+
+    Args:
+        tracer_provider: None for no spans; trace headers then pass through unchanged.
+        meter_provider: None for no metrics.
+    """
+
+    def __init__(
+        self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None
+    ) -> None:
+        self.api = TraceApi()
+        self.metrics = None if meter_provider is None else Metrics(meter_provider)
+        self._provider = tracer_provider
+        self._tracer = None if tracer_provider is None else tracer_provider.get_tracer("dynbus")
+        self._tracers: dict[InstanceName, Tracer] = {}
+        # Then a call that belongs to an unsampled trace needs no span at all, only its headers.
+        self._leaves_unsampled = tracer_provider is not None and leaves_unsampled(tracer_provider)
+        self._profiles: dict[tuple[EndpointName, str], _Profile] = {}
+
+    @classmethod
+    def from_environment(cls) -> Telemetry | None:
+        """The telemetry of this process, or None when nothing asks for any.
+
+        An OpenTelemetry SDK that the program has set up before is used as it is. Otherwise
+        the standard `OTEL_*` variables decide; where they name an exporter or an endpoint,
+        the SDK is set up and flushed at exit.
+        """
+        configure_from_environment(service_name="dynbus")
+        return _shared.get(*providers())
+
+    def client_call(
+        self, endpoint: EndpointName, *, streaming: bool, request_id: str, parent: Context | None
+    ) -> CallObservation:
+        """Begin to observe a call at its caller.
+
+        It becomes a child of the current span; where that belongs to another trace than
+        `parent`, as in a task shared by several requests, `parent` decides.
+        """
+        profile = self._profile(endpoint, "client")
+        inherited = parent.trace_headers() if parent is not None else {}
+        if self._tracer is None:
+            return CallObservation(self, profile, None, None, inherited)
+        if self._leaves_unsampled and is_unsampled(inherited.get(h.TRACEPARENT, "")):
+            if self.api.all_baggage():
+                self.api.baggage.inject(inherited)
+            return CallObservation(self, profile, None, None, inherited)
+        context = self._client_parent(inherited)
+        caller = current_instance()
+        tracer = self._tracer if caller is None else self._tracer_of(caller)
+        span = self._start(tracer, profile, context, streaming, request_id, profile.attributes)
+        fields = self.api.write(span.get_span_context())
+        if self.api.all_baggage(context):
+            self.api.baggage.inject(fields, context)
+        elif h.BAGGAGE in inherited:
+            fields[h.BAGGAGE] = inherited[h.BAGGAGE]
+        return CallObservation(self, profile, span, self.api.with_span(span, context), fields)
+
+    def server_call(
+        self,
+        endpoint: EndpointName,
+        instance_id: str,
+        incoming: Mapping[str, str],
+        *,
+        streaming: bool,
+        request_id: str,
+    ) -> CallObservation:
+        """Begin to observe a call at the instance that carries it out.
+
+        Args:
+            incoming: the trace headers of the request, as `trace_fields` reads them; a
+                malformed `traceparent` begins a new trace.
+        """
+        profile = self._profile(endpoint, "server")
+        if self._tracer is None:
+            return CallObservation(self, profile, None, None, incoming)
+        remote = self.api.read(incoming)
+        context = self._server_parent(remote, incoming)
+        if self._leaves_unsampled and remote is not None and not remote.trace_flags.sampled:
+            return CallObservation(self, profile, None, context, incoming)
+        tracer = self._tracer_of(InstanceName(endpoint.namespace, endpoint.component, instance_id))
+        attributes = {**profile.attributes, "dynbus.instance_id": instance_id}
+        span = self._start(tracer, profile, context, streaming, request_id, attributes)
+        fields = self.api.write(span.get_span_context())
+        if h.BAGGAGE in incoming:
+            fields[h.BAGGAGE] = incoming[h.BAGGAGE]
+        return CallObservation(self, profile, span, self.api.with_span(span, context), fields)
+
+    def credit_stall(self, endpoint: EndpointName, seconds: float) -> None:
+        """Note that a stream's writer waited `seconds` for its reader."""
+        if self.metrics is not None:
+            self.metrics.credit_stall.record(seconds, self._profile(endpoint, "server").label_map)
+
+    def in_flight(self, endpoint: EndpointName, delta: int, *, side: str = "server") -> None:
+        """Note that `delta` more (or, below 0, fewer) calls are running."""
+        if self.metrics is not None:
+            self.metrics.in_flight.add(self._profile(endpoint, side).labels, delta)
+
+    def cancellation(self, endpoint: EndpointName, kind: str, *, side: str = "server") -> None:
+        """Note a `stop` or a `kill`."""
+        if self.metrics is not None:
+            label = ("dynbus.kind", listed(kind, CANCELLATIONS))
+            labels = self._profile(endpoint, side).labels
+            self.metrics.cancellations.add((*labels, label))
+
+    def reconnect(self, connection: str) -> None:
+        """Note that the `data` or the `control` connection came back."""
+        if self.metrics is not None:
+            label = ("dynbus.connection", listed(connection, CONNECTIONS))
+            self.metrics.reconnects.add((label,))
+
+    def drop(self, reason: str, count: int = 1) -> None:
+        """Note messages that were dropped unanswered; `reason` is a `DropReason`."""
+        if self.metrics is not None:
+            label = ("dynbus.reason", listed(reason, DROP_REASONS))
+            self.metrics.drops.add((label,), count)
+
+    def _tracer_of(self, instance: InstanceName) -> Tracer:
+        tracer = self._tracers.get(instance)
+        if tracer is None:
+            assert self._provider is not None
+            if len(self._tracers) >= MAX_INSTANCES:
+                self._tracers.clear()
+            tracer = provider_of(instance, self._provider).get_tracer("dynbus")
+            self._tracers[instance] = tracer
+        return tracer
+
+    def _profile(self, endpoint: EndpointName, side: str) -> _Profile:
+        key = (endpoint, side)
+        profile = self._profiles.get(key)
+        if profile is None:
+            counted = len(self._profiles) < MAX_ENDPOINTS
+            kind = self.api.CONSUMER if side == "server" else self.api.PRODUCER
+            profile = _Profile(endpoint, side, kind, counted)
+            if counted:
+                self._profiles[key] = profile
+        return profile
+
+    def _client_parent(self, inherited: Mapping[str, str]) -> OtelContext | None:
+        """The context to begin a client span in; None is the task's own."""
+        current = self.api.current_span().get_span_context()
+        traceparent = inherited.get(h.TRACEPARENT, "")
+        if current.is_valid and (
+            not traceparent or traceparent[3:35] == f"{current.trace_id:032x}"
+        ):
+            return None
+        remote = self.api.read(inherited)
+        return None if remote is None else self.api.with_span(self.api.RemoteSpan(remote))
+
+    def _server_parent(
+        self, remote: SpanContext | None, incoming: Mapping[str, str]
+    ) -> OtelContext:
+        # Not the task's own context: whatever was current where the instance was started is
+        # no parent of its calls.
+        context = self.api.empty
+        if remote is not None:
+            context = self.api.with_span(self.api.RemoteSpan(remote), context)
+        if h.BAGGAGE in incoming:
+            context = self.api.baggage.extract(incoming, context)
+        return context
+
+    def _start(
+        self,
+        tracer: Tracer,
+        profile: _Profile,
+        context: OtelContext | None,
+        streaming: bool,
+        request_id: str,
+        attributes: Mapping[str, str],
+    ) -> Span:
+        span = tracer.start_span(profile.name, context, profile.kind, attributes=attributes)
+        if span.is_recording():
+            span.set_attribute("messaging.message.id", request_id)
+            span.set_attribute("dynbus.streaming", streaming)
+        return span
+
+
+class _Shared:
+    """One `Telemetry` per pair of providers: an instrument can be made only once."""
+
+    def __init__(self) -> None:
+        self._providers: tuple[TracerProvider | None, MeterProvider | None] = (None, None)
+        self._telemetry: Telemetry | None = None
+
+    def get(
+        self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None
+    ) -> Telemetry | None:
+        found = (tracer_provider, meter_provider)
+        if found != self._providers:
+            self._providers = found
+            self._telemetry = None if found == (None, None) else Telemetry(*found)
+        return self._telemetry
+
+
+_shared = _Shared()
