@@ -1,0 +1,132 @@
+"""Work that goes on beside its owner: a task group of anyio in a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+from anyio.abc import TaskGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Work:
+    """One piece of work in a `Background`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._scope = anyio.CancelScope()
+        self._ended = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Work {self.name} [{'ended' if self.ended else 'runs'}]>"
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def cancel(self) -> None:
+        """Cancel the work; it cleans up in its own task, under a shield of its own."""
+        self._scope.cancel()
+
+    async def wait(self) -> None:
+        """Wait until the work has ended, however it did."""
+        await self._ended.wait()
+
+    async def end(self) -> None:
+        """Cancel the work and wait until it has ended.
+
+        Whoever is cancelled while they wait leaves nothing behind: the work ends all the same.
+        """
+        self.cancel()
+        await self._ended.wait()
+
+    async def run(self, function: Callable[..., Awaitable[object]], *args: Any) -> None:
+        """Carry the work out; `Background` does."""
+        try:
+            with self._scope:
+                await function(*args)
+        finally:
+            self._ended.set()
+
+
+class Background:
+    """The work of one owner, which ends with it.
+
+    A bare task group belongs to the task that has entered it, so nothing can be started by one task
+    and ended by another. This one is entered by a task of its own: `start` and `Work.end` may be
+    called from any task of the loop, and nobody but the owner can cancel what it does.
+
+    Work that fails ends all of it: the rest is cancelled, and `failed` is told why.
+
+    Args:
+        name: what the task is called.
+        failed: called once, with what the work raised, after the rest has ended.
+    """
+
+    def __init__(self, name: str, failed: Callable[[BaseException], object]) -> None:
+        self.name = name
+        self._failed = failed
+        self._closing = asyncio.Event()
+        self._tasks: TaskGroup | None = None
+        self._host: asyncio.Task[None] | None = None
+        self._variables = contextvars.copy_context()
+
+    async def __aenter__(self) -> Self:
+        opened = asyncio.Event()
+        # Nobody's deadline or cancellation: work outlives the call that happens to start it.
+        self._host = asyncio.get_running_loop().create_task(
+            self._run(opened), name=self.name, context=self._variables
+        )
+        await opened.wait()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def start(self, function: Callable[..., Awaitable[object]], *args: Any, name: str) -> Work:
+        """Start `function(*args)` beside what runs.
+
+        Raises:
+            RuntimeError: the owner is closed, or is not open yet.
+        """
+        if self._tasks is None:
+            raise RuntimeError(f"{self.name} is not open: {name} cannot be started")
+        work = Work(name)
+        self._variables.copy().run(
+            partial(self._tasks.start_soon, work.run, function, *args, name=name)
+        )
+        return work
+
+    async def close(self) -> None:
+        """Cancel what is left and wait for its end; more calls change nothing."""
+        self._closing.set()
+        if self._host is not None:
+            await asyncio.wait({self._host})
+
+    async def _run(self, opened: asyncio.Event) -> None:
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                opened.set()
+                await self._closing.wait()
+                self._tasks = None
+                tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            self._closing.set()
+            error = group.exceptions[0] if len(group.exceptions) == 1 else group
+            logger.error("%s: background work failed", self.name, exc_info=error)
+            self._failed(error)
+        finally:
+            self._tasks = None

@@ -1,0 +1,119 @@
+"""Background work belongs to its owner: any task may start and end it, and no failure is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+
+import anyio
+import pytest
+
+from dynbus.bus.background import Background, Work
+
+pytestmark = pytest.mark.anyio
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.failures: list[BaseException] = []
+        self.background = Background("owner", self.failures.append)
+
+
+async def test_work_is_started_by_one_task_and_ended_by_another() -> None:
+    events: list[str] = []
+
+    async def work() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+                events.append("cleaned up")
+
+    async with Owner().background as background:
+        started = await asyncio.create_task(_start(background, work))
+        await asyncio.create_task(started.end())
+
+    assert events == ["cleaned up"]
+    assert started.ended
+
+
+async def _start(background: Background, work: object) -> Work:
+    return background.start(work, name="work")  # type: ignore[arg-type]
+
+
+async def test_closing_ends_what_is_left() -> None:
+    owner = Owner()
+
+    async with owner.background as background:
+        left = background.start(anyio.sleep_forever, name="left")
+
+    assert left.ended
+    assert owner.failures == []
+
+
+async def test_a_failure_ends_the_rest_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    owner = Owner()
+
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    with caplog.at_level(logging.ERROR, "dynbus.bus.background"):
+        async with owner.background as background:
+            rest = background.start(anyio.sleep_forever, name="rest")
+            background.start(fail, name="fails")
+            await rest.wait()
+
+    (error,) = owner.failures
+    assert str(error) == "broken"
+    assert "owner: background work failed" in caplog.text
+
+
+async def test_nothing_starts_before_it_is_open_or_after_it_is_closed() -> None:
+    background = Owner().background
+
+    with pytest.raises(RuntimeError, match="owner is not open: early cannot be started"):
+        background.start(anyio.sleep_forever, name="early")
+    async with background:
+        pass
+    with pytest.raises(RuntimeError, match="late cannot be started"):
+        background.start(anyio.sleep_forever, name="late")
+
+
+async def test_work_ends_although_whoever_waits_for_it_is_cancelled() -> None:
+    release = asyncio.Event()
+    cleaning = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                cleaning.set()
+                await release.wait()
+
+    async with Owner().background as background:
+        started = background.start(work, name="work")
+        await anyio.lowlevel.checkpoint()
+        ending = asyncio.create_task(started.end())
+        await cleaning.wait()
+        ending.cancel()
+        await asyncio.wait({ending})
+        assert not started.ended
+        release.set()
+        await started.wait()
+
+
+async def test_work_does_not_see_the_variables_of_whoever_starts_it() -> None:
+    variable = contextvars.ContextVar("variable", default="none")
+    seen: list[str] = []
+
+    async def look() -> None:
+        seen.append(variable.get())
+
+    async with Owner().background as background:
+        variable.set("a call's")
+        await background.start(look, name="look").wait()
+
+    assert seen == ["none"]
