@@ -37,6 +37,10 @@ class Runtime:
 
     A runtime that was awaited instead is closed by `close`, or by an `async with` of its own.
 
+    When work of its own fails that goes on beside the calls (a lease that is renewed, events that
+    are read), it is closed at once: every later call and the end of the `async with` raise
+    `Unavailable`, which names the cause.
+
     Attributes:
         bus: the connections and their identity.
         broken: why instances that are to be replaced have ended, by their ids.
@@ -68,6 +72,8 @@ class Runtime:
         traceback: TracebackType | None,
     ) -> None:
         await finish(self.close())
+        if error is None:
+            self.bus.check()
 
     @classmethod
     def connect(
@@ -96,6 +102,7 @@ class Runtime:
         """A runtime on connections that exist; closing it closes them."""
         runtime = cls(bus)
         bus.data.on_state(runtime._on_state)
+        bus.on_failure(runtime._on_failure)
         await runtime.caller.start()
         return runtime
 
@@ -192,6 +199,7 @@ class Runtime:
         return instance
 
     def _check_open(self) -> None:
+        self.bus.check()
         if self._closing is not None:
             raise Unavailable("the runtime is closed", started=False)
 
@@ -215,6 +223,7 @@ class Runtime:
         Raises:
             Unavailable: it cannot within `timeout` seconds, or the runtime is closed.
         """
+        self.bus.check()
         if self._closed:
             raise Unavailable("the runtime is closed", started=False)
         limit = self.bus.config.connect_timeout
@@ -230,14 +239,18 @@ class Runtime:
         From within an `on_stop` it only begins that and returns at once, since it ends after
         the `on_stop`. Cancelling the caller does not undo it.
         """
+        closing = self._begin_closing()
+        if not inside_on_stop.get():
+            await asyncio.shield(closing)
+
+    def _begin_closing(self) -> asyncio.Task[None]:
         if self._closing is None:
             # The work is not part of the `on_stop` that may have asked for it.
             outside = contextvars.copy_context()
             outside.run(inside_on_stop.set, False)
             loop = asyncio.get_running_loop()
             self._closing = loop.create_task(self._close(), context=outside)
-        if not inside_on_stop.get():
-            await asyncio.shield(self._closing)
+        return self._closing
 
     async def _close(self) -> None:
         async with AsyncExitStack() as then:
@@ -246,6 +259,14 @@ class Runtime:
             then.push_async_callback(self.caller.close)
             await self.stop()
             self._closed = True
+
+    def _on_failure(self) -> None:
+        # Nobody can count on calls that go on without the work beside them.
+        for instance in list(self.instances.values()):
+            instance.stop_now()
+        closing = self._begin_closing()
+        # Told already: whoever does not wait for the end has nothing to retrieve.
+        closing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:

@@ -13,6 +13,8 @@ from typing import Any, Self
 import anyio
 from anyio.abc import TaskGroup
 
+from .errors import Unavailable, describe_exception, only_cause
+
 logger = logging.getLogger(__name__)
 
 
@@ -68,10 +70,14 @@ class Background:
     Args:
         name: what the task is called.
         failed: called once, with what the work raised, after the rest has ended.
+
+    Attributes:
+        failure: what the work raised; None as long as none has failed.
     """
 
     def __init__(self, name: str, failed: Callable[[BaseException], object]) -> None:
         self.name = name
+        self.failure: BaseException | None = None
         self._failed = failed
         self._closing = asyncio.Event()
         self._tasks: TaskGroup | None = None
@@ -79,12 +85,7 @@ class Background:
         self._variables = contextvars.copy_context()
 
     async def __aenter__(self) -> Self:
-        opened = asyncio.Event()
-        # Nobody's deadline or cancellation: work outlives the call that happens to start it.
-        self._host = asyncio.get_running_loop().create_task(
-            self._run(opened), name=self.name, context=self._variables
-        )
-        await opened.wait()
+        await self.open()
         return self
 
     async def __aexit__(
@@ -95,12 +96,26 @@ class Background:
     ) -> None:
         await self.close()
 
+    async def open(self) -> None:
+        """Take work from now on, until `close`."""
+        opened = asyncio.Event()
+        # Nobody's deadline or cancellation: work outlives the call that happens to start it.
+        self._host = asyncio.get_running_loop().create_task(
+            self._run(opened), name=self.name, context=self._variables
+        )
+        await opened.wait()
+
     def start(self, function: Callable[..., Awaitable[object]], *args: Any, name: str) -> Work:
         """Start `function(*args)` beside what runs.
 
         Raises:
             RuntimeError: the owner is closed, or is not open yet.
+            Unavailable: other work has failed.
         """
+        if self.failure is not None:
+            raise Unavailable(
+                f"{self.name} has failed: {describe_exception(self.failure)}", started=False
+            ) from self.failure
         if self._tasks is None:
             raise RuntimeError(f"{self.name} is not open: {name} cannot be started")
         work = Work(name)
@@ -125,7 +140,7 @@ class Background:
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             self._closing.set()
-            error = group.exceptions[0] if len(group.exceptions) == 1 else group
+            self.failure = error = only_cause(group)
             logger.error("%s: background work failed", self.name, exc_info=error)
             self._failed(error)
         finally:

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from .cleanup import finish
+import anyio
+
+from .background import Background
 from .config import BusConfig
 from .drops import DropReason
-from .errors import ConfigError
+from .errors import ConfigError, Unavailable, describe_exception
 from .heartbeats import Heartbeats
 from .lane import ControlLane, InlineLane, ThreadLane
 from .protocol import headers
@@ -38,6 +40,9 @@ class Bus:
     Attributes:
         data: the connection of the main loop, for requests, results and plain replies.
         lane: the control lane with the second connection.
+        background: work on the main loop, which ends with the presence; `lane.background` is that
+            on the lane's.
+        failure: why the presence cannot go on: what its background work raised, of either loop.
         replies: the subjects under which this process hears from others.
         incarnation: random per process start.
         thread: the id of the main loop's thread.
@@ -68,6 +73,10 @@ class Bus:
         self.bounce_handlers: dict[str, Callable[[], None]] = {}
         self.known_instances = 0
         self.heartbeats = Heartbeats(self)
+        self.background = Background("the bus", self._fail)
+        self.failure: BaseException | None = None
+        self._failure_listeners: list[Callable[[], object]] = []
+        lane.on_failure(partial(self.to_main, self._fail))
 
     def __repr__(self) -> str:
         return f"<Bus {self.replies.client_id[:8]} [{self.data.state.value}]>"
@@ -93,7 +102,8 @@ class Bus:
             bus = cls(config, data, lane, replies, Telemetry.from_environment())
             await bus.start()
         except BaseException:
-            await finish(_close_both(lane, data))
+            with anyio.CancelScope(shield=True):
+                await _close_both(lane, data)
             raise
         logger.info("%s is client %s at %s", name, replies.client_id[:8], data.server_name)
         return bus
@@ -108,8 +118,15 @@ class Bus:
     ) -> Bus:
         """Use two connections that exist, both on the running loop (the in-memory bus)."""
         replies = ReplySubjects(config.principal, random_id())
-        bus = cls(config, data, InlineLane(control), replies, telemetry)
-        await bus.start()
+        lane = InlineLane(control)
+        await lane.start()
+        bus = cls(config, data, lane, replies, telemetry)
+        try:
+            await bus.start()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await lane.background.close()
+            raise
         return bus
 
     async def start(self) -> None:
@@ -130,6 +147,28 @@ class Bus:
         self._count_reconnects()
         await self.data.barrier()
         await self.lane.run(self.heartbeats.start())
+        await self.background.open()
+
+    def on_failure(self, listener: Callable[[], object]) -> None:
+        """Call `listener()` on the main loop when background work fails; see `failure`."""
+        self._failure_listeners.append(listener)
+
+    def check(self) -> None:
+        """Pass unless background work has failed.
+
+        Raises:
+            Unavailable: it has; the cause is what it raised.
+        """
+        if self.failure is not None:
+            raise Unavailable(
+                f"the bus has failed: {describe_exception(self.failure)}", started=False
+            ) from self.failure
+
+    def _fail(self, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = error
+            for listener in self._failure_listeners:
+                listener()
 
     def _count_reconnects(self) -> None:
         telemetry = self.telemetry
@@ -187,6 +226,7 @@ class Bus:
     async def close(self) -> None:
         """Close both connections; what was published before is sent first."""
         try:
+            await self.background.close()
             await self.lane.run(self.heartbeats.stop())
         finally:
             await _close_both(self.lane, self.data)

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from .background import Background
 from .errors import Unavailable
 from .transport import Connection
 
@@ -35,6 +36,16 @@ class ControlLane(Protocol):
         """The lane's connection; to be used on the lane's loop only."""
         ...
 
+    @property
+    def background(self) -> Background:
+        """Work on the lane's loop, which ends with the lane; to be used on that loop only."""
+        ...
+
+    def on_failure(self, listener: Callable[[BaseException], object]) -> None:
+        """Call `listener(error)` on the lane's thread when its background work, or the lane itself,
+        fails."""
+        ...
+
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Run `function(*args)` on the lane soon; callable from any thread."""
         ...
@@ -50,12 +61,31 @@ class ControlLane(Protocol):
     async def stop(self) -> None: ...
 
 
-class InlineLane:
+class _Failing:
+    """What may fail, and who is to be told."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[BaseException], object]] = []
+
+    def on_failure(self, listener: Callable[[BaseException], object]) -> None:
+        self._listeners.append(listener)
+
+    def _fail(self, error: BaseException) -> None:
+        for listener in self._listeners:
+            listener(error)
+
+
+class InlineLane(_Failing):
     """A lane on the main loop itself, for the in-memory bus."""
 
     def __init__(self, connection: Connection) -> None:
+        super().__init__()
         self.loop = asyncio.get_running_loop()
         self.connection = connection
+        self.background = Background("control lane", self._fail)
+
+    async def start(self) -> None:
+        await self.background.open()
 
     def call(self, function: Callable[..., object], *args: object) -> None:
         self.loop.call_soon(function, *args)
@@ -64,14 +94,17 @@ class InlineLane:
         return await work
 
     async def stop(self) -> None:
+        await self.background.close()
         await self.connection.close()
 
 
-class ThreadLane:
+class ThreadLane(_Failing):
     """A lane on a thread of its own."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
+        self.background = Background(name, self._fail)
         self._connection: Connection | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -179,6 +212,7 @@ class ThreadLane:
         except BaseException as error:
             if ready.done() and not ready.cancelled():
                 logger.exception("the control lane broke")
+                self._fail(error)
             elif ready.cancelled() or not ready.set_running_or_notify_cancel():
                 logger.debug("nobody waited for the control lane any longer: %r", error)
             else:
@@ -198,9 +232,10 @@ class ThreadLane:
         )
         self._connection = await connecting
         try:
-            if ready.set_running_or_notify_cancel():
-                ready.set_result(None)
-                await self._stop.wait()
+            async with self.background:
+                if ready.set_running_or_notify_cancel():
+                    ready.set_result(None)
+                    await self._stop.wait()
         finally:
             self._ending = True
             await self._connection.close()

@@ -123,6 +123,7 @@ async def serve(
         InstanceBroken: an instance has reported that it is broken, and is not started again.
         PermissionDenied, Unavailable: the bus cannot be used.
         StartFailed: user code raised.
+        Exception: what work of the bus raised that goes on in the background.
     """
     addresses = list(dict.fromkeys(address_of(each.actor) for each in assignments))
     # A process of its own is named by what it serves.
@@ -130,6 +131,7 @@ async def serve(
     runtime = await _unless(ending, Runtime.connect(name=name, **bus))
     if runtime is None:
         return
+    runtime.bus.on_failure(ending.stop)
     try:
         instances = await _unless(ending, _start_all(runtime, assignments, started))
         if instances is not None:
@@ -139,6 +141,8 @@ async def serve(
             await stopping(runtime)
     finally:
         await finish(runtime.close())
+    if runtime.bus.failure is not None:
+        raise runtime.bus.failure
 
 
 async def _unless(ending: Ending, work: Awaitable[T]) -> T | None:

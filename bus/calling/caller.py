@@ -167,6 +167,7 @@ class Caller:
                 started=False,
             )
         now = monotonic()
+        self.bus.check()
         if self._closed:
             raise Unavailable("the runtime is closed", request_id=head.request_id, started=False)
         place = (head.endpoint.namespace, head.endpoint.component, instance_id)

@@ -374,6 +374,7 @@ class Discovery:
         return found
 
     def _check_open(self) -> None:
+        self._bus.check()
         if self._is_closed:
             raise Unavailable("the runtime is closed", started=False)
 

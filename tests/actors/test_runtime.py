@@ -489,3 +489,34 @@ def test_an_untyped_call_lasts_as_long_as_its_handler_allows() -> None:
 
     assert (done, items) == (100.0, [0, 1, 2, 3])
     assert hop.startswith("runtime.Patient.work@")
+
+
+def test_a_runtime_whose_background_work_fails_closes_and_its_block_raises_why() -> None:
+    async def lose() -> None:
+        raise LookupError("lost")
+
+    async def story() -> tuple[InstanceState, list[str]]:
+        said: list[str] = []
+        async with TestKit() as kit:
+            runtime = await kit.runtime()
+            instance = await runtime.start(Greeter)
+            client = runtime.client(Greeter)
+            assert await client.greet("you") == "hello you"
+
+            runtime.bus.background.start(lose, name="loses")
+            async with asyncio.timeout(5.0):
+                await instance.stopped.wait()
+
+            with pytest.raises(Unavailable) as refused:
+                await client.greet("you")
+            with pytest.raises(Unavailable) as caught:
+                async with runtime:
+                    pass
+            said += [refused.value.message, caught.value.message]
+            assert isinstance(caught.value.__cause__, LookupError)
+            return instance.state, said
+
+    assert run(story()) == (
+        InstanceState.STOPPED,
+        ["the bus has failed: LookupError: lost"] * 2,
+    )

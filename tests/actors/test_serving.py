@@ -194,6 +194,28 @@ async def test_an_actor_whose_on_start_raises_ends_the_serving_and_stops_the_oth
 
 
 @pytest.mark.anyio
+async def test_background_work_that_fails_ends_the_serving_with_what_it_raised(
+    nats_server: RunningServer,
+) -> None:
+    async def lose() -> None:
+        raise LookupError("lost")
+
+    async def started(runtime: Runtime) -> None:
+        runtime.bus.background.start(lose, name="loses")
+
+    events: list[str] = []
+    with pytest.raises(LookupError, match="lost"):
+        await serve(
+            [Assignment(Below, {"events": events}, 1)],
+            {"servers": nats_server.url},
+            Ending(),
+            started=started,
+        )
+
+    assert events == ["stop Below"]
+
+
+@pytest.mark.anyio
 async def test_an_end_that_is_asked_for_before_the_start_starts_nothing(
     nats_server: RunningServer,
 ) -> None:

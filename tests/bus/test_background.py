@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from dynbus.bus.background import Background, Work
+from dynbus.bus.errors import Unavailable
 
 pytestmark = pytest.mark.anyio
 
@@ -117,3 +118,17 @@ async def test_work_does_not_see_the_variables_of_whoever_starts_it() -> None:
         await background.start(look, name="look").wait()
 
     assert seen == ["none"]
+
+
+async def test_after_a_failure_nothing_starts_and_the_cause_is_named() -> None:
+    owner = Owner()
+
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    async with owner.background as background:
+        await background.start(fail, name="fails").wait()
+        await background.close()
+
+        with pytest.raises(Unavailable, match="owner has failed: ValueError: broken"):
+            background.start(anyio.sleep_forever, name="late")

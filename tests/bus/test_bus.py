@@ -164,3 +164,58 @@ def test_what_comes_for_the_main_loop_when_it_is_closed_is_left_out() -> None:
     bus.to_main(ran.append, "after")
 
     assert ran == ["before"]
+
+
+async def _break() -> None:
+    raise LookupError("nothing is where it was")
+
+
+@pytest.mark.parametrize("where", ["main", "lane"])
+def test_a_presence_whose_background_work_fails_says_why(where: str) -> None:
+    async def story() -> list[str]:
+        bus = await bus_on(MemoryBus())
+        failed = asyncio.Event()
+        bus.on_failure(failed.set)
+        bus.check()
+
+        background = bus.background if where == "main" else bus.lane.background
+        background.start(_break, name="breaks")
+        await asyncio.wait_for(failed.wait(), 5.0)
+
+        with pytest.raises(Unavailable) as caught:
+            bus.check()
+        await bus.close()
+        assert caught.value.__cause__ is bus.failure
+        return [str(caught.value)]
+
+    assert run(story()) == ["the bus has failed: LookupError: nothing is where it was"]
+
+
+def test_work_of_a_presence_ends_when_it_is_left() -> None:
+    async def story() -> tuple[bool, bool]:
+        bus = await bus_on(MemoryBus())
+        works = [
+            each.start(asyncio.Event().wait, name="w")
+            for each in (bus.background, bus.lane.background)
+        ]
+
+        await bus.close()
+
+        return works[0].ended, works[1].ended
+
+    assert run(story()) == (True, True)
+
+
+@pytest.mark.anyio
+async def test_work_on_the_thread_of_the_lane_that_fails_breaks_the_presence(
+    nats_server: RunningServer,
+) -> None:
+    bus = await Bus.connect(BusConfig(servers=(nats_server.url,)), name="breaks")
+    failed = asyncio.Event()
+    bus.on_failure(failed.set)
+
+    bus.lane.call(lambda: bus.lane.background.start(_break, name="breaks"))
+    await asyncio.wait_for(failed.wait(), 5.0)
+
+    assert isinstance(bus.failure, LookupError)
+    await bus.close()
