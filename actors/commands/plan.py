@@ -14,19 +14,18 @@ import click
 import msgspec
 
 from dynbus.actors.declaring.actor import address_of
+from dynbus.actors.declaring.arguments import build_arguments, defaults
+from dynbus.actors.declaring.redaction import shown
 from dynbus.actors.running.config_file import ConfigFile, read_file
 from dynbus.actors.running.configuration import (
     ActorOption,
     BusSettings,
     actor_settings,
-    build_arguments,
     bus_settings,
-    defaults,
     misspelt_variables,
 )
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.loader import load_targets
-from dynbus.actors.running.redaction import shown
 from dynbus.bus.commands.terminal import plain, print_json, print_table
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import ConfigError

@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from dynbus.actors.declaring.actor import address_of
+from dynbus.actors.declaring.arguments import Text
 from dynbus.bus import exit_codes
 from dynbus.bus.clock import monotonic
 from dynbus.bus.telemetry.logs import LogFormat
@@ -36,7 +37,6 @@ from .child_messages import (
     Report,
     StopInstance,
 )
-from .configuration import Text
 from .in_process import Assignment, Failure
 from .loader import dependency_depth, reference
 

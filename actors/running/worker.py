@@ -30,6 +30,7 @@ from typing import Final
 import msgspec
 
 from dynbus.actors.declaring.actor import check_startable
+from dynbus.actors.declaring.arguments import Text
 from dynbus.actors.runtime import Runtime
 from dynbus.actors.serving.instance import InstanceBroken, new_instance_id
 from dynbus.bus import exit_codes
@@ -52,7 +53,6 @@ from .child_messages import (
     StartInstance,
     StopInstance,
 )
-from .configuration import Text
 from .in_process import Assignment, Ending, StartFailed, failure_of, problems_of, serve
 from .leaving import leave_within
 from .loader import resolve

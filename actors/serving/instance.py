@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from dynbus.actors.declaring.actor import Actor, check_startable
-from dynbus.actors.running.configuration import build_arguments
+from dynbus.actors.declaring.arguments import build_arguments
 from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import unix_time
 from dynbus.bus.context import inside_instance

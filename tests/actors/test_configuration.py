@@ -8,15 +8,13 @@ import pytest
 from pydantic import BaseModel, field_validator
 
 from dynbus.actors.declaring.actor import Actor
+from dynbus.actors.declaring.arguments import Text, build_arguments, defaults
 from dynbus.actors.running.config_file import ConfigFile
 from dynbus.actors.running.configuration import (
     ActorOption,
     ActorSettings,
-    Text,
     actor_settings,
-    build_arguments,
     bus_settings,
-    defaults,
     misspelt_variables,
     split_options,
 )

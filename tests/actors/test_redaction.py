@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, PostgresDsn, SecretBytes, SecretStr
 
-from dynbus.actors.running.configuration import Text
-from dynbus.actors.running.redaction import MAX_DEPTH, holds_secret, shown
+from dynbus.actors.declaring.arguments import Text
+from dynbus.actors.declaring.redaction import MAX_DEPTH, holds_secret, shown
 
 SECRET = "s3cret"
 URL = f"postgres://me:{SECRET}@db/x"

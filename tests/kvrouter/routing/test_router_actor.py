@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from dynbus import Actor, ConfigError, DeadlineExceeded, DynbusError, call_options, handler
-from dynbus.actors.running.configuration import Text, build_arguments
+from dynbus.actors.declaring.arguments import Text, build_arguments
 from dynbus.bus.clock import monotonic
 from dynbus.kvrouter import DecisionQuery, PolicyChoice, PolicyReport, RequestFields, Router
 from dynbus.testing import TestKit, run
