@@ -16,14 +16,15 @@ from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import ConfigError, Unavailable
-from dynbus.bus.protocol.names import EndpointName, check_token
+from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
 from dynbus.bus.records.discovery import Discovery
 from dynbus.bus.transport import ConnectionState
 
 from .calling.clients import EndpointClient, client_class
 from .calling.options import ClientOptions, client_options
 from .calling.routing import Routing, make_router
-from .declaring.actor import Actor
+from .declaring.actor import Actor, address_of
+from .declaring.arguments import parameters_of
 from .declaring.brief_repr import brief_repr
 from .serving.instance import ActorInstance, inside_on_stop, stop_all
 
@@ -109,23 +110,32 @@ class Runtime:
     # Clients -------------------------------------------------------------------------------
 
     def client(
-        self, actor: type[A], *, routing: Routing | None = None, **options: Unpack[ClientOptions]
+        self,
+        actor: type[A],
+        *,
+        node: str = "",
+        namespace: str = "",
+        routing: Routing | None = None,
+        **options: Unpack[ClientOptions],
     ) -> A:
         """A client with the methods of `actor`'s handlers, typed as the actor.
 
         Args:
+            node: which of the nodes that run the class is called; the one named as its component
+                unless given.
+            namespace: where it runs; the class's own unless given.
             routing: the name of a policy, or a `Router`; round robin unless given.
             options: `timeout`, `wait`, `priority`, `retries` and `metadata` of every call of
                 the client, see `call_options`.
 
         Raises:
-            ConfigError: it is no actor class, or one without a namespace, or `routing` or an
-                option is not usable.
+            ConfigError: it is no actor class, or one without a namespace, or a name, `routing`
+                or an option is not usable.
         """
-        _address(actor)
+        address = _address(actor, node, namespace)
         own = client_options(options, f"client({actor.__name__})")
         self.discovery.begin()
-        return cast(A, client_class(actor)(self, actor, make_router(routing), own))
+        return cast(A, client_class(actor)(self, actor, address, make_router(routing), own))
 
     def namespace(self, name: str) -> Namespace:
         """Where untyped clients begin: `runtime.namespace(n).component(c).endpoint(e)`."""
@@ -155,7 +165,7 @@ class Runtime:
         if not isinstance(namespace, str):
             namespace, component = _address(namespace)
         elif not component:
-            namespace, component = _parse_component(namespace)
+            namespace, component = ComponentName.parse(namespace)
         self.discovery.begin()
         found = self.discovery.view.instances(namespace, component, monotonic())
         return [instance.id for instance in found]
@@ -163,23 +173,42 @@ class Runtime:
     # Instances -----------------------------------------------------------------------------
 
     async def start(
-        self, actor: type[Actor], /, *, instance_id: str = "", **arguments: Any
+        self,
+        actor: type[Actor],
+        /,
+        *,
+        instance_id: str = "",
+        node: str = "",
+        namespace: str = "",
+        **arguments: Any,
     ) -> ActorInstance:
         """Serve an actor in this process.
 
+        A constructor that has a parameter `node` or `namespace` itself is given it; for such a
+        class make an `ActorInstance` for `serve`.
+
         Args:
             instance_id: a name of your own instead of a random one.
+            node: the name under which it is called; the class's component unless given.
+            namespace: where it runs; the class's own unless given.
             arguments: the constructor's.
 
         Raises:
-            ConfigError: the class or an argument is not usable, or the id is taken.
+            ConfigError: the class, a name or an argument is not usable, or the id is taken.
             Unavailable: the runtime is closed, before or while the actor starts.
             Exception: what `on_start` raised.
         """
         self._check_open()
         if instance_id:
             check_token("instance_id", instance_id)
-        return await self.serve(ActorInstance(self, actor, arguments, instance_id))
+        if node and "node" in parameters_of(actor):
+            arguments["node"], node = node, ""
+        if namespace and "namespace" in parameters_of(actor):
+            arguments["namespace"], namespace = namespace, ""
+        instance = ActorInstance(
+            self, actor, arguments, instance_id, node=node, namespace=namespace
+        )
+        return await self.serve(instance)
 
     async def serve(self, instance: ActorInstance) -> ActorInstance:
         """Start an instance that was made for this runtime.
@@ -360,26 +389,15 @@ class EndpointAddress:
         return EndpointClient(self._runtime, self.name, make_router(routing), own)
 
 
-def _address(actor: Any) -> tuple[str, str]:
-    """The namespace and the component of an actor class.
+def _address(actor: Any, node: str = "", namespace: str = "") -> ComponentName:
+    """Where an actor class is on the bus.
 
     Raises:
-        ConfigError: it has none, or is none.
+        ConfigError: it is none, or has no namespace and none is given, or a name is not legal.
     """
     if not (isinstance(actor, type) and issubclass(actor, Actor)):
         raise ConfigError(
             f"{brief_repr(actor)} is not an Actor class: give one; "
             "for a name use runtime.endpoint('n.c.e').client()"
         )
-    if not actor.__dynbus_namespace__:
-        raise ConfigError(f"{actor.__name__} has no namespace and so no address on the bus")
-    return actor.__dynbus_namespace__, actor.__dynbus_component__
-
-
-def _parse_component(text: str) -> tuple[str, str]:
-    parts = text.split(".")
-    if len(parts) != 2:
-        raise ConfigError(
-            f"{text!r} is not a component: write namespace.component, for example demo.Shouter"
-        )
-    return check_token("namespace", parts[0]), check_token("component", parts[1])
+    return address_of(actor, node=node, namespace=namespace)

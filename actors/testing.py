@@ -98,27 +98,40 @@ class TestKit:
         return runtime
 
     async def start(
-        self, actor: type[Actor], /, *, instance_id: str = "", **arguments: Any
+        self,
+        actor: type[Actor],
+        /,
+        *,
+        instance_id: str = "",
+        node: str = "",
+        namespace: str = "",
+        **arguments: Any,
     ) -> ActorInstance:
-        """Start an actor and wait until the kit's clients know it.
+        """Start an actor and wait until the kit's clients know it; see `Runtime.start`.
 
         Raises:
             ConfigError: the class or an argument is not usable.
             Exception: what `on_start` raised.
         """
         runtime = await self.runtime()
-        instance = await runtime.start(actor, instance_id=instance_id, **arguments)
-        await self.caller.discovery.wait_for_instance(
-            actor.__dynbus_namespace__, actor.__dynbus_component__, instance.id
+        instance = await runtime.start(
+            actor, instance_id=instance_id, node=node, namespace=namespace, **arguments
         )
+        await self.caller.discovery.wait_for_instance(*instance.name)
         self.started[instance.id] = instance
         return instance
 
     def client(
-        self, actor: type[A], *, routing: Routing | None = None, **options: Unpack[ClientOptions]
+        self,
+        actor: type[A],
+        *,
+        node: str = "",
+        namespace: str = "",
+        routing: Routing | None = None,
+        **options: Unpack[ClientOptions],
     ) -> A:
         """A client of an actor, outside of any instance; see `Runtime.client`."""
-        return self.caller.client(actor, routing=routing, **options)
+        return self.caller.client(actor, node=node, namespace=namespace, routing=routing, **options)
 
     async def kill(self, instance: ActorInstance) -> None:
         """What kill -9 does to an instance's process: its connections are gone, at once."""

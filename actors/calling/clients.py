@@ -7,14 +7,14 @@ from inspect import Parameter
 from typing import TYPE_CHECKING, Any, Final, Never, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from dynbus.actors.declaring.actor import Actor, address_of
+from dynbus.actors.declaring.actor import Actor
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.actors.declaring.codec import Misfit
 from dynbus.actors.declaring.handlers import HandlerSpec
 from dynbus.actors.declaring.json_object import decode_json, decode_json_items, encode_json
 from dynbus.bus.context import Context
 from dynbus.bus.errors import ConfigError, InvalidRequest
-from dynbus.bus.protocol.names import EndpointName, check_token
+from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
 
 from .invocation import Invocation
 from .options import DEFAULT, NONE, CallOptions, Default, checked, current_options, refuse_unknown
@@ -191,9 +191,19 @@ class ActorClient:
     instance has: `on_start`, `on_stop`, `runtime`, fields. That is told here.
     """
 
-    __slots__ = ("__weakref__", "_actor", "_options", "_router", "_runtime")
+    __slots__ = (
+        "__weakref__",
+        "_actor",
+        "_address",
+        "_endpoints",
+        "_options",
+        "_router",
+        "_runtime",
+    )
 
     _actor: type[Actor]
+    _address: ComponentName
+    _endpoints: Mapping[str, EndpointName]
     _options: CallOptions
     _router: Router
     _runtime: Runtime
@@ -202,17 +212,21 @@ class ActorClient:
         self,
         runtime: Runtime,
         actor: type[Actor],
+        address: ComponentName,
         router: Router,
         options: CallOptions = NONE,
     ) -> None:
         set_own = super().__setattr__
         set_own("_runtime", runtime)
         set_own("_actor", actor)
+        set_own("_address", address)
+        handlers = actor.__dynbus_handlers__.values()
+        set_own("_endpoints", {spec.name: address.endpoint(spec.name) for spec in handlers})
         set_own("_router", router)
         set_own("_options", options)
 
     def __repr__(self) -> str:
-        return f"<client of {address_of(self._actor)}>"
+        return f"<client of {self._address}>"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -228,7 +242,13 @@ class ActorClient:
 
     def _with_options(self, options: CallOptions) -> ActorClient:
         """This client with other options; both route in turn."""
-        return type(self)(self._runtime, self._actor, self._router, options.over(self._options))
+        return type(self)(
+            self._runtime,
+            self._actor,
+            self._address,
+            self._router,
+            options.over(self._options),
+        )
 
     def _refusal(self, name: str) -> str:
         actor = self._actor
@@ -308,11 +328,8 @@ def _make_client_class(actor: type[Actor]) -> type[ActorClient]:
     methods: dict[str, Any] = {}
     for attribute, spec in actor.__dynbus_handlers__.items():
         spec.check()
-        endpoint = EndpointName.of(
-            actor.__dynbus_namespace__, actor.__dynbus_component__, spec.name
-        )
         make = _stream_method if spec.streaming else _unary_method
-        method = make(spec, endpoint)
+        method = make(spec)
         method.__name__ = attribute
         method.__qualname__ = f"{actor.__name__}.{attribute}"
         method.__doc__ = spec.function.__doc__
@@ -320,9 +337,9 @@ def _make_client_class(actor: type[Actor]) -> type[ActorClient]:
     return type(f"{actor.__name__}Client", (ActorClient,), {"__slots__": (), **methods})
 
 
-def _unary_method(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Any]:
+def _unary_method(spec: HandlerSpec) -> Callable[..., Any]:
     decode = spec.result_codec.decode
-    invoke = _invoker(spec, endpoint)
+    invoke = _invoker(spec)
 
     async def call(self: ActorClient, *request: Any, **named: Any) -> Any:
         return await invoke(self, request, named).unary(decode)
@@ -330,9 +347,9 @@ def _unary_method(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., An
     return call
 
 
-def _stream_method(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Any]:
+def _stream_method(spec: HandlerSpec) -> Callable[..., Any]:
     decode_many = spec.result_codec.decode_many
-    invoke = _invoker(spec, endpoint)
+    invoke = _invoker(spec)
 
     def call(self: ActorClient, *request: Any, **named: Any) -> Stream[Any]:
         return Stream(invoke(self, request, named), decode_many)
@@ -340,15 +357,17 @@ def _stream_method(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., A
     return call
 
 
-def _invoker(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Invocation]:
+def _invoker(spec: HandlerSpec) -> Callable[..., Invocation]:
     """What both kinds of method do first: bind, validate, and make the invocation."""
-    codec = spec.request_codec
+    name, codec = spec.name, spec.request_codec
     parameter = spec.parameter.name if spec.parameter is not None else ""
     default = spec.default
     has_default = default is not Parameter.empty
     streaming, timeout, idempotent = spec.streaming, spec.timeout, spec.idempotent
 
     def invoke(client: ActorClient, request: tuple[Any, ...], named: dict[str, Any]) -> Invocation:
+        # A client's own attributes are private: every other name is a handler's.
+        endpoint = client._endpoints[name]  # pyright: ignore[reportPrivateUsage]
         parent: Context | None = named.pop("context", None) if named else None
         if codec is None:
             if request or named:
@@ -367,7 +386,6 @@ def _invoker(spec: HandlerSpec, endpoint: EndpointName) -> Callable[..., Invocat
                 data = codec.encode(value)
             except Misfit as error:
                 raise InvalidRequest(f"{endpoint}: {error}", started=False) from None
-        # A client's own attributes are private: every other name is a handler's.
         return Invocation(
             client._runtime,  # pyright: ignore[reportPrivateUsage]
             endpoint,

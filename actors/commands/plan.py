@@ -178,7 +178,7 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
     """Print what would be started, with every value as it would be used, defaults included."""
     rows = [
         {
-            "address": address_of(a.actor),
+            "address": str(address_of(a.actor)),
             "class": f"{a.actor.__module__}:{a.actor.__qualname__}",
             "instances": a.workers,
             "on_crash": a.on_crash,

@@ -18,7 +18,7 @@ from typing import (
 
 from dynbus.actors.calling.options import ClientOptions, client_options
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.protocol.names import check_token
+from dynbus.bus.protocol.names import ComponentName, InstanceName, check_token
 
 from .handlers import SPEC, HandlerSpec
 from .restart_policy import OnCrash, check_on_crash
@@ -45,7 +45,8 @@ class Actor:
 
     Class arguments:
         namespace: the deployment or model that it belongs to; inherited when left out.
-        component: its name on the bus; the class name unless given.
+        component: its name on the bus, unless it runs as a node of another name; the class name
+            unless given.
         abstract: True for a base class that is never started itself.
         on_crash: what `dynbus run` does when an instance ends by itself: `"restart"`, after a
             pause and for ever, or `"escalate"`, which ends the run; inherited when left out.
@@ -62,7 +63,7 @@ class Actor:
     __dynbus_dependencies__: ClassVar[dict[str, Dependency[Any]]] = {}
 
     _dynbus_runtime: Runtime | None = None
-    _dynbus_instance_id: str = ""
+    _dynbus_name: InstanceName | None = None
 
     def __init_subclass__(
         cls,
@@ -105,12 +106,23 @@ class Actor:
     @property
     def instance_id(self) -> str:
         """The id of this instance; empty before it is started."""
-        return self._dynbus_instance_id
+        return self._dynbus_name.instance_id if self._dynbus_name is not None else ""
 
-    def __dynbus_bind__(self, runtime: Runtime, instance_id: str) -> None:
+    @property
+    def __dynbus_name__(self) -> InstanceName:
+        """Where the instance is on the bus.
+
+        Raises:
+            RuntimeError: before `on_start`.
+        """
+        if self._dynbus_name is None:
+            raise RuntimeError(f"{type(self).__name__} is not started")
+        return self._dynbus_name
+
+    def __dynbus_bind__(self, runtime: Runtime, name: InstanceName) -> None:
         """Give the instance its place; `ActorInstance` does this before `on_start`."""
         self._dynbus_runtime = runtime
-        self._dynbus_instance_id = instance_id
+        self._dynbus_name = name
 
     async def on_start(self) -> None:
         """Runs before the instance is announced; an exception here stops it."""
@@ -140,7 +152,7 @@ class Actor:
             RuntimeError: before `on_start`.
         """
         runtime = self.runtime
-        instance = runtime.instances.get(self._dynbus_instance_id)
+        instance = runtime.instances.get(self.instance_id)
         if instance is None:
             return
         if threading.get_ident() == runtime.bus.thread:
@@ -150,13 +162,21 @@ class Actor:
 
 
 class Dependency(Generic[A]):
-    """The descriptor behind `depends()`."""
+    """The descriptor behind `depends()`.
 
-    def __init__(self, actor: type[A], routing: Routing | None, options: ClientOptions) -> None:
+    Attributes:
+        actor: the class that is called.
+        node: the node that runs it; the class's component unless given.
+    """
+
+    def __init__(
+        self, actor: type[A], node: str, routing: Routing | None, options: ClientOptions
+    ) -> None:
         given: Any = actor  # not everyone runs a type checker
         if not (isinstance(given, type) and issubclass(given, Actor)):
             raise ConfigError(f"depends({actor!r}): give an Actor class")
         self.actor = actor
+        self.node = check_token("node", node) if node else actor.__dynbus_component__
         self.routing: Routing | None = routing
         client_options(options, f"depends({actor.__name__})")
         self._options = options
@@ -172,14 +192,20 @@ class Dependency(Generic[A]):
     def __get__(self, instance: Actor | None, owner: type[Any]) -> Dependency[A] | A:
         if instance is None:
             return self
-        client = instance.runtime.client(self.actor, routing=self.routing, **self._options)
+        client = instance.runtime.client(
+            self.actor, node=self.node, routing=self.routing, **self._options
+        )
         # From now on the instance's own attribute is found first.
         instance.__dict__[self._name] = client
         return client
 
 
 def depends(
-    actor: type[A], *, routing: Routing | None = None, **options: Unpack[ClientOptions]
+    actor: type[A],
+    *,
+    node: str = "",
+    routing: Routing | None = None,
+    **options: Unpack[ClientOptions],
 ) -> A:
     """Declare that a class calls `actor`: typed as the actor, a client at run time.
 
@@ -187,23 +213,41 @@ def depends(
     and trace of the running call follow every call made through it.
 
     Args:
+        node: which of the nodes that run the class is called; the one named as its component
+            unless given.
         routing: the name of a policy, or a `Router`; round robin unless given.
         options: `timeout`, `wait`, `priority`, `retries` and `metadata` of every call made
             through it, see `call_options`.
 
     Raises:
-        ConfigError: `actor` is not an Actor class, or an option is not usable.
+        ConfigError: `actor` is not an Actor class, or `node` or an option is not usable.
     """
-    return cast(A, Dependency(actor, routing, options))
+    return cast(A, Dependency(actor, node, routing, options))
 
 
-def address_of(cls: type[Actor]) -> str:
-    """Where a class is on the bus, as people read it: `namespace.component`."""
-    return f"{cls.__dynbus_namespace__}.{cls.__dynbus_component__}"
+def address_of(actor: type[Actor], *, node: str = "", namespace: str = "") -> ComponentName:
+    """Where a class is on the bus.
+
+    Args:
+        node: the name of the node that runs it; the class's component unless given.
+        namespace: where it runs; the class's own unless given.
+
+    Raises:
+        ConfigError: it has no namespace and none is given, or a name is not legal.
+    """
+    if not (namespace or actor.__dynbus_namespace__):
+        raise ConfigError(f"{actor.__name__} has no namespace and so no address on the bus")
+    return ComponentName(
+        check_token("namespace", namespace) if namespace else actor.__dynbus_namespace__,
+        check_token("node", node) if node else actor.__dynbus_component__,
+    )
 
 
-def check_startable(cls: type[Actor]) -> None:
+def check_startable(cls: type[Actor], *, namespace: str = "") -> None:
     """Check that a class can be started.
+
+    Args:
+        namespace: where it is to run; the class's own unless given.
 
     Raises:
         ConfigError: it is abstract, has no namespace or no handler, or an annotation of one
@@ -211,7 +255,7 @@ def check_startable(cls: type[Actor]) -> None:
     """
     if cls.__dynbus_abstract__:
         raise ConfigError(f"{cls.__name__} is abstract: start a subclass of it")
-    if not cls.__dynbus_namespace__:
+    if not (namespace or cls.__dynbus_namespace__):
         raise ConfigError(
             f'{cls.__name__} has no namespace: write class {cls.__name__}(Actor, namespace="...")'
         )

@@ -125,7 +125,7 @@ async def serve(
         StartFailed: user code raised.
         Exception: what work of the bus raised that goes on in the background.
     """
-    addresses = list(dict.fromkeys(address_of(each.actor) for each in assignments))
+    addresses = list(dict.fromkeys(str(address_of(each.actor)) for each in assignments))
     # A process of its own is named by what it serves.
     name = addresses[0] if len(addresses) == 1 else "dynbus-run"
     runtime = await _unless(ending, Runtime.connect(name=name, **bus))

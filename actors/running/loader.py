@@ -239,7 +239,7 @@ def _check_distinct(actors: Sequence[type[Actor]]) -> None:
     names: dict[str, type[Actor]] = {}
     addresses: dict[str, type[Actor]] = {}
     for actor in actors:
-        address = address_of(actor)
+        address = str(address_of(actor))
         for known, key, what in ((names, actor.__name__, "name"), (addresses, address, "address")):
             other = known.setdefault(key, actor)
             if other is not actor:

@@ -13,13 +13,12 @@ from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from dynbus.actors.declaring.actor import Actor, check_startable
+from dynbus.actors.declaring.actor import Actor, address_of, check_startable
 from dynbus.actors.declaring.arguments import build_arguments
 from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import unix_time
 from dynbus.bus.context import inside_instance
 from dynbus.bus.errors import ConfigError, Draining, DynbusError, Unavailable
-from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.records.leases import LeaseKeeper, LeaseState
 from dynbus.bus.serving.server import InstanceServer
@@ -63,11 +62,8 @@ class InstanceBroken(Exception):
     """
 
     def __init__(self, instance: ActorInstance) -> None:
-        server = instance.server
         self.reason = instance.broken
-        super().__init__(
-            f"{server.namespace}.{server.component}@{instance.id} is broken: {self.reason}"
-        )
+        super().__init__(f"{instance.name} is broken: {self.reason}")
 
 
 class ActorInstance:
@@ -75,11 +71,14 @@ class ActorInstance:
 
     Args:
         instance_id: a random one unless given.
+        node: the name under which it is called; the class's component unless given.
+        namespace: where it runs; the class's own unless given.
         id_is_random: nobody else can have the given id, so nobody is asked for it.
 
     Attributes:
         actor: the user's object.
         id: the instance id, unique on the bus.
+        name: where it is on the bus.
         broken: why it cannot serve any longer, as `Actor.report_broken` said; empty while it can.
         stopped: set when it has ended, `on_stop` included.
     """
@@ -92,14 +91,16 @@ class ActorInstance:
         instance_id: str,
         *,
         id_is_random: bool = False,
+        node: str = "",
+        namespace: str = "",
     ) -> None:
-        check_startable(actor)
+        check_startable(actor, namespace=namespace)
         self.id = instance_id or new_instance_id()
-        self._name = InstanceName(actor.__dynbus_namespace__, actor.__dynbus_component__, self.id)
-        with inside_instance(self._name):
+        self.name = address_of(actor, node=node, namespace=namespace).instance(self.id)
+        with inside_instance(self.name):
             self.actor = actor(**build_arguments(actor, arguments))
-            self.actor.__dynbus_bind__(runtime, self.id)
-            self.server = InstanceServer(runtime.bus, *self._name, endpoints_of(self.actor))
+            self.actor.__dynbus_bind__(runtime, self.name)
+            self.server = InstanceServer(runtime.bus, *self.name, endpoints_of(self.actor))
         self.lifecycle = Lifecycle()
         self.broken = ""
         self.stopped = asyncio.Event()
@@ -132,7 +133,7 @@ class ActorInstance:
             InstanceBroken: the actor has reported that it is broken; nor then.
             Exception: what `on_start` raised; nor then.
         """
-        with inside_instance(self._name):
+        with inside_instance(self.name):
             await self._start()
 
     async def _start(self) -> None:
@@ -155,7 +156,7 @@ class ActorInstance:
             raise
         self.lifecycle.to(InstanceState.READY)
         self._start_ended.set()
-        logger.info("%s.%s@%s is ready", self.server.namespace, self.server.component, self.id)
+        logger.info("%s is ready", self.name)
 
     async def stop(self, grace: float | None = None) -> None:
         """Unannounce, let calls finish within `grace` seconds, end the rest, run `on_stop`.
@@ -173,7 +174,7 @@ class ActorInstance:
                 return
             self.lifecycle.to(InstanceState.DRAINING)
             seconds = self._runtime.bus.config.drain_grace if grace is None else grace
-            with inside_instance(self._name):
+            with inside_instance(self.name):
                 self._stopping = asyncio.get_running_loop().create_task(self._stop(seconds))
         await asyncio.shield(self._stopping)
 
@@ -243,8 +244,8 @@ class ActorInstance:
         bus = self._runtime.bus
         server = self.server
         record = InstanceRecord(
-            namespace=server.namespace,
-            component=server.component,
+            namespace=self.name.namespace,
+            component=self.name.component,
             instance_id=self.id,
             incarnation=bus.incarnation,
             endpoints={name: served.endpoint.kind for name, served in server.served.items()},
@@ -285,8 +286,9 @@ class ActorInstance:
             self._runtime.bus.lane.call(lambda: keeper.change(draining=True))
         if self.server.load:
             logger.info(
-                "%s.%s@%s: calls that run or wait: %d; they have %g s to finish",
-                *(self.server.namespace, self.server.component, self.id, self.server.load),
+                "%s: calls that run or wait: %d; they have %g s to finish",
+                self.name,
+                self.server.load,
                 round(grace, 1),
             )
         try:
@@ -308,9 +310,7 @@ class ActorInstance:
             self.lifecycle.to(InstanceState.STOPPED)
             self._runtime.forget(self)
             self.stopped.set()
-            logger.info(
-                "%s.%s@%s is stopped", self.server.namespace, self.server.component, self.id
-            )
+            logger.info("%s is stopped", self.name)
 
     async def _run_on_stop(self) -> None:
         """Run `on_stop` to its end, or for as long as `_stop_time`."""
@@ -383,7 +383,7 @@ class ActorInstance:
 
     def _service_metadata(self) -> dict[str, str]:
         return {
-            "dynbus.namespace": self.server.namespace,
+            "dynbus.namespace": self.name.namespace,
             "dynbus.incarnation": self._runtime.bus.incarnation,
         }
 

@@ -49,17 +49,66 @@ def check_token(kind: str, value: object) -> str:
     )
 
 
+class ComponentName(NamedTuple):
+    """`namespace.component`: one kind of actor in a namespace."""
+
+    namespace: str
+    component: str
+
+    @classmethod
+    def parse(cls, text: str) -> ComponentName:
+        """Split and check a dotted name.
+
+        Raises:
+            ConfigError: it does not have two legal parts.
+        """
+        parts = text.split(".")
+        if len(parts) != 2:
+            raise ConfigError(
+                f"{text!r} is not a component: write namespace.component, for example demo.Shouter"
+            )
+        return cls.of(*parts)
+
+    @classmethod
+    def of(cls, namespace: str, component: str) -> ComponentName:
+        """Check two tokens and join them.
+
+        Raises:
+            ConfigError: one of them is not a legal name.
+        """
+        return cls(check_token("namespace", namespace), check_token("component", component))
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.component}"
+
+    def endpoint(self, name: str) -> EndpointName:
+        """One endpoint of the component; its name is not checked."""
+        return EndpointName(self.namespace, self.component, name)
+
+    def instance(self, instance_id: str) -> InstanceName:
+        """One instance of the component; its id is not checked."""
+        return InstanceName(self.namespace, self.component, instance_id)
+
+
 class InstanceName(NamedTuple):
-    """One running actor: the component that it is of, and its id."""
+    """`namespace.component@id`: one running instance of a component."""
 
     namespace: str
     component: str
     instance_id: str
 
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.component}@{self.instance_id}"
+
     @property
     def address(self) -> str:
         """`namespace.component`."""
         return f"{self.namespace}.{self.component}"
+
+    @property
+    def control_subject(self) -> str:
+        """Where the instance takes cancels, credit, resumes and pings."""
+        return control_subject(*self)
 
 
 class EndpointName(NamedTuple):

@@ -137,7 +137,7 @@ def _address(target: Any) -> tuple[str, str]:
     """
     name = target if isinstance(target, str) else ""
     if isinstance(target, type) and issubclass(target, Actor):
-        name = address_of(target)
+        name = str(address_of(target))
     if name.count(".") == 1 and not name.startswith("."):
         namespace, _, component = name.partition(".")
         return check_token("namespace", namespace), check_token("component", component)

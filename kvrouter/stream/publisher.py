@@ -125,9 +125,7 @@ class KvEventPublisher:
         """The publisher of an actor's instance, to be entered in its `on_start`."""
         return cls(
             actor.runtime.bus.data,
-            type(actor).__dynbus_namespace__,
-            type(actor).__dynbus_component__,
-            actor.instance_id,
+            *actor.__dynbus_name__,
             ranks=ranks,
             stream=stream,
             process_status=actor.runtime.bus.status,
