@@ -25,7 +25,7 @@ from .stream.awareness import AwarenessLevel, CacheAwareness
 from .stream.event_stream import EventStream
 from .stream.follower import IndexFollower, Position
 from .stream.publisher import KvEventPublisher
-from .stream.snapshot_plan import SnapshotPlan
+from .stream.snapshot_writer import SnapshotPlan
 from .stream.warm_start import warm_follower
 
 __all__ = [

@@ -14,8 +14,8 @@ from dynbus.bus.commands.terminal import duration, notice, plain, print_json, pr
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import kv_event_stream
 from dynbus.bus.transport import NoStream, StreamInfo
+from dynbus.kvrouter.commands.kv_contents import dump_lines, hottest_prefixes, rank_rows
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex
-from dynbus.kvrouter.stream.contents import dump_lines, hottest_prefixes, rank_rows
 from dynbus.kvrouter.stream.history import PastIndex, Point, changes, no_events
 from dynbus.kvrouter.stream.snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
 

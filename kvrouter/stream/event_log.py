@@ -18,12 +18,19 @@ from enum import Enum
 from itertools import chain
 from typing import Final, NamedTuple
 
-from dynbus.kvrouter.events import AllBlocksCleared, CacheDigest, KvEvent, encode_events
+from dynbus.kvrouter.events import (
+    HEADER,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheDigest,
+    KvEvent,
+    encode_events,
+)
 
 from .awareness import EXACT, AwarenessLevel, CacheAwareness, encode_awareness
 from .cache_mirror import CacheMirror
-from .epochs import EpochClock
-from .pieces import FRAME_BYTES, event_bytes, pieces
+from .event_stream import EpochClock
 
 DEFAULT_BATCH_BYTES: Final = 256 * 1024
 DEFAULT_WAITING_BYTES: Final = 32 * 1024 * 1024
@@ -34,6 +41,40 @@ DIGEST_INTERVAL: Final = 10.0
 """Seconds after a digest at which one follows in any case: who is silent for longer is lost."""
 RESYNC_INTERVAL: Final = 0.5
 """Seconds between two resends that were asked for."""
+BLOCK_BYTES: Final = 16
+EVENT_BYTES: Final = 13
+PADDING_BYTES: Final = 11
+FRAME_BYTES: Final = HEADER.size + PADDING_BYTES
+"""Of a message, beside its events."""
+
+
+def event_bytes(event: KvEvent | CacheDigest) -> int:
+    """The bytes that an event adds to a message at most."""
+    if isinstance(event, BlockStored):
+        return EVENT_BYTES + BLOCK_BYTES * len(event.engine_hashes)
+    if isinstance(event, BlockRemoved):
+        return EVENT_BYTES + 8 * len(event.engine_hashes)
+    return EVENT_BYTES + BLOCK_BYTES
+
+
+def pieces(event: KvEvent, max_bytes: int) -> Iterator[KvEvent]:
+    """An event in pieces that fit a message of `max_bytes` each."""
+    room = max_bytes - FRAME_BYTES - EVENT_BYTES
+    if not isinstance(event, BlockStored | BlockRemoved) or event_bytes(event) <= room:
+        yield event
+        return
+    if isinstance(event, BlockRemoved):
+        step = room // 8
+        for at in range(0, len(event.engine_hashes), step):
+            yield BlockRemoved(event.engine_hashes[at : at + step], event.tier)
+        return
+    step = room // BLOCK_BYTES
+    parent = event.parent_hash
+    for at in range(0, len(event.engine_hashes), step):
+        engine_hashes = event.engine_hashes[at : at + step]
+        blocks = event.block_hashes[at : at + step]
+        yield BlockStored(parent, engine_hashes, blocks, event.tier)
+        parent = int(engine_hashes[-1])
 
 
 class BatchState(Enum):

@@ -12,9 +12,10 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +36,9 @@ from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, Overlap, RadixIndex,
 
 from .awareness import CacheAwareness, Observation, cache_awareness
 from .event_stream import EventStream, ensure_stream
-from .follower_status import FollowerStatus, Position
-from .live_index import LiveIndex
+from .live_index import LiveIndex, Staleness
 from .membership import Instances, live_instances
 from .resync import ResyncPlan, encode_resync
-
-__all__ = ["FollowerStatus", "IndexFollower", "Position"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +48,46 @@ LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks at the stream itself."""
 MESSAGES_PER_STEP: Final = 8
 """Messages that waited and are applied in one turn of the loop: a few milliseconds."""
+
+
+class Position(NamedTuple):
+    """How far a stream was applied.
+
+    Attributes:
+        sequence: of the last message that was applied; 0 for none.
+        created: when the stream was made of which that is; None before it was looked at.
+    """
+
+    sequence: int = 0
+    created: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerStatus:
+    """How a follower fares.
+
+    Attributes:
+        behind: messages that the stream had for it beyond `position` when that one was sent.
+        refused: messages that could not be used: of another rank than their subject names, of an
+            epoch too far ahead, or not readable.
+        mismatches: digests that differed from the index.
+        comparisons: digests that were compared in full.
+        requests: resyncs that were asked for.
+        recreations: times at which the stream was another one than before.
+        failures: of looks at the stream and the instances, and of messages that were held back.
+    """
+
+    position: Position
+    behind: int
+    staleness: Staleness
+    awareness: CacheAwareness
+    ranks: int
+    refused: int
+    mismatches: int
+    comparisons: int
+    requests: int
+    recreations: int
+    failures: int
 
 
 class IndexFollower:

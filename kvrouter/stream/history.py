@@ -22,8 +22,8 @@ from dynbus.bus.transport import JetStream, NoStream, StoredMessage, StreamInfo
 from dynbus.kvrouter.events import Tier
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex, Rank
 
+from .event_stream import apply_message, forget_future, rank_of
 from .snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
-from .stored_events import apply_message, forget_future, rank_of
 
 DEFAULT_TIMEOUT: Final = 60.0
 

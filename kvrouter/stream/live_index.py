@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from dynbus.bus.protocol import headers
@@ -15,15 +17,47 @@ from dynbus.kvrouter.events import CacheDigest, closing_digest
 from dynbus.kvrouter.radix.index import RadixIndex, Rank, Verdict
 
 from .awareness import CacheAwareness, decode_awareness
-from .index_check import Comparison, IndexCheck
+from .digest import Comparison, IndexCheck
+from .event_stream import apply_message, forget_future, read_header, subject_rank, why_refused
 from .membership import QUIET_AFTER, Membership
 from .resync import ResyncPlan, ResyncRequest
-from .staleness import StalenessWindow
-from .stored_events import apply_message, forget_future, read_header, subject_rank, why_refused
 
 logger = logging.getLogger(__name__)
 
 UNREADABLE: Final = "a message that this version cannot read"
+WINDOW: Final = 4096
+"""Messages that are looked back at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """Seconds from the hand-over to the publisher to the index, over the last messages.
+
+    Clocks of two machines are compared: what they differ by is in it.
+    """
+
+    messages: int
+    p50: float
+    p99: float
+    worst: float
+
+
+class StalenessWindow:
+    """The ages of the last messages when they were applied."""
+
+    def __init__(self, messages: int = WINDOW) -> None:
+        self._ages: deque[float] = deque(maxlen=messages)
+
+    def add(self, age: float) -> None:
+        self._ages.append(age)
+
+    def summary(self) -> Staleness:
+        """Percentiles of what is in the window; zeros when it is empty."""
+        ages = sorted(self._ages)
+        if not ages:
+            return Staleness(0, 0.0, 0.0, 0.0)
+        last = len(ages) - 1
+        return Staleness(len(ages), ages[last // 2], ages[round(last * 0.99)], ages[-1])
 
 
 class LiveIndex:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import random
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 from types import TracebackType
@@ -18,22 +20,18 @@ from typing import Final, Self, SupportsIndex
 from dynbus.actors import Actor
 from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic, unix_time
-from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.bus.errors import ConfigError, DynbusError, PayloadTooLarge, Unavailable
+from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import check_token, kv_event_subject, kv_resync_subject
 from dynbus.bus.telemetry.process_status import ProcessStatus
-from dynbus.bus.transport import Connection, ConnectionState, Message
+from dynbus.bus.transport import Connection, ConnectionState, Message, NoStream
 from dynbus.kvrouter.events import KvEvent
 
 from .awareness import AwarenessLevel, CacheAwareness
-from .batch_sender import BatchSender
-from .epochs import EpochClock
-from .event_log import EventLog
-from .event_stream import EventStream, ensure_stream
-from .inbox import DEFAULT_HANDED_BYTES, Inbox
-from .own_events import own_events
-from .publisher_status import PublisherStatus, rank_status
+from .event_log import Batch, EventLog, LogStatistics
+from .event_stream import EpochClock, EventStream, ensure_stream, rank_of, read_header
+from .handover import DEFAULT_HANDED_BYTES, Handover, own_events
 from .resync import decode_resync
-from .stored_events import rank_of, read_header
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +42,187 @@ EVENTS_PER_STEP: Final = 2048
 MAX_RANK: Final = (1 << 16) - 1
 EVENTS_KEY: Final = "kv_events"
 """Of the process's status, while the events are not exact."""
+PUBLISH_TIMEOUT: Final = 1.0
+FIRST_RETRY: Final = 0.05
+MAX_RETRY: Final = 1.0
+HEADER_ROOM: Final = 512
+"""Bytes of a message that are left to its headers."""
 
 _LOSS: Final = "events were dropped since the event loop was blocked"
 
 epochs: Final = EpochClock(lambda: int(unix_time() * 1e9))
+
+
+class BatchSender:
+    """Publishes the batches of an instance's ranks and tells their logs what became of them.
+
+    Args:
+        address: namespace, component and instance id.
+        on_outcome: called with a log when it was told.
+
+    Attributes:
+        failures: publishes that were not acknowledged, and whatever else was noted as one.
+        last_failure: its text; empty when a publish was acknowledged since.
+        retry_at: monotonic seconds before which nothing is sent.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        stream: EventStream,
+        address: tuple[str, str, str],
+        on_outcome: Callable[[EventLog], None],
+    ) -> None:
+        self.failures = 0
+        self.last_failure = ""
+        self.retry_at = 0.0
+        self._connection = connection
+        self._stream = stream
+        self._address = address
+        self._on_outcome = on_outcome
+        self._tries = 0
+        self._lacks_stream = False
+        self._sending: dict[Batch, tuple[EventLog, asyncio.Task[None]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<BatchSender {'.'.join(self._address)} [{len(self._sending)} in flight]>"
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection.state is ConnectionState.CONNECTED
+
+    async def send(self, logs: Collection[EventLog], now: float) -> None:
+        """Send what the logs have to say, as far as that is possible now."""
+        if now < self.retry_at or not self.is_connected:
+            return
+        if self._lacks_stream:
+            try:
+                await ensure_stream(
+                    self._connection.jetstream, self._stream, timeout=PUBLISH_TIMEOUT
+                )
+            except DynbusError as error:
+                self.note_failure(error)
+                return
+            self._lacks_stream = False
+        for log in logs:
+            self._limit_batches(log)
+        for log in logs:
+            while (batch := log.next_batch(now)) is not None:
+                self._send(log, batch)
+                # A resend has many batches, and each takes some milliseconds to encode.
+                await asyncio.sleep(0)
+                if self.retry_at > now or not self.is_connected:
+                    return
+        for batch, (log, task) in self._sending.items():
+            if not log.is_current(batch):
+                task.cancel()
+
+    def try_at_once(self) -> None:
+        """What kept from sending is over."""
+        self.retry_at = 0.0
+
+    async def close(self) -> None:
+        """Give up what is in flight."""
+        await end_tasks(*(task for _, task in self._sending.values()))
+
+    def note_failure(self, error: Exception) -> None:
+        """Count a failure, and send nothing for a while."""
+        self.failures += 1
+        self.last_failure = str(error)
+        now = monotonic()
+        if now >= self.retry_at:
+            delay = min(FIRST_RETRY * 2.0**self._tries, MAX_RETRY)
+            self._tries = min(self._tries + 1, 10)
+            self.retry_at = now + delay * random.uniform(0.5, 1.0)
+            logger.warning("%r: %s; again in %.2f s", self, error, self.retry_at - now)
+
+    def _limit_batches(self, log: EventLog) -> None:
+        log.limit_batches(self._connection.max_payload - HEADER_ROOM)
+
+    def _send(self, log: EventLog, batch: Batch) -> None:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._publish(log, batch), name="kv-events-batch")
+        self._sending[batch] = (log, task)
+        task.add_done_callback(lambda _: self._sending.pop(batch, None))
+
+    async def _publish(self, log: EventLog, batch: Batch) -> None:
+        namespace, component, instance_id = self._address
+        subject = kv_event_subject(namespace, component, instance_id, log.dp_rank)
+        number = f"{instance_id}.{log.dp_rank}.{batch.event_epoch}.{batch.first_id}"
+        fields = {headers.PUBLISHED: f"{batch.since:.6f}"} if batch.since else {}
+        if batch.awareness:
+            fields[headers.KV_AWARENESS] = batch.awareness
+        try:
+            sequence = await self._connection.jetstream.publish(
+                subject, batch.data, message_id=number, headers=fields, timeout=PUBLISH_TIMEOUT
+            )
+        except DynbusError as error:
+            log.failed(batch)
+            self._lacks_stream |= isinstance(error, NoStream)
+            if isinstance(error, PayloadTooLarge):
+                self._limit_batches(log)
+            self.note_failure(error)
+        else:
+            self._tries = 0
+            self.last_failure = ""
+            log.stored(batch, sequence)
+        self._on_outcome(log)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """How one rank's events fare.
+
+    Attributes:
+        blocks: held, counted once for each tier.
+        waiting_bytes: of events that were not sent yet.
+        in_flight: messages without an acknowledgement.
+        unknown_parents: stored events that were left out, since their parent is not held.
+        awareness: how far what the rank says can be relied on.
+    """
+
+    dp_rank: int
+    event_epoch: int
+    blocks: int
+    waiting_bytes: int
+    in_flight: int
+    unknown_parents: int
+    statistics: LogStatistics
+    awareness: CacheAwareness
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStatus:
+    """How a publisher fares.
+
+    Attributes:
+        failures: publishes that were not acknowledged, and steps that failed.
+        malformed_requests: requests for a resync that cannot be read, or ask for no rank here.
+        refused: calls with events that came after the publisher was closed.
+        dropped: events that waited for a blocked event loop, when these were too many.
+        last_failure: its text; empty when a publish was acknowledged since.
+    """
+
+    ranks: tuple[RankStatus, ...]
+    failures: int
+    malformed_requests: int
+    refused: int
+    dropped: int
+    last_failure: str
+
+
+def rank_status(log: EventLog) -> RankStatus:
+    """How a log's rank fares at this moment."""
+    return RankStatus(
+        log.dp_rank,
+        log.event_epoch,
+        log.mirror.digest().blocks,
+        log.waiting_bytes,
+        log.in_flight,
+        log.mirror.unknown_parents,
+        replace(log.statistics),
+        log.awareness,
+    )
 
 
 class KvEventPublisher:
@@ -102,7 +277,7 @@ class KvEventPublisher:
         self._make_log = make_log or partial(EventLog, epochs=epochs)
         self._logs: dict[int, EventLog] = {}
         self._ranks = [_check_rank(rank) for rank in ranks]
-        self._inbox = Inbox(max_handed_bytes)
+        self._handover = Handover(max_handed_bytes)
         self._is_woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
@@ -190,7 +365,7 @@ class KvEventPublisher:
         rank = _check_rank(dp_rank)
         if not self._takes():
             return
-        if not self._inbox.put(rank, taken, unix_time()):
+        if not self._handover.put(rank, taken, unix_time()):
             logger.error(
                 "%r: the event loop is blocked, and too many events of rank %d wait for it: they "
                 "are dropped, and routers count the rank as empty until it stores more",
@@ -207,7 +382,7 @@ class KvEventPublisher:
         """
         rank = _check_rank(dp_rank)
         if self._takes():
-            self._inbox.reset(rank)
+            self._handover.reset(rank)
             self._wake_loop()
 
     def set_awareness(self, awareness: CacheAwareness, *, dp_rank: int = 0) -> None:
@@ -223,7 +398,7 @@ class KvEventPublisher:
         if awareness.level is AwarenessLevel.OFF:
             raise ConfigError("a rank cannot be off: give degraded, with the reason")
         if not self._closed:
-            self._inbox.set_awareness(rank, awareness)
+            self._handover.set_awareness(rank, awareness)
             self._wake_loop()
 
     def _takes(self) -> bool:
@@ -263,7 +438,7 @@ class KvEventPublisher:
             failures=self._sender.failures,
             malformed_requests=self._malformed_requests,
             refused=self._refused,
-            dropped=self._inbox.dropped,
+            dropped=self._handover.dropped,
             last_failure=self._sender.last_failure,
         )
 
@@ -275,7 +450,7 @@ class KvEventPublisher:
         """
         try:
             async with asyncio.timeout(timeout):
-                while not self._inbox.is_empty or not all(
+                while not self._handover.is_empty or not all(
                     log.is_idle for log in self._logs.values()
                 ):
                     self._progress.clear()
@@ -342,7 +517,7 @@ class KvEventPublisher:
         while True:
             await self._wait()
             self._wake.clear()
-            await asyncio.sleep(self._linger if self._inbox.events < EVENTS_PER_STEP else 0)
+            await asyncio.sleep(self._linger if self._handover.events < EVENTS_PER_STEP else 0)
             try:
                 await self._step()
             except Exception as error:
@@ -354,16 +529,16 @@ class KvEventPublisher:
             self._progress.set()
 
     async def _step(self) -> None:
-        self._take_inbox()
+        self._take_in()
         now = self._stepped = monotonic()
         for log in self._logs.values():
             log.append_digest(unix_time(), now)
         await self._sender.send(list(self._logs.values()), now)
 
-    def _take_inbox(self) -> None:
+    def _take_in(self) -> None:
         """Take in what was handed over, or as much of it as does not keep the loop for long."""
         taken = 0
-        while taken < EVENTS_PER_STEP and (handed := self._inbox.take(EVENTS_PER_STEP)):
+        while taken < EVENTS_PER_STEP and (handed := self._handover.take(EVENTS_PER_STEP)):
             log = self._log(handed.dp_rank)
             if handed.begins_anew:
                 log.forget(loss=_LOSS if handed.is_lossy else "")
@@ -373,7 +548,7 @@ class KvEventPublisher:
                 log.set_awareness(handed.awareness)
             taken += len(handed.events)
         self._show_awareness()
-        if not self._inbox.is_empty:
+        if not self._handover.is_empty:
             self._wake.set()
 
     async def _wait(self) -> None:

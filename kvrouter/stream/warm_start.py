@@ -19,8 +19,7 @@ from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex
 from .event_stream import EventStream
 from .follower import IndexFollower, Position
 from .membership import UNKNOWN_GRACE, Instances, live_instances
-from .snapshot_plan import SnapshotPlan
-from .snapshot_writer import SnapshotWriter
+from .snapshot_writer import SnapshotPlan, SnapshotWriter
 from .snapshots import READ_TIMEOUT, SnapshotInfo, SnapshotStore, UnusableSnapshot
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from dynbus.kvrouter.events import BlockStored, Tier
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.awareness import AwarenessLevel
 from dynbus.kvrouter.stream.digest import index_digest
-from dynbus.kvrouter.stream.epochs import EpochClock
 from dynbus.kvrouter.stream.event_log import EventLog
+from dynbus.kvrouter.stream.event_stream import EpochClock
 from dynbus.kvrouter.stream.follower import IndexFollower
 from dynbus.kvrouter.stream.membership import Instances
 from dynbus.kvrouter.stream.publisher import KvEventPublisher

@@ -24,7 +24,7 @@ from dynbus.kvrouter.events import (
 )
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.digest import index_digest
-from dynbus.kvrouter.stream.epochs import latest_epoch
+from dynbus.kvrouter.stream.event_stream import latest_epoch
 from dynbus.kvrouter.stream.follower import IndexFollower
 
 from .processes import Process

@@ -22,8 +22,7 @@ from dynbus.kvrouter.stream.digest import index_digest
 from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.kvrouter.stream.follower import IndexFollower
 from dynbus.kvrouter.stream.publisher import KvEventPublisher
-from dynbus.kvrouter.stream.snapshot_plan import SnapshotPlan
-from dynbus.kvrouter.stream.snapshot_writer import SnapshotWriter
+from dynbus.kvrouter.stream.snapshot_writer import SnapshotPlan, SnapshotWriter
 from dynbus.kvrouter.stream.snapshots import SnapshotStore
 from dynbus.kvrouter.stream.warm_start import WarmStart, warm_index
 

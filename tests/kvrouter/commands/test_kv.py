@@ -17,13 +17,13 @@ from dynbus.bus.protocol.wire import InstanceRecord, encode_record
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.transport import NoStream
 from dynbus.kvrouter.commands.kv import kv
+from dynbus.kvrouter.commands.kv_contents import rank_rows
 from dynbus.kvrouter.commands.kv_points import parse_points, parse_time
 from dynbus.kvrouter.commands.kv_prefix import parse_prefix
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent, Tier, encode_events
 from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
 from dynbus.kvrouter.radix.snapshot import dump_index
-from dynbus.kvrouter.stream.contents import rank_rows
 from dynbus.kvrouter.stream.event_stream import EventStream, ensure_stream
 from dynbus.kvrouter.stream.history import NOW, NoHistory, Point, index_at
 from dynbus.kvrouter.stream.snapshots import Coverage, SnapshotStore

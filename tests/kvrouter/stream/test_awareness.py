@@ -20,8 +20,8 @@ from dynbus.kvrouter.stream.awareness import (
     encode_awareness,
 )
 from dynbus.kvrouter.stream.follower import IndexFollower
+from dynbus.kvrouter.stream.live_index import Staleness, StalenessWindow
 from dynbus.kvrouter.stream.snapshot_writer import SnapshotWriter
-from dynbus.kvrouter.stream.staleness import Staleness, StalenessWindow
 from dynbus.testing import TestKit, run
 
 DEGRADED = CacheAwareness(AwarenessLevel.DEGRADED, "messages lost")

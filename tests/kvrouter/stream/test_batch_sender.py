@@ -10,10 +10,9 @@ from tests.kvrouter.event_bus import STREAM, event_subject, eventually, stored, 
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.kvrouter.stream.batch_sender import MAX_RETRY, BatchSender
-from dynbus.kvrouter.stream.epochs import EpochClock
 from dynbus.kvrouter.stream.event_log import EventLog
-from dynbus.kvrouter.stream.event_stream import EventStream, ensure_stream
+from dynbus.kvrouter.stream.event_stream import EpochClock, EventStream, ensure_stream
+from dynbus.kvrouter.stream.publisher import MAX_RETRY, BatchSender
 from dynbus.testing import run
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynbus.kvrouter.stream.epochs import CLOCK_ALLOWANCE, EpochClock, latest_epoch
+from dynbus.kvrouter.stream.event_stream import CLOCK_ALLOWANCE, EpochClock, latest_epoch
 
 DAY = 24 * 3600.0
 

@@ -18,8 +18,8 @@ from dynbus.kvrouter.events import (
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
 from dynbus.kvrouter.stream.awareness import EXACT, AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.digest import index_digest
-from dynbus.kvrouter.stream.epochs import CLOCK_ALLOWANCE, EpochClock
 from dynbus.kvrouter.stream.event_log import DIGEST_AFTER, DIGEST_INTERVAL, Batch, EventLog
+from dynbus.kvrouter.stream.event_stream import CLOCK_ALLOWANCE, EpochClock
 
 NOW = 100.0
 

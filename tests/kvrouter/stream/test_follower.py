@@ -31,8 +31,7 @@ from dynbus.kvrouter.events import (
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.radix.snapshot import dump_index, load_index
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
-from dynbus.kvrouter.stream.epochs import latest_epoch
-from dynbus.kvrouter.stream.event_stream import EventStream
+from dynbus.kvrouter.stream.event_stream import EventStream, latest_epoch
 from dynbus.kvrouter.stream.follower import IndexFollower
 from dynbus.kvrouter.stream.publisher import KvEventPublisher
 from dynbus.testing import TestKit, run

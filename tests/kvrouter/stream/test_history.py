@@ -13,7 +13,7 @@ from dynbus.bus.transport import NoStream
 from dynbus.kvrouter.events import BlockRemoved, KvEvent, encode_events
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
 from dynbus.kvrouter.radix.snapshot import dump_index
-from dynbus.kvrouter.stream.epochs import CLOCK_ALLOWANCE
+from dynbus.kvrouter.stream.event_stream import CLOCK_ALLOWANCE
 from dynbus.kvrouter.stream.history import (
     NOW,
     NoHistory,

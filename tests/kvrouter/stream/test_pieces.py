@@ -13,7 +13,7 @@ from dynbus.kvrouter.events import (
     KvEvent,
     encode_events,
 )
-from dynbus.kvrouter.stream.pieces import FRAME_BYTES, event_bytes, pieces
+from dynbus.kvrouter.stream.event_log import FRAME_BYTES, event_bytes, pieces
 
 LIMIT = 1024
 LARGE: list[KvEvent] = [stored(*range(1, 501)), BlockRemoved(list(range(1, 1001)))]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.transport import StreamInfo, StreamLimits
-from dynbus.kvrouter.stream.snapshot_plan import Covered, SnapshotPlan
+from dynbus.kvrouter.stream.snapshot_writer import Covered, SnapshotPlan
 
 PLAN = SnapshotPlan(messages=1000, size=1_000_000, seconds=60.0)
 WIDE = StreamLimits(max_bytes=1 << 40, max_age=1e9)

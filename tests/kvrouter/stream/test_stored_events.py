@@ -8,10 +8,10 @@ from tests.kvrouter.event_bus import event_subject, stored
 from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import encode_events
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
-from dynbus.kvrouter.stream.epochs import latest_epoch
-from dynbus.kvrouter.stream.stored_events import (
+from dynbus.kvrouter.stream.event_stream import (
     MessageHeader,
     forget_future,
+    latest_epoch,
     rank_of,
     read_header,
     subject_rank,

@@ -17,8 +17,7 @@ from dynbus.kvrouter.stream.digest import index_digest
 from dynbus.kvrouter.stream.follower import IndexFollower
 from dynbus.kvrouter.stream.membership import UNKNOWN_GRACE
 from dynbus.kvrouter.stream.publisher import KvEventPublisher
-from dynbus.kvrouter.stream.snapshot_plan import SnapshotPlan
-from dynbus.kvrouter.stream.snapshot_writer import SnapshotWriter
+from dynbus.kvrouter.stream.snapshot_writer import SnapshotPlan, SnapshotWriter
 from dynbus.kvrouter.stream.snapshots import (
     Coverage,
     SnapshotInfo,

@@ -6,12 +6,12 @@ from tests.kvrouter.event_bus import stored
 
 from dynbus.kvrouter.events import CacheDigest, KvEvent, encode_events
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
-from dynbus.kvrouter.stream.digest import index_digest
-from dynbus.kvrouter.stream.index_check import (
+from dynbus.kvrouter.stream.digest import (
     SECONDS_PER_HELD_BLOCK,
     STALE_IN_A_ROW,
     Comparison,
     IndexCheck,
+    index_digest,
 )
 
 A = Rank("a", 0)
