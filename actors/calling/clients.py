@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any, Final, Never, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -36,8 +36,15 @@ class Call:
     once: a unary one that was awaited raises `RuntimeError` when it is awaited again.
     """
 
-    def __init__(self, invocation: Invocation) -> None:
+    def __init__(
+        self,
+        invocation: Invocation,
+        decode: Callable[[bytes], Any] = decode_json,
+        decode_many: Callable[[Sequence[bytes]], list[Any]] = decode_json_items,
+    ) -> None:
         self._invocation = invocation
+        self._decode = decode
+        self._decode_many = decode_many
         self._stream: Stream[Any] | None = None
         self._awaited = False
 
@@ -57,6 +64,18 @@ class Call:
     def __await__(self) -> Generator[Any, None, Any]:
         return self._result().__await__()
 
+    def raw(self) -> Call:
+        """The same call, whose result or items are the bytes that come, not decoded.
+
+        It takes the place of this one.
+
+        Raises:
+            RuntimeError: this one was awaited already.
+        """
+        self._check_not_awaited()
+        self._awaited = True
+        return Call(self._invocation, bytes, list)
+
     def __aiter__(self) -> AsyncIterator[Any]:
         self._check_not_awaited()
         self._invocation.streaming = True
@@ -70,7 +89,7 @@ class Call:
 
     def _as_stream(self) -> Stream[Any]:
         if self._stream is None:
-            self._stream = Stream(self._invocation, decode_json_items)
+            self._stream = Stream(self._invocation, self._decode_many)
         return self._stream
 
     async def _result(self) -> Any:
@@ -81,7 +100,7 @@ class Call:
             return self._as_stream()
         self._check_not_awaited()
         self._awaited = True
-        return await invocation.unary(decode_json)
+        return await invocation.unary(self._decode)
 
     def _check_not_awaited(self) -> None:
         if self._awaited:

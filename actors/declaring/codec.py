@@ -1,7 +1,8 @@
 """Turning requests and results into JSON and back, by the handler's own annotations.
 
 pydantic does the work for models, dataclasses, TypedDicts and plain types; msgspec for its
-own structs. What does not fit raises with the path of what is wrong.
+own structs. What does not fit raises with the path of what is wrong. What is annotated `bytes` or
+`msgspec.Raw` as a whole crosses as it is.
 
 Both sides validate. A pydantic model was validated when it was made and is not again, except
 that a request of one whose fields were changed since is read back. Dataclasses and structs
@@ -264,7 +265,55 @@ class StructCodec:
         return msgspec.json.schema(self.annotation)
 
 
-AnyCodec = Codec | StructCodec
+class WholeCodec:
+    """Carries bytes, or a JSON value that is encoded already, through as they are.
+
+    Args:
+        annotation: `bytes`, or `msgspec.Raw` for JSON.
+    """
+
+    __slots__ = ("annotation",)
+
+    def __init__(self, annotation: type[bytes | msgspec.Raw]) -> None:
+        self.annotation = annotation
+
+    def encode(self, value: object) -> bytes:
+        kind = self.annotation
+        if not isinstance(value, kind):
+            raise Misfit(f"the value: it should be {kind.__name__}, got {brief_repr(value)}")
+        data = bytes(value)
+        self._check_not_empty(data)
+        return data
+
+    def encoder(self, failure: Callable[[str], Exception]) -> Callable[[Any], bytes]:
+        def encode(value: Any) -> bytes:
+            if type(value) is bytes is self.annotation:
+                return value
+            try:
+                return self.encode(value)
+            except Misfit as error:
+                raise failure(str(error)) from None
+
+        return encode
+
+    def decode(self, data: bytes) -> Any:
+        self._check_not_empty(data)
+        return self.annotation(data)
+
+    def decode_many(self, items: Sequence[bytes]) -> list[Any]:
+        return list(items) if self.annotation is bytes else [self.decode(item) for item in items]
+
+    def schema(self) -> dict[str, Any]:
+        # Any JSON value, or what is no JSON at all.
+        binary = {"contentMediaType": "application/octet-stream"}
+        return binary if self.annotation is bytes else {}
+
+    def _check_not_empty(self, data: bytes) -> None:
+        if not data and self.annotation is not bytes:
+            raise Misfit("the value: it is empty, which is no JSON")
+
+
+AnyCodec = Codec | StructCodec | WholeCodec
 
 
 def holds_struct(annotation: Any) -> bool:
@@ -305,6 +354,8 @@ def explain(error: pydantic.ValidationError, *, quoting: bool = True) -> str:
 
 
 def _make(annotation: Any) -> AnyCodec:
+    if annotation in (bytes, msgspec.Raw):
+        return WholeCodec(annotation)
     if holds_struct(annotation):
         return StructCodec(annotation)
     try:

@@ -69,9 +69,13 @@ def decode_json_items(items: Sequence[bytes]) -> list[Any]:
 def encode_json(request: Any) -> bytes:
     """JSON of a request of any kind: a model, a struct, a mapping or a plain value.
 
+    Bytes, and JSON as `msgspec.Raw`, are taken as they are.
+
     Raises:
         InvalidRequest: it has none, or holds a number that JSON cannot hold.
     """
+    if isinstance(request, bytes | msgspec.Raw):
+        return bytes(request)
     try:
         if hasattr(cast("Any", type(request)), "__pydantic_serializer__"):
             return codec_for(type(request)).encode(request)

@@ -10,7 +10,7 @@ import msgspec.inspect
 REMEDY: Final = (
     "JSON has no bytes: put them into a pydantic model with model_config = "
     'ConfigDict(ser_json_bytes="base64", val_json_bytes="base64"), a dataclass with that as its '
-    "__pydantic_config__, or a msgspec.Struct"
+    "__pydantic_config__, or a msgspec.Struct; only a whole request, result or item may be bytes"
 )
 
 _TEXT_FORMS: Final = ("base64", "hex")

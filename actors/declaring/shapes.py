@@ -26,6 +26,8 @@ _SCALARS: Final[Mapping[str, Any]] = {
 def describe_request(codec: AnyCodec) -> str:
     """The type that a codec reads, with an example: `Person as JSON, for example {...}`."""
     annotation = codec.annotation
+    if annotation is msgspec.Raw:
+        return "JSON of any kind"
     named = isinstance(annotation, type) and annotation.__module__ != "typing"
     name = annotation.__name__ if named else str(annotation).replace("typing.", "")
     try:

@@ -4,7 +4,7 @@
 
 import dataclasses
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 from typing import TypedDict as PlainTypedDict
 
 import msgspec
@@ -13,9 +13,10 @@ from pydantic import Base64Bytes, BaseModel, ConfigDict, PlainSerializer, PlainV
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import TypedDict
 
-from dynbus import Actor, ConfigError, handler
-from dynbus.actors.declaring.codec import codec_for
+from dynbus import Actor, ConfigError, InvalidRequest, InvalidResponse, handler
+from dynbus.actors.declaring.codec import Misfit, codec_for
 from dynbus.actors.declaring.raw_bytes import HoldsBytes
+from dynbus.actors.serving.endpoints import make_endpoint
 from dynbus.testing import TestKit, run
 
 RAW = bytes(range(256))
@@ -117,7 +118,6 @@ class OwnForm(BaseModel):
 @pytest.mark.parametrize(
     ("annotation", "place"),
     [
-        (bytes, "it"),
         (bytes | None, "it"),
         (list[bytes], "it"),
         (Blob, "Blob.data"),
@@ -180,7 +180,7 @@ def test_the_base64_type_of_pydantic_is_made_of_text_and_arrives_as_bytes() -> N
     assert codec.decode(codec.encode(Encoded(data=b"AP8="))).data == b"\x00\xff"
 
 
-@pytest.mark.parametrize("annotation", [bytes, Blob, list[Record], Row])
+@pytest.mark.parametrize("annotation", [bytes | None, Blob, list[Record], Row])
 def test_bytes_in_a_signature_are_refused_where_the_handler_is_declared(annotation: Any) -> None:
     async def put(self: Any, request: Any) -> None:
         pass
@@ -237,3 +237,142 @@ def test_any_bytes_cross_in_a_call_in_the_forms_that_are_named_as_the_remedy() -
             ]
 
     assert run(story()) == (TextRecord(RAW), [Packed(RAW, bytearray(RAW))])
+
+
+class Relay(Actor, namespace="bytes"):
+    """Carries what it is given as it is."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    @handler
+    async def one(self, data: bytes) -> bytes:
+        self.seen.append(data)
+        return data
+
+    @handler
+    async def many(self, data: bytes = b"none") -> AsyncGenerator[bytes, None]:
+        self.seen.append(data)
+        for size in (0, 1, 256, 3 << 20):
+            yield bytes(size)
+
+    @handler
+    async def json(self, value: msgspec.Raw) -> AsyncGenerator[msgspec.Raw, None]:
+        yield value
+        yield value
+
+    @handler
+    async def wrong(self, data: bytes) -> bytes:
+        return cast("bytes", data.decode())
+
+
+JSON = msgspec.Raw(b'{"a" :1.0}')
+
+
+def test_a_whole_request_result_and_item_of_bytes_cross_as_they_are() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            instance = await kit.start(Relay)
+            client = kit.client(Relay)
+
+            assert await client.one(RAW) == RAW
+            assert await client.one(b"") == b""
+            assert [len(item) async for item in client.many()] == [0, 1, 256, 3 << 20]
+            assert [len(item) async for item in client.many(b"")] == [0, 1, 256, 3 << 20]
+            assert cast("Relay", instance.actor).seen == [RAW, b"", b"none", b""]
+
+    run(story())
+
+
+def test_json_that_is_encoded_already_crosses_as_it_is() -> None:
+    async def story() -> list[bytes]:
+        async with TestKit() as kit:
+            await kit.start(Relay)
+            return [bytes(item) async for item in kit.client(Relay).json(JSON)]
+
+    assert run(story()) == [b'{"a" :1.0}'] * 2
+
+
+def test_an_untyped_call_sends_bytes_and_gives_what_comes_undecoded() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            await kit.start(Relay)
+            one = await kit.caller.endpoint("bytes.Relay.one").client()
+            json = await kit.caller.endpoint("bytes.Relay.json").client()
+
+            assert await one.generate(RAW).raw() == RAW
+            assert await one.generate(b"[1]") == (1,)
+            assert [item async for item in json.generate(JSON).raw()] == [b'{"a" :1.0}'] * 2
+            assert [item async for item in await json.generate(b"7").raw()] == [b"7", b"7"]
+
+    run(story())
+
+
+def test_a_call_that_was_awaited_cannot_be_made_raw() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            await kit.start(Relay)
+            one = await kit.caller.endpoint("bytes.Relay.one").client()
+            call = one.generate(b"1")
+            await call
+            raw = one.generate(b"1")
+            raw.raw()
+
+            for awaited in (call, raw):
+                with pytest.raises(RuntimeError, match="was awaited already"):
+                    awaited.raw()
+
+    run(story())
+
+
+def test_a_request_that_is_not_bytes_is_refused_before_it_is_sent() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            await kit.start(Relay)
+            client = kit.client(Relay)
+
+            with pytest.raises(InvalidRequest, match="it should be bytes, got 'text'") as caught:
+                await client.one(cast("bytes", "text"))
+            assert not caught.value.started
+            with pytest.raises(InvalidResponse, match="it should be bytes, got"):
+                await client.wrong(b"text")
+            with pytest.raises(InvalidRequest, match="it is empty, which is no JSON"):
+                client.json(msgspec.Raw(b""))
+
+    run(story())
+
+
+def test_the_body_of_a_request_of_bytes_is_never_its_default() -> None:
+    endpoint = make_endpoint(Relay().many, Relay.__dynbus_handlers__["many"])
+
+    assert [endpoint.decode(data) for data in (b"", b"null", b"a")] == [b"", b"null", b"a"]
+
+
+def test_the_bytes_of_a_message_and_those_that_are_carried_are_the_same_object() -> None:
+    endpoint = make_endpoint(Relay().one, Relay.__dynbus_handlers__["one"])
+
+    assert endpoint.decode(RAW) is RAW
+    assert endpoint.encode(RAW) is RAW
+
+
+def test_an_empty_body_is_no_json_of_any_kind() -> None:
+    endpoint = make_endpoint(Relay().json, Relay.__dynbus_handlers__["json"])
+
+    with pytest.raises(
+        InvalidRequest, match=r"json wants JSON of any kind, but the body was empty"
+    ):
+        endpoint.decode(b"")
+    with pytest.raises(Misfit, match="it is empty"):
+        codec_for(msgspec.Raw).decode_many([b"1", b""])
+
+
+def test_the_schemas_of_what_crosses_as_it_is_say_what_it_may_be() -> None:
+    specs = Relay.__dynbus_handlers__
+
+    schemas = [
+        make_endpoint(method, specs[method.__name__]).schemas
+        for method in (Relay().one, Relay().json)
+    ]
+
+    binary = {"contentMediaType": "application/octet-stream"}
+    assert schemas == [{"request": binary, "response": binary}, {"request": {}, "response": {}}]

@@ -101,6 +101,14 @@ class Splitter(Actor, namespace="demo"):
         return prompt.text
 
     @handler
+    async def carry(self, data: bytes) -> AsyncGenerator[bytes, None]:
+        yield data
+
+    @handler
+    async def pass_on(self, value: msgspec.Raw) -> msgspec.Raw:
+        return value
+
+    @handler
     async def tell(self, prompt: Prompt, context: Context | None = None) -> None:
         assert context is not None
 
@@ -198,6 +206,9 @@ async def use_typed(runtime: Runtime) -> None:
     assert_type(await splitter.repeat(), str)
     assert_type(await splitter.repeat(Prompt(text="b")), str)
     await splitter.tell(Prompt(text="a"))
+    async for data in splitter.carry(b"a"):
+        assert_type(data, bytes)
+    assert_type(await splitter.pass_on(msgspec.Raw(b"1")), msgspec.Raw)
     async for letter in splitter.letters(Prompt(text="a")):
         assert_type(letter, str)
     async for number in splitter.numbers():
@@ -227,6 +238,8 @@ async def use_untyped(runtime: Runtime) -> None:
     assert_type(client.instance_ids(), list[str])
     result: Any = await client.direct({"text": "a"}, "abc")
     assert result is not None
+    async for data in client.direct(b"{}", "abc").raw():
+        assert len(data) > 0
     async for word in client.generate(Prompt(text="a")):
         assert word.text == word["text"]
 

@@ -35,6 +35,10 @@ class Splitter(Actor, namespace="demo"):
             yield Word(text=word)
 
     @handler
+    async def carry(self, data: bytes) -> bytes:
+        return data
+
+    @handler
     async def count(self, prompt: Prompt) -> int:
         return len(prompt.text)
 
@@ -74,11 +78,14 @@ async def wrong_requests(runtime: Runtime) -> None:
     await splitter.count(request=Prompt(text="a"))  # error
     await splitter.count(Prompt(words="a"))  # error
     await splitter.counts(Prompt(text="a"))  # error
+    await splitter.carry("a")  # error
+    await splitter.carry(Prompt(text="a"))  # error
 
 
 async def wrong_results(runtime: Runtime) -> None:
     splitter = runtime.client(Splitter)
     (await splitter.count(Prompt(text="a"))).upper()  # error
+    (await splitter.carry(b"a")).encode()  # error
     text: str = await splitter.count(Prompt(text="a"))  # error
     await splitter.split(Prompt(text=text))  # error
     async for _ in splitter.count(Prompt(text="a")):  # error
