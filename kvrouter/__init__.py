@@ -12,7 +12,7 @@ from .events import (
     encode_events,
 )
 from .hashing import block_hashes, sequence_hashes
-from .radix.index import Applied, Overlap, RadixIndex, Rank, Statistics, Verdict
+from .radix.index import Applied, IndexStatistics, Overlap, RadixIndex, Rank, Verdict
 from .radix.snapshot import TornSnapshot, dump_index, load_index
 from .routing.cost import Candidate, CostFunction, DynamoCost, RequestShape
 from .routing.decision import Decision
@@ -43,6 +43,7 @@ __all__ = [
     "EventBatch",
     "EventStream",
     "IndexFollower",
+    "IndexStatistics",
     "InvalidEvents",
     "KvEvent",
     "KvEventPublisher",
@@ -58,7 +59,6 @@ __all__ = [
     "Router",
     "SchedulerConfig",
     "SnapshotPlan",
-    "Statistics",
     "Tier",
     "TornSnapshot",
     "Verdict",

@@ -16,15 +16,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
-
-compiled: ModuleType | None = None
-"""`compiled.hashing`, once `kernel.load_compiled` has loaded it."""
 
 SEED: Final = 1337
 _MASK: Final = (1 << 64) - 1
@@ -73,10 +69,6 @@ def block_hashes(
     count = len(data) // size
     if any(multimodal):
         return _with_multimodal(data, size, count, seed, multimodal)
-    if compiled is not None:
-        words = np.frombuffer(data, dtype=np.uint32)
-        hashed: NDArray[np.uint64] = compiled.hash_blocks(words, block_size, seed)
-        return hashed
     found = [xxh3_64_intdigest(data[at : at + size], seed) for at in range(0, count * size, size)]
     return np.array(found, dtype=np.uint64)
 
@@ -130,10 +122,6 @@ def sequence_hashes(block_hashes: Sequence[int] | NDArray[np.uint64]) -> NDArray
     """
     if not len(block_hashes):
         return np.empty(0, dtype=np.uint64)
-    if compiled is not None:
-        blocks = np.ascontiguousarray(block_hashes, dtype=np.uint64)
-        chained: NDArray[np.uint64] = compiled.chain_hashes(blocks, SEED)
-        return chained
     pairs = np.asarray(block_hashes, dtype="<u8").tobytes()
     before = pairs[:8]
     found = [before]

@@ -16,43 +16,12 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from tests.kernels import Compilation
 
 from dynbus.bus.nats.server_process import RunningServer, run_server
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
-
-compilation = Compilation()
-
-
-def needs_kernel(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.Function) and "compiled_kernel" in item.fixturenames
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=needs_kernel)
-    if any(map(needs_kernel, items)) and not config.option.collectonly:
-        compilation.begin()
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    # Around the whole protocol: the time that a test may take does not run yet.
-    if needs_kernel(item):
-        compilation.wait()
-    return (yield)
-
-
-def pytest_sessionfinish() -> None:
-    compilation.end()
-
-
-@pytest.fixture(scope="session")
-def compiled_kernel() -> None:
-    """The kernel in the user's cache, and in this process; see `tests.kernels`."""
 
 
 class ReportingLoop(asyncio.SelectorEventLoop):

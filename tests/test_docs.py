@@ -110,7 +110,6 @@ def test_the_readme_shows_the_example_as_it_is(path: str) -> None:
     assert shown == page(path)
 
 
-@pytest.mark.usefixtures("compiled_kernel")
 @pytest.mark.parametrize("block", blocks("python", ""))
 def test_a_python_block_runs_on_its_own(block: Block, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(block.text)

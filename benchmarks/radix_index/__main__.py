@@ -1,4 +1,4 @@
-"""`python -m benchmarks.radix_index`: medians of several runs, both sides in turn."""
+"""`python -m benchmarks.radix_index`: medians of several runs, all sides in turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-SIDES = ("python", "compiled", "dynamo")
+SIDES = ("dynbus", "dynamo", "dynamo-pinned")
+PEERS = SIDES[1:]
 FIGURES = {
     "events_per_s": "events of 4 blocks, per s",
     "lookups_per_s": "look-ups of 64 blocks, per s",
@@ -30,7 +31,6 @@ FIGURES = {
 @click.option("--python-dynamo", default=sys.executable, help="The Python with ai-dynamo-runtime.")
 def main(runs: int, prefixes: int, per_message: int, shared: bool, python_dynamo: str) -> None:
     """Measure the radix index beside Dynamo's RadixTree, on the same blocks."""
-    pythons = {"python": sys.executable, "compiled": sys.executable, "dynamo": python_dynamo}
     sharing = "shared" if shared else "unshared"
     found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as folder:
@@ -38,24 +38,25 @@ def main(runs: int, prefixes: int, per_message: int, shared: bool, python_dynamo
         _run(sys.executable, *make).check_returncode()
         for _ in range(runs):
             for side in SIDES:
-                done = _run(pythons[side], "measure", side, folder, str(prefixes), sharing)
+                python = sys.executable if side == "dynbus" else python_dynamo
+                done = _run(python, "measure", side, folder, str(prefixes), sharing)
                 if done.returncode:
                     click.echo(f"{side} is left out: {done.stderr.strip()[-300:]}", err=True)
                 else:
                     found[side].append(json.loads(done.stdout))
     there = [side for side in SIDES if found[side]]
-    ours = [side for side in there if side != "dynamo" and found["dynamo"]]
-    ratios = [f"{side} to dynamo" for side in ours]
+    peers = [side for side in PEERS if found["dynbus"] and found[side]]
+    ratios = [f"dynbus to {side}" for side in peers]
     table = Table("", *there, *ratios, title=f"{prefixes} prefixes, medians of {runs} runs")
     for key, title in FIGURES.items():
         figures = [median(run[key] for run in found[side]) for side in there]
         # Within each run, since the machine changes its speed.
         within = [
             median(
-                run[key] / theirs[key]
-                for run, theirs in zip(found[side], found["dynamo"], strict=True)
+                ours[key] / theirs[key]
+                for ours, theirs in zip(found["dynbus"], found[side], strict=True)
             )
-            for side in ours
+            for side in peers
         ]
         table.add_row(title, *(f"{one:,.2f}" for one in figures + within))
     Console().print(table)

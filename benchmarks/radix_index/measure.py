@@ -1,6 +1,6 @@
 """Measures one side in a process of its own and prints its figures as JSON.
 
-`python -m benchmarks.radix_index.measure python|compiled|dynamo FOLDER PREFIXES SHARED`
+`python -m benchmarks.radix_index.measure dynbus|dynamo|dynamo-pinned FOLDER PREFIXES SHARED`
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
 import resource
 import sys
 import time
@@ -40,10 +41,10 @@ class Side(NamedTuple):
     settle: Callable[[], object]
 
 
-def dynbus_side(kernel: Any) -> Side:
+def dynbus_side() -> Side:
     from dynbus.kvrouter import BlockStored, RadixIndex, block_hashes, encode_events
 
-    index = RadixIndex(kernel=kernel)
+    index = RadixIndex()
     names = {instance: str(instance) for instance in range(1 << 10)}
 
     def store(instance: int, blocks: Any, event_id: int) -> None:
@@ -60,7 +61,10 @@ def dynbus_side(kernel: Any) -> Side:
     )
 
 
-def dynamo_side() -> Side:
+def dynamo_side(*, pinned: bool) -> Side:
+    """Dynamo's tree, which is a thread of its own; pinned, it shares one core with its caller."""
+    if pinned:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     llm: Any = importlib.import_module("dynamo.llm")
     tree = llm.RadixTree()
 
@@ -134,11 +138,12 @@ def prompts_per_second(side: Side) -> float:
 def main() -> None:
     name, folder, prefixes, shared = sys.argv[1:]
     found: Sequence[Any] = make_prefixes(int(prefixes), shared=shared == "shared")
-    if name == "dynamo":
+    is_dynamo = name != "dynbus"
+    if is_dynamo:
         # It takes lists only.
         found = [prefix.tolist() for prefix in found]
-    side = dynamo_side() if name == "dynamo" else dynbus_side(name)
-    messages = read_messages(Path(folder) / ("dynamo" if name == "dynamo" else "dynbus"))
+    side = dynamo_side(pinned=name == "dynamo-pinned") if is_dynamo else dynbus_side()
+    messages = read_messages(Path(folder) / ("dynamo" if is_dynamo else "dynbus"))
     events = int((Path(folder) / "events").read_text())
     json.dump(measure(side, messages, events, found), sys.stdout)
 

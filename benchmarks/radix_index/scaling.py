@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from statistics import median
-from typing import Any
 
 import click
 import numpy as np
@@ -49,20 +48,19 @@ def microseconds(index: RadixIndex, prompts: list[Blocks]) -> float:
 
 
 @click.command()
-@click.option("--kernel", type=click.Choice(["python", "compiled"]), default="python")
 @click.option("--most", type=click.IntRange(HELD[0]), default=HELD[-1], show_default=True)
-def main(kernel: Any, most: int) -> None:
+def main(most: int) -> None:
     """Measure look-ups while ever more is held, and for prompts of ever more blocks."""
     chance = np.random.default_rng(1)
-    by_held = Table("blocks held", f"look-up of {ASKED} blocks, p50", title=f"{kernel} kernel")
+    by_held = Table("blocks held", f"look-up of {ASKED} blocks, p50")
     for held in HELD:
         if held <= most:
-            index = RadixIndex(kernel=kernel, max_blocks=2 * most)
+            index = RadixIndex(max_blocks=2 * most)
             prompts = hold(index, chance, held // ASKED, ASKED)
             by_held.add_row(f"{held:,}", f"{microseconds(index, prompts):.2f} us")
-    by_length = Table("blocks of the prompt", "look-up, p50", title=f"{kernel} kernel")
+    by_length = Table("blocks of the prompt", "look-up, p50")
     for length in LENGTHS:
-        index = RadixIndex(kernel=kernel)
+        index = RadixIndex()
         prompts = hold(index, chance, INSTANCES, length)
         by_length.add_row(f"{length:,}", f"{microseconds(index, prompts):.2f} us")
     console = Console()

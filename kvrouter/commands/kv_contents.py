@@ -39,7 +39,7 @@ def hottest_prefixes(index: RadixIndex, limit: int) -> list[dict[str, Any]]:
     hold the longest, and none that is a part of another with the same holders."""
     owners = {number: rank.instance for number, (rank, _) in _owners(index).items()}
     candidates: list[tuple[int, int, Run]] = []
-    for run in index.kernel.prefix_tree().by_level():
+    for run in index.tree.by_level():
         held = _by_instance(run, owners)
         if run.parent is None or not held:
             continue
@@ -67,7 +67,7 @@ def dump_lines(index: RadixIndex) -> Iterator[dict[str, Any]]:
     for row in rank_rows(index):
         yield {"kind": "rank"} | row
     owners = _owners(index)
-    for run in index.kernel.prefix_tree().by_level():
+    for run in index.tree.by_level():
         if run.parent is None:
             continue
         yield {

@@ -7,6 +7,8 @@ intervals; when the hole is filled they count again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from . import intervals
 from .intervals import Intervals
 from .runs import Holder, Run
@@ -26,6 +28,38 @@ def next_start(run: Run, number: int, depth: int) -> int:
     """Where behind `depth` a holder has something of a run again; the run's end for nowhere."""
     spans = run.detached.get(number, ()) if run.detached is not None else ()
     return next((start for start, _ in spans if start > depth), run.end)
+
+
+def count_tiers(holders: Sequence[int], path: Iterable[Run], end: int) -> list[int]:
+    """How many of the blocks [0, end) of a path one rank has in each tier.
+
+    A block counts for the nearest tier that has it. The count ends with the first block that
+    the rank has nowhere.
+
+    Args:
+        holders: the number of the rank's holder in each tier, nearest first; 0 for none.
+    """
+    counts = [0] * len(holders)
+    at = 0
+    for run in path:
+        while at < min(run.end, end):
+            stop = min(run.end, end)
+            nearest = None
+            for tier, holder in enumerate(holders):
+                if not holder:
+                    continue
+                reached = reach(run, holder, at)
+                if reached is not None:
+                    nearest = tier
+                    stop = min(reached, stop)
+                    break
+                # A farther tier counts only up to where this one has something again.
+                stop = min(stop, next_start(run, holder, at))
+            if nearest is None:
+                return counts
+            counts[nearest] += stop - at
+            at = stop
+    return counts
 
 
 def split_detached(run: Run, lower: Run, at: int) -> None:

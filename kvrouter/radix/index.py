@@ -9,19 +9,22 @@ that may be gone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dynbus.kvrouter.events import InvalidEvents, Tier
+from dynbus.kvrouter.events import EventBatch, Hashes, InvalidEvents, Operation, Tier, decode_events
 
+from .eviction import Victim, choose_victims, evict
 from .fair_share import fair_share
-from .kernel import Answers, Batch, CacheHolder, KernelName, make_kernel
+from .holdings import count_tiers
+from .labels import LabelledHolders
+from .prefix_tree import PrefixTree
+from .records import MOST_LOOKED_AT
+from .runs import Holder
 
 SWEEP_BLOCKS: Final = 256
 """Blocks of instances that left to free with each message."""
@@ -91,7 +94,7 @@ class Overlap(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class IndexStatistics:
     """Figures of an index.
 
     Attributes:
@@ -124,7 +127,7 @@ class RankState:
     event_epoch: int
     next_id: int
     partial: bool
-    holders: dict[int, CacheHolder] = field(default_factory=dict[int, CacheHolder])
+    holders: dict[int, Holder] = field(default_factory=dict[int, Holder])
     stated: str = ""
 
     @property
@@ -140,24 +143,17 @@ class RadixIndex:
         max_blocks: beyond this many held blocks the instances that hold more than a fair share
             of it forget what they used the longest ago, with the messages that follow. Meanwhile
             `OVERSHOOT` times as many may be held.
-        kernel: "python", "compiled" (with the extra `dynbus[fast]`), or "auto" for the compiled
-            one where it is ready, see `kernel.load_compiled`.
-
-    Raises:
-        ConfigError: the compiled kernel is asked for and cannot be had.
     """
 
-    def __init__(
-        self, *, max_blocks: int = DEFAULT_MAX_BLOCKS, kernel: KernelName = "auto"
-    ) -> None:
-        self.kernel = make_kernel(kernel)
+    def __init__(self, *, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
+        self.tree = PrefixTree()
         self.ranks: dict[Rank, RankState] = {}
         self._of_instance: dict[str, list[Rank]] = {}
         # By the number of a holder in device memory.
         self._names: dict[int, str] = {}
         self._owners: dict[int, Rank] = {}
-        self._by_instance = Answers(self._names, _whole)
-        self._by_rank = Answers(self._owners, _device_overlap)
+        self._by_instance = LabelledHolders(self._names, _whole)
+        self._by_rank = LabelledHolders(self._owners, _device_overlap)
         self._is_plain = True  # one rank per instance and one tier
         self._verdicts = dict.fromkeys(Verdict, 0)
         self._unknown_removals = 0
@@ -165,28 +161,28 @@ class RadixIndex:
         self._blocks = 0
         self._max_blocks = max_blocks
         # Runs to give up, and the caches that are still to forget so many blocks of them.
-        self._victims: Any = None
-        self._to_forget: deque[tuple[CacheHolder, int]] = deque()
+        self._victims: list[Victim] = []
+        self._to_forget: deque[tuple[Holder, int]] = deque()
 
     def __repr__(self) -> str:
-        return f"<RadixIndex [{len(self._of_instance)} instances, {self.kernel.run_count} runs]>"
+        return f"<RadixIndex [{len(self._of_instance)} instances, {self.tree.run_count} runs]>"
 
     # Events ---------------------------------------------------------------------------
 
     def apply(self, instance: str, message: bytes) -> Applied:
         """Take in a message of an instance's events."""
         try:
-            batch: Batch = self.kernel.decode(message)
+            batch = decode_events(message)
         except InvalidEvents:
             applied = Applied(Verdict.MALFORMED, 0)
         else:
             applied = self._apply(Rank(instance, batch.dp_rank), batch)
         self._verdicts[applied.verdict] += 1
-        if not self.kernel.is_swept:
-            self.kernel.sweep(SWEEP_BLOCKS + 2 * applied.events)
+        if not self.tree.is_swept:
+            self.tree.sweep(SWEEP_BLOCKS + 2 * applied.events)
         return applied
 
-    def _apply(self, rank: Rank, batch: Batch) -> Applied:
+    def _apply(self, rank: Rank, batch: EventBatch) -> Applied:
         state = self.ranks.get(rank)
         verdict = Verdict.APPLIED
         skip = 0
@@ -214,7 +210,7 @@ class RadixIndex:
             verdict = Verdict.UNKNOWN_PARENT
         return Applied(verdict, len(batch) - skip - orphans)
 
-    def _begin(self, rank: Rank, batch: Batch) -> RankState:
+    def _begin(self, rank: Rank, batch: EventBatch) -> RankState:
         """An epoch begins: whatever the rank held is gone."""
         before = self.ranks.get(rank)
         if before is not None:
@@ -236,34 +232,64 @@ class RadixIndex:
         for holder in state.holders.values():
             self._names.pop(holder.number, None)
             del self._owners[holder.number]
-            self.kernel.drop_holder(holder)
+            self.tree.drop_holder(holder)
         dropped = {holder.number for holder in state.holders.values()}
         if any(holder.number in dropped for holder, _ in self._to_forget):
             self._to_forget = deque(
                 (holder, most) for holder, most in self._to_forget if holder.number not in dropped
             )
         state.holders.clear()
-        # An answer may name who is gone.
-        self._by_instance.remembered.clear()
-        self._by_rank.remembered.clear()
+        self._by_instance.forget()
+        self._by_rank.forget()
 
-    def _carry_out(self, rank: Rank, state: RankState, batch: Batch, skip: int) -> int | None:
+    def _carry_out(self, rank: Rank, state: RankState, batch: EventBatch, skip: int) -> int | None:
         """Apply the events from number `skip` on.
 
         Returns:
-            How many chains had no parent; None where carrying on would take too long.
+            How many chains had no parent; None where carrying on would take too long, since
+            blocks with very many others below them came and went.
         """
-
-        def clear() -> None:
-            self._empty(rank, state)
-            state.partial = False
-
-        changes = self.kernel.apply(
-            batch, skip, lambda tier: self._holder(rank, state, tier), clear
-        )
-        self._blocks += changes.blocks
-        self._unknown_removals += changes.unknown
-        return None if changes.is_excessive else changes.orphans
+        tree = self.tree
+        operations, tiers, bounds = batch.operations, batch.tiers, batch.bounds
+        orphans = looked_at = 0
+        stored = sum(bounds[i + 1] - bounds[i] for i in range(skip) if not operations[i])
+        at, end = skip, len(operations)
+        while at < end and looked_at <= MOST_LOOKED_AT:
+            operation, tier = operations[at], tiers[at]
+            last = at + 1
+            while last < end and operations[last] == operation and tiers[last] == tier:
+                last += 1
+            first_block, last_block = bounds[at], bounds[last]
+            if operation == Operation.STORED:
+                count = last_block - first_block
+                holder = self._holder(rank, state, tier)
+                holder.looked_at = 0
+                before = holder.blocks
+                orphans += len(
+                    tree.store(
+                        holder,
+                        batch.parents[at:last],
+                        [bound - first_block for bound in bounds[at : last + 1]],
+                        batch.engine_hashes[first_block:last_block],
+                        batch.blocks[8 * stored : 8 * (stored + count)],
+                    )
+                )
+                self._blocks += holder.blocks - before
+                stored += count
+                looked_at += holder.looked_at
+            elif operation == Operation.REMOVED:
+                removed = batch.engine_hashes[first_block:last_block]
+                holder = self._holder(rank, state, tier)
+                holder.looked_at = 0
+                missing = tree.remove(holder, removed)
+                looked_at += holder.looked_at
+                self._blocks -= len(removed) - missing
+                self._unknown_removals += missing
+            elif operation == Operation.CLEARED:
+                self._empty(rank, state)
+                state.partial = False
+            at = last
+        return None if looked_at > MOST_LOOKED_AT else orphans
 
     def _evict(self) -> None:
         """Make room for some time: one cache after the other forgets its oldest runs."""
@@ -274,12 +300,12 @@ class RadixIndex:
         while before != self._evicted:
             before = self._evicted
             if not self._to_forget and not self._choose():
-                self.kernel.sweep(EVICT_LOOK)
+                self.tree.sweep(EVICT_LOOK)
                 return
             while self._to_forget and (looked_at < EVICT_LOOK or self._blocks > most_held):
                 holder, most = self._to_forget.popleft()
                 looked_at += holder.blocks + len(self._victims)
-                evicted = self.kernel.evict(holder, self._victims, most)
+                evicted = evict(self.tree, holder, self._victims, most)
                 self._blocks -= evicted
                 self._evicted += evicted
                 if evicted:
@@ -288,7 +314,7 @@ class RadixIndex:
                     self.ranks[self._owners[holder.number]].partial = True
             if self._to_forget:
                 return
-            self._victims = None
+            self._victims = []
             if self._blocks <= most_held:
                 return
 
@@ -307,20 +333,20 @@ class RadixIndex:
             self._to_forget.extend(
                 (holder, holder.blocks - of_each) for holder in holders if holder.blocks > of_each
             )
-        chosen = [holder for holder, _ in self._to_forget]
-        self._victims = self.kernel.choose_victims(chosen, self._blocks - room)
-        if not len(self._victims):
+        chosen = {holder.number for holder, _ in self._to_forget}
+        self._victims = choose_victims(self.tree, chosen, self._blocks - room)
+        if not self._victims:
             self._to_forget.clear()
         return bool(self._to_forget)
 
-    def _holders_of(self, instance: str) -> list[CacheHolder]:
+    def _holders_of(self, instance: str) -> list[Holder]:
         ranks = self._of_instance[instance]
         return [holder for rank in ranks for holder in self.ranks[rank].holders.values()]
 
-    def _holder(self, rank: Rank, state: RankState, tier: int) -> CacheHolder:
+    def _holder(self, rank: Rank, state: RankState, tier: int) -> Holder:
         holder = state.holders.get(tier)
         if holder is None:
-            holder = state.holders[tier] = self.kernel.add_holder()
+            holder = state.holders[tier] = self.tree.add_holder()
             self._own(rank, tier, holder)
         return holder
 
@@ -337,7 +363,7 @@ class RadixIndex:
         for tier, holder in state.holders.items():
             self._own(rank, tier, holder)
 
-    def _own(self, rank: Rank, tier: int, holder: CacheHolder) -> None:
+    def _own(self, rank: Rank, tier: int, holder: Holder) -> None:
         self._owners[holder.number] = rank
         if tier == Tier.DEVICE:
             self._names[holder.number] = rank.instance
@@ -356,12 +382,12 @@ class RadixIndex:
 
     def sweep(self, limit: int = 1 << 30) -> bool:
         """Free up to `limit` blocks of what has left; returns whether that was all."""
-        self.kernel.sweep(limit)
-        return self.kernel.is_swept
+        self.tree.sweep(limit)
+        return self.tree.is_swept
 
     # Questions ------------------------------------------------------------------------
 
-    def lookup(self, block_hashes: Sequence[int] | NDArray[np.uint64]) -> dict[str, int]:
+    def lookup(self, block_hashes: Hashes) -> dict[str, int]:
         """How many blocks of a prefix each instance holds in device memory, from the first on.
 
         Args:
@@ -371,48 +397,53 @@ class RadixIndex:
             Instances that hold one block at least; of several ranks the one with the most.
         """
         if self._is_plain:
-            return self.kernel.find(block_hashes, self._by_instance)
+            return self._by_instance.find(self.tree, _packed(block_hashes))
         names = self._names
         best: dict[str, int] = {}
-        for number, held in self.kernel.find_holders(block_hashes).items():
+        for number, held in self.tree.find(_packed(block_hashes)).items():
             instance = names.get(number)
             if instance is not None and held > best.get(instance, 0):
                 best[instance] = held
         return best
 
-    def overlaps(self, block_hashes: Sequence[int] | NDArray[np.uint64]) -> dict[Rank, Overlap]:
+    def overlaps(self, block_hashes: Hashes) -> dict[Rank, Overlap]:
         """How many blocks of a prefix each rank holds, over all tiers.
 
         A block counts for the nearest tier that has it. The count ends with the first block
         that the rank has nowhere.
         """
         if self._is_plain:
-            return self.kernel.find(block_hashes, self._by_rank)
+            return self._by_rank.find(self.tree, _packed(block_hashes))
         owners = self._owners
-        found = self.kernel.find_holders(block_hashes)
-        ranks = list({owners[number] for number in found if number in owners})
-        numbers = [
-            [holders[tier].number if tier in holders else 0 for tier in Tier]
-            for holders in (self.ranks[rank].holders for rank in ranks)
-        ]
-        counts = self.kernel.count_tiers(block_hashes, numbers) if ranks else ()
-        return {rank: Overlap(*of_rank) for rank, of_rank in zip(ranks, counts, strict=True)}
+        path, end = self.tree.descend(_packed(block_hashes))
+        found: dict[Rank, Overlap] = {}
+        for number in {number for run in path for number in run.ends}:
+            rank = owners.get(number)
+            if rank is not None and rank not in found:
+                holders = self.ranks[rank].holders
+                numbers = [holders[tier].number if tier in holders else 0 for tier in Tier]
+                found[rank] = Overlap(*count_tiers(numbers, path, end))
+        return found
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> IndexStatistics:
         """Figures of this index."""
         holders = self._all_holders()
-        return Statistics(
+        return IndexStatistics(
             instances=len(self._of_instance),
             blocks=self._blocks,
             detached=sum(holder.detached for holder in holders),
-            runs=self.kernel.run_count,
+            runs=self.tree.run_count,
             verdicts=dict(self._verdicts),
             unknown_removals=self._unknown_removals,
             evicted=self._evicted,
         )
 
-    def _all_holders(self) -> list[CacheHolder]:
+    def _all_holders(self) -> list[Holder]:
         return [holder for state in self.ranks.values() for holder in state.holders.values()]
+
+
+def _packed(block_hashes: Hashes) -> bytes:
+    return np.asarray(block_hashes, dtype="<u8").tobytes()
 
 
 def _whole(held: int) -> int:

@@ -38,6 +38,11 @@ class PrefixTree:
         self.next_holder = 1
         self._leaving: list[Holder] = []
 
+    @property
+    def run_count(self) -> int:
+        """Stretches of blocks without a branch."""
+        return len(self.runs) - 1
+
     # Holders --------------------------------------------------------------------------
 
     def add_holder(self) -> Holder:

@@ -6,18 +6,20 @@ sequence answer alike, and stay alike with the messages that follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
 import msgspec
+import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from dynbus.kvrouter.events import EPOCH_LIMIT, ID_LIMIT, Tier
 
 from .index import RadixIndex, Rank, RankState
-from .kernel import KernelName
+from .prefix_tree import PrefixTree
 from .records import CacheRecord, RunRecord, check_records
+from .runs import Holder, Run
 
 MAGIC: Final = b"dynbus-kv-index\x01"
 CHECKSUM_BYTES: Final = 16
@@ -77,18 +79,18 @@ class IndexDump:
 
     def slices(self) -> Iterator[None]:
         """Go on by a slice with each step. The index must not change meanwhile."""
-        index, kernel = self._index, self._index.kernel
+        index, tree = self._index, self._index.tree
         while not index.sweep(SLICE_BLOCKS):
             yield
         self.data += MAGIC + bytes(CHECKSUM_BYTES)
         self._add(_array_head(len(_Snapshot.__struct_fields__)))
-        for number in (self._sequence, *kernel.next_numbers):
+        for number in (self._sequence, tree.next_run, tree.next_holder):
             self._add(msgspec.msgpack.encode(number))
         self._add(_array_head(len(index.ranks)))
         for rank, state in index.ranks.items():
             yield from self._add_rank(rank, state)
-        runs = kernel.run_records()
-        self._add(_array_head(kernel.run_count))
+        runs = (_run_record(run) for run in tree.by_level() if run.parent is not None)
+        self._add(_array_head(tree.run_count))
         while records := list(islice(runs, SLICE_RUNS)):
             self._add(b"".join(map(msgspec.msgpack.encode, records)))
             yield
@@ -103,9 +105,10 @@ class IndexDump:
         holders: list[CacheRecord] = []
         for tier, holder in state.holders.items():
             engine_hashes, locations = bytearray(), bytearray()
-            for hashes, places in self._index.kernel.columns(holder, SLICE_BLOCKS):
-                engine_hashes += hashes.astype("<u8", copy=False).tobytes()
-                locations += places.astype("<u8", copy=False).tobytes()
+            names, places = iter(holder.held), iter(holder.held.values())
+            for _ in range(0, holder.blocks, SLICE_BLOCKS):
+                engine_hashes += _packed(islice(names, SLICE_BLOCKS))
+                locations += _packed(islice(places, SLICE_BLOCKS))
                 yield
             holders.append(CacheRecord(holder.number, tier, bytes(engine_hashes), bytes(locations)))
         record = _RankRecord(
@@ -120,6 +123,10 @@ class IndexDump:
         self._add(msgspec.msgpack.encode(record))
 
 
+def _packed(numbers: Iterable[int]) -> bytes:
+    return np.fromiter(numbers, dtype="<u8").tobytes()
+
+
 def _array_head(count: int) -> bytes:
     """The bytes before the elements of a msgpack array."""
     if count < 16:
@@ -129,9 +136,7 @@ def _array_head(count: int) -> bytes:
     return b"\xdd" + count.to_bytes(4, "big")
 
 
-def load_index(
-    data: bytes, *, max_blocks: int, kernel: KernelName = "auto"
-) -> tuple[RadixIndex, int]:
+def load_index(data: bytes, *, max_blocks: int) -> tuple[RadixIndex, int]:
     """The index of a snapshot, and the sequence that it covers.
 
     Raises:
@@ -141,7 +146,7 @@ def load_index(
     body = data[head + CHECKSUM_BYTES :]
     if data[:head] != MAGIC or data[head : head + CHECKSUM_BYTES] != xxh3_128_digest(body):
         raise TornSnapshot(f"{len(data)} bytes are no whole snapshot of version 1")
-    index = RadixIndex(max_blocks=max_blocks, kernel=kernel)
+    index = RadixIndex(max_blocks=max_blocks)
     try:
         snapshot = _decoder.decode(body)
         _fill(index, snapshot)
@@ -172,10 +177,66 @@ def _fill(index: RadixIndex, snapshot: _Snapshot) -> None:
         raise ValueError("one rank twice")
     if snapshot.evicted < 0:
         raise ValueError(f"{snapshot.evicted} blocks were evicted")
-    loaded = iter(index.kernel.load(snapshot.runs, caches, next_numbers))
+    loaded = iter(_load(index.tree, snapshot.runs, caches, next_numbers))
     for rank in snapshot.ranks:
         state = RankState(rank.event_epoch, rank.next_id, rank.partial, stated=rank.stated)
         for cache in rank.holders:
             state.holders[cache.tier] = next(loaded)
         index.restore(Rank(rank.instance, rank.dp_rank), state)
     index.restore_evicted(snapshot.evicted)
+
+
+def _load(
+    tree: PrefixTree,
+    runs: Sequence[RunRecord],
+    caches: Sequence[CacheRecord],
+    next_numbers: tuple[int, int],
+) -> list[Holder]:
+    """Fill an empty tree with records that fit together; returns the holders in order."""
+    _add_records(tree, runs)
+    tree.next_run, tree.next_holder = next_numbers
+    detached: dict[int, int] = {}
+    for record in runs:
+        for number, spans in record.detached.items():
+            behind = sum(end - start for start, end in spans)
+            detached[number] = detached.get(number, 0) + behind
+    holders: list[Holder] = []
+    for cache in caches:
+        holder = Holder(cache.number)
+        engine_hashes, locations = cache.arrays()
+        holder.held = dict(zip(engine_hashes.tolist(), locations.tolist(), strict=True))
+        holder.detached = detached.get(cache.number, 0)
+        holders.append(holder)
+    return holders
+
+
+def _add_records(tree: PrefixTree, runs: Sequence[RunRecord]) -> None:
+    """Put runs into an empty tree."""
+    for record in runs:
+        parent = tree.runs[record.parent]
+        run = tree.runs[record.number] = Run(
+            record.number, parent.end, bytearray(record.blocks), parent
+        )
+        run.ends = record.ends
+        run.detached = record.detached or None
+        run.copies = {(number, depth): count for number, depth, count in record.copies} or None
+        if parent.children is None:
+            parent.children = {}
+        parent.children[record.blocks[:8]] = run
+    for record in runs:
+        if record.tail:
+            tree.runs[record.number].tail = tree.runs[record.tail]
+
+
+def _run_record(run: Run) -> RunRecord:
+    assert run.parent is not None
+    copies = [(number, depth, count) for (number, depth), count in (run.copies or {}).items()]
+    return RunRecord(
+        run.id,
+        run.parent.id,
+        run.tail.id if run.tail is not None else 0,
+        bytes(run.blocks),
+        run.ends,
+        run.detached or {},
+        copies,
+    )

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import threading
 from collections.abc import AsyncGenerator, Mapping
-from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from dynbus.actors import Actor, Runtime
 from dynbus.actors.declaring.actor import address_of
@@ -17,7 +13,6 @@ from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import check_token
-from dynbus.kvrouter.radix.kernel import is_compiled, load_compiled
 from dynbus.kvrouter.stream.membership import live_instances
 from dynbus.kvrouter.stream.warm_start import warm_follower
 
@@ -27,11 +22,6 @@ from .observing import RouterWatch
 from .request_fields import RequestFields
 from .router import DEFAULT_POLICY, REUSED_FIELD, KvRouter
 from .scheduling import SchedulerConfig
-
-logger = logging.getLogger(__name__)
-
-SLOW_KERNEL: Final = 1.0
-"""Seconds after which the log says that a router waits for the kernel to be compiled."""
 
 
 @asynccontextmanager
@@ -52,9 +42,6 @@ async def open_router(
 ) -> AsyncGenerator[KvRouter]:
     """A router for the calls of one component, for as long as the `async with` lasts.
 
-    With `exact` and Numba, the first one on a machine opens when the index's kernel is compiled,
-    which takes half a minute or more.
-
     Args:
         target: the actor, or `namespace.component`.
         exact: whether to follow the engines' events; False guesses from own decisions.
@@ -72,7 +59,6 @@ async def open_router(
     async with AsyncExitStack() as exits:
         follower = None
         if exact:
-            await _load_kernel(f"{namespace}.{component}")
             follower = await exits.enter_async_context(warm_follower(runtime, namespace, component))
         router = KvRouter(
             follower=follower,
@@ -92,41 +78,6 @@ async def open_router(
         await exits.enter_async_context(router)
         await exits.enter_async_context(RouterWatch(runtime.bus, namespace, component, router))
         yield router
-
-
-async def _load_kernel(target: str) -> None:
-    """Have the compiled kernel, where Numba is installed; the loop goes on meanwhile.
-
-    Whoever waits may leave at any time. Compiling cannot be stopped, so it is done on a daemon
-    thread: neither the loop's end nor that of the process waits for it.
-    """
-    loaded: Future[bool] = Future()
-    threading.Thread(target=_load, args=(loaded,), name="dynbus-kernel", daemon=True).start()
-    warning = asyncio.get_running_loop().call_later(SLOW_KERNEL, _warn, target)
-    try:
-        await asyncio.wrap_future(loaded)
-    finally:
-        warning.cancel()
-
-
-def _warn(target: str) -> None:
-    # It may be the loading that is slow.
-    if not is_compiled():
-        logger.warning(
-            "the router to %s does not serve yet: it waits for the index's kernel, which is "
-            "compiled once on a machine",
-            target,
-        )
-
-
-def _load(loaded: Future[bool]) -> None:
-    # From now on it cannot be cancelled, and so always takes a result.
-    if not loaded.set_running_or_notify_cancel():
-        return
-    try:
-        loaded.set_result(load_compiled())
-    except BaseException as error:  # noqa: BLE001 - the opening raises it
-        loaded.set_exception(error)
 
 
 def _address(target: Any) -> tuple[str, str]:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynbus.kvrouter.events import CacheDigest
+from dynbus.kvrouter.radix.contents import held_blocks
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
 
 MASK: Final = (1 << 64) - 1
@@ -65,7 +66,7 @@ def index_digest(index: RadixIndex, rank: Rank) -> CacheDigest:
         return CacheDigest(0, 0)
     digest = 0
     for tier, holder in state.holders.items():
-        digest += block_digest(*index.kernel.contents(holder), tier)
+        digest += block_digest(*held_blocks(index.tree, holder), tier)
     return CacheDigest(state.blocks, digest & MASK)
 
 

@@ -20,6 +20,7 @@ from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.protocol.names import kv_event_stream, kv_event_subject
 from dynbus.bus.transport import JetStream, NoStream, StoredMessage, StreamInfo
 from dynbus.kvrouter.events import Tier
+from dynbus.kvrouter.radix.contents import held_names
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex, Rank
 
 from .event_stream import apply_message, forget_future, rank_of
@@ -337,5 +338,4 @@ def _held(index: RadixIndex, rank: Rank, tier: Tier) -> NDArray[np.uint64]:
     holder = None if state is None else state.holders.get(tier)
     if holder is None:
         return np.empty(0, dtype=np.uint64)
-    pieces = [hashes for hashes, _ in index.kernel.columns(holder, max(1, holder.blocks))]
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint64)
+    return held_names(holder)

@@ -8,7 +8,6 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels import each_kernel
 from tests.kvrouter.event_strategies import removed_events, stored_events
 from tests.kvrouter.naive_caches import NaiveCaches
 
@@ -22,7 +21,6 @@ from dynbus.kvrouter.events import (
 )
 from dynbus.kvrouter.radix import index as radix_index
 from dynbus.kvrouter.radix.index import Overlap, RadixIndex, Rank, Verdict
-from dynbus.kvrouter.radix.kernel import KernelName
 from dynbus.kvrouter.radix.snapshot import dump_index, load_index
 
 
@@ -35,9 +33,8 @@ def stored(*hashes: int, parent: int | None = None, tier: Tier = Tier.DEVICE) ->
     return BlockStored(parent, list(hashes), list(hashes), tier)
 
 
-@each_kernel
-def test_each_instance_is_found_with_the_prefix_that_it_holds(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_each_instance_is_found_with_the_prefix_that_it_holds() -> None:
+    index = RadixIndex()
 
     index.apply("a", message(stored(1, 2, 3)))
     index.apply("b", message(stored(1, 2), stored(7, parent=2)))
@@ -48,9 +45,8 @@ def test_each_instance_is_found_with_the_prefix_that_it_holds(kernel: KernelName
     assert index.lookup([]) == {}
 
 
-@each_kernel
-def test_a_message_that_comes_twice_changes_nothing(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_a_message_that_comes_twice_changes_nothing() -> None:
+    index = RadixIndex()
     index.apply("a", message(stored(1, 2)))
     index.apply("a", message(BlockRemoved([2]), first_id=1))
 
@@ -60,9 +56,8 @@ def test_a_message_that_comes_twice_changes_nothing(kernel: KernelName) -> None:
     assert index.lookup([1, 2]) == {"a": 1}
 
 
-@each_kernel
-def test_of_a_message_that_overlaps_only_the_new_events_are_applied(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_of_a_message_that_overlaps_only_the_new_events_are_applied() -> None:
+    index = RadixIndex()
     index.apply("a", message(stored(1), BlockRemoved([1])))
 
     applied = index.apply("a", message(stored(1), BlockRemoved([1]), stored(5)))
@@ -72,9 +67,8 @@ def test_of_a_message_that_overlaps_only_the_new_events_are_applied(kernel: Kern
     assert index.lookup([5]) == {"a": 1}
 
 
-@each_kernel
-def test_after_a_gap_nothing_from_before_it_is_claimed(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_after_a_gap_nothing_from_before_it_is_claimed() -> None:
+    index = RadixIndex()
     index.apply("a", message(stored(1, 2)))
     index.apply("b", message(stored(1, 2)))
 
@@ -86,9 +80,8 @@ def test_after_a_gap_nothing_from_before_it_is_claimed(kernel: KernelName) -> No
     assert index.lookup([9]) == {"a": 1}
 
 
-@each_kernel
-def test_a_new_epoch_begins_with_nothing_and_the_old_one_is_over(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_a_new_epoch_begins_with_nothing_and_the_old_one_is_over() -> None:
+    index = RadixIndex()
     index.apply("a", message(stored(1, 2), epoch=1))
 
     index.apply("a", message(stored(3), epoch=2))
@@ -100,9 +93,8 @@ def test_a_new_epoch_begins_with_nothing_and_the_old_one_is_over(kernel: KernelN
     assert index.lookup([4]) == {}
 
 
-@each_kernel
-def test_a_block_without_its_parent_is_left_out_and_told(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_a_block_without_its_parent_is_left_out_and_told() -> None:
+    index = RadixIndex()
 
     applied = index.apply("a", message(stored(2, parent=1), stored(5)))
 
@@ -111,9 +103,8 @@ def test_a_block_without_its_parent_is_left_out_and_told(kernel: KernelName) -> 
     assert index.lookup([5]) == {"a": 1}
 
 
-@each_kernel
-def test_an_index_that_joins_late_needs_no_resync_for_what_it_missed(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_an_index_that_joins_late_needs_no_resync_for_what_it_missed() -> None:
+    index = RadixIndex()
 
     applied = index.apply("a", message(stored(2, parent=1), stored(5), first_id=100))
 
@@ -121,9 +112,8 @@ def test_an_index_that_joins_late_needs_no_resync_for_what_it_missed(kernel: Ker
     assert index.lookup([5]) == {"a": 1}
 
 
-@each_kernel
-def test_what_is_no_message_is_counted_and_changes_nothing(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_what_is_no_message_is_counted_and_changes_nothing() -> None:
+    index = RadixIndex()
     index.apply("a", message(stored(1)))
 
     applied = index.apply("a", b"\x01 not a message")
@@ -133,9 +123,8 @@ def test_what_is_no_message_is_counted_and_changes_nothing(kernel: KernelName) -
     assert index.statistics().verdicts[Verdict.MALFORMED] == 1
 
 
-@each_kernel
-def test_clearing_empties_one_rank_of_all_tiers(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_clearing_empties_one_rank_of_all_tiers() -> None:
+    index = RadixIndex()
     index.apply("a", message(stored(1), stored(1, tier=Tier.HOST)))
     index.apply("a", message(stored(1, 2), dp_rank=1))
 
@@ -146,9 +135,8 @@ def test_clearing_empties_one_rank_of_all_tiers(kernel: KernelName) -> None:
     assert index.lookup([8]) == {"a": 1}
 
 
-@each_kernel
-def test_of_several_ranks_the_longest_prefix_counts(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_of_several_ranks_the_longest_prefix_counts() -> None:
+    index = RadixIndex()
     index.apply("a", message(stored(1)))
     index.apply("a", message(stored(1, 2, 3), dp_rank=1))
 
@@ -159,9 +147,8 @@ def test_of_several_ranks_the_longest_prefix_counts(kernel: KernelName) -> None:
     }
 
 
-@each_kernel
-def test_a_lower_tier_goes_on_where_the_device_ends_and_fills_its_holes(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_a_lower_tier_goes_on_where_the_device_ends_and_fills_its_holes() -> None:
+    index = RadixIndex()
     index.apply(
         "a",
         message(
@@ -176,11 +163,8 @@ def test_a_lower_tier_goes_on_where_the_device_ends_and_fills_its_holes(kernel: 
     assert index.lookup([1, 2, 3, 4]) == {"a": 2}
 
 
-@each_kernel
-def test_an_instance_that_leaves_is_gone_at_once_and_its_memory_with_the_sweep(
-    kernel: KernelName,
-) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_an_instance_that_leaves_is_gone_at_once_and_its_memory_with_the_sweep() -> None:
+    index = RadixIndex()
     index.apply("a", message(stored(*range(1, 1001))))
     index.apply("b", message(stored(1, 2)))
 
@@ -193,9 +177,8 @@ def test_an_instance_that_leaves_is_gone_at_once_and_its_memory_with_the_sweep(
     assert index.statistics().runs == 1
 
 
-@each_kernel
-def test_an_instance_may_come_back_before_it_was_swept(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_an_instance_may_come_back_before_it_was_swept() -> None:
+    index = RadixIndex()
     index.apply("a", message(stored(*range(1, 2001))))
     index.remove_instance("a")
 
@@ -206,9 +189,8 @@ def test_an_instance_may_come_back_before_it_was_swept(kernel: KernelName) -> No
         assert index.lookup([1, 2, 3]) == {"a": 2}
 
 
-@each_kernel
-def test_more_blocks_than_allowed_are_never_held(kernel: KernelName) -> None:
-    index = RadixIndex(max_blocks=100, kernel=kernel)
+def test_more_blocks_than_allowed_are_never_held() -> None:
+    index = RadixIndex(max_blocks=100)
 
     for start in range(0, 2000, 20):
         index.apply("a", message(stored(*range(start, start + 20)), first_id=start // 20))
@@ -218,12 +200,11 @@ def test_more_blocks_than_allowed_are_never_held(kernel: KernelName) -> None:
     assert index.lookup(list(range(1980, 2000))) == {"a": 20}
 
 
-@each_kernel
 def test_caches_forget_one_after_the_other_with_the_messages_that_follow(
-    kernel: KernelName, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(radix_index, "EVICT_LOOK", 1)
-    index = RadixIndex(max_blocks=1000, kernel=kernel)
+    index = RadixIndex(max_blocks=1000)
     chains = [list(range(start, start + 10)) for start in range(1, 2001, 10)]
     next_id = dict.fromkeys("abcde", 0)
     most = 0
@@ -246,12 +227,9 @@ def test_caches_forget_one_after_the_other_with_the_messages_that_follow(
     assert found == index.statistics().blocks
 
 
-@each_kernel
-def test_at_the_overshoot_all_caches_forget_at_once(
-    kernel: KernelName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_the_overshoot_all_caches_forget_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radix_index, "EVICT_LOOK", 1)
-    index = RadixIndex(max_blocks=1000, kernel=kernel)
+    index = RadixIndex(max_blocks=1000)
     for number, instance in enumerate("abcde"):
         blocks = range(200 * number + 1, 200 * number + 201)
         for at in range(0, 200, 10):
@@ -262,9 +240,8 @@ def test_at_the_overshoot_all_caches_forget_at_once(
     assert 600 <= index.statistics().blocks <= 1050
 
 
-@each_kernel
-def test_one_instance_cannot_take_the_room_of_others(kernel: KernelName) -> None:
-    index = RadixIndex(max_blocks=5_000, kernel=kernel)
+def test_one_instance_cannot_take_the_room_of_others() -> None:
+    index = RadixIndex(max_blocks=5_000)
     honest = {"a": range(1, 881), "b": range(2001, 2273)}
     for instance, blocks in honest.items():
         index.apply(instance, message(stored(*blocks)))
@@ -281,11 +258,8 @@ def test_one_instance_cannot_take_the_room_of_others(kernel: KernelName) -> None
     assert index.statistics().blocks <= 5_000
 
 
-@each_kernel
-def test_an_instance_gains_no_room_by_holding_the_same_in_many_ranks_and_tiers(
-    kernel: KernelName,
-) -> None:
-    index = RadixIndex(max_blocks=1_000, kernel=kernel)
+def test_an_instance_gains_no_room_by_holding_the_same_in_many_ranks_and_tiers() -> None:
+    index = RadixIndex(max_blocks=1_000)
     index.apply("a", message(stored(*range(1, 101))))
     fork = [stored(*range(1, 51)), stored(7777, parent=50)]
 
@@ -297,9 +271,8 @@ def test_an_instance_gains_no_room_by_holding_the_same_in_many_ranks_and_tiers(
     assert index.statistics().blocks <= 1_050
 
 
-@each_kernel
-def test_the_caches_of_one_instance_give_up_alike(kernel: KernelName) -> None:
-    index = RadixIndex(max_blocks=1_000, kernel=kernel)
+def test_the_caches_of_one_instance_give_up_alike() -> None:
+    index = RadixIndex(max_blocks=1_000)
     for number in range(60):
         dp_rank, first_id = number % 2, number // 2
         events = [stored(*range(100 * number + 1, 100 * number + 21))]
@@ -310,12 +283,9 @@ def test_the_caches_of_one_instance_give_up_alike(kernel: KernelName) -> None:
     assert sum(blocks) > 800
 
 
-@each_kernel
-def test_an_instance_may_leave_while_caches_forget(
-    kernel: KernelName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_instance_may_leave_while_caches_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radix_index, "EVICT_LOOK", 1)
-    index = RadixIndex(max_blocks=100, kernel=kernel)
+    index = RadixIndex(max_blocks=100)
     for instance in "abcde":
         index.apply(instance, message(stored(*range(1, 21))))
     index.apply("a", message(stored(200), first_id=1))
@@ -327,7 +297,7 @@ def test_an_instance_may_leave_while_caches_forget(
     assert index.statistics().evicted == 80
     assert index.statistics().blocks == 4
     assert index.lookup(list(range(1, 21))) == {}
-    loaded, _ = load_index(dump_index(index, 1), max_blocks=100, kernel=kernel)
+    loaded, _ = load_index(dump_index(index, 1), max_blocks=100)
     assert loaded.statistics().runs == index.statistics().runs == 4
 
 
@@ -343,16 +313,15 @@ events = st.lists(
 )
 
 
-@each_kernel
 @settings(max_examples=200, deadline=None)
 @given(
     batches=st.lists(st.tuples(st.sampled_from("ab"), events, st.booleans()), max_size=15),
     data=st.data(),
 )
 def test_the_index_agrees_with_an_account_of_the_events_that_arrived_once(
-    kernel: KernelName, batches: list[tuple[str, list[KvEvent], bool]], data: st.DataObject
+    batches: list[tuple[str, list[KvEvent], bool]], data: st.DataObject
 ) -> None:
-    index, naive = RadixIndex(kernel=kernel), NaiveCaches()
+    index, naive = RadixIndex(), NaiveCaches()
     next_id = {"a": 0, "b": 0}
 
     for instance, batch, twice in batches:
@@ -378,25 +347,23 @@ def test_the_index_agrees_with_an_account_of_the_events_that_arrived_once(
     assert index.statistics().blocks == sum(len(held) for held in naive.paths.values())
 
 
-@each_kernel
 @pytest.mark.parametrize("blocks", [0, 3])
-def test_the_index_shows_what_it_follows(blocks: int, kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_the_index_shows_what_it_follows(blocks: int) -> None:
+    index = RadixIndex()
     if blocks:
         index.apply("a", message(stored(*range(blocks))))
 
     assert repr(index) == f"<RadixIndex [{blocks // 3} instances, {blocks // 3} runs]>"
 
 
-@each_kernel
 @pytest.mark.parametrize(
     ("epoch", "first_id"),
     [(1 << 63, 0), ((1 << 64) - 1, 0), (1, (1 << 64) - 2), (1, (1 << 64) - 1)],
 )
 def test_a_message_with_numbers_that_nothing_could_follow_hides_no_rank(
-    epoch: int, first_id: int, kernel: KernelName
+    epoch: int, first_id: int
 ) -> None:
-    index = RadixIndex(kernel=kernel)
+    index = RadixIndex()
     index.apply("a", message(stored(1)))
     forged = bytearray(message(BlockRemoved([1]), BlockRemoved([2])))
     struct.pack_into("<QQ", forged, 8, epoch, first_id)
@@ -405,14 +372,11 @@ def test_a_message_with_numbers_that_nothing_could_follow_hides_no_rank(
 
     assert applied == (Verdict.MALFORMED, 0)
     assert index.lookup([1]) == {"a": 1}
-    assert load_index(dump_index(index, 1), max_blocks=10, kernel=kernel)[0].lookup([1]) == {"a": 1}
+    assert load_index(dump_index(index, 1), max_blocks=10)[0].lookup([1]) == {"a": 1}
 
 
-@each_kernel
-def test_a_block_with_very_many_below_it_that_comes_and_goes_costs_a_bounded_time(
-    kernel: KernelName,
-) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_a_block_with_very_many_below_it_that_comes_and_goes_costs_a_bounded_time() -> None:
+    index = RadixIndex()
     children = [BlockStored(1, [block], [block]) for block in range(2, 20_002)]
     index.apply("a", message(stored(1), *children))
     index.apply("b", message(stored(1, 2)))
@@ -430,9 +394,8 @@ def test_a_block_with_very_many_below_it_that_comes_and_goes_costs_a_bounded_tim
     assert index.ranks[Rank("a", 0)].partial
 
 
-@each_kernel
-def test_a_block_with_many_below_it_may_come_and_go(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_a_block_with_many_below_it_may_come_and_go() -> None:
+    index = RadixIndex()
     children = [BlockStored(1, [block], [block]) for block in range(2, 5_002)]
     index.apply("a", message(stored(1), *children))
     again: list[KvEvent] = [BlockRemoved([1]), stored(1)] * 10

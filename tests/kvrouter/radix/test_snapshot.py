@@ -9,13 +9,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels import each_kernel
 from tests.kvrouter.event_strategies import removed_events, stored_events
 from xxhash import xxh3_128_digest
 
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent, Tier, encode_events
 from dynbus.kvrouter.radix.index import RadixIndex
-from dynbus.kvrouter.radix.kernel import KernelName
 from dynbus.kvrouter.radix.snapshot import MAGIC, IndexDump, TornSnapshot, dump_index, load_index
 
 hashes = st.integers(0, 15)
@@ -44,20 +42,18 @@ def feed(
         assert len(set(verdicts)) == 1
 
 
-@each_kernel
 @settings(max_examples=200, deadline=None)
 @given(before=batches, after=batches, asked=prefixes)
 def test_a_loaded_index_answers_like_the_one_that_was_dumped(
-    kernel: KernelName,
     before: list[tuple[tuple[str, int], list[KvEvent]]],
     after: list[tuple[tuple[str, int], list[KvEvent]]],
     asked: list[list[int]],
 ) -> None:
-    original = RadixIndex(kernel=kernel)
+    original = RadixIndex()
     next_id: dict[tuple[str, int], int] = {}
     feed([original], before, next_id)
 
-    loaded, sequence = load_index(dump_index(original, 41), max_blocks=1000, kernel=kernel)
+    loaded, sequence = load_index(dump_index(original, 41), max_blocks=1000)
     feed([original, loaded], after, next_id)
 
     assert sequence == 41
@@ -66,16 +62,12 @@ def test_a_loaded_index_answers_like_the_one_that_was_dumped(
         assert loaded.overlaps(prefix) == original.overlaps(prefix)
     ours, theirs = loaded.statistics(), original.statistics()
     assert (ours.blocks, ours.detached, ours.runs) == (theirs.blocks, theirs.detached, theirs.runs)
-    if kernel == "python":
-        assert dump_index(loaded, 1) == dump_index(original, 1)
+    assert dump_index(loaded, 1) == dump_index(original, 1)
 
 
-@each_kernel
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 70_000])
-def test_an_index_of_any_number_of_runs_is_dumped_in_slices_and_loaded(
-    count: int, kernel: KernelName
-) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_an_index_of_any_number_of_runs_is_dumped_in_slices_and_loaded(count: int) -> None:
+    index = RadixIndex()
     blocks = list(range(1, count + 1))
     chains: list[KvEvent] = [BlockStored(None, [block], [block]) for block in blocks]
     index.apply("a", encode_events(chains, event_epoch=1, first_id=0))
@@ -83,30 +75,28 @@ def test_an_index_of_any_number_of_runs_is_dumped_in_slices_and_loaded(
 
     slices = sum(1 for _ in dump.slices())
 
-    loaded, _ = load_index(bytes(dump.data), max_blocks=100_000, kernel=kernel)
+    loaded, _ = load_index(bytes(dump.data), max_blocks=100_000)
     assert loaded.statistics().runs == count
     assert all(loaded.lookup([block]) == {"a": 1} for block in blocks[:: max(1, count // 50)])
     assert slices >= count // 512
 
 
-@each_kernel
-def test_an_instance_that_left_is_not_in_the_snapshot(kernel: KernelName) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_an_instance_that_left_is_not_in_the_snapshot() -> None:
+    index = RadixIndex()
     message = encode_events([BlockStored(None, [1, 2], [1, 2])], event_epoch=1, first_id=0)
     index.apply("a", message)
     index.apply("b", message)
     index.remove_instance("a")
 
-    loaded, _ = load_index(dump_index(index, 2), max_blocks=1000, kernel=kernel)
+    loaded, _ = load_index(dump_index(index, 2), max_blocks=1000)
 
     assert loaded.lookup([1, 2]) == {"b": 2}
     assert loaded.statistics().instances == 1
 
 
-@each_kernel
 @given(data=st.data())
-def test_a_snapshot_that_is_not_whole_is_refused(kernel: KernelName, data: st.DataObject) -> None:
-    index = RadixIndex(kernel=kernel)
+def test_a_snapshot_that_is_not_whole_is_refused(data: st.DataObject) -> None:
+    index = RadixIndex()
     index.apply("a", encode_events([BlockStored(None, [1, 2], [1, 2])], event_epoch=1, first_id=0))
     whole = dump_index(index, 2)
     at = data.draw(st.integers(0, len(whole) - 1))
@@ -115,7 +105,7 @@ def test_a_snapshot_that_is_not_whole_is_refused(kernel: KernelName, data: st.Da
 
     for torn in (whole[:at], bytes(flipped), whole + b"x", b""):
         with pytest.raises(TornSnapshot):
-            load_index(torn, max_blocks=1000, kernel=kernel)
+            load_index(torn, max_blocks=1000)
 
 
 def sealed(body: Any) -> bytes:
@@ -156,27 +146,24 @@ def one_cache(names: bytes, locations: bytes) -> list[Any]:
 BLOCKS = words(1, 2)
 
 
-@each_kernel
-def test_a_snapshot_that_fits_together_is_loaded(kernel: KernelName) -> None:
-    index, sequence = load_index(forged(), max_blocks=100, kernel=kernel)
+def test_a_snapshot_that_fits_together_is_loaded() -> None:
+    index, sequence = load_index(forged(), max_blocks=100)
 
     assert sequence == 5
     assert index.lookup([1, 2, 3]) == {"a": 2}
 
 
-@each_kernel
-def test_a_snapshot_that_does_not_tell_of_evictions_is_loaded(kernel: KernelName) -> None:
-    original = RadixIndex(kernel=kernel)
+def test_a_snapshot_that_does_not_tell_of_evictions_is_loaded() -> None:
+    original = RadixIndex()
     feed([original], [(("a", 0), [BlockStored(None, [1, 2], [1, 2])])], {})
     parts = msgspec.msgpack.decode(dump_index(original, 5)[len(MAGIC) + 16 :])
 
-    index, sequence = load_index(sealed(parts[:-1]), max_blocks=2, kernel=kernel)
+    index, sequence = load_index(sealed(parts[:-1]), max_blocks=2)
 
     assert (parts[-1], len(parts)) == (0, 6)
     assert (sequence, index.lookup([1, 2]), index.has_evicted) == (5, {"a": 2}, False)
 
 
-@each_kernel
 @pytest.mark.parametrize(
     "foreign",
     [
@@ -225,19 +212,18 @@ def test_a_snapshot_that_does_not_tell_of_evictions_is_loaded(kernel: KernelName
     ],
 )
 def test_a_snapshot_that_does_not_fit_together_is_torn_whatever_its_checksum_says(
-    foreign: bytes, kernel: KernelName
+    foreign: bytes,
 ) -> None:
     with pytest.raises(TornSnapshot):
-        load_index(foreign, max_blocks=100, kernel=kernel)
+        load_index(foreign, max_blocks=100)
 
 
-@each_kernel
 @settings(max_examples=200, deadline=None)
 @given(before=batches, data=st.data())
 def test_a_snapshot_with_changed_bytes_is_torn_or_gives_an_index_that_works(
-    kernel: KernelName, before: list[tuple[tuple[str, int], list[KvEvent]]], data: st.DataObject
+    before: list[tuple[tuple[str, int], list[KvEvent]]], data: st.DataObject
 ) -> None:
-    original = RadixIndex(kernel="python")
+    original = RadixIndex()
     feed([original], before, {})
     head = len(MAGIC) + 16
     body = bytearray(dump_index(original, 41)[head:])
@@ -247,7 +233,7 @@ def test_a_snapshot_with_changed_bytes_is_torn_or_gives_an_index_that_works(
     changed = MAGIC + xxh3_128_digest(bytes(body)) + body
 
     try:
-        index, sequence = load_index(bytes(changed), max_blocks=100, kernel=kernel)
+        index, sequence = load_index(bytes(changed), max_blocks=100)
     except TornSnapshot:
         return
 
@@ -258,23 +244,20 @@ def test_a_snapshot_with_changed_bytes_is_torn_or_gives_an_index_that_works(
             sent, event_epoch=state.event_epoch, first_id=min(state.next_id, 1 << 60)
         )
         index.apply(rank.instance, message)
-    load_index(dump_index(index, sequence), max_blocks=100, kernel=kernel)
+    load_index(dump_index(index, sequence), max_blocks=100)
     for instance in {rank.instance for rank in index.ranks}:
         index.remove_instance(instance)
     index.sweep()
     assert (index.statistics().blocks, index.statistics().detached) == (0, 0)
 
 
-@each_kernel
-def test_a_loaded_index_knows_that_blocks_were_evicted_unless_it_has_more_room(
-    kernel: KernelName,
-) -> None:
-    original = RadixIndex(max_blocks=2, kernel=kernel)
+def test_a_loaded_index_knows_that_blocks_were_evicted_unless_it_has_more_room() -> None:
+    original = RadixIndex(max_blocks=2)
     feed([original], [(("a", 0), [BlockStored(None, [n], [n])]) for n in range(1, 5)], {})
     dumped = dump_index(original, 1)
 
-    loaded, _ = load_index(dumped, max_blocks=2, kernel=kernel)
-    roomy, _ = load_index(dumped, max_blocks=100, kernel=kernel)
+    loaded, _ = load_index(dumped, max_blocks=2)
+    roomy, _ = load_index(dumped, max_blocks=100)
 
     assert loaded.statistics().evicted == original.statistics().evicted > 0
     assert not roomy.has_evicted
