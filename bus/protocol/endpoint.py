@@ -20,6 +20,9 @@ class Endpoint:
 
     Attributes:
         invoke: takes a decoded request; returns a coroutine, or for a stream an async generator.
+        by_port: whether `invoke` takes the request and a `ReplyPort` instead, and returns a
+            coroutine that has the results sent there, encoded. When it returns, the call ends
+            well unless it has ended already; `encode` is not used.
         decode: request bytes to request; raises `InvalidRequest`.
         encode: a result or an item to bytes; raises `InvalidResponse`.
         concurrency: calls that run at a time; None for no limit.
@@ -31,9 +34,10 @@ class Endpoint:
 
     name: str
     streaming: bool
-    invoke: Callable[[Any], Any]
+    invoke: Callable[..., Any]
     decode: Callable[[bytes], Any]
     encode: Callable[[Any], bytes]
+    by_port: bool = False
     concurrency: int | None = DEFAULT_CONCURRENCY
     queue: int | None = DEFAULT_QUEUE
     timeout: float | None = DEFAULT_TIMEOUT

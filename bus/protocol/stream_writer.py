@@ -73,6 +73,7 @@ class StreamWriter:
         unread: counts what is kept for the reader together with the rest of its client's; when
             that has no room, the writer waits as it does for credit.
         on_dirty: called when an item is added and `dirty` was not set.
+        on_blocked: called when `push` returns False although the stream goes on.
 
     Attributes:
         dirty: whether there is something to send; to be cleared by whoever sends it.
@@ -87,6 +88,7 @@ class StreamWriter:
         "_items_only",
         "_look_at",
         "_next_unsent",
+        "_on_blocked",
         "_on_dirty",
         "_sent_before",
         "_unread",
@@ -117,7 +119,8 @@ class StreamWriter:
         max_unit_bytes: int,
         max_item_bytes: int,
         unread: ClientUnreadBytes | None = None,
-        on_dirty: Callable[[StreamWriter], None] | None = None,
+        on_dirty: Callable[[StreamWriter], object] | None = None,
+        on_blocked: Callable[[StreamWriter], object] | None = None,
     ) -> None:
         self.number = number
         self.secret = secret
@@ -126,6 +129,7 @@ class StreamWriter:
         self._window = granted
         self.dirty = False
         self._on_dirty = on_dirty or _ignore
+        self._on_blocked = on_blocked or _ignore
         self._unread = unread or ClientUnreadBytes(UnreadBytes())
         self.held_bytes = 0
         # Up to where `held_bytes` counts: in sequences, and in bytes that were pushed.
@@ -204,7 +208,10 @@ class StreamWriter:
         if pushed < self._look_at:
             return True
         self.count()
-        return not self.blocked
+        if not self.blocked:
+            return True
+        self._on_blocked(self)
+        return False
 
     def count(self) -> None:
         """Count what was pushed since the last time as kept; for whoever sends, once a turn.

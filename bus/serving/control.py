@@ -45,7 +45,7 @@ from dynbus.bus.transport import ConnectionState
 
 from .partial_requests import PartialRequests
 from .remembered_requests import RememberedRequests
-from .remote_client import RemoteClient, client_key
+from .remote_client import FramedCall, RemoteClient, client_key
 from .request_digests import RequestDigests
 from .requests import PlainCancel, read_cancel
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from dynbus.bus.protocol.stream_writer import StreamWriter
     from dynbus.bus.transport import Message, Subscription
 
-    from .calls import FramedCall, ServerCall
+    from .calls import Call
     from .execution import Execution
     from .outbox import Outbox
 
@@ -133,7 +133,7 @@ class ServerControl:
             self._on_batch,
         )
         self._inbox: Inbox[_Said | PlainCancel] = Inbox(self._carry_out, bus.to_main)
-        self.plain: set[ServerCall] = set()
+        self.plain: set[Call] = set()
         self.refused = RememberedRequests()
         self.lost = RequestDigests()
         self.stopped = RememberedRequests()
@@ -224,7 +224,14 @@ class ServerControl:
             return Unavailable("the request came too late", started=False)
         return None
 
-    def calls(self) -> list[ServerCall]:
+    def retire(self, call: Call) -> None:
+        """Forget a call that is over; what its reader has not acknowledged is kept."""
+        if isinstance(call, FramedCall):
+            call.client.retire(call)
+        else:
+            self.plain.discard(call)
+
+    def calls(self) -> list[Call]:
         """Every call that waits or runs here, or whose request is not complete."""
         calls = list(self.plain)
         for client in self.registry.remotes.values():
@@ -462,8 +469,8 @@ class ServerControl:
         if isinstance(frame, Credit):
             writer.credit(frame.granted, frame.received)
             if call is not None and not writer.blocked:
-                call.wake()
-            elif call is not None and call.waiter is not None and writer.is_short_of_room:
+                client.go_on(call)
+            elif call is not None and call.reply.paused and writer.is_short_of_room:
                 # It waited for credit, and waits for room from now on.
                 client.short_of_room.add(call)
         elif isinstance(frame, Cancel):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus.clock import monotonic
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
     from dynbus.bus.telemetry.telemetry import Telemetry
 
-    from .calls import ServerCall
+    from .calls import Call
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +58,17 @@ _DISPLACED: Final = ": the queue is full, and a client with fewer calls in it to
 class Execution:
     """The calls that run or wait at one instance.
 
+    Args:
+        retired: called once with each call when it is over, whatever became of it.
+
     Attributes:
         draining: whether new calls are refused.
         load: calls that run or wait.
     """
 
-    def __init__(self, bus: Bus, instance_id: str) -> None:
+    def __init__(self, bus: Bus, instance_id: str, retired: Callable[[Call], object]) -> None:
         self.bus = bus
+        self._retired = retired
         self.draining = False
         self.load = 0
         self._instance_id = instance_id
@@ -97,7 +103,7 @@ class Execution:
                 logger.error("a handler ignores its cancellation: %r", task)
         self._deadlines.clear()
 
-    def admit(self, call: ServerCall, data: bytes, now: float) -> None:
+    def admit(self, call: Call, data: bytes, now: float) -> None:
         """Let a call run or wait, or end it with the reason why it may not.
 
         Args:
@@ -143,13 +149,14 @@ class Execution:
         if telemetry is not None:
             telemetry.in_flight(served.address, 1)
         if deadline is not None:
-            call.deadline_number = self._deadlines.arm(deadline, now, call.expire)
+            expire = partial(self._expire, call)
+            call.deadline = self._deadlines.arm(deadline, now, expire), expire
         if verdict is Verdict.RUN:
             self._run(call, now)
         else:
             call.hold_request(len(data))
 
-    def _observe(self, telemetry: Telemetry, call: ServerCall) -> None:
+    def _observe(self, telemetry: Telemetry, call: Call) -> None:
         call.observation = telemetry.server_call(
             call.served.address,
             self._instance_id,
@@ -159,22 +166,22 @@ class Execution:
         )
         call.context.set_trace_headers(call.observation.trace_headers)
 
-    def refuse(self, call: ServerCall, error: DynbusError) -> None:
+    def refuse(self, call: Call, error: DynbusError) -> None:
         """End a call that was not admitted."""
-        call.fail(error)
-        call.retire()
+        call.reply.fail(error)
+        self._retired(call)
         served = call.served
         served.finished(0.0, error)
         if call.observation is not None:
             call.observation.end(error)
 
-    def _turn_away(self, call: ServerCall, why: str, now: float) -> None:
+    def _turn_away(self, call: Call, why: str, now: float) -> None:
         """End a call that waited and may wait no longer."""
-        call.fail(self._overloaded(call, why, now))
+        call.reply.fail(self._overloaded(call, why, now))
         self._settle(call, now)
 
     @staticmethod
-    def _overloaded(call: ServerCall, why: str, now: float) -> Overloaded:
+    def _overloaded(call: Call, why: str, now: float) -> Overloaded:
         """What a call that is refused is told; to be asked while it is not in the queue."""
         admission = call.served.admission
         deadline = call.context.deadline
@@ -185,31 +192,36 @@ class Execution:
             started=False,
         )
 
-    def _run(self, call: ServerCall, now: float) -> None:
-        call.began_at = now
+    def _run(self, call: Call, now: float) -> None:
+        call.began_at = call.reply.progressed_at = now
         call.let_request_go()
-        work = self._stream(call) if call.served.endpoint.streaming else self._answer(call)
+        endpoint = call.served.endpoint
+        if endpoint.by_port:
+            work = self._serve_port(call)
+        else:
+            work = self._stream(call) if endpoint.streaming else self._answer(call)
         task = self.bus.loop.create_task(work, context=self._variables.copy())
         call.task = task
         self._tasks.add(task)
 
-    async def _answer(self, call: ServerCall) -> None:
+    async def _answer(self, call: Call) -> None:
         """Run a unary handler."""
         token = self._enter(call)
         endpoint = call.served.endpoint
         try:
-            call.end(endpoint.encode(await endpoint.invoke(call.request)))
+            call.reply.end(endpoint.encode(await endpoint.invoke(call.request)))
         except BaseException as error:
             if not self._conclude(call, error):
                 raise
         finally:
             self._leave(call, token)
 
-    async def _stream(self, call: ServerCall) -> None:
+    async def _stream(self, call: Call) -> None:
         """Run a streaming handler and send what it yields, as fast as the reader allows."""
         token = self._enter(call)
         bus = self.bus
-        push = call.push
+        reply = call.reply
+        push = reply.push
         encode = call.served.endpoint.encode
         observation = call.observation
         left = 1  # the first item goes out before the second is asked for
@@ -222,8 +234,8 @@ class Execution:
                         observation.items(1)
                     left -= 1
                     if not may_go_on:
-                        await call.writable()
-                        if call.ended:
+                        await reply.writable()
+                        if reply.ended:
                             break
                     elif left <= 0:
                         # A turn of the loop is shared by all streams that never wait.
@@ -234,35 +246,49 @@ class Execution:
                             await asyncio.sleep(0)
             finally:
                 await items.aclose()
-            call.end()
+            reply.end()
         except BaseException as error:
             if not self._conclude(call, error):
                 raise
         finally:
             self._leave(call, token)
 
-    def _enter(self, call: ServerCall) -> Any:
+    async def _serve_port(self, call: Call) -> None:
+        """Run a handler that has its results sent by itself, or by others."""
+        token = self._enter(call)
+        if call.observation is not None:
+            call.reply.observe(call.observation.items)
+        try:
+            await call.served.endpoint.invoke(call.request, call.reply)
+            call.reply.end()
+        except BaseException as error:
+            if not self._conclude(call, error):
+                raise
+        finally:
+            self._leave(call, token)
+
+    def _enter(self, call: Call) -> Any:
         call.entered = True
         enter_context(call.context)
         return call.observation.activate() if call.observation is not None else None
 
-    def _leave(self, call: ServerCall, token: Any) -> None:
+    def _leave(self, call: Call, token: Any) -> None:
         if call.observation is not None:
             call.observation.deactivate(token)
         self._left(call)
 
-    def _conclude(self, call: ServerCall, error: BaseException) -> bool:
+    def _conclude(self, call: Call, error: BaseException) -> bool:
         """End a call as its handler's exception says; False when that must go on upwards."""
         whole, error = error, only_cause(error)
         if isinstance(error, DynbusError):
             if isinstance(error, InvalidResponse):
                 # The caller is told; it is this actor's author who can mend it.
                 logger.error("%s, request %s: %s", call.served.address, call.context.id, error)
-            call.fail(self._outgoing(error))
+            call.reply.fail(self._outgoing(error))
         elif isinstance(error, GeneratorExit):
-            call.fail(Migrate("the handler asks for another instance"))
+            call.reply.fail(Migrate("the handler asks for another instance"))
         elif isinstance(error, asyncio.CancelledError):
-            call.fail(Cancelled("the handler was cancelled"))
+            call.reply.fail(Cancelled("the handler was cancelled"))
             return call.context.is_killed()
         elif isinstance(error, SystemExit | KeyboardInterrupt):
             if call.task is not None:
@@ -270,13 +296,13 @@ class Execution:
                 call.task.add_done_callback(_look_at)
             text = "%s raised %r in request %s: its process ends"
             logger.error(text, call.served.address, error, call.context.id)
-            call.fail(Draining("the instance was stopped"))
+            call.reply.fail(Draining("the instance was stopped"))
             return False
         else:
             logger.exception(
                 "%s raised in request %s", call.served.address, call.context.id, exc_info=whole
             )
-            call.fail(self._handler_error(error))
+            call.reply.fail(self._handler_error(error))
         return True
 
     def _handler_error(self, error: BaseException) -> DynbusError:
@@ -295,10 +321,10 @@ class Execution:
         error.started = True
         return error
 
-    def _left(self, call: ServerCall) -> None:
+    def _left(self, call: Call) -> None:
         """A handler has been left, or will never be entered."""
         if not call.ended:
-            call.fail(Cancelled("the handler was cancelled"))
+            call.reply.fail(Cancelled("the handler was cancelled"))
         if call.task is not None:
             # A callback of the task would cost a turn of the loop for each call.
             self._tasks.discard(call.task)
@@ -310,24 +336,26 @@ class Execution:
         for late in turn.late:
             self._turn_away(late, _TOO_LATE, now)
 
-    def _settle(self, call: ServerCall, now: float) -> None:
+    def _settle(self, call: Call, now: float) -> None:
         """Account for a call that neither runs nor waits any longer."""
         call.let_request_go()
-        if call.deadline_number is not None:
-            self._deadlines.disarm(call.deadline_number, call.expire)
+        if call.deadline is not None:
+            self._deadlines.disarm(*call.deadline)
+            call.deadline = None
         if call.kill_timer is not None:
             call.kill_timer.cancel()
-        call.served.finished(0.0 if call.began_at is None else now - call.began_at, call.error)
+        error = call.reply.error
+        call.served.finished(0.0 if call.began_at is None else now - call.began_at, error)
         if call.observation is not None:
-            call.observation.end(call.error)
-        call.retire()
+            call.observation.end(error)
+        self._retired(call)
         if self.bus.telemetry is not None:
             self.bus.telemetry.in_flight(call.served.address, -1)
         self.load -= 1
         if self.load == 0:
             self._idle.set()
 
-    def expire(self, call: ServerCall) -> None:
+    def _expire(self, call: Call) -> None:
         """The deadline of a call passed."""
         if call.ended:
             return
@@ -339,12 +367,12 @@ class Execution:
         )
         self.abort(call, DeadlineExceeded(message, started=not waited))
 
-    def abort(self, call: ServerCall, error: DynbusError) -> None:
+    def abort(self, call: Call, error: DynbusError) -> None:
         """End a call with `error` and drop it."""
-        call.fail(error)
+        call.reply.fail(error)
         self.kill(call)
 
-    def kill(self, call: ServerCall) -> None:
+    def kill(self, call: Call) -> None:
         """Drop a call now, wherever it is."""
         call.context.kill()
         if call.task is not None:
@@ -357,9 +385,9 @@ class Execution:
             self._settle(call, monotonic())
         else:
             # Parts of its request are still to come.
-            call.retire()
+            self._retired(call)
 
-    def cancel(self, call: ServerCall, kill_after: float) -> None:
+    def cancel(self, call: Call, kill_after: float) -> None:
         """Stop a call, and kill it `kill_after` seconds later unless that is negative."""
         if call.ended:
             return
@@ -375,22 +403,23 @@ class Execution:
         if kill_after > 0 and call.kill_timer is None:
             call.kill_timer = self.bus.loop.call_later(kill_after, self.cancel, call, 0.0)
 
-    def reader_gone(self, call: ServerCall) -> None:
+    def reader_gone(self, call: Call) -> None:
         """Whoever reads this call's results does not exist any longer."""
         self.bus.drop(DropReason.READER_GONE)
         self.cancel(call, 0.0)
 
-    def end_if_stuck(self, call: ServerCall, now: float) -> None:
+    def end_if_stuck(self, call: Call, now: float) -> None:
         """End a stream whose handler or reader has done nothing for too long."""
         if call.ended or call.task is None or not call.served.endpoint.streaming:
             return
         idle = call.served.endpoint.idle_timeout
-        if call.blocked_since is not None:
-            if now - call.blocked_since > self.bus.config.reader_stall_timeout:
+        reply = call.reply
+        if reply.paused:
+            if now - reply.paused_since > self.bus.config.reader_stall_timeout:
                 self.abort(call, ReaderStalled("the reader granted no credit"))
-        elif call.has_progressed():
-            call.last_progress = now
-        elif idle is not None and now - call.last_progress > idle:
+        elif (
+            not reply.has_progressed(now) and idle is not None and now - reply.progressed_at > idle
+        ):
             self.abort(call, DeadlineExceeded(f"the handler yielded nothing for {idle} s"))
 
 
@@ -408,10 +437,10 @@ def drives(frame: FrameType) -> bool:
     return caller is not None and caller.f_code is stream
 
 
-def _was_cut_short(call: ServerCall) -> bool:
+def _was_cut_short(call: Call) -> bool:
     """Whether its handler would have taken longer than it did."""
     # What it was given up for may also have reached it through a sub-call.
-    return call.context.is_stopped() or isinstance(call.error, DeadlineExceeded | Cancelled)
+    return call.context.is_stopped() or isinstance(call.reply.error, DeadlineExceeded | Cancelled)
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

@@ -106,7 +106,7 @@ class Outbox:
         )
         call = client.calls.get(writer.number)
         if call is not None:
-            call.label(error)
+            call.reply.label(error)
         writer.give_up(error, self.max_unit_bytes())
         if call is not None and not call.ended:
             self._execution.abort(call, error)

@@ -8,12 +8,15 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.protocol.names import ANONYMOUS, turn_taker
 from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes, UnreadBytes
 
+from .calls import Call, ServedEndpoint
+from .reply import Reply
+
 if TYPE_CHECKING:
+    from dynbus.bus.context import Context
     from dynbus.bus.protocol.liveness import RemoteLiveness
     from dynbus.bus.protocol.stream_writer import StreamWriter
     from dynbus.bus.protocol.wire import Frame
 
-    from .calls import FramedCall
     from .control import ServerControl
     from .outbox import Outbox
 
@@ -31,6 +34,32 @@ def client_key(base: str, incarnation: str) -> str:
     another one.
     """
     return f"{base.rpartition('.')[2]}-{incarnation}"
+
+
+class FramedCall(Call):
+    """A call of a dynbus client.
+
+    Attributes:
+        released: whether the client has all that it wants of it.
+    """
+
+    __slots__ = ("client", "released", "writer")
+
+    def __init__(
+        self,
+        served: ServedEndpoint,
+        context: Context,
+        reply: Reply,
+        now: float,
+        client: RemoteClient,
+        writer: StreamWriter,
+    ) -> None:
+        super().__init__(
+            served, context, reply, now, turn_taker=client.turn_taker, account=client.unread
+        )
+        self.client = client
+        self.writer = writer
+        self.released = False
 
 
 class RemoteClient:
@@ -132,6 +161,19 @@ class RemoteClient:
             self._outbox.schedule(self)
         self.dirty.append(writer)
 
+    def note_paused(self, writer: StreamWriter) -> None:
+        """A writer may send nothing more for now."""
+        call = self.calls.get(writer.number)
+        if call is not None:
+            call.reply.pause()
+            if writer.is_short_of_room:
+                self.short_of_room.add(call)
+
+    def go_on(self, call: FramedCall) -> None:
+        """A call may send more."""
+        self.short_of_room.discard(call)
+        call.reply.go_on()
+
     def touch_ended(self, writer: StreamWriter) -> None:
         """Have the units of a writer that has ended sent at the end of this turn, or sooner.
 
@@ -161,8 +203,8 @@ class RemoteClient:
     def wake_for_room(self) -> None:
         """Let those of its calls go on for which there is room again."""
         for call in list(self.short_of_room):
-            if not call.blocked:
-                call.wake()
+            if not call.writer.blocked:
+                self.go_on(call)
 
     def keep(self, writer: StreamWriter) -> None:
         """Keep the writer of a call that has ended until its results are acknowledged."""
@@ -186,6 +228,16 @@ class RemoteClient:
         for number in self._old_kept & self.kept.keys():
             self._control.give_up_kept(self, number)
         self._old_kept = frozenset(self.kept)
+
+    def retire(self, call: FramedCall) -> None:
+        """Forget a call; only what its reader has not acknowledged is kept."""
+        number = call.writer.number
+        self.forget_parts(number)
+        self.short_of_room.discard(call)
+        if self.calls.pop(number, None) is not None and not call.released:
+            self.keep(call.writer)
+        else:
+            call.writer.forget()
 
     def is_partial(self, number: int) -> bool:
         """Whether parts of a request are still to come."""

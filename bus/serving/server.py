@@ -26,17 +26,18 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.endpoint import Endpoint
-from dynbus.bus.protocol.names import EndpointName, is_safe_reply
+from dynbus.bus.protocol.names import EndpointName, is_safe_reply, turn_taker
 from dynbus.bus.protocol.stream_writer import StreamWriter
 from dynbus.bus.transport import ConnectionState, Message, Subscription
 
-from .calls import FramedCall, PlainCall, error_block
+from .calls import Call, ServedEndpoint
 from .control import ServerControl
 from .execution import Execution, calls_told
 from .outbox import Outbox
 from .partial_requests import Key
+from .remote_client import FramedCall
+from .reply import FramedReply, PlainReply, error_block
 from .requests import read_context, read_fields, read_framing, read_part, read_reply
-from .served_endpoint import ServedEndpoint
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
@@ -76,7 +77,7 @@ class InstanceServer:
             )
             for endpoint in endpoints
         }
-        self.execution = Execution(bus, instance_id)
+        self.execution = Execution(bus, instance_id, self._retired)
         self._outbox = Outbox(bus, instance_id, self.execution)
         self.control = ServerControl(
             bus, namespace, component, instance_id, self.execution, self._outbox
@@ -131,6 +132,9 @@ class InstanceServer:
         self.control.note_subscribed()
         self._stop_listening = data.on_state(self._on_state)
         self._sweeper = self.bus.loop.call_later(SWEEP_INTERVAL, self._sweep)
+
+    def _retired(self, call: Call) -> None:
+        self.control.retire(call)
 
     def _counts(self) -> tuple[int, int]:
         """The calls that run, and those that wait."""
@@ -223,21 +227,26 @@ class InstanceServer:
 
     def _plain_call(
         self, served: ServedEndpoint, fields: dict[str, str], reply: str, now: float
-    ) -> PlainCall | None:
+    ) -> Call | None:
         """The call of a plain NATS client; None for one that cannot be answered."""
         if not is_safe_reply(reply, self.bus.config.reply_prefixes):
             self.bus.drop(DropReason.UNSAFE_REPLY if reply else DropReason.NO_REPLY)
             return None
         context = self._context(served, fields, now)
-        return PlainCall(
-            self.execution,
+        port = PlainReply(self.bus, served.address, served.hop, context.id, now, reply)
+        call = Call(
             served,
             context,
+            port,
             now,
-            reply,
-            self.control.plain,
-            self.control.plain_account,
+            # Anybody may ask to be answered at anybody's inbox; a call of a dynbus client shares
+            # no turns with such requests.
+            turn_taker=f"plain {turn_taker(reply)}",
+            account=self.control.plain_account,
         )
+        port.when_gone(partial(self.execution.reader_gone, call))
+        self.control.plain.add(call)
+        return call
 
     def _framed_call(
         self,
@@ -271,8 +280,10 @@ class InstanceServer:
             max_item_bytes=config.max_item_bytes,
             unread=client.unread,
             on_dirty=client.note_dirty,
+            on_blocked=client.note_paused,
         )
-        call = FramedCall(self.execution, served, context, now, client, writer)
+        port = FramedReply(self.bus, served.address, served.hop, context.id, now, writer, client)
+        call = FramedCall(served, context, port, now, client, writer)
         client.calls[number] = call
         error = self.control.verdict(call)
         if error is not None:

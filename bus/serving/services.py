@@ -19,7 +19,7 @@ from dynbus.bus.protocol.tokens import jitter
 from dynbus.bus.transport import Message, Subscription
 
 if TYPE_CHECKING:
-    from .served_endpoint import ServedEndpoint
+    from .calls import ServedEndpoint
     from .server import InstanceServer
 
 VERSION: Final = "1.0.0"

@@ -9,18 +9,14 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import load_config
-from dynbus.bus.context import Context
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import EndpointName, control_subject
-from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes, UnreadBytes
 from dynbus.bus.protocol.wire import Batch, Frame, decode_batch, encode_batch
-from dynbus.bus.serving.calls import ServerCall
-from dynbus.bus.serving.execution import Execution
-from dynbus.bus.serving.served_endpoint import ServedEndpoint
+from dynbus.bus.serving.reply import Reply
 from dynbus.bus.serving.server import InstanceServer
 from dynbus.bus.transport import Message
 
@@ -35,9 +31,7 @@ BOUND: Final = 60.0
 """Virtual seconds within which everything here happens."""
 
 
-def endpoint(
-    invoke: Callable[[bytes], Any], *, streaming: bool = False, **changes: Any
-) -> Endpoint:
+def endpoint(invoke: Callable[..., Any], *, streaming: bool = False, **changes: Any) -> Endpoint:
     """An endpoint of bytes to bytes; `changes` are fields of it."""
     fields: dict[str, Any] = {
         "name": ADDRESS.endpoint,
@@ -177,71 +171,43 @@ async def serving(*endpoints: Endpoint, **settings: Any) -> AsyncGenerator[Serve
             await client.connection.close()
 
 
-class RecordedCall(ServerCall):
-    """A call whose results go nowhere.
+class RecordedReply(Reply):
+    """Results that go nowhere.
 
     Attributes:
-        sent: its items, and the result of a unary one.
-        retired: how often it was retired.
-        is_blocked: what `blocked` says.
-        taker: what `turn_taker` says.
+        sent: the items, and the result of a unary call.
+        is_blocked: whether the reader grants nothing.
     """
 
-    __slots__ = ("is_blocked", "kept", "retired", "sent", "taker")
+    __slots__ = ("is_blocked", "sent")
 
-    def __init__(
-        self,
-        execution: Execution,
-        served: ServedEndpoint,
-        context: Context,
-        taker: str = "the test",
-    ) -> None:
-        super().__init__(execution, served, context, asyncio.get_running_loop().time())
+    def __init__(self, bus: Bus) -> None:
+        now = asyncio.get_running_loop().time()
+        super().__init__(bus, ADDRESS, ADDRESS.hop(INSTANCE), "r1", now)
         self.sent: list[bytes] = []
-        self.retired = 0
         self.is_blocked = False
-        self.taker = taker
-        self.kept = ClientUnreadBytes(UnreadBytes())
         self.push = self._push
-
-    @property
-    def blocked(self) -> bool:
-        return self.is_blocked
 
     @property
     def sent_items(self) -> int:
         return len(self.sent)
 
-    @property
-    def reader(self) -> str:
-        return "the test"
-
-    @property
-    def turn_taker(self) -> str:
-        return self.taker
-
-    @property
-    def account(self) -> ClientUnreadBytes:
-        return self.kept
-
     def end(self, result: bytes | None = None) -> None:
         if not self.ended:
-            self.ended = True
             if result is not None:
                 self.sent.append(result)
+            self._finish()
 
     def fail(self, error: DynbusError) -> None:
         if not self.ended:
             self.label(error)
             self.error = error
-            self.ended = True
-            self.wake()
-
-    def retire(self) -> None:
-        self.retired += 1
+            self._finish()
 
     def _push(self, item: bytes) -> bool:
         self.sent.append(item)
+        if self.is_blocked:
+            self.pause()
         return not self.is_blocked
 
 

@@ -6,33 +6,65 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from tests.bus.near_side import ADDRESS, INSTANCE, RecordedCall, bus_in_memory
+from tests.bus.near_side import ADDRESS, INSTANCE, RecordedReply, bus_in_memory
 
+from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
+from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.endpoint import Endpoint
+from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes, UnreadBytes
+from dynbus.bus.serving.calls import Call, ServedEndpoint
 from dynbus.bus.serving.execution import Execution
-from dynbus.bus.serving.served_endpoint import ServedEndpoint
 from dynbus.testing import run
+
+
+class Called:
+    """A call on the bench.
+
+    Attributes:
+        retired: how often it was said to be over.
+    """
+
+    def __init__(self, call: Call, reply: RecordedReply) -> None:
+        self.call = call
+        self.reply = reply
+        self.retired = 0
+
+    @property
+    def sent(self) -> list[bytes]:
+        return self.reply.sent
+
+    @property
+    def error(self) -> DynbusError | None:
+        return self.reply.error
 
 
 class Bench:
     """One endpoint, executed."""
 
-    def __init__(self, execution: Execution, handler: Endpoint) -> None:
-        self.execution = execution
+    def __init__(self, bus: Bus, handler: Endpoint) -> None:
+        self.bus = bus
+        self.execution = Execution(bus, INSTANCE, self._retired)
         self.served = ServedEndpoint(ADDRESS, handler, INSTANCE)
+        self._made: dict[Call, Called] = {}
 
     def call(
         self, data: bytes = b"", *, seconds: float | None = None, taker: str = "the test"
-    ) -> RecordedCall:
+    ) -> Called:
         """Admit a call with so many seconds until its deadline, in the turn of `taker`."""
         now = monotonic()
         deadline = None if seconds is None else now + seconds
+        reply = RecordedReply(self.bus)
+        account = ClientUnreadBytes(UnreadBytes())
         context = Context("r1", deadline=deadline)
-        made = RecordedCall(self.execution, self.served, context, taker)
-        self.execution.admit(made, data, now)
+        call = Call(self.served, context, reply, now, turn_taker=taker, account=account)
+        made = self._made[call] = Called(call, reply)
+        self.execution.admit(call, data, now)
         return made
+
+    def _retired(self, call: Call) -> None:
+        self._made[call].retired += 1
 
 
 def story(handler: Endpoint, tell: Callable[[Bench], Any], **settings: Any) -> Any:
@@ -40,13 +72,13 @@ def story(handler: Endpoint, tell: Callable[[Bench], Any], **settings: Any) -> A
 
     async def whole() -> Any:
         async with bus_in_memory(**settings) as (_, bus):
-            bench = Bench(Execution(bus, INSTANCE), handler)
+            bench = Bench(bus, handler)
             return await tell(bench)
 
     return run(whole())
 
 
-def assert_settled(bench: Bench, *calls: RecordedCall) -> None:
+def assert_settled(bench: Bench, *calls: Called) -> None:
     assert bench.execution.load == 0
     assert (bench.served.admission.running, bench.served.admission.waiting) == (0, 0)
     assert [call.retired for call in calls] == [1] * len(calls)

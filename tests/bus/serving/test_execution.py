@@ -182,7 +182,7 @@ def test_a_handler_that_is_cancelled_early_does_not_look_fast() -> None:
         await bench.execution.idle()
         stopped = bench.call()
         await asyncio.sleep(0.1)
-        bench.execution.cancel(stopped, 0.0)
+        bench.execution.cancel(stopped.call, 0.0)
         await bench.execution.idle()
 
         assert bench.served.admission.durations.chance(0.9) == 0.0

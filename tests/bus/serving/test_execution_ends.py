@@ -30,10 +30,10 @@ def test_a_deadline_that_passes_in_the_queue_ends_a_call_that_never_starts() -> 
         await asyncio.sleep(2.1)
 
         assert isinstance(waiting.error, DeadlineExceeded)
-        assert (waiting.error.started, waiting.entered) == (False, False)
+        assert (waiting.error.started, waiting.call.entered) == (False, False)
         assert running.error is None
         assert bench.execution.load == 1
-        bench.execution.kill(running)
+        bench.execution.kill(running.call)
         await bench.execution.idle()
         assert_settled(bench, running, waiting)
 
@@ -50,7 +50,7 @@ def test_a_deadline_that_passes_while_the_handler_runs_cancels_it() -> None:
         assert monotonic() - begun == pytest.approx(2.0, abs=0.1)
         assert isinstance(call.error, DeadlineExceeded)
         assert call.error.started
-        assert call.context.is_killed()
+        assert call.call.context.is_killed()
         assert_settled(bench, call)
 
     story(endpoint(wait_for_ever), tell)
@@ -66,7 +66,7 @@ def test_a_call_that_is_killed_before_its_first_step_never_enters_its_handler() 
     async def tell(bench: Bench) -> None:
         killed, waiting = bench.call(b"1"), bench.call(b"2")
 
-        bench.execution.abort(killed, Cancelled("given up"))
+        bench.execution.abort(killed.call, Cancelled("given up"))
         await bench.execution.idle()
 
         assert entered == [b"2"]
@@ -86,14 +86,14 @@ def test_a_stop_asks_first_and_kills_after_the_time_that_was_given(
 
     async def tell(bench: Bench) -> None:
         call = bench.call()
-        await until(lambda: call.entered)
+        await until(lambda: call.call.entered)
 
-        bench.execution.cancel(call, 1.0)
+        bench.execution.cancel(call.call, 1.0)
         await bench.execution.idle()
 
         assert (type(call.error) if call.error else None) is error
         assert call.sent == ([b"tidy"] if tidy else [])
-        assert call.context.is_stopped()
+        assert call.call.context.is_stopped()
         assert_settled(bench, call)
 
     story(endpoint(handler), tell)
@@ -107,9 +107,9 @@ def test_a_stop_without_a_time_never_kills() -> None:
 
     async def tell(bench: Bench) -> None:
         call = bench.call()
-        await until(lambda: call.entered)
+        await until(lambda: call.call.entered)
 
-        bench.execution.cancel(call, -1.0)
+        bench.execution.cancel(call.call, -1.0)
         await bench.execution.idle()
 
         assert call.sent == [b"late"]
@@ -133,9 +133,9 @@ def test_stopping_waits_for_handlers_that_clean_up_and_leaves_those_that_never_e
 
     async def tell(bench: Bench) -> None:
         calls = [bench.call(b"tidy"), bench.call(b"stubborn")]
-        await until(lambda: all(call.entered for call in calls))
+        await until(lambda: all(call.call.entered for call in calls))
         for call in calls:
-            bench.execution.kill(call)
+            bench.execution.kill(call.call)
 
         begun = monotonic()
         await bench.execution.stop()
@@ -180,12 +180,12 @@ def test_a_stream_whose_reader_grants_nothing_waits_and_then_goes_on() -> None:
 
     async def tell(bench: Bench) -> None:
         call = bench.call()
-        call.is_blocked = True
+        call.reply.is_blocked = True
         await asyncio.sleep(1.0)
         assert produced == [0]
 
-        call.is_blocked = False
-        call.wake()
+        call.reply.is_blocked = False
+        call.reply.go_on()
         await bench.execution.idle()
 
         assert produced == [0, 1, 2]
@@ -207,7 +207,7 @@ def test_a_stream_without_a_new_item_is_ended_after_its_idle_time() -> None:
         while call.error is None:
             await asyncio.sleep(1.0)
             ended_after += 1
-            bench.execution.end_if_stuck(call, monotonic())
+            bench.execution.end_if_stuck(call.call, monotonic())
         await bench.execution.idle()
 
         assert ended_after > 11
@@ -226,12 +226,12 @@ def test_a_stream_whose_reader_stalls_is_ended_for_that_and_not_for_being_idle()
 
     async def tell(bench: Bench) -> None:
         call = bench.call()
-        call.is_blocked = True
+        call.reply.is_blocked = True
         await asyncio.sleep(9.0)
-        bench.execution.end_if_stuck(call, monotonic())
+        bench.execution.end_if_stuck(call.call, monotonic())
         assert call.error is None
         await asyncio.sleep(2.0)
-        bench.execution.end_if_stuck(call, monotonic())
+        bench.execution.end_if_stuck(call.call, monotonic())
 
         await bench.execution.idle()
 

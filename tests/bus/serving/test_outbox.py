@@ -54,7 +54,7 @@ class Sending(NamedTuple):
 @asynccontextmanager
 async def sending() -> AsyncGenerator[Sending, None]:
     async with bus_in_memory() as (server, bus):
-        execution = Execution(bus, INSTANCE)
+        execution = Execution(bus, INSTANCE, lambda call: None)
         outbox = Outbox(bus, INSTANCE, execution)
         control = ServerControl(bus, "near", "Side", INSTANCE, execution, outbox)
         clients = [PlayedClient(await server.connect(), name) for name in ("c1", "c2")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dynbus.bus.errors import HandlerError
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.serving.served_endpoint import ServedEndpoint
+from dynbus.bus.serving.calls import ServedEndpoint
 
 
 def serve() -> ServedEndpoint:

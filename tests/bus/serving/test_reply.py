@@ -1,4 +1,4 @@
-"""A call ends once, and its results leave in the form that its caller reads."""
+"""A call's results end once, and leave in the form that its caller reads."""
 
 from __future__ import annotations
 
@@ -14,57 +14,48 @@ from tests.bus.near_side import (
     INSTANCE,
     PlayedClient,
     bus_in_memory,
-    endpoint,
     secret_of,
     until,
 )
 
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
-from dynbus.bus.context import Context
-from dynbus.bus.errors import DynbusError, HandlerError, Overloaded, Unavailable
+from dynbus.bus.errors import Cancelled, DynbusError, HandlerError, Overloaded, Unavailable
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.stream_writer import StreamWriter
-from dynbus.bus.protocol.wire import End, Failed, Item
-from dynbus.bus.serving.calls import (
-    PLAIN_WINDOW,
-    FramedCall,
-    PlainCall,
-    ServerCall,
-    error_block,
-)
-from dynbus.bus.serving.control import ServerControl
-from dynbus.bus.serving.execution import Execution
-from dynbus.bus.serving.outbox import Outbox
-from dynbus.bus.serving.served_endpoint import ServedEndpoint
+from dynbus.bus.protocol.wire import End, Failed, Items, encode_batch
+from dynbus.bus.serving.reply import PLAIN_WINDOW, FramedReply, PlainReply, Reply, error_block
 from dynbus.bus.transport import Message
 from dynbus.testing import run
 
 REPLY = "_INBOX.plain"
+HOP = f"{ADDRESS}@{INSTANCE}"
 
 
-async def echo(data: bytes) -> bytes:
-    return data
+class Outgoing:
+    """Sends what one writer has, at once."""
+
+    def __init__(self, bus: Bus, base: str) -> None:
+        self.bus = bus
+        self.base = base
+
+    def touch_ended(self, writer: StreamWriter) -> None:
+        batch = encode_batch(INSTANCE, "incarnation", 0, [*writer.take(1 << 20)])
+        self.bus.data.publish(f"{self.base}.f", batch)
 
 
 class Bench(NamedTuple):
-    """An execution, and a dynbus client and a plain one that read."""
+    """A dynbus client and a plain one that read."""
 
     bus: Bus
-    execution: Execution
-    served: ServedEndpoint
-    control: ServerControl
-    outbox: Outbox
     client: PlayedClient
     plain: MemoryConnection
     answers: list[Message]
     server: MemoryBus
 
-    def framed_call(self, number: int = 1, *, granted: int = 1000) -> FramedCall:
-        client = self.control.client(self.client.base, "incarnation")
-        assert client is not None
+    def framed(self, number: int = 1, *, granted: int = 1000) -> FramedReply:
         writer = StreamWriter(
             number,
             secret_of(number),
@@ -72,24 +63,14 @@ class Bench(NamedTuple):
             granted=granted,
             max_unit_bytes=1000,
             max_item_bytes=1000,
-            on_dirty=client.note_dirty,
+            on_blocked=lambda _: reply.pause(),
         )
-        now = monotonic()
-        call = FramedCall(self.execution, self.served, Context("r1"), now, client, writer)
-        client.calls[number] = call
-        return call
+        outgoing = Outgoing(self.bus, self.client.base)
+        reply = FramedReply(self.bus, ADDRESS, HOP, "r1", monotonic(), writer, outgoing)
+        return reply
 
-    def plain_call(self) -> PlainCall:
-        now, calls = monotonic(), self.control.plain
-        return PlainCall(
-            self.execution,
-            self.served,
-            Context("r1"),
-            now,
-            REPLY,
-            calls,
-            self.control.plain_account,
-        )
+    def plain_reply(self) -> PlainReply:
+        return PlainReply(self.bus, ADDRESS, HOP, "r1", monotonic(), REPLY)
 
     async def settle(self) -> None:
         await asyncio.sleep(0)
@@ -99,16 +80,12 @@ class Bench(NamedTuple):
 @asynccontextmanager
 async def bench() -> AsyncGenerator[Bench, None]:
     async with bus_in_memory() as (server, bus):
-        execution = Execution(bus, INSTANCE)
-        outbox = Outbox(bus, INSTANCE, execution)
-        control = ServerControl(bus, "near", "Side", INSTANCE, execution, outbox)
-        served = ServedEndpoint(ADDRESS, endpoint(echo), INSTANCE)
         client, plain = PlayedClient(await server.connect()), await server.connect()
         await client.start()
         answers: list[Message] = []
         plain.subscribe(REPLY, answers.append)
         await plain.barrier()
-        yield Bench(bus, execution, served, control, outbox, client, plain, answers, server)
+        yield Bench(bus, client, plain, answers, server)
         await client.connection.close()
         await plain.close()
 
@@ -120,14 +97,14 @@ async def bench() -> AsyncGenerator[Bench, None]:
 def test_after_its_end_nothing_of_a_call_leaves(framed: bool) -> None:
     async def story() -> None:
         async with bench() as given:
-            call: ServerCall = given.framed_call() if framed else given.plain_call()
+            reply: Reply = given.framed() if framed else given.plain_reply()
 
-            call.end(b"result")
-            call.end(b"another")
-            call.fail(HandlerError("no"))
+            reply.end(b"result")
+            reply.end(b"another")
+            reply.fail(HandlerError("no"))
             await given.settle()
 
-            assert (call.ended, call.error) == (True, None)
+            assert (reply.ended, reply.error) == (True, None)
             if framed:
                 assert [frame.data for frame in given.client.all(End)] == [b"result"]
                 assert given.client.all(Failed) == []
@@ -141,12 +118,12 @@ def test_after_its_end_nothing_of_a_call_leaves(framed: bool) -> None:
 def test_an_error_says_where_and_in_which_request_it_arose(framed: bool) -> None:
     async def story() -> None:
         async with bench() as given:
-            call: ServerCall = given.framed_call() if framed else given.plain_call()
+            reply: Reply = given.framed() if framed else given.plain_reply()
 
-            call.fail(HandlerError("no"))
+            reply.fail(HandlerError("no"))
 
-            assert call.error is not None
-            assert (call.error.hop, call.error.request_id) == (f"{ADDRESS}@{INSTANCE}", "r1")
+            assert reply.error is not None
+            assert (reply.error.hop, reply.error.request_id) == (f"{ADDRESS}@{INSTANCE}", "r1")
 
     run(story())
 
@@ -154,9 +131,9 @@ def test_an_error_says_where_and_in_which_request_it_arose(framed: bool) -> None
 def test_an_error_of_a_sub_call_keeps_its_place() -> None:
     async def story() -> None:
         async with bench() as given:
-            call = given.framed_call()
+            reply = given.framed()
 
-            call.fail(HandlerError("no", hop="a.B.c@x", request_id="r0"))
+            reply.fail(HandlerError("no", hop="a.B.c@x", request_id="r0"))
             await given.settle()
 
             (failed,) = given.client.all(Failed)
@@ -168,13 +145,13 @@ def test_an_error_of_a_sub_call_keeps_its_place() -> None:
 def test_progress_is_told_once() -> None:
     async def story() -> None:
         async with bench() as given:
-            call = given.framed_call()
-            assert not call.has_progressed()
+            reply = given.framed()
+            assert not reply.has_progressed(1.0)
 
-            call.push(b"x")
+            reply.push(b"x")
 
-            assert call.has_progressed()
-            assert not call.has_progressed()
+            assert reply.has_progressed(1.0)
+            assert not reply.has_progressed(1.0)
 
     run(story())
 
@@ -185,19 +162,19 @@ def test_progress_is_told_once() -> None:
 def test_a_writer_without_credit_waits_until_it_is_woken_with_some() -> None:
     async def story() -> None:
         async with bench() as given:
-            call = given.framed_call(granted=1)
-            assert not call.push(b"x")
-            waiting = asyncio.ensure_future(call.writable())
-            await until(lambda: call.blocked_since is not None)
+            reply = given.framed(granted=1)
+            assert not reply.push(b"x")
+            waiting = asyncio.ensure_future(reply.writable())
+            await until(lambda: reply.paused)
 
-            call.writer.credit(1, 0)
-            assert call.blocked
-            call.writer.credit(2, 1)
-            assert not call.blocked
-            call.wake()
+            reply.writer.credit(1, 0)
+            assert reply.writer.blocked
+            reply.writer.credit(2, 1)
+            assert not reply.writer.blocked
+            reply.go_on()
             await waiting
 
-            assert call.blocked_since is None
+            assert not reply.paused
 
     run(story())
 
@@ -205,32 +182,15 @@ def test_a_writer_without_credit_waits_until_it_is_woken_with_some() -> None:
 def test_a_writer_that_waits_for_credit_is_woken_by_the_end_of_its_call() -> None:
     async def story() -> None:
         async with bench() as given:
-            call = given.framed_call(granted=1)
-            call.push(b"x")
-            waiting = asyncio.ensure_future(call.writable())
-            await until(lambda: call.blocked_since is not None)
+            reply = given.framed(granted=1)
+            reply.push(b"x")
+            waiting = asyncio.ensure_future(reply.writable())
+            await until(lambda: reply.paused)
 
-            call.fail(HandlerError("no"))
+            reply.fail(HandlerError("no"))
             await waiting
 
-            assert call.ended
-
-    run(story())
-
-
-def test_what_its_reader_has_not_acknowledged_is_kept_after_a_call() -> None:
-    async def story() -> None:
-        async with bench() as given:
-            kept, released = given.framed_call(1), given.framed_call(2)
-            released.released = True
-            for call in (kept, released):
-                call.end(b"result")
-
-                call.retire()
-
-            client = kept.client
-            assert client.calls == {}
-            assert client.kept == {1: kept.writer}
+            assert reply.ended
 
     run(story())
 
@@ -241,16 +201,16 @@ def test_what_its_reader_has_not_acknowledged_is_kept_after_a_call() -> None:
 def test_a_plain_reader_gets_a_message_per_item_and_an_empty_one_at_the_end() -> None:
     async def story() -> None:
         async with bench() as given:
-            call = given.plain_call()
+            reply = given.plain_reply()
 
-            assert call.push(b"1")
-            assert call.push(b"2")
-            call.end()
+            assert reply.push(b"1")
+            assert reply.push(b"2")
+            reply.end()
             await given.settle()
 
             assert [message.data for message in given.answers] == [b"1", b"2", b""]
             assert not given.answers[2].headers
-            assert call.sent_items == 2
+            assert reply.sent_items == 2
 
     run(story())
 
@@ -258,14 +218,14 @@ def test_a_plain_reader_gets_a_message_per_item_and_an_empty_one_at_the_end() ->
 def test_a_plain_stream_goes_on_when_the_server_has_taken_what_was_sent() -> None:
     async def story() -> None:
         async with bench() as given:
-            call = given.plain_call()
+            reply = given.plain_reply()
 
-            assert call.push(bytes(PLAIN_WINDOW - 1))
-            assert not call.push(b"1")
-            await call.writable()
+            assert reply.push(bytes(PLAIN_WINDOW - 1))
+            assert not reply.push(b"1")
+            await reply.writable()
 
             assert sum(len(message.data) for message in given.answers) == PLAIN_WINDOW
-            assert call.push(b"2")
+            assert reply.push(b"2")
 
     run(story())
 
@@ -273,11 +233,11 @@ def test_a_plain_stream_goes_on_when_the_server_has_taken_what_was_sent() -> Non
 def test_a_plain_stream_does_not_outrun_a_server_that_takes_nothing() -> None:
     async def story() -> None:
         async with bench() as given:
-            call = given.plain_call()
-            call.push(bytes(PLAIN_WINDOW))
+            reply = given.plain_reply()
+            reply.push(bytes(PLAIN_WINDOW))
 
             with given.server.partition(cast("Any", given.bus.data)), pytest.raises(Unavailable):
-                await call.writable()
+                await reply.writable()
 
     run(story())
 
@@ -285,7 +245,7 @@ def test_a_plain_stream_does_not_outrun_a_server_that_takes_nothing() -> None:
 def test_the_items_of_a_plain_stream_bounce_to_a_subject_that_others_cannot_guess() -> None:
     async def story() -> None:
         async with bench() as given:
-            first, second = given.plain_call(), given.plain_call()
+            first, second = given.plain_reply(), given.plain_reply()
 
             first.push(b"1")
             second.push(b"2")
@@ -302,31 +262,17 @@ def test_the_items_of_a_plain_stream_bounce_to_a_subject_that_others_cannot_gues
 def test_a_plain_stream_whose_reader_is_gone_is_ended() -> None:
     async def story() -> None:
         async with bench() as given:
-            call = given.plain_call()
+            reply = given.plain_reply()
+            reply.when_gone(lambda: reply.fail(Cancelled("gone")))
             await given.plain.close()
 
-            call.push(b"1")
+            reply.push(b"1")
             await given.settle()
 
-            assert call.ended
-            assert call.error is not None
-            assert call.error.code == "Cancelled"
-            assert not call.push(b"2")
-            assert given.bus.bounce_handlers == {}
-
-    run(story())
-
-
-def test_a_plain_call_is_one_of_the_instance_s_until_it_is_retired() -> None:
-    async def story() -> None:
-        async with bench() as given:
-            call = given.plain_call()
-            assert given.control.plain == {call}
-
-            call.end(b"")
-            call.retire()
-
-            assert given.control.plain == set()
+            assert reply.ended
+            assert reply.error is not None
+            assert reply.error.code == "Cancelled"
+            assert not reply.push(b"2")
             assert given.bus.bounce_handlers == {}
 
     run(story())
@@ -335,7 +281,7 @@ def test_a_plain_call_is_one_of_the_instance_s_until_it_is_retired() -> None:
 def test_a_plain_reader_reads_an_error_in_the_headers_of_an_empty_message() -> None:
     async def story() -> None:
         async with bench() as given:
-            given.plain_call().fail(Overloaded("later"))
+            given.plain_reply().fail(Overloaded("later"))
 
             await given.settle()
 
@@ -354,12 +300,14 @@ def test_a_plain_reader_reads_an_error_in_the_headers_of_an_empty_message() -> N
 def test_a_framed_reader_gets_items_and_a_plain_one_does_not_get_frames() -> None:
     async def story() -> None:
         async with bench() as given:
-            given.framed_call().push(b"f")
-            given.plain_call().push(b"p")
+            framed = given.framed()
+            framed.push(b"f")
+            framed.end()
+            given.plain_reply().push(b"p")
 
             await given.settle()
 
-            assert [item.data for item in given.client.all(Item)] == [b"f"]
+            assert [items.items for items in given.client.all(Items)] == [[b"f"]]
             assert [message.data for message in given.answers] == [b"p"]
 
     run(story())

@@ -1,0 +1,86 @@
+"""Where the results of one running call go, whoever makes them: a handler, an engine, a relay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from dynbus.bus.errors import DynbusError, PayloadTooLarge
+
+
+class ReplyPort(Protocol):
+    """The results of one call, on their way to its reader. To be used on the main loop.
+
+    A call ends once: with the first `end` or `fail`, when its handler returns or raises, or when
+    it is cancelled. What comes later changes nothing.
+    """
+
+    @property
+    def paused(self) -> bool:
+        """Whether no item may follow until the reader has taken more."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether the call has ended, so that nothing is sent any longer."""
+        ...
+
+    def push(self, item: bytes) -> bool:
+        """Send an item of a stream, encoded.
+
+        Returns:
+            Whether another may follow at once. False is not a refusal of this item: wait for
+            `writable` before the next one. It is False as well when the call has ended.
+
+        Raises:
+            PayloadTooLarge: the item exceeds `max_item_bytes`.
+        """
+        ...
+
+    async def writable(self) -> None:
+        """Wait until another item may follow, or the call has ended.
+
+        Raises:
+            Unavailable: the reader is a plain NATS client, and the server takes nothing.
+        """
+        ...
+
+    async def closed(self) -> None:
+        """Wait until the call has ended."""
+        ...
+
+    def end(self, result: bytes | None = None) -> None:
+        """End the call well; a unary call with its encoded result.
+
+        Raises:
+            PayloadTooLarge: the result exceeds `max_item_bytes`.
+        """
+        ...
+
+    def fail(self, error: DynbusError) -> None:
+        """End the call with an error."""
+        ...
+
+
+def push_all(pairs: Iterable[tuple[ReplyPort, bytes]]) -> list[tuple[ReplyPort, bytes]]:
+    """Send items of many calls at once, such as those of an engine's step; wakes no task.
+
+    All that goes to one client leaves in one message.
+
+    Returns:
+        The pairs that were not taken, in their order, because their reader must take more first.
+        Keep them, and give them again before later items of the same calls.
+
+    An item that exceeds `max_item_bytes` ends its call with `PayloadTooLarge`, and no other.
+    """
+    held: list[tuple[ReplyPort, bytes]] = []
+    for pair in pairs:
+        port, item = pair
+        if port.paused:
+            held.append(pair)
+            continue
+        try:
+            port.push(item)
+        except PayloadTooLarge as error:
+            port.fail(error)
+    return held
