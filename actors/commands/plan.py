@@ -16,13 +16,14 @@ import msgspec
 from dynbus.actors.declaring.actor import address_of
 from dynbus.actors.declaring.arguments import build_arguments, defaults
 from dynbus.actors.declaring.redaction import shown
-from dynbus.actors.running.config_file import ConfigFile, read_file
 from dynbus.actors.running.configuration import (
     ActorOption,
     BusSettings,
+    ConfigFile,
     actor_settings,
     bus_settings,
     misspelt_variables,
+    read_file,
 )
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.loader import load_targets

@@ -1,4 +1,4 @@
-"""Constructor arguments of actors: which there are, and values that fit them."""
+"""Constructor arguments of an actor class: which it takes, and whether values fit them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .codec import explain
 from .redaction import holds_secret, shown
 
 _NO_SOURCES: Final[Mapping[str, str]] = MappingProxyType({})
+_NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class Text(str):
@@ -27,26 +28,27 @@ class Text(str):
 
 
 def build_arguments(
-    actor: type[Any], given: Mapping[str, Any], sources: Mapping[str, str] = _NO_SOURCES
+    actor: type[Any],
+    given: Mapping[str, Any],
+    sources: Mapping[str, str] = _NO_SOURCES,
+    *,
+    node: str = "",
 ) -> dict[str, Any]:
     """The validated constructor arguments of an actor class.
 
     Args:
         sources: where arguments came from, for messages; the actor and its argument unless said.
+        node: what the run calls it, for messages; the class name unless given.
 
     Raises:
         ConfigError: a name the constructor does not have, a missing one, or a value that does
             not fit its annotation.
     """
-    parameters = parameters_of(actor)
-    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = {
-        name: p
-        for name, p in parameters.items()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
+    called = node or actor.__name__
+    taken = parameters_of(actor)
+    named = {name: p for name, p in taken.items() if p.kind in _NAMED}
     unknown = [name for name in given if name not in named]
-    if unknown and not accepts_any:
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         known = f"it has {', '.join(named)}" if named else "its constructor takes none"
         place = f"{sources[unknown[0]]}: " if unknown[0] in sources else ""
         raise ConfigError(
@@ -56,15 +58,13 @@ def build_arguments(
     missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
     if missing:
         raise ConfigError(
-            f"{actor.__name__} needs {missing[0]!r}: give --{actor.__name__}.{missing[0]}=VALUE, "
-            f"DYNBUS_{actor.__name__}__{missing[0]}=VALUE, or a key {missing[0]} under "
-            f"{actor.__name__} in the YAML file"
+            f"{called} needs {missing[0]!r}: give --{called}.{missing[0]}=VALUE, "
+            f"DYNBUS_{called}__{missing[0]}=VALUE, or a key {missing[0]} under {called} in the "
+            "YAML file"
         )
     annotations = _annotations(actor)
     return {
-        name: _validate(
-            name, value, annotations.get(name), sources.get(name, f"{actor.__name__}.{name}")
-        )
+        name: _validate(name, value, annotations.get(name), sources.get(name, f"{called}.{name}"))
         for name, value in given.items()
     }
 
@@ -74,17 +74,17 @@ def defaults(actor: type[Any]) -> dict[str, Any]:
     return {
         name: p.default
         for name, p in parameters_of(actor).items()
-        if p.default is not p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        if p.default is not p.empty and p.kind in _NAMED
     }
 
 
 def parameters_of(actor: type[Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of an actor's constructor."""
+    """What the constructor takes, by name."""
     if actor.__init__ is object.__init__:
         return {}
-    parameters = dict(inspect.signature(actor.__init__).parameters)
-    parameters.pop(next(iter(parameters), ""), None)
-    return parameters
+    found = dict(inspect.signature(actor.__init__).parameters)
+    found.pop(next(iter(found), ""), None)
+    return found
 
 
 def _annotations(actor: type[Any]) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from pydantic import BaseModel, field_validator
 
 from dynbus.actors.declaring.actor import Actor
 from dynbus.actors.declaring.arguments import Text, build_arguments, defaults
-from dynbus.actors.running.config_file import ConfigFile
 from dynbus.actors.running.configuration import (
     ActorOption,
     ActorSettings,
+    ConfigFile,
     actor_settings,
     bus_settings,
     misspelt_variables,
