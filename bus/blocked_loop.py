@@ -28,11 +28,13 @@ SHOWN_FRAMES: Final = 12
 
 logger = logging.getLogger(__name__)
 
-_ASYNCIO: Final = f"{Path(asyncio.__file__).parent}{os.sep}"
-_MACHINERY: Final = (
-    _ASYNCIO,
-    *(f"{Path(__file__).parents[1] / folder}{os.sep}" for folder in ("actors", "bus")),
+OWN_FOLDERS: Final = tuple(
+    f"{Path(__file__).parents[1] / folder}{os.sep}" for folder in ("actors", "bus")
 )
+"""Where our own code is: what a user is shown begins with the first line elsewhere."""
+
+_ASYNCIO: Final = f"{Path(asyncio.__file__).parent}{os.sep}"
+_MACHINERY: Final = (_ASYNCIO, *OWN_FOLDERS)
 
 
 class Reading(NamedTuple):

@@ -1,13 +1,50 @@
-"""`dynbus bench`: what the user's own server and machine can do."""
+"""`dynbus bench`: what the user's own server and machine can do.
+
+Every figure is taken after a warm-up, on one event loop.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from statistics import quantiles
+from typing import Any, Final
 
 import click
+from pydantic import BaseModel
 
+from dynbus.actors.calling.options import call_options
+from dynbus.actors.declaring.actor import Actor
+from dynbus.actors.declaring.handlers import handler
+from dynbus.actors.running.child_messages import WorkerSettings
+from dynbus.actors.running.in_process import Assignment
+from dynbus.actors.running.supervisor import Supervisor
+from dynbus.actors.runtime import Runtime
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import json_option, nats_option, print_json, print_table
+from dynbus.bus.config import BusConfig, load_config
+from dynbus.bus.errors import Unavailable
+from dynbus.bus.lane import new_event_loop
+from dynbus.bus.telemetry.logs import configure_logging
+
+from .local_server import embedded_if_local
+
+WARMUP_SECONDS: Final = 0.3
+CALLERS: Final = 64
+STREAMS: Final = 64
+STREAM_ITEMS: Final = 20_000
+START_SECONDS: Final = 20.0
+
+FIGURES: Final = (
+    ("round_trip_us", "round trip to the server, median", "us"),
+    ("unary_p50_us", "unary call, median", "us"),
+    ("unary_p99_us", "unary call, 99th percentile", "us"),
+    ("unary_per_second", f"unary calls by {CALLERS} callers", "1/s"),
+    ("items_per_second", "items of one stream", "1/s"),
+    ("items_per_second_64", f"items of {STREAMS} streams", "1/s"),
+)
 
 _HELP: Final = """Measure calls and streams over your own server.
 
@@ -19,6 +56,30 @@ _HELP: Final = """Measure calls and streams over your own server.
     dynbus bench
     dynbus bench --nats nats://bus.example:4222 --duration 5 --json
     """
+
+
+class Token(BaseModel):
+    """What a language model sends per step."""
+
+    token_ids: list[int]
+    text: str
+    index: int
+
+
+class Echo(Actor, namespace="dynbus-bench"):
+    """Sends back what it gets, once or many times."""
+
+    @handler
+    async def echo(self, token: Token) -> Token:
+        return token
+
+    @handler
+    async def count(self, limit: int) -> AsyncGenerator[Token, None]:
+        for index in range(limit):
+            yield Token(token_ids=[index], text="tok", index=index)
+
+
+_TOKEN: Final = Token(token_ids=[1], text="tok", index=0)
 
 
 @click.command(help=_HELP, short_help="Measure your own server.", epilog=exit_codes.GENERAL)
@@ -33,8 +94,6 @@ _HELP: Final = """Measure calls and streams over your own server.
 @json_option
 @nats_option
 def bench(duration: float, as_json: bool, nats: str | None) -> None:
-    from .benchmarking import FIGURES, measure
-
     figures = measure(nats, duration)
     if as_json:
         print_json({name: round(value, 1) for name, value in figures.items()})
@@ -43,3 +102,107 @@ def bench(duration: float, as_json: bool, nats: str | None) -> None:
         ("FIGURE", "VALUE", "UNIT"),
         [(text, f"{figures[name]:,.0f}", unit) for name, text, unit in FIGURES],
     )
+
+
+def measure(url: str | None, duration: float) -> dict[str, float]:
+    """All figures by their name in `FIGURES`.
+
+    Raises:
+        ConfigError, Unavailable, PermissionDenied: the server cannot be used.
+    """
+    configure_logging("console", "error")
+    given = {"servers": url} if url else {}
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(_measure(load_config(given), duration))
+
+
+async def _measure(config: BusConfig, duration: float) -> dict[str, float]:
+    url = ",".join(config.servers)
+    async with AsyncExitStack() as stack:
+        supervisor = Supervisor(
+            [Assignment(Echo, {}, 1)],
+            WorkerSettings({"servers": url}, "console", "error"),
+            drain_grace=2.0,
+        )
+        running = asyncio.ensure_future(supervisor.run())
+
+        async def end() -> None:
+            supervisor.drain()
+            await asyncio.wait({running})
+
+        await stack.enter_async_context(embedded_if_local(config, fresh=False))
+        stack.push_async_callback(end)
+        supervisor.begin()
+        await _ready(supervisor, running)
+        runtime = await stack.enter_async_context(Runtime.connect(url, name="dynbus-bench"))
+        with call_options(instance=supervisor.children[0].instance_id, timeout=60.0):
+            return await _all_figures(runtime, duration)
+
+
+async def _ready(supervisor: Supervisor, running: asyncio.Future[int]) -> None:
+    ready = asyncio.ensure_future(supervisor.children[0].has_been_ready.wait())
+    try:
+        waited: set[asyncio.Future[Any]] = {ready, running}
+        await asyncio.wait(waited, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            why = supervisor.failure.message if supervisor.failure else "it took too long"
+            raise Unavailable(f"the echo actor did not start: {why}")
+    finally:
+        ready.cancel()
+
+
+async def _all_figures(runtime: Runtime, duration: float) -> dict[str, float]:
+    echo = runtime.client(Echo)
+
+    async def unary() -> None:
+        await echo.echo(_TOKEN)
+
+    async def stream(seconds: float) -> int:
+        items, end = 0, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            async for _ in echo.count(STREAM_ITEMS):
+                items += 1
+                if not items % 1000 and time.perf_counter() > end:
+                    break
+        return items
+
+    figures = {"round_trip_us": (await _latencies(runtime.bus.data.barrier, duration / 2))[0]}
+    p50, p99 = await _latencies(unary, duration)
+    figures |= {"unary_p50_us": p50, "unary_p99_us": p99}
+    figures["unary_per_second"] = await _call_rate(unary, duration)
+    figures["items_per_second"] = await _item_rate(stream, 1, duration)
+    figures["items_per_second_64"] = await _item_rate(stream, STREAMS, duration)
+    return figures
+
+
+async def _latencies(call: Callable[[], Awaitable[None]], seconds: float) -> tuple[float, float]:
+    """The median and the 99th percentile of one call after the other, in microseconds."""
+    await _repeat(call, WARMUP_SECONDS)
+    taken = await _repeat(call, seconds)
+    cuts = quantiles(taken, n=100, method="inclusive")
+    return cuts[49] * 1e6, cuts[98] * 1e6
+
+
+async def _repeat(call: Callable[[], Awaitable[None]], seconds: float) -> list[float]:
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(taken) < 2 or time.perf_counter() < end:
+        began = time.perf_counter()
+        await call()
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+async def _call_rate(call: Callable[[], Awaitable[None]], seconds: float) -> float:
+    began = time.perf_counter()
+    taken = await asyncio.gather(*(_repeat(call, seconds) for _ in range(CALLERS)))
+    return sum(map(len, taken)) / (time.perf_counter() - began)
+
+
+async def _item_rate(
+    stream: Callable[[float], Awaitable[int]], count: int, seconds: float
+) -> float:
+    await stream(WARMUP_SECONDS)
+    began = time.perf_counter()
+    items = await asyncio.gather(*(stream(seconds) for _ in range(count)))
+    return sum(items) / (time.perf_counter() - began)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 import click
+import msgspec
 
+from dynbus.actors.calling.options import call_options
+from dynbus.actors.calling.stream import Stream
+from dynbus.actors.runtime import Runtime
 from dynbus.bus import exit_codes
-from dynbus.bus.commands.terminal import nats_option
-
-if TYPE_CHECKING:
-    from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.commands.terminal import error_line, nats_option, notice
+from dynbus.bus.config import check_variables
+from dynbus.bus.errors import ConfigError, DynbusError, HandlerError, Overloaded, Unavailable
+from dynbus.bus.lane import new_event_loop
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
 MAX_STDIN_BYTES: Final = 64 * 1024 * 1024
 
@@ -26,6 +37,21 @@ _HELP: Final = """Call ENDPOINT (namespace.component.endpoint) with the JSON doc
     dynbus call demo.Shouter.generate '{"text": "a b"}' --timeout 5
     echo '{"text": "a b"}' | dynbus call demo.Shouter.generate - --json | jq .text
     """
+
+
+class CallRequest(NamedTuple):
+    """The command line of `dynbus call`."""
+
+    endpoint: EndpointName
+    request: Any
+    timeout: float | None
+    instance: str | None
+    metadata: Mapping[str, str]
+    wait: float
+    as_json: bool
+    nats: str | None
+    request_id: str | None = None
+    verbose: bool = False
 
 
 @click.command(help=_HELP, short_help="Call an endpoint.", epilog=exit_codes.CALL)
@@ -53,36 +79,19 @@ def call(
     /,
     endpoint: str,
     request_json: str | None,
-    timeout: float | None,
-    instance: str | None,
     metadata: tuple[str, ...],
-    request_id: str | None,
-    verbose: bool,
-    wait: float,
-    as_json: bool,
-    nats: str | None,
+    **options: Any,
 ) -> None:
-    from .calling import CallRequest, execute
-
     request = CallRequest(
         endpoint=_endpoint(endpoint),
         request=_read_request(request_json),
-        timeout=timeout,
-        instance=instance,
         metadata=_pairs(metadata),
-        request_id=request_id,
-        verbose=verbose,
-        wait=wait,
-        as_json=as_json,
-        nats=nats,
+        **options,
     )
     ctx.exit(execute(request))
 
 
 def _endpoint(text: str) -> EndpointName:
-    from dynbus.bus.errors import ConfigError
-    from dynbus.bus.protocol.names import EndpointName
-
     try:
         return EndpointName.parse(text)
     except ConfigError as error:
@@ -90,8 +99,6 @@ def _endpoint(text: str) -> EndpointName:
 
 
 def _read_request(text: str | None) -> Any:
-    import msgspec
-
     if text is None:
         return None
     try:
@@ -120,3 +127,129 @@ def _pairs(words: tuple[str, ...]) -> dict[str, str]:
             raise click.BadParameter(f"{word!r}: write KEY=VALUE", param_hint="--metadata")
         pairs[key] = value
     return pairs
+
+
+def execute(request: CallRequest) -> int:
+    """Make the call, print what comes, and tell why it fails; returns the exit code.
+
+    Raises:
+        BrokenPipeError: nobody reads standard output any longer; the call was cancelled.
+        KeyboardInterrupt: Ctrl-C; the call was cancelled.
+    """
+    configure_logging("console", "error")
+    try:
+        check_variables(os.environ)
+    except ConfigError as error:
+        return _print_failure(error, request, exit_codes.exit_code(error))
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(_call(request))
+
+
+async def _call(request: CallRequest) -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    terminated = False
+
+    def terminate() -> None:
+        nonlocal terminated
+        terminated = True
+        task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    code_of = exit_codes.exit_code
+    try:
+        async with Runtime.connect(request.nats, name="dynbus-call") as runtime:
+            code_of = exit_codes.call_exit_code
+            await _print_answer(runtime, request)
+    except DynbusError as error:
+        return _print_failure(error, request, code_of(error))
+    except asyncio.CancelledError:
+        if not terminated:
+            raise
+        return exit_codes.TERMINATED
+    return exit_codes.OK
+
+
+def _print_failure(error: DynbusError, request: CallRequest, code: int) -> int:
+    click.echo(describe_error(error, as_json=request.as_json), err=True)
+    return code
+
+
+def describe_error(error: DynbusError, *, as_json: bool) -> str:
+    """The one line that tells about a failed call."""
+    retry_after = error.retry_after if isinstance(error, Overloaded) else 0.0
+    if not as_json:
+        hint = f"; retry after {max(0.01, round(retry_after, 2)):g} s" if retry_after else ""
+        return error_line(f"{error}{hint}", error.code)
+    fields = {
+        "error": error.code,
+        "message": redact_url(error.message),
+        "hop": error.hop,
+        "request_id": error.request_id,
+        "retryable": error.retryable,
+        "started": error.started,
+        "retry_after": retry_after,
+        "error_type": error.error_type if isinstance(error, HandlerError) else "",
+    }
+    return msgspec.json.encode(fields).decode()
+
+
+async def _print_answer(runtime: Runtime, request: CallRequest) -> None:
+    client = await runtime.endpoint(request.endpoint).client()
+    options: dict[str, Any] = {} if request.timeout is None else {"timeout": request.timeout}
+    request_id = request.request_id
+    if request.verbose:
+        request_id = request_id or random_id()
+        notice(f"request {request_id}")
+    with call_options(
+        instance=request.instance,
+        request_id=request_id,
+        metadata=request.metadata or None,
+        wait=request.wait,
+        **options,
+    ):
+        call = client.generate(request.request)
+    was_known = _knows_instance(runtime, request)
+    try:
+        answer = await call
+        if isinstance(answer, Stream):
+            async for item in call:
+                _write(_to_json(item), pretty=False)
+        else:
+            _write(_to_json(answer), pretty=not request.as_json)
+    except Unavailable as error:
+        if error.started is not False or was_known or _knows_instance(runtime, request):
+            raise
+        component = f"{request.endpoint.namespace}.{request.endpoint.component}"
+        raise Unavailable(
+            f"no instance {request.instance} of {component}; see `dynbus ps`",
+            request_id=error.request_id,
+            started=False,
+        ) from None
+    finally:
+        await call.aclose()
+
+
+def _knows_instance(runtime: Runtime, request: CallRequest) -> bool:
+    """Whether discovery knows the instance that is asked for, if one is."""
+    endpoint, instance = request.endpoint, request.instance
+    view = runtime.discovery.view
+    return not instance or (view.find(endpoint.namespace, endpoint.component, instance) is not None)
+
+
+def _to_json(value: Any) -> bytes:
+    # Untyped results are mappings whose values are wrapped in the same way.
+    return msgspec.json.encode(value, enc_hook=dict)
+
+
+def _write(data: bytes, *, pretty: bool) -> None:
+    """Print one line, or more for people, and send it on at once."""
+    if pretty:
+        data = msgspec.json.format(data, indent=2)
+        if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+            from rich import print_json
+
+            print_json(data.decode())
+            return
+    sys.stdout.buffer.write(data + b"\n")
+    sys.stdout.buffer.flush()

@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -23,7 +23,6 @@ from dynbus.actors.declaring.actor import address_of
 from dynbus.actors.declaring.arguments import Text
 from dynbus.bus import exit_codes
 from dynbus.bus.clock import monotonic
-from dynbus.bus.telemetry.logs import LogFormat
 
 from .child_messages import (
     ActorLoaded,
@@ -36,6 +35,7 @@ from .child_messages import (
     LoadActor,
     Report,
     StopInstance,
+    WorkerSettings,
 )
 from .in_process import Assignment, Failure
 from .loader import dependency_depth, reference
@@ -56,16 +56,6 @@ class ChildState(enum.Enum):
     READY = "ready"
     RESTARTING = "restarting"
     ENDED = "ended"
-
-
-class WorkerSettings(NamedTuple):
-    """What all children of a run have in common; see `LoadActor`."""
-
-    bus: Mapping[str, Any]
-    log_format: LogFormat | None = None
-    log_level: str = "info"
-    otlp_endpoint: str | None = None
-    metrics: bool = False
 
 
 class Child:
@@ -267,11 +257,7 @@ def _load_command(assignment: Assignment, settings: WorkerSettings) -> LoadActor
         actor=reference(assignment.actor),
         values={name: v for name, v in arguments.items() if not isinstance(v, Text)},
         texts={name: str(v) for name, v in arguments.items() if isinstance(v, Text)},
-        bus=dict(settings.bus),
-        log_format=settings.log_format,
-        log_level=settings.log_level,
-        otlp_endpoint=settings.otlp_endpoint,
-        metrics=settings.metrics,
+        settings=settings,
     )
 
 

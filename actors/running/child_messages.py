@@ -13,25 +13,35 @@ import msgspec
 from dynbus.bus.telemetry.logs import LogFormat
 
 
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """What all children of a run have in common.
+
+    Attributes:
+        bus: fields of `BusConfig`, for `load_config`.
+        metrics: whether they are to have a metrics page.
+    """
+
+    bus: dict[str, Any]
+    log_format: LogFormat | None = None
+    log_level: str = "info"
+    otlp_endpoint: str | None = None
+    metrics: bool = False
+
+
 class LoadActor(msgspec.Struct, frozen=True, kw_only=True, tag="load_actor"):
-    """First: what to import and how to log.
+    """First: what to import.
 
     Attributes:
         path: the parent's `sys.path`, so that both import the same files.
         actor: `module:Name`.
         values, texts: constructor arguments; the texts are still to be read.
-        bus: for `load_config`.
     """
 
     path: list[str]
     actor: str
     values: dict[str, Any]
     texts: dict[str, str]
-    bus: dict[str, Any]
-    log_format: LogFormat | None
-    log_level: str
-    otlp_endpoint: str | None
-    metrics: bool
+    settings: WorkerSettings
 
 
 class StartInstance(msgspec.Struct, frozen=True, tag="start_instance"):

@@ -1,4 +1,4 @@
-"""Serving instances in one process, from the first connection to the end of the drain.
+"""Serving instances in one process, from the first connection to its end.
 
 `dynbus run --in-process` does so in its own process, `worker.py` in a child.
 """
@@ -9,9 +9,10 @@ import asyncio
 import logging
 import os
 import random
+import sys
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from dynbus.actors.declaring.actor import Actor, address_of
@@ -20,6 +21,7 @@ from dynbus.actors.runtime import Runtime
 from dynbus.actors.serving.instance import STOP_TIMEOUT, ActorInstance, InstanceBroken, stop_all
 from dynbus.actors.serving.lifecycle import InstanceState
 from dynbus.bus import exit_codes
+from dynbus.bus.blocked_loop import OWN_FOLDERS
 from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import (
@@ -37,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_OWN_FOLDERS: Final = tuple(
-    f"{Path(__file__).parents[2] / part}{os.sep}" for part in ("actors", "bus")
-)
+LEAVE_SECONDS: Final = 2.0
+"""Seconds that what goes on after the end of all instances may go on, threads above all, which
+nobody can cancel; then it is left behind."""
 
 
 class Assignment(NamedTuple):
@@ -372,6 +374,57 @@ def _is_users(error: BaseException) -> bool:
 
 def _is_machinery(file: str) -> bool:
     return (
-        file.startswith(("<frozen importlib", *_OWN_FOLDERS))
-        or f"{os.sep}importlib{os.sep}" in file
+        file.startswith(("<frozen importlib", *OWN_FOLDERS)) or f"{os.sep}importlib{os.sep}" in file
     )
+
+
+# The end of the process ---------------------------------------------------------------------
+
+
+def leave_within(
+    code: int, seconds: float = LEAVE_SECONDS, say: Callable[[], None] | None = None
+) -> threading.Timer:
+    """End this process with the exit code `code` unless it has ended within `seconds`.
+
+    To be called when all that matters is done. From then on the interpreter itself would wait
+    without end: for each task that swallows its cancellation when a loop is closed, for the
+    threads of an executor, and for all other threads at its exit.
+
+    Args:
+        say: called before that end.
+
+    Returns:
+        The timer, which can be cancelled.
+    """
+    timer = threading.Timer(seconds, leave_behind, (code, say))
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def leave_behind(code: int, say: Callable[[], None] | None = None) -> None:
+    """End this process now, although user code goes on in it, and say so."""
+    names = ", ".join(thread.name for thread in running_threads())
+    if names:
+        logger.error(
+            "what runs in a thread cannot be cancelled: it is left behind (threads: %s)", names
+        )
+    else:
+        logger.error("a task goes on although it was cancelled: it is left behind")
+    if say is not None:
+        say()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit, at which the interpreter would wait for those threads.
+    os._exit(code)
+
+
+def running_threads() -> list[threading.Thread]:
+    """The threads for which the interpreter waits before it ends."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if not thread.daemon
+        and thread is not threading.main_thread()
+        and thread is not threading.current_thread()
+    ]

@@ -21,8 +21,8 @@ from dynbus.bus import exit_codes
 from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
 
-from .child import Child, ChildState, WorkerSettings, exit_text
-from .child_messages import DrainInstance, StartInstance, StopInstance
+from .child import Child, ChildState, exit_text
+from .child_messages import DrainInstance, StartInstance, StopInstance, WorkerSettings
 from .in_process import Assignment, Failure, failure_of
 from .loader import dependents_first
 

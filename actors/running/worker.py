@@ -53,8 +53,15 @@ from .child_messages import (
     StartInstance,
     StopInstance,
 )
-from .in_process import Assignment, Ending, StartFailed, failure_of, problems_of, serve
-from .leaving import leave_within
+from .in_process import (
+    Assignment,
+    Ending,
+    StartFailed,
+    failure_of,
+    leave_within,
+    problems_of,
+    serve,
+)
 from .loader import resolve
 
 BLOCKED_SECONDS: Final = 3.0
@@ -200,20 +207,21 @@ class Worker:
 
         sys.path[:] = load.path
         address = self._label.partition("/")[0]
+        settings = load.settings
         configure_logging(
-            load.log_format, load.log_level, actor=address, instance=self._instance_id
+            settings.log_format, settings.log_level, actor=address, instance=self._instance_id
         )
         actor = resolve(load.actor)
         # Makes its codecs, which takes a while: better now than on the loop.
         check_startable(actor)
         namespace, _, component = address.partition(".")
-        if load.otlp_endpoint or load.metrics:
+        if settings.otlp_endpoint or settings.metrics:
             self._shut_telemetry = telemetry.configure(
                 service_name=component,
                 service_namespace=namespace,
                 instance_id=self._instance_id,
-                otlp_endpoint=load.otlp_endpoint,
-                prometheus=load.metrics,
+                otlp_endpoint=settings.otlp_endpoint,
+                prometheus=settings.metrics,
             ).shutdown
         else:
             telemetry.configure_from_environment(
@@ -229,7 +237,7 @@ class Worker:
         self._ending = Ending()
         self._channel.deliver_to(self._loop, self._obey)
         try:
-            await serve([assignment], load.bus, self._ending, started=self._started)
+            await serve([assignment], load.settings.bus, self._ending, started=self._started)
         except _FAILURES as error:
             return self._fail(error)
         return exit_codes.OK

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynbus.actors.running.child import Child, ChildState, WorkerSettings, exit_text
-from dynbus.actors.running.child_messages import StartInstance, StopInstance
+from dynbus.actors.running.child import Child, ChildState, exit_text
+from dynbus.actors.running.child_messages import StartInstance, StopInstance, WorkerSettings
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.loader import resolve
 from dynbus.bus.nats.server_process import RunningServer

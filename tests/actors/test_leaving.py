@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dynbus.actors.running.leaving import leave_behind, leave_within, running_threads
+from dynbus.actors.running.in_process import leave_behind, leave_within, running_threads
 
 
 @pytest.fixture

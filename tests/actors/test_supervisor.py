@@ -20,8 +20,13 @@ from dynbus.actors.declaring.handlers import handler
 from dynbus.actors.declaring.restart_policy import OnCrash
 from dynbus.actors.running import child as spawning
 from dynbus.actors.running import supervisor as supervising
-from dynbus.actors.running.child import Child, ChildState, WorkerSettings
-from dynbus.actors.running.child_messages import Command, DrainInstance, StopInstance
+from dynbus.actors.running.child import Child, ChildState
+from dynbus.actors.running.child_messages import (
+    Command,
+    DrainInstance,
+    StopInstance,
+    WorkerSettings,
+)
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.loader import resolve
 from dynbus.actors.running.supervisor import Supervisor

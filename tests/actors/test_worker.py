@@ -28,6 +28,7 @@ from dynbus.actors.running.child_messages import (
     Report,
     StartInstance,
     StopInstance,
+    WorkerSettings,
 )
 from dynbus.actors.running.worker import Channel
 
@@ -36,11 +37,7 @@ LOAD = LoadActor(
     actor="actors:Splitter",
     values={"limits": {"size": 1}},
     texts={"separator": ","},
-    bus={"servers": "nats://h:1"},
-    log_format="json",
-    log_level="info",
-    otlp_endpoint=None,
-    metrics=True,
+    settings=WorkerSettings({"servers": "nats://h:1"}, "json"),
 )
 ENDED_WITHIN = 15.0
 
@@ -202,7 +199,7 @@ def test_a_worker_that_cannot_load_its_actor_says_so_and_ends_with_the_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", sys_path())
-    load = msgspec.structs.replace(LOAD, path=sys.path, actor="not_there:Actor", metrics=False)
+    load = msgspec.structs.replace(LOAD, path=sys.path, actor="not_there:Actor")
     process, parent_end = start_worker(tmp_path)
 
     try:

@@ -1,4 +1,7 @@
-"""`dynbus bench` prints the figures that were measured, for people and for programs."""
+"""`dynbus bench` prints the figures that were measured, and says why it cannot measure.
+
+The figures themselves come from real processes: `tests/scenarios/test_command_line.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from dynbus.actors.commands import benchmarking
-from dynbus.actors.commands.bench import bench
-from dynbus.actors.commands.benchmarking import FIGURES
+from dynbus.actors.commands import bench as benchmarking
+from dynbus.actors.commands.bench import FIGURES, Echo, Token, bench, measure
+from dynbus.bus.errors import ConfigError
+from dynbus.testing import TestKit, run
 
+TOKEN = Token(token_ids=[7], text="tok", index=0)
 MEASURED = {name: 1234.56 + number for number, (name, _, _) in enumerate(FIGURES)}
 
 
@@ -48,3 +53,33 @@ def test_a_duration_without_end_is_refused(asked: list[tuple[str | None, float]]
 
     assert (result.exit_code, asked) == (2, [])
     assert "--duration" in result.output
+
+
+def test_every_figure_has_a_name_and_a_text_of_its_own() -> None:
+    names, texts, units = zip(*FIGURES, strict=True)
+
+    assert len(set(names)) == len(set(texts)) == len(FIGURES)
+    assert set(units) == {"us", "1/s"}
+
+
+def test_a_server_that_is_none_is_refused_before_anything_is_started() -> None:
+    with pytest.raises(ConfigError, match="write NATS URLs"):
+        measure("bla", 0.1)
+
+
+def test_a_token_comes_back_as_it_was() -> None:
+    async def story() -> Token:
+        async with TestKit() as kit:
+            await kit.start(Echo)
+            return await kit.client(Echo).echo(TOKEN)
+
+    assert run(story()) == TOKEN
+
+
+def test_a_stream_has_as_many_tokens_as_were_asked_for() -> None:
+    async def story() -> list[Token]:
+        async with TestKit() as kit:
+            await kit.start(Echo)
+            return [token async for token in kit.client(Echo).count(3)]
+
+    assert [token.index for token in run(story())] == [0, 1, 2]

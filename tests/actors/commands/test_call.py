@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner, Result
 
-from dynbus.actors.commands import calling
-from dynbus.actors.commands.call import call
-from dynbus.actors.commands.calling import CallRequest
+from dynbus.actors.commands import call as calling
+from dynbus.actors.commands.call import CallRequest, call
 from dynbus.bus.protocol.names import EndpointName
 
 

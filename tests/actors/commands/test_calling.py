@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from dynbus.actors.commands.calling import CallRequest, describe_error, execute
+from dynbus.actors.commands.call import CallRequest, describe_error, execute
 from dynbus.actors.declaring.actor import Actor
 from dynbus.actors.declaring.handlers import handler
 from dynbus.actors.runtime import Runtime

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from dynbus.actors.commands import running
+from dynbus.actors.commands import run as running
 from dynbus.actors.commands.plan import RunOptions
 from dynbus.actors.commands.run import run
 from dynbus.actors.running.configuration import ActorOption

@@ -13,22 +13,21 @@ from typing import Any, cast
 
 import pytest
 
-from dynbus.actors.commands import running
-from dynbus.actors.commands.running import (
+from dynbus.actors.commands import run as running
+from dynbus.actors.commands.run import (
     _can_expose as can_expose,  # pyright: ignore[reportPrivateUsage]
 )
-from dynbus.actors.commands.running import (
+from dynbus.actors.commands.run import (
     _cancelled as cancelled,  # pyright: ignore[reportPrivateUsage]
 )
-from dynbus.actors.commands.running import (
+from dynbus.actors.commands.run import (
     _in_process as in_process,  # pyright: ignore[reportPrivateUsage]
 )
-from dynbus.actors.commands.running import (
+from dynbus.actors.commands.run import (
     _is_told as is_told,  # pyright: ignore[reportPrivateUsage]
 )
-from dynbus.actors.commands.running import execute
-from dynbus.actors.running.in_process import Failure
-from dynbus.actors.running.leaving import leave_within
+from dynbus.actors.commands.run import execute
+from dynbus.actors.running.in_process import Failure, leave_within
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.nats.server_process import RunningServer
