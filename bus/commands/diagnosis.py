@@ -8,23 +8,23 @@ import resource
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any, Final, Literal, NamedTuple
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
 from dynbus.bus.nats.api_requests import unix_seconds
-from dynbus.bus.nats.connecting import connect_as
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.jetstream import NatsJetStream, stream_request
 from dynbus.bus.nats.server_process import Address, find_nats_server
-from dynbus.bus.protocol.names import INSTANCES_BUCKET, ReplySubjects
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.protocol.names import INSTANCES_BUCKET
 from dynbus.bus.records.discovery import EXPIRY_GRACE
 from dynbus.bus.records.leases import INSTANCES_STREAM, MARKER_TTL, ttl_of
 from dynbus.bus.telemetry.logs import redact_url
 from dynbus.bus.transport import NoStream, StoredMessage, StreamConfig
+
+from .server import connected
 
 OLDEST_VERSION: Final = (2, 11, 0)
 FAULTY_VERSIONS: Final[dict[tuple[int, ...], str]] = {(2, 14, 5): "it may deliver 10 to 18 s late"}
@@ -262,30 +262,28 @@ def _is_there(module: str) -> bool:
 
 async def _check_server(config: BusConfig) -> list[Check]:
     url = redact_url(", ".join(config.servers))
-    replies = ReplySubjects(config.principal, random_id())
-    try:
-        connection = await connect_as(config, name="dynbus-doctor", inbox=replies.server_api)
-    except PermissionDenied as error:
-        remedy = "give credentials in the URL, or DYNBUS_CREDENTIALS"
-        return [Check("server", "fail", redact_url(str(error)), remedy)]
-    except DynbusError as error:
-        return [Check("server", "fail", redact_url(str(error)), _how_to_start(config))]
-    try:
+    async with AsyncExitStack() as exits:
+        try:
+            server = await exits.enter_async_context(connected(config, "dynbus-doctor"))
+        except PermissionDenied as error:
+            remedy = "give credentials in the URL, or DYNBUS_CREDENTIALS"
+            return [Check("server", "fail", redact_url(str(error)), remedy)]
+        except DynbusError as error:
+            return [Check("server", "fail", redact_url(str(error)), _how_to_start(config))]
+        connection = server.connection
         info = connection.server_info
-        checks = [
-            Check("server", "ok", f"{url} ({info.get('server_name', '')})"),
-            check_version(str(info.get("version", ""))),
-            check_headers(bool(info.get("headers"))),
-            check_payload(connection.max_payload),
-            check_round_trip(await _round_trip(connection)),
-        ]
-        return checks + await _check_jetstream(connection, config)
-    except DynbusError as error:
-        return [
-            Check("server", "fail", str(error), "it does not answer in time: is it overloaded?")
-        ]
-    finally:
-        await connection.close()
+        try:
+            checks = [
+                Check("server", "ok", f"{url} ({info.get('server_name', '')})"),
+                check_version(str(info.get("version", ""))),
+                check_headers(bool(info.get("headers"))),
+                check_payload(connection.max_payload),
+                check_round_trip(await _round_trip(connection)),
+            ]
+            return checks + await _check_jetstream(connection, config)
+        except DynbusError as error:
+            remedy = "it does not answer in time: is it overloaded?"
+            return [Check("server", "fail", str(error), remedy)]
 
 
 def _how_to_start(config: BusConfig) -> str:

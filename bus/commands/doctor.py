@@ -36,13 +36,10 @@ _HELP: Final = """Check the server and this machine, and say what to do.
 def doctor(ctx: click.Context, /, as_json: bool, nats: str | None) -> None:
     import asyncio
 
-    from dynbus.bus.config import load_config
-    from dynbus.bus.telemetry.logs import configure_logging
-
     from .diagnosis import diagnose
+    from .server import prepare
 
-    configure_logging("console", "critical")
-    checks = asyncio.run(diagnose(load_config({"servers": nats} if nats else {})))
+    checks = asyncio.run(diagnose(prepare(nats, level="critical")))
     if as_json:
         print_json([check._asdict() for check in checks])
     else:

@@ -37,14 +37,16 @@ def ps(namespace: str | None, as_json: bool, nats: str | None) -> None:
     import asyncio
 
     from dynbus.bus.clock import unix_time
-    from dynbus.bus.config import load_config
-    from dynbus.bus.telemetry.logs import configure_logging
 
-    from .survey import survey
+    from .server import connected, prepare
+    from .survey import Survey, survey
 
-    configure_logging("console", "error")
-    config = load_config({"servers": nats} if nats else {})
-    found = asyncio.run(survey(config))
+    async def look() -> Survey:
+        async with connected(config, "dynbus-ps") as server:
+            return await survey(server)
+
+    config = prepare(nats)
+    found = asyncio.run(look())
     if found.notice:
         notice(found.notice)
     rows = [row for row in found.rows if namespace in (None, row.namespace)]

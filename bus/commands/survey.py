@@ -6,23 +6,22 @@ JetStream has no records at all.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+import anyio
 import msgspec
 
-from dynbus.bus.cleanup import end_tasks
-from dynbus.bus.config import BusConfig
-from dynbus.bus.errors import DynbusError, Unavailable
-from dynbus.bus.nats.connecting import connect_as
-from dynbus.bus.protocol.names import TOKEN, ReplySubjects
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.errors import DynbusError
+from dynbus.bus.protocol.names import TOKEN
 from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_of
-from dynbus.bus.transport import Connection, Message, NoStream, StoredMessage
+from dynbus.bus.records.reading import read_latest
+from dynbus.bus.transport import NoStream
+
+from .server import Server
 
 ANSWER_SECONDS: Final = 1.0
 """Seconds that instances have to answer; above 100 of them they spread their answers over 0.25."""
@@ -94,32 +93,32 @@ class Survey(NamedTuple):
     notice: str
 
 
-async def survey(config: BusConfig) -> Survey:
+async def survey(server: Server) -> Survey:
     """Ask the server and all instances, within bounded time.
 
     Raises:
         PermissionDenied, Unavailable: the server cannot be used.
     """
-    replies = ReplySubjects(config.principal, random_id())
-    connection = await connect_as(config, name="dynbus-ps", inbox=replies.server_api)
-    try:
-        return await _gather(connection, f"{replies.base}.ps")
-    finally:
-        await connection.close()
-
-
-async def _gather(connection: Connection, inbox: str) -> Survey:
     notice = ""
     records: list[InstanceRecord] = []
-    answering = asyncio.create_task(_ask(connection, inbox))
-    try:
+
+    async def read_records() -> None:
+        nonlocal notice, records
         try:
-            records = await _read_records(connection)
+            records = await _read_records(server)
         except DynbusError as error:
             notice = f"the records cannot be read ({error}): only instances that answer are shown"
-        return Survey(join(records, await answering), notice)
-    finally:
-        await end_tasks(answering)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read_records)
+        answers = await server.ask(
+            ("$SRV.STATS",),
+            b"",
+            lambda message: parse_answer(message.data),
+            seconds=ANSWER_SECONDS,
+            quiet=QUIET_SECONDS,
+        )
+    return Survey(join(records, answers), notice)
 
 
 def join(records: Iterable[InstanceRecord], answers: Iterable[Answer]) -> list[Row]:
@@ -202,55 +201,12 @@ class _Stats(msgspec.Struct, frozen=True):
     metadata: dict[str, str] = {}
 
 
-async def _ask(connection: Connection, inbox: str) -> list[Answer]:
-    """Ask all services at once and take what comes until it is quiet."""
-    found: list[Answer] = []
-    heard = asyncio.Event()
-
-    def take(message: Message) -> None:
-        answer = parse_answer(message.data)
-        if answer is not None:
-            found.append(answer)
-        heard.set()
-
-    subscription = connection.subscribe(inbox, take)
-    await connection.barrier()
-    connection.publish("$SRV.STATS", b"", reply=inbox)
+async def _read_records(server: Server) -> list[InstanceRecord]:
     try:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            while True:
-                heard.clear()
-                async with asyncio.timeout(QUIET_SECONDS):
-                    await heard.wait()
-    except TimeoutError:
-        pass
-    finally:
-        subscription.unsubscribe()
-    return found
-
-
-async def _read_records(connection: Connection) -> list[InstanceRecord]:
-    found: dict[str, InstanceRecord] = {}
-    read = asyncio.Event()
-
-    def take(message: StoredMessage) -> None:
-        record = None if message.is_marker else record_of(message)
-        if record is None:
-            found.pop(message.subject, None)
-        else:
-            found[message.subject] = record
-
-    try:
-        async with asyncio.timeout(READ_SECONDS):
-            consumer = await connection.jetstream.consume(
-                INSTANCES_STREAM.name, take, last_per_subject=True, on_caught_up=read.set
-            )
-            try:
-                await read.wait()
-            finally:
-                await consumer.stop()
+        latest = await read_latest(
+            server.connection.jetstream, INSTANCES_STREAM.name, timeout=READ_SECONDS
+        )
     except NoStream:
         return []  # no instance has ever been started on this server
-    except TimeoutError:
-        raise Unavailable(f"JetStream did not answer within {READ_SECONDS:g} s") from None
-    return list(found.values())
+    records = map(record_of, latest.values())
+    return [record for record in records if record is not None]

@@ -23,7 +23,6 @@ from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.transport import (
     JetStream,
-    OrderedConsumer,
     StoredMessage,
     StreamFull,
     WrongLastSequence,
@@ -42,6 +41,7 @@ from .object_records import (
     digest_text,
     record_subject,
 )
+from .reading import read_latest, read_until
 
 logger = logging.getLogger(__name__)
 
@@ -58,28 +58,22 @@ CLEANUP_TIMEOUT: Final = 5.0
 ABANDONED_AFTER: Final = 3600.0
 
 
-class _Reading:
-    """What one consumer has brought; done when it has caught up or brought `enough` bytes."""
+class _Chunks:
+    """The chunks of an object as far as they are there; it has `size` bytes."""
 
-    def __init__(self, enough: int | None) -> None:
-        self.messages: list[StoredMessage] = []
+    def __init__(self, size: int) -> None:
+        self.pieces: list[bytes] = []
         # Digested as they come: all at once would block the loop.
         self.digest = hashlib.sha256()
         self.size = 0
-        self.done = asyncio.Event()
-        self._enough = enough
+        self._enough = size
 
-    @property
-    def data(self) -> bytes:
-        return b"".join(message.data for message in self.messages)
-
-    def take(self, message: StoredMessage) -> None:
-        """Take a delivery."""
-        self.messages.append(message)
+    def take(self, message: StoredMessage) -> bool:
+        """Take a delivery; returns whether it was the last."""
+        self.pieces.append(message.data)
         self.digest.update(message.data)
         self.size += len(message.data)
-        if self._enough is not None and self.size >= self._enough:
-            self.done.set()
+        return self.size >= self._enough
 
 
 class ObjectStore:
@@ -171,13 +165,13 @@ class ObjectStore:
         end = monotonic() + timeout
         stored = await self._present(end, name)
         while True:
-            reading = await self._chunks(end, stored.record)
-            if stored.record.fits(reading.size, reading.digest.digest()):
-                return Object(stored.info, reading.data)
+            chunks = await self._chunks(end, stored.record)
+            if stored.record.fits(chunks.size, chunks.digest.digest()):
+                return Object(stored.info, b"".join(chunks.pieces))
             now = await self._present(end, name)
             if now.revision == stored.revision:
                 raise ObjectDamaged(
-                    f"object {name} of bucket {self._bucket} is damaged: {reading.size} of "
+                    f"object {name} of bucket {self._bucket} is damaged: {chunks.size} of "
                     f"{stored.record.size} bytes are there, or they are not those of "
                     f"{stored.record.digest}; put it again or delete it"
                 )
@@ -215,7 +209,7 @@ class ObjectStore:
         """
         end = monotonic() + timeout
         # Chunks first: a put that ends after this has its record in the second reading.
-        chunks = await self._last_of_each(end, chunk_subject(self._bucket, "*"))
+        chunks = await self._latest(end, chunk_subject(self._bucket, "*"))
         records = await self._records(end)
         alive = {stored.record.nuid for stored in records}
         old = [chunk for chunk in chunks if chunk.time <= unix_time() - older_than]
@@ -244,8 +238,7 @@ class ObjectStore:
         return None if message is None or message.is_marker else StoredRecord.of(message)
 
     async def _records(self, end: float) -> list[StoredRecord]:
-        messages = await self._last_of_each(end, f"$O.{self._bucket}.M.>")
-        return [StoredRecord.of(message) for message in messages if not message.is_marker]
+        return [StoredRecord.of(one) for one in await self._latest(end, f"$O.{self._bucket}.M.>")]
 
     async def _replace(self, end: float, record: ObjectRecord, replaced: set[str]) -> StoredRecord:
         """Make `record` the one of its name, and drop the chunks of those that it follows.
@@ -326,52 +319,25 @@ class ObjectStore:
 
         await self._clean_up(nuid, withdraw())
 
-    async def _chunks(self, end: float, record: ObjectRecord) -> _Reading:
-        """The chunks of an object as far as they are there."""
-        if not record.size:
-            return _Reading(0)
-        return await self._read(end, chunk_subject(self._bucket, record.nuid), enough=record.size)
+    async def _chunks(self, end: float, record: ObjectRecord) -> _Chunks:
+        chunks = _Chunks(record.size)
+        if record.size:
+            # Of a bucket that is made again meanwhile there are as many as were read.
+            await read_until(
+                self._jetstream,
+                self._config.name,
+                chunks.take,
+                subject=chunk_subject(self._bucket, record.nuid),
+                timeout=_left(end),
+                retry=True,
+            )
+        return chunks
 
-    async def _last_of_each(self, end: float, subject: str) -> list[StoredMessage]:
-        reading = await self._read(end, subject, last_per_subject=True)
-        # A reading that was interrupted has begun again.
-        return list({message.subject: message for message in reading.messages}.values())
-
-    async def _read(
-        self,
-        end: float,
-        subject: str,
-        *,
-        last_per_subject: bool = False,
-        enough: int | None = None,
-    ) -> _Reading:
-        """Read what the bucket holds of a subject, or until there are `enough` bytes."""
-
-        async def consume(left: float) -> tuple[_Reading, OrderedConsumer]:
-            # One of its own for each try: the server may have begun to serve one that failed.
-            reading = _Reading(enough)
-            try:
-                async with asyncio.timeout(left):
-                    return reading, await self._jetstream.consume(
-                        self._config.name,
-                        reading.take,
-                        subject=subject,
-                        last_per_subject=last_per_subject,
-                        on_recreated=reading.done.set,
-                        on_caught_up=reading.done.set,
-                    )
-            except TimeoutError:
-                raise Unavailable(f"bucket {self._bucket} did not answer in time") from None
-
-        reading, consumer = await self._try(end, consume)
-        try:
-            async with asyncio.timeout(_left(end)):
-                await reading.done.wait()
-        except TimeoutError:
-            raise Unavailable(f"bucket {self._bucket} could not be read in time") from None
-        finally:
-            await finish(consumer.stop())
-        return reading
+    async def _latest(self, end: float, subject: str) -> list[StoredMessage]:
+        latest = await read_latest(
+            self._jetstream, self._config.name, subject, timeout=_left(end), retry=True
+        )
+        return list(latest.values())
 
     async def _drop_chunks(self, nuid: str, timeout: float) -> None:
         await self._jetstream.purge(

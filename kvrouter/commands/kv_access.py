@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from typing import Final, NamedTuple
 
+from dynbus.bus.commands.server import connected, prepare
 from dynbus.bus.commands.terminal import notice
-from dynbus.bus.config import load_config
-from dynbus.bus.errors import ConfigError
-from dynbus.bus.nats.connecting import connect_as
-from dynbus.bus.protocol.names import ReplySubjects, check_token
-from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.bus.protocol.names import check_token
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_of, record_subject
-from dynbus.bus.telemetry.logs import configure_logging
-from dynbus.bus.transport import JetStream, NoStream, StoredMessage
+from dynbus.bus.records.reading import read_latest
+from dynbus.bus.transport import JetStream, NoStream
 from dynbus.kvrouter.routing.profile import BLOCK_SIZE_KEY
 from dynbus.kvrouter.stream.history import (
     NOW,
@@ -61,20 +58,16 @@ def run(where: Where, report: Report) -> None:
     Raises:
         ConfigError, NoHistory, NoStream, PermissionDenied, Unavailable: it cannot be told, and why.
     """
-    configure_logging("console", "error")
+    config = prepare(where.nats)
     check_token("namespace", where.namespace)
     if where.component is not None:
         check_token("component", where.component)
-    asyncio.run(_run(where, report))
 
+    async def tell() -> None:
+        async with connected(config, "dynbus-kv") as server:
+            await report(Opened(server.connection.jetstream, where))
 
-async def _run(where: Where, report: Report) -> None:
-    config = load_config({"servers": where.nats} if where.nats else {})
-    replies = ReplySubjects(config.principal, random_id())
-    connection = await connect_as(config, name="dynbus-kv", inbox=replies.server_api)
-    async with AsyncExitStack() as exits:
-        exits.push_async_callback(connection.close)
-        await report(Opened(connection.jetstream, where))
+    asyncio.run(tell())
 
 
 async def component_of(at: Opened) -> str:
@@ -124,33 +117,18 @@ async def past_index(at: Opened, component: str, point: Point = NOW) -> PastInde
 
 async def leases_of(at: Opened, component: str) -> dict[str, Mapping[str, str]] | None:
     """The metadata of the instances with a lease; None when there are no leases to read."""
-    found: dict[str, Mapping[str, str]] = {}
-    read = asyncio.Event()
-
-    def take(message: StoredMessage) -> None:
-        record = None if message.is_marker else record_of(message)
-        if record is not None:
-            found[record.instance_id] = record.metadata
-
+    subject = record_subject(at.where.namespace, component, "*")
     try:
-        async with asyncio.timeout(at.where.timeout):
-            consumer = await at.jetstream.consume(
-                INSTANCES_STREAM.name,
-                take,
-                subject=record_subject(at.where.namespace, component, "*"),
-                last_per_subject=True,
-                on_caught_up=read.set,
-            )
-            try:
-                await read.wait()
-            finally:
-                await consumer.stop()
+        latest = await read_latest(
+            at.jetstream, INSTANCES_STREAM.name, subject, timeout=at.where.timeout
+        )
     except NoStream:
         return None
-    except TimeoutError:
-        notice("the instances' records could not be read in time: leases are not known")
+    except Unavailable as error:
+        notice(f"{error}: which instances have a lease is not known")
         return None
-    return found
+    records = map(record_of, latest.values())
+    return {record.instance_id: record.metadata for record in records if record is not None}
 
 
 def announced_block_sizes(leases: Mapping[str, Mapping[str, str]] | None) -> list[int]:

@@ -62,9 +62,8 @@ def why(
 ) -> None:
     import asyncio
 
+    from dynbus.bus.commands.server import prepare
     from dynbus.bus.commands.terminal import notice, print_json
-    from dynbus.bus.config import load_config
-    from dynbus.bus.telemetry.logs import configure_logging
     from dynbus.kvrouter.routing.why import Question
 
     from .why_report import (
@@ -79,8 +78,7 @@ def why(
         raise click.UsageError("give a request id, or --last for the latest decision")
     place = _place(namespace, component)
     question = Question(latest=1 if last else limit) if request_id is None else Question(request_id)
-    configure_logging("console", "error")
-    config = load_config({"servers": nats} if nats else {})
+    config = prepare(nats)
     answers = asyncio.run(ask_routers(config, question, *place))
     knowing = [answer for answer in answers if answer.decisions]
     if last:

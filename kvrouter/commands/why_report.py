@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import click
 import msgspec
 
+from dynbus.bus.commands.server import connected
 from dynbus.bus.commands.survey import survey
 from dynbus.bus.commands.terminal import duration, plain, print_table, printable
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.nats.connecting import connect_as
-from dynbus.bus.protocol.names import ReplySubjects
-from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.transport import Message
 from dynbus.kvrouter.routing.observing import TARGET_KEY
 from dynbus.kvrouter.routing.why import MAX_REQUEST_ID, Answer, Question, why_subject
@@ -42,50 +39,35 @@ async def ask_routers(
     """
     if len(question.request_id) > MAX_REQUEST_ID or not (question.request_id or question.latest):
         raise ConfigError(f"a request id has 1 to {MAX_REQUEST_ID} characters")
+    subjects: set[str] = set()
     if namespace is not None and component is not None:
         subjects = {why_subject(namespace, component)}
-    else:
-        rows = (await survey(config)).rows
-        targets = {f"{row.namespace}.{row.component}" for row in rows}
-        targets |= {row.status[TARGET_KEY] for row in rows if TARGET_KEY in row.status}
-        places = [target.split(".") for target in targets if target.count(".") == 1]
-        subjects = {
-            why_subject(of, name) for of, name in places if namespace is None or of == namespace
-        }
-    return await _ask(config, subjects, msgspec.json.encode(question))
-
-
-async def _ask(config: BusConfig, subjects: Iterable[str], question: bytes) -> list[Answer]:
-    replies = ReplySubjects(config.principal, random_id())
-    connection = await connect_as(config, name="dynbus-why", inbox=replies.server_api)
-    found: dict[str, Answer] = {}
-    heard = asyncio.Event()
-
-    def take(message: Message) -> None:
-        try:
-            answer = _decoder.decode(message.data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            # The server's own answer where nobody listens, which is empty.
-            return
-        found[answer.router] = answer
-        heard.set()
-
-    try:
-        inbox = f"{replies.base}.why"
-        connection.subscribe(inbox, take)
-        await connection.barrier()
-        for subject in subjects:
-            connection.publish(subject, question, reply=inbox)
-        async with asyncio.timeout(ANSWER_SECONDS):
-            while True:
-                heard.clear()
-                async with asyncio.timeout(QUIET_SECONDS):
-                    await heard.wait()
-    except TimeoutError:
-        pass
-    finally:
-        await connection.close()
+    async with connected(config, "dynbus-why") as server:
+        if not subjects:
+            rows = (await survey(server)).rows
+            targets = {f"{row.namespace}.{row.component}" for row in rows}
+            targets |= {row.status[TARGET_KEY] for row in rows if TARGET_KEY in row.status}
+            places = [target.split(".") for target in targets if target.count(".") == 1]
+            subjects = {
+                why_subject(of, name) for of, name in places if namespace is None or of == namespace
+            }
+        answers = await server.ask(
+            subjects,
+            msgspec.json.encode(question),
+            _read_answer,
+            seconds=ANSWER_SECONDS,
+            quiet=QUIET_SECONDS,
+        )
+    found = {answer.router: answer for answer in answers}
     return sorted(found.values(), key=lambda answer: (answer.target, answer.process))
+
+
+def _read_answer(message: Message) -> Answer | None:
+    try:
+        return _decoder.decode(message.data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        # The server's own answer where nobody listens, which is empty.
+        return None
 
 
 def nobody_knows(request_id: str, answers: Sequence[Answer]) -> str:

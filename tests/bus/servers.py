@@ -8,9 +8,18 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from dynbus.bus.commands.server import connected
+from dynbus.bus.commands.survey import Survey, survey
+from dynbus.bus.config import BusConfig
 from dynbus.bus.nats.server_process import RunningServer, free_port
 
 nats: Any = importlib.import_module("nats")  # its annotations do not satisfy strict checks
+
+
+async def survey_of(url: str) -> Survey:
+    """What `dynbus ps` finds at a server."""
+    async with connected(BusConfig(servers=(url,)), "dynbus-ps") as server:
+        return await survey(server)
 
 
 async def make_stream(url: str, name: str) -> None:

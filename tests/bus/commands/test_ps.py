@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.bus.servers import survey_of
 
-from dynbus.bus.commands.survey import Answer, Row, join, parse_answer, survey
-from dynbus.bus.config import BusConfig
+from dynbus.bus.commands.survey import Answer, Row, join, parse_answer
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
@@ -144,7 +144,7 @@ async def test_records_and_answers_are_gathered_from_a_real_server(
     connection.subscribe("$SRV.STATS", respond)
     await connection.barrier()
 
-    found = await survey(BusConfig(servers=(own_server.url,)))
+    found = await survey_of(own_server.url)
 
     await connection.close()
     assert [(row.instance_id, row.component, row.state) for row in found.rows] == [
@@ -158,6 +158,6 @@ async def test_records_and_answers_are_gathered_from_a_real_server(
 async def test_a_server_on_which_nothing_ever_ran_has_no_instance(
     own_server: RunningServer,
 ) -> None:
-    found = await survey(BusConfig(servers=(own_server.url,)))
+    found = await survey_of(own_server.url)
 
     assert found == ([], "")

@@ -1,0 +1,104 @@
+"""The server that a command talks to: its settings, one connection, and questions to many."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from typing import NamedTuple, TypeVar
+
+import anyio
+
+from dynbus.bus.config import BusConfig, load_config
+from dynbus.bus.nats.connecting import connect_as
+from dynbus.bus.nats.connection import NatsConnection
+from dynbus.bus.protocol.names import ReplySubjects
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.telemetry.logs import configure_logging
+from dynbus.bus.transport import Message
+
+T = TypeVar("T")
+
+
+def prepare(nats: str | None, *, level: str = "error") -> BusConfig:
+    """Set up what a command logs, and read its settings.
+
+    Args:
+        nats: the value of `--nats`; None for the one of the environment.
+
+    Raises:
+        ConfigError: a setting is not usable.
+    """
+    configure_logging("console", level)
+    return load_config({"servers": nats} if nats else {})
+
+
+class Server(NamedTuple):
+    """A server that was reached, until the command has ended."""
+
+    config: BusConfig
+    connection: NatsConnection
+    replies: ReplySubjects
+
+    async def ask(
+        self,
+        subjects: Iterable[str],
+        question: bytes,
+        read: Callable[[Message], T | None],
+        *,
+        seconds: float,
+        quiet: float,
+    ) -> list[T]:
+        """Ask all who hear `subjects`, and take answers until it is quiet.
+
+        Args:
+            read: what an answer says; None for what is none.
+            seconds: after which no answer is waited for at all.
+            quiet: seconds without an answer after which nobody else is expected.
+
+        Raises:
+            PermissionDenied, Unavailable: nothing can be asked.
+        """
+        found: list[T] = []
+        heard = asyncio.Event()
+
+        def take(message: Message) -> None:
+            answer = read(message)
+            if answer is not None:
+                found.append(answer)
+                heard.set()
+
+        connection, inbox = self.connection, f"{self.replies.base}.{random_id()}"
+        subscription = connection.subscribe(inbox, take)
+        try:
+            await connection.barrier()
+            for subject in subjects:
+                connection.publish(subject, question, reply=inbox)
+            with anyio.move_on_after(seconds), suppress(TimeoutError):
+                while True:
+                    with anyio.fail_after(quiet):
+                        await heard.wait()
+                    heard = asyncio.Event()
+        finally:
+            subscription.unsubscribe()
+        return found
+
+
+@asynccontextmanager
+async def connected(config: BusConfig, name: str) -> AsyncGenerator[Server]:
+    """Connect with the credentials of a configuration, and close the connection at the end.
+
+    Args:
+        name: how the connection shows in the server's lists.
+
+    Raises:
+        PermissionDenied: the server refuses the credentials.
+        Unavailable: no server can be reached.
+    """
+    replies = ReplySubjects(config.principal, random_id())
+    connection = await connect_as(config, name=name, inbox=replies.server_api)
+    try:
+        yield Server(config, connection, replies)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await connection.close()
