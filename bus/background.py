@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -145,3 +146,67 @@ class Background:
             self._failed(error)
         finally:
             self._tasks = None
+
+
+class Openable:
+    """What is open from `__aenter__` to `close`, which different tasks may call.
+
+    A subclass writes all of its life in `_open`. A task of its own enters that context manager,
+    holds it and leaves it, so it may use task groups and cancel scopes of anyio, and whoever is
+    cancelled while they open or close it leaves nothing behind.
+    """
+
+    _host: asyncio.Task[None] | None = None
+
+    def _open(self) -> AbstractAsyncContextManager[None]:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[None] = loop.create_future()
+        self._scope = anyio.CancelScope()
+        self._closing = asyncio.Event()
+        self._host = loop.create_task(self._hold(opened), name=repr(self))
+        try:
+            await asyncio.wait({self._host, opened}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait({self._host})
+            raise
+        if not opened.done():
+            self._host.result()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End what was opened and wait for its end; more calls change nothing.
+
+        Raises:
+            Exception: what ended it before, or its clean-up.
+        """
+        if self._host is None:
+            return
+        self._closing.set()
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait({self._host})
+        self._host.result()
+
+    async def _hold(self, opened: asyncio.Future[None]) -> None:
+        try:
+            with self._scope:
+                async with self._open():
+                    opened.set_result(None)
+                    await self._closing.wait()
+        except BaseExceptionGroup as group:
+            error = only_cause(group)
+            if opened.done():
+                logger.error("%r failed", self, exc_info=error)
+            raise error from None

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
-from types import TracebackType
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from typing import Literal, Self
 
+import anyio
+
 from dynbus.actors import Actor
-from dynbus.bus.cleanup import end_tasks, finish
+from dynbus.bus.background import Openable
 from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.kvrouter.stream.publisher import KvEventPublisher
 
@@ -21,9 +21,13 @@ from .zmq_subscriber import ZmqSource, check_source, follow_engine
 logger = logging.getLogger(__name__)
 
 
-class EngineEvents:
+class EngineEvents(Openable):
     """Has routers know what the engine of an actor holds. Enter it in `on_start`, before the
     engine is there or after it, and close it in `on_stop`; or use it with `async with`.
+
+    Entering it begins to publish, and to read the engine, which may come later. It raises
+    `ConfigError` when the stream of events is there with other settings, and `Unavailable` when
+    JetStream does not answer.
 
     Args:
         publisher: not entered yet; it is entered and closed here.
@@ -49,7 +53,6 @@ class EngineEvents:
         self.publisher = publisher
         self.bridge = EngineBridge(publisher, block_size=block_size, lora_names=lora_names)
         self._source = source
-        self._exits = AsyncExitStack()
 
     def __repr__(self) -> str:
         return f"<EngineEvents of {self._source.endpoint} for {self.publisher!r}>"
@@ -73,36 +76,15 @@ class EngineEvents:
         publisher = KvEventPublisher.of(actor, ranks=ranks, stream=stream)
         return cls(publisher, source, block_size=block_size, lora_names=lora_names)
 
-    async def __aenter__(self) -> Self:
-        """Begin to publish, and to read the engine, which may come later.
-
-        Raises:
-            ConfigError: the stream of events is there with other settings.
-            Unavailable: JetStream does not answer.
-        """
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
         for rank in (None,) if self._source.ranks is None else self._source.ranks:
             # Said before anything is published: nobody takes the rank for an empty cache.
             self.bridge.stream(rank)
-        async with AsyncExitStack() as exits:
-            await exits.enter_async_context(self.publisher)
-            task = asyncio.get_running_loop().create_task(
-                self._follow(), name=f"engine-events-{self._source.endpoint}"
-            )
-            exits.push_async_callback(end_tasks, task)
-            self._exits = exits.pop_all()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await finish(self.close())
-
-    async def close(self) -> None:
-        """Read and publish no more."""
-        await self._exits.aclose()
+        async with self.publisher, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._follow)
+            yield
+            tasks.cancel_scope.cancel()
 
     def report_mode(self) -> Literal["incremental", "full"]:
         """What to give vLLM with the request that is made now; see `EngineBridge.report_mode`."""

@@ -6,16 +6,15 @@ write and what an answer means; `Election` carries it out.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import AsyncExitStack
-from types import TracebackType
-from typing import Final, Self
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
 
+import anyio
 import msgspec
 
-from dynbus.bus.cleanup import end_tasks, finish
+from dynbus.bus.background import Openable
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.protocol.names import KV_ELECTION_BUCKET, kv_election_subject
@@ -113,7 +112,7 @@ def _holder(data: bytes) -> str | None:
         return None
 
 
-class Election:
+class Election(Openable):
     """Stands for election until closed. Use it with `async with`.
 
     Args:
@@ -137,8 +136,7 @@ class Election:
         self._candidacy = Candidacy(holder, ttl)
         self._repair = StreamRepair(jetstream, ELECTION_STREAM.name, self._make_bucket)
         self._is_fit = is_fit
-        self._changed = asyncio.Event()
-        self._exits = AsyncExitStack()
+        self._scopes: set[anyio.CancelScope] = set()
         self.failures = 0
         self._told = ""
 
@@ -149,33 +147,32 @@ class Election:
     def is_elected(self) -> bool:
         return self._candidacy.is_elected(monotonic())
 
-    async def __aenter__(self) -> Self:
-        task = asyncio.get_running_loop().create_task(self._run(), name=f"elect {self._subject}")
-        self._exits.push_async_callback(end_tasks, task)
-        return self
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._run)
+                yield
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._resign()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await finish(self.close())
-
-    async def close(self) -> None:
-        """Stand no more; another one may be elected at once."""
-        await self._exits.aclose()
-        await self._resign()
-
-    async def until_lost(self) -> None:
-        """Wait until it is not elected, or not any longer."""
-        while (left := self._candidacy.left(monotonic())) > 0:
-            self._changed.clear()
+    @contextmanager
+    def while_elected(self) -> Generator[anyio.CancelScope]:
+        """Cancel what is within as soon as another one may be elected."""
+        with anyio.CancelScope() as scope:
+            self._scopes.add(scope)
+            self._limit(scope)
             try:
-                async with asyncio.timeout(left):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
+                yield scope
+            finally:
+                self._scopes.discard(scope)
+
+    def _limit(self, *scopes: anyio.CancelScope) -> None:
+        until = anyio.current_time() + self._candidacy.left(monotonic())
+        for scope in scopes:
+            scope.deadline = until
 
     async def _run(self) -> None:
         while True:
@@ -197,8 +194,8 @@ class Election:
                 # Without a candidate no snapshot would ever be taken again.
                 self.failures += 1
                 logger.exception("%r: a round failed", self)
-            self._changed.set()
-            await asyncio.sleep(self._candidacy.ttl / 3)
+            self._limit(*self._scopes)
+            await anyio.sleep(self._candidacy.ttl / 3)
 
     async def _look_after_bucket(self) -> None:
         """Make the bucket again where its server can store nothing in it any more."""
@@ -240,7 +237,7 @@ class Election:
         if not self.is_elected:
             return
         self._candidacy.lost()
-        self._changed.set()
+        self._limit(*self._scopes)
         try:
             await self._jetstream.publish(
                 self._subject,

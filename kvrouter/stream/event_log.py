@@ -84,7 +84,7 @@ class BatchState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class OutgoingBatch:
     """A message to be published.
 
     Attributes:
@@ -178,7 +178,7 @@ class EventLog:
         self._state: Iterator[_Waiting] = iter(())
         self._next_of_state: _Waiting | None = None
         self._waiting: deque[_Waiting] = deque()
-        self._in_flight: deque[Batch] = deque()
+        self._in_flight: deque[OutgoingBatch] = deque()
         self._last_sequence = 0
         self._resynced = 0.0
         self._resync_at: float | None = None
@@ -322,7 +322,7 @@ class EventLog:
 
     # Batches --------------------------------------------------------------------------
 
-    def next_batch(self, now: float) -> Batch | None:
+    def next_batch(self, now: float) -> OutgoingBatch | None:
         """What to publish next; None while there is nothing, or its place is not free.
 
         To be asked only when it can be published: an epoch begins with what is held now.
@@ -338,11 +338,11 @@ class EventLog:
             return None
         return self._collect()
 
-    def is_current(self, batch: Batch) -> bool:
+    def is_current(self, batch: OutgoingBatch) -> bool:
         """Whether the outcome of a batch still matters."""
         return batch in self._in_flight
 
-    def stored(self, batch: Batch, sequence: int) -> None:
+    def stored(self, batch: OutgoingBatch, sequence: int) -> None:
         """The stream has a batch at `sequence`."""
         if not self.is_current(batch):
             return
@@ -360,7 +360,7 @@ class EventLog:
             self.statistics.events += first.events
             self.statistics.bytes += len(first.data)
 
-    def failed(self, batch: Batch) -> None:
+    def failed(self, batch: OutgoingBatch) -> None:
         """Whether the stream has a batch is not known."""
         if self.is_current(batch):
             batch.state = BatchState.FAILED
@@ -388,7 +388,7 @@ class EventLog:
         self._state = (_Waiting(event, event_bytes(event), 0.0) for event in everything)
         self._next_of_state = next(self._state, None)
 
-    def _next_repeat(self) -> Batch | None:
+    def _next_repeat(self) -> OutgoingBatch | None:
         """The first failed batch, once it is known what became of all that are on their way."""
         batches = self._in_flight
         if any(batch.state is BatchState.IN_FLIGHT for batch in batches):
@@ -400,7 +400,7 @@ class EventLog:
                 return batch
         return None
 
-    def _collect(self) -> Batch | None:
+    def _collect(self) -> OutgoingBatch | None:
         events: list[KvEvent | CacheDigest] = []
         size = FRAME_BYTES
         since = 0.0
@@ -428,7 +428,7 @@ class EventLog:
             events, event_epoch=self.event_epoch, first_id=self._next_id, dp_rank=self.dp_rank
         )
         said = encode_awareness(self.awareness)
-        batch = Batch(self.event_epoch, self._next_id, len(events), data, since, said)
+        batch = OutgoingBatch(self.event_epoch, self._next_id, len(events), data, since, said)
         self._next_id += len(events)
         self._in_flight.append(batch)
         return batch

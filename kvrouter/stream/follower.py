@@ -11,17 +11,17 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Final, NamedTuple, Self
 
+import anyio
 import numpy as np
 from numpy.typing import NDArray
 
 from dynbus.actors import Runtime
-from dynbus.bus.cleanup import end_tasks, finish
+from dynbus.bus.background import Openable
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol.names import check_token, kv_event_subject, kv_resync_subject
@@ -90,8 +90,12 @@ class FollowerStatus:
     failures: int
 
 
-class IndexFollower:
+class IndexFollower(Openable):
     """An index that follows the events of one component. Use it with `async with`.
+
+    Entering it makes the stream if there is none, and begins to read. It raises `ConfigError` when
+    the stream is there with other settings, and `Unavailable` when JetStream does not answer. When
+    it is closed the index stays as it is.
 
     Args:
         connection: belongs to the event loop on which the follower is entered.
@@ -144,7 +148,6 @@ class IndexFollower:
         self._behind = 0
         self._caught_up = False
         self._consumer: OrderedConsumer | None = None
-        self._exits = AsyncExitStack()
         self._look_at = 0.0
         self._recreations = 0
         self._failures = 0
@@ -176,29 +179,24 @@ class IndexFollower:
             max_blocks=max_blocks,
         )
 
-    async def __aenter__(self) -> Self:
-        """Begin to read the stream, which is made if there is none.
-
-        Raises:
-            ConfigError: the stream is there with other settings.
-            Unavailable: JetStream does not answer.
-        """
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
         jetstream = self._connection.jetstream
         await ensure_stream(jetstream, self.stream)
-        created = self._position.created
-        if created is None:
+        if self._position.created is None:
             created = (await jetstream.stream_info(self.stream.name)).created
             self._position = Position(self._position.sequence, created)
-        async with AsyncExitStack() as exits:
-            exits.push_async_callback(self._stop_reading)
+        try:
             await self._read()
-            task = asyncio.get_running_loop().create_task(
-                self._run(), name=f"kv-index-{self.component}"
-            )
-            exits.push_async_callback(end_tasks, task)
-            self._exits = exits.pop_all()
-        self._look_at_instances(monotonic())
-        return self
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._run)
+                self._look_at_instances(monotonic())
+                yield
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._stop_reading()
+            self._consumer = None
 
     async def _read(self) -> None:
         """Read the stream from here on; of one that was made again everything."""
@@ -216,19 +214,6 @@ class IndexFollower:
     async def _stop_reading(self) -> None:
         if self._consumer is not None:
             await self._consumer.stop()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await finish(self.close())
-
-    async def close(self) -> None:
-        """Stop following; the index stays as it is."""
-        await self._exits.aclose()
-        self._consumer = None
 
     # Questions ------------------------------------------------------------------------
 
@@ -320,7 +305,8 @@ class IndexFollower:
         try:
             yield self.index
         finally:
-            await finish(self._catch_up())
+            with anyio.CancelScope(shield=True):
+                await self._catch_up()
 
     async def _catch_up(self) -> None:
         """Apply what was held back, in steps; what comes meanwhile queues up behind it."""
@@ -367,11 +353,8 @@ class IndexFollower:
 
     async def _run(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(TICK):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            with anyio.move_on_after(TICK):
+                await self._wake.wait()
             self._wake.clear()
             try:
                 now = monotonic()

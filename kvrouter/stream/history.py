@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
+import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.protocol.names import kv_event_stream, kv_event_subject
@@ -290,7 +290,7 @@ async def _read(
         done.set()
 
     try:
-        async with asyncio.timeout(max(0.0, end - monotonic())):
+        with anyio.fail_after(max(0.0, end - monotonic())):
             consumer = await jetstream.consume(
                 kv_event_stream(namespace),
                 on_message,
@@ -304,7 +304,8 @@ async def _read(
             try:
                 await done.wait()
             finally:
-                await finish(consumer.stop())
+                with anyio.CancelScope(shield=True):
+                    await consumer.stop()
     except TimeoutError:
         raise Unavailable(
             f"{kv_event_stream(namespace)} could not be read in time: give more of it"

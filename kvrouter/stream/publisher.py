@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
-from types import TracebackType
 from typing import Final, Self, SupportsIndex
 
+import anyio
+from anyio.abc import TaskGroup
+
 from dynbus.actors import Actor
-from dynbus.bus.cleanup import end_tasks, finish
+from dynbus.bus.background import Openable
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, DynbusError, PayloadTooLarge, Unavailable
 from dynbus.bus.protocol import headers
@@ -28,7 +30,7 @@ from dynbus.bus.transport import Connection, ConnectionState, Message, NoStream
 from dynbus.kvrouter.events import KvEvent
 
 from .awareness import AwarenessLevel, CacheAwareness
-from .event_log import Batch, EventLog, LogStatistics
+from .event_log import EventLog, LogStatistics, OutgoingBatch
 from .event_stream import EpochClock, EventStream, ensure_stream, rank_of, read_header
 from .handover import DEFAULT_HANDED_BYTES, Handover, own_events
 from .resync import decode_resync
@@ -82,7 +84,7 @@ class BatchSender:
         self._on_outcome = on_outcome
         self._tries = 0
         self._lacks_stream = False
-        self._sending: dict[Batch, tuple[EventLog, asyncio.Task[None]]] = {}
+        self._sending: dict[OutgoingBatch, tuple[EventLog, anyio.CancelScope]] = {}
 
     def __repr__(self) -> str:
         return f"<BatchSender {'.'.join(self._address)} [{len(self._sending)} in flight]>"
@@ -91,8 +93,12 @@ class BatchSender:
     def is_connected(self) -> bool:
         return self._connection.state is ConnectionState.CONNECTED
 
-    async def send(self, logs: Collection[EventLog], now: float) -> None:
-        """Send what the logs have to say, as far as that is possible now."""
+    async def send(self, logs: Collection[EventLog], now: float, tasks: TaskGroup) -> None:
+        """Send what the logs have to say, as far as that is possible now.
+
+        Args:
+            tasks: wait for the acknowledgements; what is in flight when they end is given up.
+        """
         if now < self.retry_at or not self.is_connected:
             return
         if self._lacks_stream:
@@ -108,22 +114,20 @@ class BatchSender:
             self._limit_batches(log)
         for log in logs:
             while (batch := log.next_batch(now)) is not None:
-                self._send(log, batch)
+                scope = anyio.CancelScope()
+                self._sending[batch] = (log, scope)
+                tasks.start_soon(self._publish, log, batch, scope)
                 # A resend has many batches, and each takes some milliseconds to encode.
                 await asyncio.sleep(0)
                 if self.retry_at > now or not self.is_connected:
                     return
-        for batch, (log, task) in self._sending.items():
+        for batch, (log, scope) in self._sending.items():
             if not log.is_current(batch):
-                task.cancel()
+                scope.cancel()
 
     def try_at_once(self) -> None:
         """What kept from sending is over."""
         self.retry_at = 0.0
-
-    async def close(self) -> None:
-        """Give up what is in flight."""
-        await end_tasks(*(task for _, task in self._sending.values()))
 
     def note_failure(self, error: Exception) -> None:
         """Count a failure, and send nothing for a while."""
@@ -139,13 +143,14 @@ class BatchSender:
     def _limit_batches(self, log: EventLog) -> None:
         log.limit_batches(self._connection.max_payload - HEADER_ROOM)
 
-    def _send(self, log: EventLog, batch: Batch) -> None:
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(self._publish(log, batch), name="kv-events-batch")
-        self._sending[batch] = (log, task)
-        task.add_done_callback(lambda _: self._sending.pop(batch, None))
+    async def _publish(self, log: EventLog, batch: OutgoingBatch, scope: anyio.CancelScope) -> None:
+        try:
+            with scope:
+                await self._store(log, batch)
+        finally:
+            del self._sending[batch]
 
-    async def _publish(self, log: EventLog, batch: Batch) -> None:
+    async def _store(self, log: EventLog, batch: OutgoingBatch) -> None:
         namespace, component, instance_id = self._address
         subject = kv_event_subject(namespace, component, instance_id, log.dp_rank)
         number = f"{instance_id}.{log.dp_rank}.{batch.event_epoch}.{batch.first_id}"
@@ -156,7 +161,10 @@ class BatchSender:
             sequence = await self._connection.jetstream.publish(
                 subject, batch.data, message_id=number, headers=fields, timeout=PUBLISH_TIMEOUT
             )
-        except DynbusError as error:
+        except Exception as error:
+            if not isinstance(error, DynbusError):
+                # A batch that nobody hears of again would keep back all that follows it.
+                logger.exception("%r: a batch could not be published", self)
             log.failed(batch)
             self._lacks_stream |= isinstance(error, NoStream)
             if isinstance(error, PayloadTooLarge):
@@ -225,8 +233,11 @@ def rank_status(log: EventLog) -> RankStatus:
     )
 
 
-class KvEventPublisher:
+class KvEventPublisher(Openable):
     """Publishes what the ranks of one instance hold in their caches. Use it with `async with`.
+
+    Entering it makes the stream and begins to listen to routers. It raises `ConfigError` when the
+    stream is there with other settings, and `Unavailable` when JetStream does not answer.
 
     Args:
         connection: belongs to the event loop on which the publisher is entered.
@@ -282,7 +293,6 @@ class KvEventPublisher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
-        self._exits = AsyncExitStack()
         self._closed = False
         self._above = 0
         self._stepped = 0.0
@@ -306,47 +316,33 @@ class KvEventPublisher:
             process_status=actor.runtime.bus.status,
         )
 
-    async def __aenter__(self) -> Self:
-        """Make the stream, listen to routers, and begin to publish.
-
-        Raises:
-            ConfigError: the stream is there with other settings.
-            Unavailable: JetStream does not answer.
-        """
-        loop = asyncio.get_running_loop()
-        jetstream = self._connection.jetstream
-        await ensure_stream(jetstream, self.stream)
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
+        connection = self._connection
+        await ensure_stream(connection.jetstream, self.stream)
         self._above = await self._last_epoch()
         for rank in self._ranks:
             self._log(rank)
-        async with AsyncExitStack() as exits:
-            subscription = self._connection.subscribe(
-                kv_resync_subject(*self._address, "*"), self._on_resync
-            )
-            exits.callback(subscription.unsubscribe)
-            await self._connection.barrier()
-            exits.callback(self._connection.on_state(self._on_state))
-            task = loop.create_task(self._run(), name=f"kv-events-{self._address[2]}")
-            exits.push_async_callback(end_tasks, task)
-            self._exits = exits.pop_all()
-        self._loop = loop
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await finish(self.close())
+        subscription = connection.subscribe(kv_resync_subject(*self._address, "*"), self._on_resync)
+        stop_listening = connection.on_state(self._on_state)
+        try:
+            await connection.barrier()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._run, tasks)
+                self._loop = asyncio.get_running_loop()
+                yield
+                tasks.cancel_scope.cancel()
+        finally:
+            self._closed = True
+            stop_listening()
+            subscription.unsubscribe()
+            if self._process_status is not None:
+                self._process_status.remove(self._name)
 
     async def close(self) -> None:
         """Stop publishing; what waits is given up, since the lease goes with the instance."""
         self._closed = True
-        if self._process_status is not None:
-            self._process_status.remove(self._name)
-        await self._exits.aclose()
-        await self._sender.close()
+        await super().close()
 
     # From any thread ------------------------------------------------------------------
 
@@ -449,7 +445,7 @@ class KvEventPublisher:
             Unavailable: it does not within `timeout` seconds.
         """
         try:
-            async with asyncio.timeout(timeout):
+            with anyio.fail_after(timeout):
                 while not self._handover.is_empty or not all(
                     log.is_idle for log in self._logs.values()
                 ):
@@ -513,13 +509,13 @@ class KvEventPublisher:
             return 0
         return read_header(stored.data).event_epoch
 
-    async def _run(self) -> None:
+    async def _run(self, tasks: TaskGroup) -> None:
         while True:
             await self._wait()
             self._wake.clear()
             await asyncio.sleep(self._linger if self._handover.events < EVENTS_PER_STEP else 0)
             try:
-                await self._step()
+                await self._step(tasks)
             except Exception as error:
                 # An engine without its publisher would look idle for ever.
                 logger.exception("%r: a step failed, all is sent again", self)
@@ -528,12 +524,12 @@ class KvEventPublisher:
                     log.begin_anew()
             self._progress.set()
 
-    async def _step(self) -> None:
+    async def _step(self, tasks: TaskGroup) -> None:
         self._take_in()
         now = self._stepped = monotonic()
         for log in self._logs.values():
             log.append_digest(unix_time(), now)
-        await self._sender.send(list(self._logs.values()), now)
+        await self._sender.send(list(self._logs.values()), now, tasks)
 
     def _take_in(self) -> None:
         """Take in what was handed over, or as much of it as does not keep the loop for long."""
@@ -562,12 +558,8 @@ class KvEventPublisher:
                     due.append(max(log.resync_at, retry_at))
                 elif not log.is_idle and retry_at > self._stepped:
                     due.append(retry_at)
-        try:
-            limit = max(0.0, min(due) - monotonic()) if due else None
-            async with asyncio.timeout(limit):
-                await self._wake.wait()
-        except TimeoutError:
-            return
+        with anyio.move_on_after(max(0.0, min(due) - monotonic()) if due else None):
+            await self._wake.wait()
 
     def _on_outcome(self, log: EventLog) -> None:
         """A log was told what became of one of its batches."""

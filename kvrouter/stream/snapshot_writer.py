@@ -4,14 +4,16 @@ one router of all that follow a component (`SnapshotWriter`).
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
-from dynbus.bus.cleanup import end_tasks, finish
+import anyio
+import anyio.lowlevel
+
+from dynbus.bus.background import Openable
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol.names import kv_event_subject
@@ -165,7 +167,7 @@ class SnapshotStatus:
     last_failure: str
 
 
-class SnapshotWriter:
+class SnapshotWriter(Openable):
     """Stands for election, and takes snapshots while elected. Use it with `async with`.
 
     The follower is asked as before while its index is dumped, and is as much behind after it
@@ -200,7 +202,6 @@ class SnapshotWriter:
             is_fit=self._is_fit,
             ttl=ttl,
         )
-        self._exits = AsyncExitStack()
         self._knows_latest = False
         self._is_writing = False
         self._latest: SnapshotInfo | None = None
@@ -215,27 +216,13 @@ class SnapshotWriter:
         where = f"{self._follower.namespace}.{self._follower.component}"
         return f"<SnapshotWriter {where} [elected: {self._election.is_elected}]>"
 
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as exits:
-            await exits.enter_async_context(self._election)
-            task = asyncio.get_running_loop().create_task(
-                self._run(), name=f"kv-snapshots-{self._follower.component}"
-            )
-            exits.push_async_callback(end_tasks, task)
-            self._exits = exits.pop_all()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await finish(self.close())
-
-    async def close(self) -> None:
-        """Take no more snapshots; one that is being written is given up."""
-        await self._exits.aclose()
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
+        async with self._election, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._run)
+            yield
+            # A snapshot that is being written is given up.
+            tasks.cancel_scope.cancel()
 
     def status(self) -> SnapshotStatus:
         """Counters of this writer."""
@@ -266,7 +253,7 @@ class SnapshotWriter:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_INTERVAL)
+            await anyio.sleep(LOOK_INTERVAL)
             if not self._election.is_elected:
                 self._knows_latest = False
                 continue
@@ -306,7 +293,11 @@ class SnapshotWriter:
         begun = monotonic()
         self._is_writing = True
         try:
-            await self._write_while_elected(due, stream, newest)
+            with self._election.while_elected() as elected:
+                await self._write(due, stream, newest)
+            if elected.cancelled_caught:
+                self._abandoned += 1
+                logger.warning("%r: a snapshot was given up: another router takes them now", self)
         finally:
             self._is_writing = False
             self._seconds = monotonic() - begun
@@ -344,20 +335,6 @@ class SnapshotWriter:
         latest = self._covered(stream)
         return not due.is_urgent and latest is not None and newest <= latest.sequence
 
-    async def _write_while_elected(self, due: Due, stream: StreamInfo, newest: int) -> None:
-        loop = asyncio.get_running_loop()
-        writing = loop.create_task(self._write(due, stream, newest), name="kv-snapshot")
-        lost = loop.create_task(self._election.until_lost(), name="kv-snapshot-election")
-        try:
-            await asyncio.wait({writing, lost}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await finish(end_tasks(writing, lost))
-        if writing.cancelled():
-            self._abandoned += 1
-            logger.warning("%r: a snapshot was given up: another router takes them now", self)
-            return
-        writing.result()
-
     async def _write(self, due: Due, stream: StreamInfo, newest: int) -> None:
         follower = self._follower
         async with follower.frozen() as index:
@@ -371,7 +348,7 @@ class SnapshotWriter:
                 return
             dump = IndexDump(index, sequence)
             for _ in dump.slices():
-                await asyncio.sleep(0)
+                await anyio.lowlevel.checkpoint()
             counted = index.statistics()
             was_replaced = follower.index is not index
         if was_replaced:

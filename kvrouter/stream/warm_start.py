@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
+
+import anyio
 
 from dynbus.actors import Runtime
 from dynbus.bus.clock import unix_time
@@ -177,9 +178,8 @@ async def warm_follower(
     start = await _warm_or_cold(jetstream, component, store, stream.name, max_blocks, READ_TIMEOUT)
     if start.snapshot is not None:
         if of_discovery:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LEASES_TIMEOUT):
-                    await runtime.discovery.synchronized.wait()
+            with anyio.move_on_after(LEASES_TIMEOUT):
+                await runtime.discovery.synchronized.wait()
         forget_dead(start, instances(), unix_time())
     async with AsyncExitStack() as exits:
         follower = await exits.enter_async_context(

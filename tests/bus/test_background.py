@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 import anyio
 import pytest
 
-from dynbus.bus.background import Background, Work
+from dynbus.bus.background import Background, Openable, Work
 from dynbus.bus.errors import Unavailable
 
 pytestmark = pytest.mark.anyio
@@ -132,3 +134,89 @@ async def test_after_a_failure_nothing_starts_and_the_cause_is_named() -> None:
 
         with pytest.raises(Unavailable, match="owner has failed: ValueError: broken"):
             background.start(anyio.sleep_forever, name="late")
+
+
+class Door(Openable):
+    """Notes what becomes of it."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.events: list[str] = []
+        self.reached = asyncio.Event()
+        self.may_open = asyncio.Event()
+        self._fails = fails
+
+    def __repr__(self) -> str:
+        return "<Door>"
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
+        self.reached.set()
+        try:
+            await self.may_open.wait()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._run)
+                self.events.append("opened")
+                yield
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+                self.events.append("cleaned up")
+
+    async def _run(self) -> None:
+        if self._fails:
+            raise ValueError("broken")
+        await anyio.sleep_forever()
+
+
+async def test_what_one_task_opens_another_one_closes() -> None:
+    door = Door()
+    door.may_open.set()
+
+    await asyncio.create_task(door.__aenter__())
+    await asyncio.create_task(door.close())
+    await door.close()
+
+    assert door.events == ["opened", "cleaned up"]
+
+
+async def test_who_is_cancelled_while_they_open_leaves_nothing_open() -> None:
+    door = Door()
+    opening = asyncio.create_task(door.__aenter__())
+    await door.reached.wait()
+
+    opening.cancel()
+    await asyncio.wait({opening})
+
+    assert opening.cancelled()
+    assert door.events == ["cleaned up"]
+
+
+async def test_who_is_cancelled_while_they_close_leaves_nothing_open() -> None:
+    door = Door()
+    door.may_open.set()
+    await door.__aenter__()
+
+    closing = asyncio.create_task(door.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait({closing})
+    await door.close()
+
+    assert door.events == ["opened", "cleaned up"]
+
+
+async def test_what_is_open_and_fails_is_cleaned_up_and_raises_when_it_is_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    door = Door(fails=True)
+    door.may_open.set()
+
+    await door.__aenter__()
+    while "cleaned up" not in door.events:
+        await anyio.lowlevel.checkpoint()
+
+    with pytest.raises(ValueError, match="broken"):
+        await door.close()
+
+    assert "<Door> failed" in caplog.text

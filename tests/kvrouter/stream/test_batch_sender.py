@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+import anyio
+from anyio.abc import TaskGroup
 from tests.kvrouter.event_bus import STREAM, event_subject, eventually, stored, stored_messages
 
 from dynbus.bus.clock import monotonic
@@ -19,7 +21,10 @@ from dynbus.testing import run
 class Sending:
     """A sender, and logs of two ranks."""
 
-    def __init__(self, bus: MemoryBus, sender: BatchSender, told: list[EventLog]) -> None:
+    def __init__(
+        self, bus: MemoryBus, sender: BatchSender, told: list[EventLog], tasks: TaskGroup
+    ) -> None:
+        self.tasks = tasks
         self.bus = bus
         self.sender = sender
         self.told = told
@@ -27,7 +32,7 @@ class Sending:
         self.logs = [EventLog(rank, epochs, max_batch_bytes=2048) for rank in (0, 1)]
 
     async def send(self) -> None:
-        await self.sender.send(self.logs, monotonic())
+        await self.sender.send(self.logs, monotonic(), self.tasks)
 
     @property
     def is_idle(self) -> bool:
@@ -41,11 +46,10 @@ async def begun() -> AsyncGenerator[Sending]:
     await ensure_stream(connection.jetstream, EventStream("demo"))
     told: list[EventLog] = []
     sender = BatchSender(connection, EventStream("demo"), ("demo", "Engine", "a"), told.append)
-    try:
-        yield Sending(bus, sender, told)
-    finally:
-        await sender.close()
-        await connection.close()
+    async with anyio.create_task_group() as tasks:
+        yield Sending(bus, sender, told, tasks)
+        tasks.cancel_scope.cancel()
+    await connection.close()
 
 
 async def stored_subjects(bus: MemoryBus) -> list[str]:

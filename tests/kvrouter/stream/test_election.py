@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+import anyio
 from tests.kvrouter.event_bus import eventually
 
 from dynbus.bus.memory.bus import MemoryBus
@@ -23,6 +24,12 @@ async def candidate(bus: MemoryBus, name: str, exits: AsyncExitStack) -> Electio
     connection = await bus.connect(name=name)
     election = Election(connection.jetstream, "demo", "Engine", name, ttl=TTL)
     return await exits.enter_async_context(election)
+
+
+async def lost(election: Election, within: float) -> None:
+    """Be cancelled because another one may be elected."""
+    with anyio.fail_after(within), election.while_elected():
+        await anyio.sleep_forever()
 
 
 def test_a_candidate_is_elected_from_the_beginning_of_its_write_for_the_ttl() -> None:
@@ -99,7 +106,7 @@ def test_one_that_is_not_fit_any_longer_steps_back() -> None:
         ) as election:
             await eventually(lambda: election.is_elected)
             fit = False
-            await asyncio.wait_for(election.until_lost(), TTL)
+            await lost(election, within=TTL)
             assert not election.is_elected
             assert await connection.jetstream.last(ELECTION_STREAM.name, "$KV.>") is not None
 
@@ -113,7 +120,7 @@ def test_the_elected_one_survives_that_everything_stored_is_gone() -> None:
             election = await candidate(bus, "a", exits)
             await eventually(lambda: election.is_elected)
             bus.jetstream.delete(ELECTION_STREAM.name)
-            await asyncio.wait_for(election.until_lost(), TTL)
+            await lost(election, within=TTL)
             return await eventually(lambda: election.is_elected)
 
     assert run(story()) <= TTL / 3 + 0.1
@@ -127,7 +134,7 @@ def test_one_is_elected_again_after_the_bucket_met_a_full_disk() -> None:
             await eventually(lambda: election.is_elected)
 
             bus.jetstream.break_store(ELECTION_STREAM.name, "no space left on device")
-            await asyncio.wait_for(election.until_lost(), 2 * TTL)
+            await lost(election, within=2 * TTL)
             await eventually(lambda: election.is_elected, within=2 * TTL)
 
             config = await bus.connections[0].jetstream.stream_config(ELECTION_STREAM.name)

@@ -18,7 +18,7 @@ from dynbus.kvrouter.events import (
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
 from dynbus.kvrouter.stream.awareness import EXACT, AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.digest import index_digest
-from dynbus.kvrouter.stream.event_log import DIGEST_AFTER, DIGEST_INTERVAL, Batch, EventLog
+from dynbus.kvrouter.stream.event_log import DIGEST_AFTER, DIGEST_INTERVAL, EventLog, OutgoingBatch
 from dynbus.kvrouter.stream.event_stream import CLOCK_ALLOWANCE, EpochClock
 
 NOW = 100.0
@@ -28,9 +28,9 @@ def make_log(**settings: int) -> EventLog:
     return EventLog(0, EpochClock(lambda: 1000), **settings)
 
 
-def send_all(log: EventLog, now: float = NOW) -> list[Batch]:
+def send_all(log: EventLog, now: float = NOW) -> list[OutgoingBatch]:
     """Every batch that may be sent now."""
-    batches: list[Batch] = []
+    batches: list[OutgoingBatch] = []
     while (batch := log.next_batch(now)) is not None:
         batches.append(batch)
     return batches
@@ -239,13 +239,13 @@ def test_smaller_messages_begin_a_new_epoch() -> None:
 def test_whatever_becomes_of_batches_the_stream_leads_to_what_is_held(data: st.DataObject) -> None:
     log = make_log(max_batch_bytes=256, max_waiting_bytes=600, max_in_flight=3)
     index = RadixIndex()
-    flying: list[Batch] = []
+    flying: list[OutgoingBatch] = []
     ids: dict[tuple[int, int], int] = {}
     sequence = 0
     number = 0
     now = NOW
 
-    def arrive(batch: Batch) -> int:
+    def arrive(batch: OutgoingBatch) -> int:
         nonlocal sequence
         key = (batch.event_epoch, batch.first_id)
         if key not in ids:
@@ -254,7 +254,7 @@ def test_whatever_becomes_of_batches_the_stream_leads_to_what_is_held(data: st.D
             index.apply("a", batch.data)
         return ids[key]
 
-    def settle(batch: Batch, outcome: str) -> None:
+    def settle(batch: OutgoingBatch, outcome: str) -> None:
         flying.remove(batch)
         if outcome == "stored":
             log.stored(batch, arrive(batch))

@@ -36,7 +36,7 @@ from dynbus.kvrouter.events import (
     decode_events,
 )
 from dynbus.kvrouter.stream.awareness import EXACT, AwarenessLevel, CacheAwareness
-from dynbus.kvrouter.stream.event_log import Batch
+from dynbus.kvrouter.stream.event_log import OutgoingBatch
 from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.kvrouter.stream.publisher import KvEventPublisher
 from dynbus.kvrouter.stream.resync import ResyncRequest, encode_resync
@@ -187,7 +187,7 @@ def test_a_resend_lets_the_loop_go_on_after_each_message() -> None:
             made: list[int] = []
             next_batch = log.next_batch
 
-            def noted(now: float) -> Batch | None:
+            def noted(now: float) -> OutgoingBatch | None:
                 if (batch := next_batch(now)) is not None:
                     made.append(turns)
                     asyncio.get_running_loop().call_soon(turn)
