@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dynbus.actors.declaring.codec import Misfit
-from dynbus.bus.calling.caller import CallHead, PendingCall
+from dynbus.bus.calling.pending_call import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, current_context
 from dynbus.bus.errors import Cancelled, DeadlineExceeded, DynbusError, InvalidResponse, Unavailable

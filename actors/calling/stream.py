@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dynbus.actors.declaring.codec import Misfit
-from dynbus.bus.calling.caller import PendingCall
+from dynbus.bus.calling.pending_call import PendingCall
 from dynbus.bus.errors import InvalidResponse
 
 from .invocation import Invocation

@@ -1,1 +1,3 @@
-"""The calling side: sending requests, reading results."""
+"""The calling side: sends requests to instances and takes in what comes back."""
+
+__all__ = ["caller", "pending_call"]

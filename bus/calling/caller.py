@@ -7,8 +7,6 @@ instance and returns a `PendingCall`, which ends with bytes or one error, in tim
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -32,13 +30,11 @@ from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.protocol.wire import (
-    BATCH_OVERHEAD,
     MAX_PARTS,
     VERSION,
     Batch,
     End,
     Failed,
-    Frame,
     Heartbeat,
     Item,
     Items,
@@ -47,25 +43,20 @@ from dynbus.bus.protocol.wire import (
     Pong,
     Unknown,
     decode_batch,
-    encode_batch,
 )
 from dynbus.bus.telemetry.call_spans import covers
 from dynbus.bus.transport import ConnectionState, Message
 
-from .pending_call import CallHead as CallHead
-from .pending_call import PendingCall as PendingCall
-from .remote_instance import RemoteInstance
+from .open_calls import OpenCalls, Remote
+from .pending_call import CallHead, PendingCall
+from .remote_instance import Place, RemoteInstance
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_WINDOW: Final = 16 * 1024
 PART_HEADER_BYTES: Final = 64
-CONTROL_FRAME_BYTES: Final = 64
-MAX_CONTROL_FRAMES: Final = 1024
-MAX_IDLE_REMOTES: Final = 1024
 
 _ITEMS = (Item, Items)
 _RESULTS = (Item, Items, End, Failed, Part)
@@ -74,7 +65,7 @@ _RESULTS = (Item, Items, End, Failed, Part)
 class _Said(NamedTuple):
     """What an instance says on the control lane, until the main loop comes to it."""
 
-    remote: RemoteInstance
+    remote: Remote
     frame: Heartbeat | Unknown
 
 
@@ -86,20 +77,21 @@ class Caller:
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
-        self.registry: Registry[RemoteInstance] = Registry(
+        self.registry: Registry[Remote] = Registry(
             bus.replies.base, lambda batch: batch.incarnation, self._on_batch
         )
         self._inbox: Inbox[_Said] = Inbox(self._carry_out, bus.to_main)
+        self._open = OpenCalls(
+            self.registry.remotes,
+            self._make_remote,
+            stream_window=bus.config.stream_window,
+            connection_window=bus.config.connection_window,
+        )
         self.deadlines = Deadlines(bus.loop)
-        # Those of the registry by their place on the bus: an id alone may be another's, too.
-        self._remotes: dict[tuple[str, str, str], RemoteInstance] = {}
         self._closed = False
-        self._calls: dict[int, PendingCall] = {}
-        self._number = 0
-        self._window_left = bus.config.connection_window
 
     def __repr__(self) -> str:
-        return f"<Caller [{len(self._calls)} calls]>"
+        return f"<Caller [{len(self._open.calls)} calls]>"
 
     async def start(self) -> None:
         """Begin to hear answers.
@@ -125,28 +117,24 @@ class Caller:
         )
         await connection.barrier()
 
-    def statistics(self) -> dict[str, int]:
+    def open_calls(self) -> dict[str, int]:
         """Open calls by instance id."""
-        open_calls = Counter[str]()
-        for remote in self._remotes.values():
-            if remote.calls:
-                open_calls[remote.instance_id] += len(remote.calls)
-        return dict(open_calls)
+        return self._open.count_by_instance()
 
     def in_flight(self, namespace: str, component: str, instance_id: str) -> int:
         """Calls of this process that are open at an instance."""
-        remote = self._remotes.get((namespace, component, instance_id))
+        remote = self._open.find_remote((namespace, component, instance_id))
         return len(remote.calls) if remote is not None else 0
 
     def is_heard(self, namespace: str, component: str, instance_id: str) -> bool:
         """Whether calls are open at an instance and its heartbeats arrive."""
-        remote = self._remotes.get((namespace, component, instance_id))
+        remote = self._open.find_remote((namespace, component, instance_id))
         liveness = remote.liveness if remote is not None else None
         return liveness is not None and liveness.is_heard(monotonic())
 
     def load(self, namespace: str, component: str, instance_id: str) -> int:
         """Calls that an instance last reported to run or wait there."""
-        remote = self._remotes.get((namespace, component, instance_id))
+        remote = self._open.find_remote((namespace, component, instance_id))
         return remote.load if remote is not None else 0
 
     def begin(self, head: CallHead, instance_id: str, data: bytes) -> PendingCall:
@@ -170,57 +158,55 @@ class Caller:
         self.bus.check()
         if self._closed:
             raise Unavailable("the runtime is closed", request_id=head.request_id, started=False)
-        place = (head.endpoint.namespace, head.endpoint.component, instance_id)
-        remote = self._remotes.get(place) or self._new_remote(place)
-        self._number = number = self._number + 1
-        window = self._window()
-        call = PendingCall(self, remote, number, head, window, now)
-        block = self._head_block(call, head, window, now)
+        endpoint, opened = head.endpoint, self._open
+        call = PendingCall(
+            head,
+            opened.remote((endpoint.namespace, endpoint.component, instance_id)),
+            opened.next_number(),
+            window=opened.window(),
+            max_item_bytes=config.max_item_bytes,
+            now=now,
+            on_end=self._ended,
+        )
+        block = self._head_block(call, head, now)
         self._check_parts(head, block, data)
-        self._window_left -= window
-        self._calls[number] = call
+        opened.add(call)
         if self.bus.telemetry is not None:
-            self.bus.telemetry.in_flight(head.endpoint, 1, side="client")
-        remote.calls[number] = call
+            self.bus.telemetry.in_flight(endpoint, 1, side="client")
         if head.deadline is not None:
-            call.arm(head.deadline, now)
-        self._publish(head.endpoint.at(instance_id), call, block, data)
+            call.deadline_number = self.deadlines.arm(head.deadline, now, call.expire)
+        self._publish(endpoint.at(instance_id), call, block, data)
         return call
 
-    def send(self, remote: RemoteInstance, *frames: Frame) -> None:
-        """Send control frames to an instance, from the main loop, in as few messages as fit."""
-        self._send_control(remote, frames, self.registry.bounce_token(remote.incarnation))
+    async def close(self) -> None:
+        """End every open call and say so to the far sides; no other begins."""
+        self._closed = True
+        self.bus.heartbeats.remove(self.registry)
+        for remote in self._open.remotes():
+            if remote.done:
+                # Otherwise the instance would keep these results until it finds us dead.
+                for frame in remote.beat():
+                    remote.send((frame,))
+        for call in list(self._open.calls.values()):
+            call.abandon()
+        self.deadlines.clear()
 
-    def _send_control(
-        self, remote: RemoteInstance, frames: Sequence[Frame], bounce_token: str
-    ) -> None:
-        bus = self.bus
-        reply = bus.replies.bounce(bounce_token)
-        room = (bus.data.max_payload - BATCH_OVERHEAD) // CONTROL_FRAME_BYTES
-        room = min(room, MAX_CONTROL_FRAMES)
-        for first in range(0, len(frames), room):
-            batch = list(frames[first : first + room])
-            data = encode_batch(bus.replies.base, remote.incarnation, 0, batch)
-            bus.data.publish(remote.control_subject, data, reply=reply)
+    # Internals ---------------------------------------------------------------------------
 
-    def forget(self, call: PendingCall) -> None:
+    def _make_remote(self, place: Place) -> Remote:
+        return RemoteInstance(self.bus, place, self.registry.bounce_token, self._instance_gone)
+
+    def _ended(self, call: PendingCall) -> None:
         """A call has ended."""
-        if self._calls.pop(call.number, None) is not None:
+        if call.deadline_number is not None:
+            self.deadlines.disarm(call.deadline_number, call.expire)
+        if self._open.remove(call):
             if self.bus.telemetry is not None:
                 self.bus.telemetry.in_flight(call.endpoint, -1, side="client")
-            call.remote.calls.pop(call.number, None)
-            call.remote.done.append((call.number, call.secret))
-            self._window_left += call.reader.window
             if call.doubt:
                 self.bus.bounce_handlers.pop(call.doubt, None)
 
-    def ask_anew(self, remote: RemoteInstance) -> None:
-        """Tell an instance again where its calls stand: what was said last may be lost."""
-        if self.bus.data.state is ConnectionState.CONNECTED:
-            calls = list(remote.calls.values())
-            self.send(remote, *(frame for call in calls for frame in call.standing()))
-
-    def instance_gone(self, remote: RemoteInstance) -> None:
+    def _instance_gone(self, remote: Remote) -> None:
         """An instance died: end its calls. A call that never began is told apart by retries."""
         calls = list(remote.calls.values())
         # One that nobody waits for has left, as instances do.
@@ -238,39 +224,7 @@ class Caller:
                         hop=hop,
                     )
                 )
-        remote.done.clear()
-        self._forget_remote(remote)
-
-    async def close(self) -> None:
-        """End every open call and say so to the far sides; no other begins."""
-        self._closed = True
-        self.bus.heartbeats.remove(self.registry)
-        for remote in self.registry.remotes.values():
-            if remote.done:
-                # Otherwise the instance would keep these results until it finds us dead.
-                for frame in remote.beat():
-                    self.send(remote, frame)
-        for call in list(self._calls.values()):
-            call.abandon()
-        self.deadlines.clear()
-
-    # Internals ---------------------------------------------------------------------------
-
-    def _new_remote(self, place: tuple[str, str, str]) -> RemoteInstance:
-        if len(self._remotes) >= MAX_IDLE_REMOTES:
-            for idle in [remote for remote in self._remotes.values() if not remote.has_work()]:
-                self._forget_remote(idle)
-        remote = self._remotes[place] = RemoteInstance(self, *place)
-        self.registry.remotes[remote.incarnation] = remote
-        return remote
-
-    def _forget_remote(self, remote: RemoteInstance) -> None:
-        if self.registry.remotes.pop(remote.incarnation, None) is not None:
-            del self._remotes[remote.place]
-
-    def _window(self) -> int:
-        config = self.bus.config
-        return min(config.stream_window, max(SMALLEST_WINDOW, self._window_left // 8))
+        self._open.forget(remote)
 
     def _check_parts(self, head: CallHead, block: bytes, data: bytes) -> None:
         """Make sure that the request can be carried at all, before anything of it is sent."""
@@ -287,9 +241,9 @@ class Caller:
     def _room(self, block: bytes) -> int:
         return self.bus.data.max_payload - len(block) - PART_HEADER_BYTES
 
-    def _head_block(self, call: PendingCall, head: CallHead, window: int, now: float) -> bytes:
+    def _head_block(self, call: PendingCall, head: CallHead, now: float) -> bytes:
         text = (
-            f"NATS/1.0\r\n{headers.FRAMES}: {VERSION} {call.secret.hex()} {window} "
+            f"NATS/1.0\r\n{headers.FRAMES}: {VERSION} {call.secret.hex()} {call.reader.window} "
             f"{call.remote.incarnation}\r\n"
             f"{headers.REQUEST_ID}: {head.request_id}\r\n"
         )
@@ -330,7 +284,7 @@ class Caller:
         if not (token.isascii() and token.isdigit() and len(token) <= 18):
             self.bus.drop(DropReason.UNEXPECTED)
             return
-        call = self._calls.get(int(token))
+        call = self._open.calls.get(int(token))
         if call is None:
             self.bus.drop(DropReason.STALE)
             return
@@ -350,7 +304,7 @@ class Caller:
             return
         call.doubt = random_id()
         self.bus.bounce_handlers[call.doubt] = partial(self._unreachable, call)
-        self._send_control(call.remote, (call.resume_frame(),), call.doubt)
+        call.remote.send((call.resume_frame(monotonic()),), call.doubt)
 
     def _unreachable(self, call: PendingCall) -> None:
         """Neither a request nor the question after it found anybody."""
@@ -377,7 +331,7 @@ class Caller:
         if batch is None:
             self.bus.drop(DropReason.MALFORMED)
             return
-        calls = self._calls
+        calls = self._open.calls
         proven: PendingCall | None = None
         for frame in batch.frames:
             if not isinstance(frame, _RESULTS):
@@ -424,27 +378,28 @@ class Caller:
         if isinstance(frame, Heartbeat):
             self._on_heartbeat(said.remote, frame)
             return
-        call = self._calls.get(frame.number)
+        call = self._open.calls.get(frame.number)
         if call is not None and frame.secret == call.secret:
             self._lost(call)
         else:
             self.bus.drop(DropReason.STALE)
 
-    def _on_heartbeat(self, remote: RemoteInstance, frame: Heartbeat) -> None:
+    def _on_heartbeat(self, remote: Remote, frame: Heartbeat) -> None:
         if frame.blocked > self.bus.config.stall_limit:
-            self.instance_gone(remote)
+            self._instance_gone(remote)
             return
         if frame.blocked >= HEARTBEAT_INTERVAL:
             # Requests wait in front of its loop; asked for them now it would call them lost.
             return
         if frame.calls and not remote.has_work():
             # It keeps results that nobody waits for: what said so was lost.
-            self.send(remote, *remote.beat())
+            remote.send(remote.beat())
             return
         sent = dict(frame.calls)
         calls = [call for call in remote.calls.values() if covers(frame, call.number)]
-        said = [call.compare(sent.get(call.number)) for call in calls]
-        self.send(remote, *(frame for frame in said if frame is not None))
+        now = monotonic()
+        said = [call.compare(sent.get(call.number), now) for call in calls]
+        remote.send([frame for frame in said if frame is not None])
 
     def _lost(self, call: PendingCall) -> None:
         hop = call.endpoint.hop(call.remote.instance_id)
@@ -459,7 +414,7 @@ class Caller:
 
     def _refused(self, error: DynbusError, subject: str) -> None:
         """The server does not let us publish to a subject: end the calls that need it."""
-        for call in list(self._calls.values()):
+        for call in list(self._open.calls.values()):
             remote = call.remote
             if subject in (call.endpoint.at(remote.instance_id), remote.control_subject):
                 call.fail(
@@ -470,5 +425,5 @@ class Caller:
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
-            for remote in list(self.registry.remotes.values()):
-                self.ask_anew(remote)
+            for remote in self._open.remotes():
+                remote.returned()

@@ -8,30 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
 from dynbus.bus.errors import Cancelled, DeadlineExceeded, DynbusError, PayloadTooLarge
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.protocol.stream_reader import StreamReader
-from dynbus.bus.protocol.tokens import random_bytes
-from dynbus.bus.protocol.wire import (
-    SECRET_BYTES,
-    Cancel,
-    Credit,
-    End,
-    Failed,
-    Item,
-    Items,
-    Part,
-    Resume,
-    error_of,
-)
+from dynbus.bus.protocol.wire import End, Failed, Item, Items, Part, error_of
 
-if TYPE_CHECKING:
-    from .caller import Caller
-    from .remote_instance import RemoteInstance
+from .call_progress import CallProgress
+from .remote_instance import RemoteInstance
 
 KILL_AFTER: Final = 1.0
 
@@ -53,72 +39,58 @@ class CallHead(NamedTuple):
     fields: dict[str, str]
 
 
-class PendingCall:
+class PendingCall(CallProgress):
     """A call that was sent to one instance. Owned by the task that awaits it.
 
+    Args:
+        on_end: called once it has ended.
+
     Attributes:
-        begun_at: when it was sent, on the monotonic clock.
         doubt: the bounce token of the question whether it arrived at all; empty if unasked.
         unreachable: whether nobody took it, or its instance died.
+        deadline_number: of its deadline, for whoever has armed it.
     """
 
     __slots__ = (
-        "_behind_at",
-        "_caller",
-        "_deadline_number",
-        "_idle_at",
-        "_missed",
+        "_on_end",
         "_unlink",
         "_waiter",
-        "attempt",
-        "begun_at",
+        "deadline_number",
         "doubt",
         "endpoint",
-        "error",
-        "number",
-        "reader",
         "remote",
         "request_id",
-        "secret",
         "streaming",
         "unreachable",
     )
 
     def __init__(
         self,
-        caller: Caller,
-        remote: RemoteInstance,
-        number: int,
         head: CallHead,
+        remote: RemoteInstance[PendingCall],
+        number: int,
+        *,
         window: int,
+        max_item_bytes: int,
         now: float,
+        on_end: Callable[[PendingCall], None],
     ) -> None:
-        self._caller = caller
+        super().__init__(
+            number, head.attempt, window=window, max_item_bytes=max_item_bytes, now=now
+        )
+        self._on_end = on_end
         self.remote = remote
-        self.number = number
-        self.secret = random_bytes(SECRET_BYTES)
-        self.attempt = head.attempt
         self.endpoint = head.endpoint
         self.request_id = head.request_id
         self.streaming = head.streaming
-        self.begun_at = now
         self.doubt = ""
-        self.reader = StreamReader(window=window, max_item_bytes=caller.bus.config.max_item_bytes)
-        self.error: DynbusError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._deadline_number: int | None = None
-        self._unlink: Callable[[], None] | None = None
-        self._missed = 0
-        self._behind_at = -1
-        self._idle_at = -1
+        self.deadline_number: int | None = None
         self.unreachable = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._unlink: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         return f"<PendingCall {self.number} {self.endpoint} {self.reader!r}>"
-
-    @property
-    def is_open(self) -> bool:
-        return self.error is None and self.reader.terminal is None
 
     async def result(self) -> bytes:
         """Wait for the end; the result of a unary call.
@@ -159,12 +131,9 @@ class PendingCall:
 
     def consumed(self, size: int) -> None:
         """The reader took items of `size` bytes; tells the writer now and then."""
-        granted = self.reader.consume(size)
-        if granted is not None and self.is_open:
-            self._caller.send(
-                self.remote,
-                Credit(self.number, self.secret, self.attempt, granted, self.reader.next_sequence),
-            )
+        credit = self.consume(size)
+        if credit is not None:
+            self.remote.send((credit,))
 
     def abandon(self) -> None:
         """The reader leaves: the far side stops, and is killed a second later."""
@@ -195,7 +164,9 @@ class PendingCall:
             terminal = reader.terminal
             self._finish(error_of(terminal) if isinstance(terminal, Failed) else None)
         elif reader.behind:
-            self._ask_to_resume()
+            question = self.ask_once(monotonic())
+            if question is not None:
+                self.remote.send((question,))
         self.wake()
 
     def wake(self) -> None:
@@ -226,79 +197,19 @@ class PendingCall:
                 )
             )
 
-    def arm(self, deadline: float, now: float) -> None:
-        """Expire at `deadline`, on the clock of `monotonic`, which says `now`."""
-        self._deadline_number = self._caller.deadlines.arm(deadline, now, self.expire)
-
-    def compare(self, sent: int | None) -> Credit | Resume | None:
-        """A heartbeat says what the writer has sent, or does not know this call (None).
-
-        Acts on the second heartbeat in a row only: frames and heartbeats travel apart.
-
-        Returns:
-            What is to be said to the writer, if anything.
-        """
-        if sent is not None and sent <= self.reader.next_sequence:
-            self._missed = 0
-            self._behind_at = -1
-            return self._repeated_credit()
-        position = self.reader.next_sequence
-        self._missed = self._missed + 1 if self._behind_at == position else 1
-        self._behind_at = position
-        if self._missed < 2:
-            return None
-        self._missed = 0
-        return self.resume_frame()
-
-    def _repeated_credit(self) -> Credit | None:
-        """What a writer that sends nothing was granted: it may have missed that."""
-        reader = self.reader
-        position = reader.next_sequence
-        was_idle, self._idle_at = self._idle_at == position, position
-        if was_idle and reader.granted > reader.window:
-            return Credit(self.number, self.secret, self.attempt, reader.granted, position)
-        return None
-
-    def resume_frame(self) -> Resume:
-        """What asks the writer to send everything that is not here yet."""
-        age = monotonic() - self.begun_at
-        return Resume(self.number, self.secret, self.attempt, self.reader.next_sequence, age)
-
-    def standing(self) -> list[Credit | Resume]:
-        """What a writer is to be told that may have missed all that was said to it lately."""
-        reader = self.reader
-        said: list[Credit | Resume] = [self.resume_frame()]
-        if reader.granted > reader.window:
-            position = reader.next_sequence
-            said.append(Credit(self.number, self.secret, self.attempt, reader.granted, position))
-        return said
-
-    def resume(self) -> None:
-        """Ask the writer to send everything that is not here yet."""
-        self._caller.send(self.remote, self.resume_frame())
-
-    def _ask_to_resume(self) -> None:
-        # Every frame behind a gap says so; one question per position is enough, and a lost
-        # question is asked again at the next heartbeats.
-        if self._behind_at != self.reader.next_sequence:
-            self._behind_at = self.reader.next_sequence
-            self.resume()
-
     def _cancel_far_side(self, kill_after: float) -> None:
-        self._caller.send(self.remote, Cancel(self.number, self.secret, self.attempt, kill_after))
+        self.remote.send((self.cancel_frame(kill_after),))
 
     def wait(self) -> asyncio.Future[None]:
         """What to await until something has happened: items, the end, or an error."""
         if self._waiter is not None and not self._waiter.done():
             raise RuntimeError(f"another task already waits for call {self.request_id}")
-        waiter: asyncio.Future[None] = self._caller.bus.loop.create_future()
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiter = waiter
         return waiter
 
     def _finish(self, error: DynbusError | None) -> None:
         self.error = error
-        if self._deadline_number is not None:
-            self._caller.deadlines.disarm(self._deadline_number, self.expire)
         if self._unlink is not None:
             self._unlink()
-        self._caller.forget(self)
+        self._on_end(self)

@@ -1,45 +1,72 @@
-"""An instance as its callers see it: the calls open there, and what its heartbeats carry."""
+"""An instance as its callers see it: the calls open there, and what is said to it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
 
+from dynbus.bus.clock import monotonic
 from dynbus.bus.protocol.liveness import RemoteLiveness
 from dynbus.bus.protocol.names import control_subject
 from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.protocol.wire import Frame, Open
+from dynbus.bus.protocol.wire import BATCH_OVERHEAD, Frame, Open, encode_batch
 from dynbus.bus.telemetry.call_spans import CALL_BYTES, span_room, split_calls
+from dynbus.bus.transport import ConnectionState
+
+from .call_progress import CallProgress
 
 if TYPE_CHECKING:
-    from .caller import Caller
-    from .pending_call import PendingCall
+    from dynbus.bus.bus import Bus
 
 ACKNOWLEDGEMENT_BYTES: Final = 32
+CONTROL_FRAME_BYTES: Final = 64
+MAX_CONTROL_FRAMES: Final = 1024
+
+C = TypeVar("C", bound=CallProgress)
+
+Place: TypeAlias = tuple[str, str, str]
+"""Namespace, component and id of an instance."""
 
 
-class RemoteInstance:
+class RemoteInstance(Generic[C]):
     """An instance that this process calls, and the calls that are open there.
 
+    Args:
+        bounce_token: of the bounce subject of what is said to it, by incarnation.
+        on_gone: called when it is dead.
+
     Attributes:
-        place: its namespace, component and id.
         incarnation: what requests to it tell and control batches carry, both ways; random, so
             that only the two know it.
         heard_at: when results of it last arrived.
+        calls: those that are open, by number.
+        done: number and secret of those that have ended, which it need not keep any longer.
         load: calls that it last reported to run or wait there.
     """
 
-    def __init__(self, caller: Caller, namespace: str, component: str, instance_id: str) -> None:
-        self._caller = caller
-        self.place = (namespace, component, instance_id)
-        self.instance_id = instance_id
-        self.name = f"{namespace}.{component}@{instance_id}"
-        self._control_subject = control_subject(namespace, component, instance_id)
+    def __init__(
+        self,
+        bus: Bus,
+        place: Place,
+        bounce_token: Callable[[str], str],
+        on_gone: Callable[[RemoteInstance[C]], None],
+    ) -> None:
+        self._bus = bus
+        self._bounce_token = bounce_token
+        self._on_gone = on_gone
+        self.place = place
+        namespace, component, self.instance_id = place
+        self.name = f"{namespace}.{component}@{self.instance_id}"
+        self._control_subject = control_subject(*place)
         self.liveness: RemoteLiveness | None = None
         self.incarnation = random_id()
         self.heard_at = 0.0
-        self.calls: dict[int, PendingCall] = {}
+        self.calls: dict[int, C] = {}
         self.done: list[tuple[int, bytes]] = []
         self.load = 0
+
+    def __repr__(self) -> str:
+        return f"<RemoteInstance {self.name} [{len(self.calls)} calls]>"
 
     @property
     def control_subject(self) -> str:
@@ -53,10 +80,26 @@ class RemoteInstance:
     def has_work(self) -> bool:
         return bool(self.calls or self.done)
 
+    def send(self, frames: Sequence[Frame], bounce_token: str = "") -> None:
+        """Send control frames from the main loop, in as few messages as they fit.
+
+        Args:
+            bounce_token: of where the server says that nobody hears them, unless at the usual
+                place.
+        """
+        bus = self._bus
+        reply = bus.replies.bounce(bounce_token or self._bounce_token(self.incarnation))
+        room = (bus.data.max_payload - BATCH_OVERHEAD) // CONTROL_FRAME_BYTES
+        room = min(room, MAX_CONTROL_FRAMES)
+        for first in range(0, len(frames), room):
+            batch = list(frames[first : first + room])
+            data = encode_batch(bus.replies.base, self.incarnation, 0, batch)
+            bus.data.publish(self._control_subject, data, reply=reply)
+
     def beat(self) -> list[Frame]:
         open_calls = list(self.calls.values())
         calls = {call.number: call.reader.next_sequence for call in open_calls}
-        room = span_room(self._caller.bus.lane.connection.max_payload)
+        room = span_room(self._bus.lane.connection.max_payload)
         # However many calls are open, half of a message is left for acknowledgements.
         room_for_done = max(room // 2, room - CALL_BYTES * len(calls))
         count = min(len(self.done), max(1, room_for_done // ACKNOWLEDGEMENT_BYTES))
@@ -70,7 +113,10 @@ class RemoteInstance:
         ]
 
     def returned(self) -> None:
-        self._caller.ask_anew(self)
+        """Tell it again where its calls stand: what was said last may be lost."""
+        if self._bus.data.state is ConnectionState.CONNECTED:
+            now = monotonic()
+            self.send([frame for call in list(self.calls.values()) for frame in call.standing(now)])
 
     def gone(self) -> None:
-        self._caller.instance_gone(self)
+        self._on_gone(self)

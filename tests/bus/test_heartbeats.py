@@ -79,7 +79,7 @@ def test_an_instance_that_nobody_can_reach_is_gone_sooner_than_a_silent_one() ->
             await side.far.leave()
             begun = monotonic()
 
-            call.resume()  # it bounces
+            call.remote.send((call.resume_frame(monotonic()),))  # it bounces
             with pytest.raises(StreamLost):
                 await call.items()
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.bus.calling.caller import MAX_CONTROL_FRAMES
-from dynbus.bus.calling.remote_instance import ACKNOWLEDGEMENT_BYTES
+from dynbus.bus.calling.remote_instance import ACKNOWLEDGEMENT_BYTES, MAX_CONTROL_FRAMES
 from dynbus.bus.protocol.wire import (
     MAX_CALLS,
     MAX_FRAME_BYTES,

@@ -62,7 +62,7 @@ def leftovers(runtime: Runtime) -> dict[str, object]:
     """What a runtime still holds of calls; empty when all of them are over."""
     bus = runtime.bus
     found: dict[str, object] = {
-        "calls": runtime.caller.statistics(),
+        "calls": runtime.caller.open_calls(),
         "bounce handlers": dict(bus.bounce_handlers),
     }
     for instance in runtime.instances.values():

@@ -99,7 +99,7 @@ class Source(Actor, namespace="scenario"):
             tasks=len(asyncio.all_tasks()),
             served=sum(len(peer.calls) for peer in peers),
             kept=sum(len(peer.kept) for peer in peers),
-            pending=sum(self.runtime.caller.statistics().values()),
+            pending=sum(self.runtime.caller.open_calls().values()),
             blocks=sys.getallocatedblocks(),
         )
 

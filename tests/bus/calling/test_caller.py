@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.bus.far_side import ENDPOINT, Played, played, settle
 
-from dynbus.bus.calling.caller import SMALLEST_WINDOW
+from dynbus.bus.calling.open_calls import SMALLEST_WINDOW
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
     Cancelled,
@@ -116,7 +116,7 @@ async def refused(side: Played, kind: type[DynbusError], data: bytes = b"", **ch
     await settle(side.far.connection)
     assert not raised.value.started or kind is ConfigError
     assert side.far.requests == []
-    assert side.caller.statistics() == {}
+    assert side.caller.open_calls() == {}
 
 
 def test_a_request_over_the_limit_is_refused_before_it_is_sent() -> None:
@@ -376,11 +376,11 @@ def test_the_calls_of_an_instance_that_is_gone_end(
         async with played() as side:
             call = side.begin(streaming=streaming)
 
-            side.caller.instance_gone(call.remote)
+            call.remote.gone()
 
             assert type(call.error) is kind
             assert call.unreachable
-            assert side.caller.statistics() == {}
+            assert side.caller.open_calls() == {}
 
     run(story())
 
@@ -394,7 +394,7 @@ def test_an_instance_that_is_gone_is_named_with_the_calls_that_end(
             begun = [side.begin() for _ in range(calls + 1)]
             begun[-1].abandon()
 
-            side.caller.instance_gone(begun[-1].remote)
+            begun[-1].remote.gone()
 
     with caplog.at_level(logging.DEBUG, "dynbus.bus.calling.caller"):
         run(story())
@@ -530,7 +530,7 @@ def test_it_tells_what_is_open_where_and_what_the_instance_reported() -> None:
 
             assert before == (0, 0, False)
             assert caller.in_flight(*ONE) == 2
-            assert caller.statistics() == {"one": 2}
+            assert caller.open_calls() == {"one": 2}
             assert caller.load(*ONE) == 7
             assert repr(caller) == "<Caller [2 calls]>"
             call.abandon()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.bus.far_side import ENDPOINT, Played, played, settle
+from tests.bus.far_side import ENDPOINT, played, settle
 
 from dynbus.bus.calling.pending_call import KILL_AFTER, PendingCall
 from dynbus.bus.clock import monotonic
@@ -158,43 +158,6 @@ def test_items_that_come_twice_are_read_once() -> None:
     assert run(story()) == [b"a", b"b"]
 
 
-async def resumed_by(side: Played, call: PendingCall, *sent: int | None) -> list[int]:
-    """The positions asked for while heartbeats say that so much was sent."""
-    await side.far.request()
-    for figure in sent:
-        frame = call.compare(figure)
-        if frame is not None:
-            side.caller.send(call.remote, frame)
-    await settle(side.far.connection)
-    await side.bus.data.barrier()
-    await settle(side.far.connection)
-    return [frame.resume_from for frame in side.far.all(Resume)]
-
-
-@pytest.mark.parametrize(
-    ("sent", "asked"),
-    [
-        ([0, 0, 0], []),
-        ([1], []),
-        ([1, 1], [0]),
-        ([1, 0, 1], []),
-        ([2, 5], [0]),
-        ([None], []),
-        ([None, None], [0]),
-        ([1, 1, 1, 1], [0, 0]),
-    ],
-)
-def test_only_a_second_heartbeat_that_tells_of_more_makes_it_ask(
-    sent: list[int | None], asked: list[int]
-) -> None:
-    async def story() -> list[int]:
-        async with played() as side:
-            call = side.begin(streaming=True)
-            return await resumed_by(side, call, *sent)
-
-    assert run(story()) == asked
-
-
 # Credit ------------------------------------------------------------------------------------
 
 
@@ -212,22 +175,6 @@ def test_a_writer_gets_credit_when_half_of_its_window_has_been_read() -> None:
             (credit,) = await side.far.heard(Credit)
             assert early == []
             assert (credit.granted, credit.received) == (30_000, 1)
-
-    run(story())
-
-
-def test_credit_is_repeated_to_a_writer_that_sends_nothing() -> None:
-    async def story() -> None:
-        async with played(stream_window=20_000) as side:
-            call = side.begin(streaming=True)
-            await side.far.send(item(call, 0, b"x" * 20_000))
-            call.consumed(20_000)
-
-            said = [call.compare(1) for _ in range(2)]
-
-            assert said == [None, Credit(call.number, call.secret, 1, 40_000, 1)]
-            [granted] = await side.far.heard(Credit)
-            assert granted.granted == 40_000
 
     run(story())
 
@@ -329,7 +276,7 @@ def test_a_call_that_has_ended_leaves_nothing_behind() -> None:
             await side.far.send(end(call, 0, b""))
 
             assert len(side.caller.deadlines) == 0
-            assert side.caller.statistics() == {}
+            assert side.caller.open_calls() == {}
             assert call.remote.done == [(call.number, call.secret)]
 
     run(story())

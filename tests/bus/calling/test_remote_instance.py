@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.bus.far_side import ENDPOINT, Played, played
 
+from dynbus.bus.calling.open_calls import Remote
 from dynbus.bus.calling.remote_instance import RemoteInstance
 from dynbus.bus.errors import UnknownOutcome
 from dynbus.bus.memory.bus import MemoryBus
@@ -13,16 +14,16 @@ from dynbus.bus.protocol.wire import Item, Open, encode_batch
 from dynbus.testing import run
 
 
-def opened(remote: RemoteInstance) -> Open:
+def opened(remote: Remote) -> Open:
     (beat,) = remote.beat()
     assert isinstance(beat, Open)
     return beat
 
 
-def remote_of(side: Played) -> RemoteInstance:
-    remote = RemoteInstance(side.caller, ENDPOINT.namespace, ENDPOINT.component, "one")
-    side.caller.registry.remotes["one"] = remote
-    return remote
+def remote_of(side: Played) -> Remote:
+    """An instance that was not called yet."""
+    place = (ENDPOINT.namespace, ENDPOINT.component, "one")
+    return RemoteInstance(side.bus, place, str, Remote.gone)
 
 
 def test_it_is_told_at_the_subject_of_its_control_lane() -> None:

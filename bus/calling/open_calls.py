@@ -1,0 +1,110 @@
+"""The calls of a process that are open, and the instances at which they are.
+
+A plain object without I/O or clock, and the only one that changes these tables.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from .pending_call import PendingCall
+from .remote_instance import Place, RemoteInstance
+
+SMALLEST_WINDOW: Final = 16 * 1024
+WINDOW_SHARE: Final = 8
+"""Of what is left of the connection's window, a call may have one part in so many."""
+MAX_IDLE_REMOTES: Final = 1024
+
+Remote: TypeAlias = RemoteInstance[PendingCall]
+
+
+class OpenCalls:
+    """What is open where.
+
+    Args:
+        by_incarnation: the instances as control batches name them; it is kept up here.
+        make_remote: an instance that was not called yet.
+        stream_window: bytes of items that may be unread of one call.
+        connection_window: the same of all calls together, about.
+
+    Attributes:
+        calls: by number.
+    """
+
+    def __init__(
+        self,
+        by_incarnation: dict[str, Remote],
+        make_remote: Callable[[Place], Remote],
+        *,
+        stream_window: int,
+        connection_window: int,
+    ) -> None:
+        self.calls: dict[int, PendingCall] = {}
+        self._by_incarnation = by_incarnation
+        # By their place on the bus: an id alone may be another's, too.
+        self._by_place: dict[Place, Remote] = {}
+        self._make_remote = make_remote
+        self._number = 0
+        self._stream_window = stream_window
+        self._window_left = connection_window
+
+    def __repr__(self) -> str:
+        return f"<OpenCalls [{len(self.calls)} at {len(self._by_place)} instances]>"
+
+    def next_number(self) -> int:
+        """A number that no other call had."""
+        self._number += 1
+        return self._number
+
+    def window(self) -> int:
+        """Bytes of items that may be unread of the next call."""
+        return min(self._stream_window, max(SMALLEST_WINDOW, self._window_left // WINDOW_SHARE))
+
+    def add(self, call: PendingCall) -> None:
+        """A call is sent."""
+        self.calls[call.number] = call
+        call.remote.calls[call.number] = call
+        self._window_left -= call.reader.window
+
+    def remove(self, call: PendingCall) -> bool:
+        """A call has ended; False for one that had already."""
+        if self.calls.pop(call.number, None) is None:
+            return False
+        call.remote.calls.pop(call.number, None)
+        call.remote.done.append((call.number, call.secret))
+        self._window_left += call.reader.window
+        return True
+
+    def remotes(self) -> list[Remote]:
+        """The instances that were called lately."""
+        return list(self._by_place.values())
+
+    def find_remote(self, place: Place) -> Remote | None:
+        return self._by_place.get(place)
+
+    def remote(self, place: Place) -> Remote:
+        """The instance at a place; those that nothing is open at make room for a new one."""
+        remote = self._by_place.get(place)
+        if remote is None:
+            if len(self._by_place) >= MAX_IDLE_REMOTES:
+                for idle in [one for one in self._by_place.values() if not one.has_work()]:
+                    self.forget(idle)
+            remote = self._by_place[place] = self._make_remote(place)
+            self._by_incarnation[remote.incarnation] = remote
+        return remote
+
+    def forget(self, remote: Remote) -> None:
+        """An instance is gone; what it keeps it keeps in vain."""
+        remote.done.clear()
+        if self._by_incarnation.pop(remote.incarnation, None) is not None:
+            del self._by_place[remote.place]
+
+    def count_by_instance(self) -> dict[str, int]:
+        """Open calls by instance id."""
+        counts = Counter[str]()
+        for remote in self._by_place.values():
+            if remote.calls:
+                counts[remote.instance_id] += len(remote.calls)
+        return dict(counts)
