@@ -14,13 +14,12 @@ from .events import (
 from .hashing import block_hashes, sequence_hashes
 from .radix.index import Applied, IndexStatistics, Overlap, RadixIndex, Rank, Verdict
 from .radix.snapshot import TornSnapshot, dump_index, load_index
-from .routing.cost import Candidate, CostFunction, DynamoCost, RequestShape
+from .routing.config import RouterConfig
+from .routing.cost import Candidate, CostFunction, DynamoCost, KvCost, RequestShape
 from .routing.decision import Decision
-from .routing.opening import open_router
-from .routing.request_fields import RequestFields
-from .routing.router import KvRouter
-from .routing.router_actor import DecisionQuery, PolicyChoice, PolicyReport, Router
-from .routing.scheduling import SchedulerConfig
+from .routing.requests import RequestFields
+from .routing.router import KvRouter, open_router
+from .routing.router_actor import DecisionQuery, PolicyChoice, PolicyReport, RouterActor
 from .stream.awareness import AwarenessLevel, CacheAwareness
 from .stream.event_stream import EventStream
 from .stream.follower import IndexFollower, Position
@@ -46,6 +45,7 @@ __all__ = [
     "IndexStatistics",
     "InvalidEvents",
     "KvEvent",
+    "KvCost",
     "KvEventPublisher",
     "KvRouter",
     "Overlap",
@@ -56,8 +56,8 @@ __all__ = [
     "Rank",
     "RequestFields",
     "RequestShape",
-    "Router",
-    "SchedulerConfig",
+    "RouterActor",
+    "RouterConfig",
     "SnapshotPlan",
     "Tier",
     "TornSnapshot",

@@ -18,9 +18,9 @@ from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
 from dynbus.kvrouter.routing.cost import RequestShape
 from dynbus.kvrouter.routing.decision import Decision
-from dynbus.kvrouter.routing.profile import InstanceProfile, read_profile
+from dynbus.kvrouter.routing.profiles import InstanceProfile, read_profile
+from dynbus.kvrouter.routing.queue import SchedulingRequest
 from dynbus.kvrouter.routing.scheduler import KvScheduler
-from dynbus.kvrouter.routing.scheduling import SchedulingRequest
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.follower import Position
 
@@ -71,8 +71,8 @@ def main(instances: int, tokens: int, block_size: int, decisions: int) -> None:
                 ids[profile.instance] = follower.store(
                     profile.instance, ids[profile.instance], blocks[:held]
                 )
-    scheduler = KvScheduler(block_size, follower=follower)
-    spent = _measure(scheduler, prompts, profiles, decisions)
+    scheduler = KvScheduler(follower=follower)
+    spent = _measure(scheduler, prompts, block_size, profiles, decisions)
     title = f"us, {tokens} tokens over {instances} instances"
     table = Table("", "p50", "p99", "p50 on a core", "p99 on a core", title=title)
     for name, values in spent.items():
@@ -89,6 +89,7 @@ def _profile(instance: str, block_size: int) -> InstanceProfile:
 def _measure(
     scheduler: KvScheduler,
     prompts: list[np.ndarray[tuple[int], np.dtype[np.uint32]]],
+    block_size: int,
     profiles: list[InstanceProfile],
     decisions: int,
 ) -> dict[str, list[tuple[float, float]]]:
@@ -103,7 +104,7 @@ def _measure(
     gc.freeze()
     for number in range(decisions):
         begun = _now()
-        shape = RequestShape.of(prompts[number % len(prompts)], scheduler.block_size)
+        shape = RequestShape.of(prompts[number % len(prompts)], block_size)
         hashed = _now()
         request = SchedulingRequest(str(number), shape, profiles, begun[0])
         decision = scheduler.submit(request, begun[0])

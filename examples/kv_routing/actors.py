@@ -10,7 +10,7 @@ not written in Python for example, calls `Front`, which routes for it:
 dynbus call chat.Front.generate '{"token_ids": [1, 2, 3], "max_tokens": 5}'
 """
 
-from dynbus.kvrouter import Router
+from dynbus.kvrouter import RouterActor
 from dynbus.llm.mock.actor import MockWorker
 
 
@@ -19,6 +19,6 @@ class Engine(MockWorker, namespace="chat"):
         super().__init__(block_size=block_size, blocks=blocks)
 
 
-class Front(Router, namespace="chat"):
+class Front(RouterActor, namespace="chat"):
     def __init__(self, target: str = "chat.Engine.generate") -> None:
         super().__init__(target)

@@ -13,7 +13,7 @@ from dynbus.bus.protocol.names import check_token
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_of, record_subject
 from dynbus.bus.records.reading import read_latest
 from dynbus.bus.transport import JetStream, NoStream
-from dynbus.kvrouter.routing.profile import BLOCK_SIZE_KEY
+from dynbus.kvrouter.routing.profiles import BLOCK_SIZE_KEY
 from dynbus.kvrouter.stream.history import (
     NOW,
     PastIndex,

@@ -11,13 +11,13 @@ from dynbus.bus.commands.terminal import json_option, nats_option
 
 _HELP: Final = """Say why a request went where it went.
 
-    Asks all routers, in front ends and Router actors alike, for what they decided: every
+    Asks all routers, in front ends and RouterActors alike, for what they decided: every
     candidate with its overlap by tier, its load and its cost, who was left out and why, what
     policies on trial would have chosen, and what happened after. The id of a request is what
     call_options(request_id=...) gave, or context().id in its handler; without one the latest
     decisions are listed, newest first.
 
-    Routers of components that have an instance, or of which a Router actor runs, are found by
+    Routers of components that have an instance, or of which a RouterActor runs, are found by
     themselves; --component asks those of others.
 
     \b
@@ -64,7 +64,7 @@ def why(
 
     from dynbus.bus.commands.server import prepare
     from dynbus.bus.commands.terminal import notice, print_json
-    from dynbus.kvrouter.routing.why import Question
+    from dynbus.kvrouter.routing.decision import Question
 
     from .why_report import (
         ask_routers,

@@ -14,20 +14,20 @@ from dynbus.bus.commands.terminal import duration, plain, print_table, printable
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.transport import Message
+from dynbus.kvrouter.routing.decision import MAX_REQUEST_ID, Explanation, Question, why_subject
 from dynbus.kvrouter.routing.observing import TARGET_KEY
-from dynbus.kvrouter.routing.why import MAX_REQUEST_ID, Answer, Question, why_subject
 
 ANSWER_SECONDS: Final = 1.5
 """Seconds that routers have to answer."""
 QUIET_SECONDS: Final = 0.5
 """Seconds without a further answer after which nobody else is expected."""
 
-_decoder = msgspec.json.Decoder(Answer)
+_decoder = msgspec.json.Decoder(Explanation)
 
 
 async def ask_routers(
     config: BusConfig, question: Question, namespace: str | None, component: str | None
-) -> list[Answer]:
+) -> list[Explanation]:
     """What the routers know of a request, or have decided of late, within bounded time.
 
     Args:
@@ -62,7 +62,7 @@ async def ask_routers(
     return sorted(found.values(), key=lambda answer: (answer.target, answer.process))
 
 
-def _read_answer(message: Message) -> Answer | None:
+def _read_answer(message: Message) -> Explanation | None:
     try:
         return _decoder.decode(message.data)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -70,7 +70,7 @@ def _read_answer(message: Message) -> Answer | None:
         return None
 
 
-def nobody_knows(request_id: str, answers: Sequence[Answer]) -> str:
+def nobody_knows(request_id: str, answers: Sequence[Explanation]) -> str:
     """Why there is no decision to show, and what to do.
 
     Args:
@@ -79,7 +79,8 @@ def nobody_knows(request_id: str, answers: Sequence[Answer]) -> str:
     if not answers:
         return (
             f"no router answered{f' for {request_id}' if request_id else ''}: routers answer "
-            "while they are open (open_router, Router); name what they route to with --component"
+            "while they are open (open_router, RouterActor); name what they route to with "
+            "--component"
         )
     routers = "1 router" if len(answers) == 1 else f"{len(answers)} routers"
     none = f"none knows {request_id}" if request_id else "none has decided anything yet"
@@ -95,7 +96,7 @@ def nobody_knows(request_id: str, answers: Sequence[Answer]) -> str:
     return "\n".join(lines)
 
 
-def newest_alone(answers: Sequence[Answer]) -> list[Answer]:
+def newest_alone(answers: Sequence[Explanation]) -> list[Explanation]:
     """The answer with the newest decision, and no other."""
     if not answers:
         return []
@@ -103,7 +104,7 @@ def newest_alone(answers: Sequence[Answer]) -> list[Answer]:
     return [msgspec.structs.replace(newest, decisions=newest.decisions[:1])]
 
 
-def print_latest(answers: Sequence[Answer], limit: int) -> None:
+def print_latest(answers: Sequence[Explanation], limit: int) -> None:
     """A line for each of the latest decisions of all routers, newest first."""
     rows = [(decision, answer) for answer in answers for decision in answer.decisions]
     rows.sort(key=lambda row: row[0]["ago_s"])
@@ -134,7 +135,7 @@ def _ended(outcome: Mapping[str, Any]) -> str:
     return outcome["error"] or f"{outcome['ended_s']:.3f} s"
 
 
-def print_answer(answer: Answer) -> None:
+def print_answer(answer: Explanation) -> None:
     """All that one router decided for a request."""
     if answer.decisions_left_out:
         click.echo(f"{answer.decisions_left_out} older decisions are left out")
@@ -142,7 +143,7 @@ def print_answer(answer: Answer) -> None:
         _print_decision(answer, decision)
 
 
-def _print_decision(answer: Answer, decision: Mapping[str, Any]) -> None:
+def _print_decision(answer: Explanation, decision: Mapping[str, Any]) -> None:
     chosen = decision["chosen"]
     waited = f", after {decision['waited_s']:.3f} s in the queue" if decision["waited_s"] else ""
     sampled = f" at temperature {decision['temperature']}" if decision["temperature"] else ""

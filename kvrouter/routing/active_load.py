@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from dynbus.kvrouter.radix.index import Rank
 
@@ -38,6 +38,26 @@ class RankLoad(NamedTuple):
 NO_LOAD: Final = RankLoad(0, 0.0, 0)
 
 
+class RankLoads(Protocol):
+    """The load of ranks: an `ActiveLoad`, or one that is shared with other routers."""
+
+    def add(
+        self,
+        request_id: str,
+        rank: Rank,
+        sequence_hashes: Sequence[int],
+        prompt_tokens: int,
+        cached_tokens: int,
+        expected_output_tokens: int | None = None,
+    ) -> None: ...
+    def prefill_completed(self, request_id: str) -> bool: ...
+    def grow(self, request_id: str, output_tokens: int, block_size: int) -> bool: ...
+    def free(self, request_id: str) -> bool: ...
+    def remove_instance(self, instance: str) -> None: ...
+    def of(self, rank: Rank) -> RankLoad: ...
+    def added_blocks(self, rank: Rank, sequence_hashes: Sequence[int]) -> int: ...
+
+
 @dataclass(slots=True)
 class ActiveRequest:
     """A request that was sent to a rank and did not end.
@@ -62,21 +82,14 @@ class _RankState:
     output_blocks: float = 0.0
     requests: set[str] = field(default_factory=set[str])
     # How many requests use a block, by its sequence hash. A request uses all blocks from the
-    # first on, so whoever has a block here has all before it: `_shared` relies on that.
+    # first on, so whoever has a block here has all before it: `leading_blocks` relies on that.
     uses: Counter[int] = field(default_factory=Counter[int])
 
 
 class ActiveLoad:
-    """Running requests by rank, with the blocks that they share counted once.
+    """Running requests by rank, with the blocks that they share counted once."""
 
-    Args:
-        block_size: tokens of a block, for the output of requests.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size = {block_size}: a block has one token at least")
-        self._block_size = block_size
+    def __init__(self) -> None:
         self._ranks: dict[Rank, _RankState] = {}
         self._requests: dict[str, ActiveRequest] = {}
 
@@ -130,7 +143,7 @@ class ActiveLoad:
         request.prefill_tokens = 0
         return True
 
-    def grow(self, request_id: str, output_tokens: int) -> bool:
+    def grow(self, request_id: str, output_tokens: int, block_size: int) -> bool:
         """A request has so much output by now; False for an unknown one.
 
         The blocks of its output count in whole when nobody said how long it will be. Otherwise
@@ -139,7 +152,7 @@ class ActiveLoad:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        blocks: float = output_tokens // self._block_size
+        blocks: float = output_tokens // block_size
         if request.expected_output_tokens:
             blocks *= max(0.0, 1.0 - output_tokens / request.expected_output_tokens)
         self._ranks[request.rank].output_blocks += blocks - request.output_blocks
@@ -175,7 +188,7 @@ class ActiveLoad:
 
     # Questions --------------------------------------------------------------------------
 
-    def load(self, rank: Rank) -> RankLoad:
+    def of(self, rank: Rank) -> RankLoad:
         """What runs on a rank."""
         state = self._ranks.get(rank)
         if state is None:
@@ -192,17 +205,22 @@ class ActiveLoad:
         state = self._ranks.get(rank)
         if state is None:
             return len(sequence_hashes)
-        return len(sequence_hashes) - _shared(state.uses, sequence_hashes)
+        return len(sequence_hashes) - leading_blocks(state.uses, sequence_hashes)
 
 
-def _shared(uses: dict[int, int], sequence_hashes: Sequence[int]) -> int:
-    """How many blocks of a prompt are in use, from the first on."""
-    if not sequence_hashes or sequence_hashes[0] not in uses:
-        return 0
-    low, high = 1, len(sequence_hashes)
+def leading_blocks(
+    held: Mapping[int, object], sequence_hashes: Sequence[int], start: int = 0
+) -> int:
+    """How many blocks of a prompt are held, from the first on, given that the first `start` are.
+
+    Whoever holds a block holds all before it, so that the cost grows with the logarithm.
+    """
+    if start >= len(sequence_hashes) or sequence_hashes[start] not in held:
+        return start
+    low, high = start + 1, len(sequence_hashes)
     while low < high:
         middle = (low + high + 1) // 2
-        if sequence_hashes[middle - 1] in uses:
+        if sequence_hashes[middle - 1] in held:
             low = middle
         else:
             high = middle - 1

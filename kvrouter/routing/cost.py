@@ -1,11 +1,13 @@
 """What it costs to send a request to each candidate, and the choice among the costs.
 
-A cost function is any callable of a request and its candidates; `DynamoCost` is Dynamo's.
+A cost function is any callable of a request and its candidates; `KvCost` is that of dynbus,
+`DynamoCost` is Dynamo's.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -22,6 +24,36 @@ NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 NO_OVERLAP: Final = Overlap(0, 0, 0, 0)
 _TOKEN_BYTES: Final = 4
 
+LEAST_REQUESTS: Final = 256
+"""A part of fewer requests than these says nothing yet."""
+
+WINDOW: Final = 512
+"""Requests of a generation; the latest one and the one before it count."""
+
+GROWTH: Final = 1.25
+"""Each prefix that is counted is so many times as long as the one before."""
+
+
+def next_length(blocks: int) -> int:
+    """The length of the prefix that is counted after one of `blocks` blocks."""
+    return max(blocks + 1, int(blocks * GROWTH))
+
+
+class PrefixCounts(NamedTuple):
+    """How many of the latest requests begin as a request does.
+
+    Attributes:
+        requests: how many were counted, the request itself among them.
+        prefixes: of prefixes of growing length, those that another request had too: (blocks,
+            requests that begin with them), the shortest first.
+    """
+
+    requests: int = 0
+    prefixes: Sequence[tuple[int, int]] = ()
+
+
+NO_COUNTS: Final = PrefixCounts()
+
 
 @dataclass(slots=True, eq=False)
 class RequestShape:
@@ -32,6 +64,7 @@ class RequestShape:
         expected_output_tokens: None when nobody said.
         priority: larger is more urgent.
         metadata: of the call; not to be changed.
+        popularity: how many of the router's latest requests begin with the same blocks.
     """
 
     prompt_tokens: int
@@ -40,6 +73,7 @@ class RequestShape:
     expected_output_tokens: int | None = None
     priority: int = 0
     metadata: Mapping[str, str] = field(default_factory=lambda: NO_METADATA)
+    popularity: PrefixCounts = NO_COUNTS
     _sequence_hashes: list[int] | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -112,6 +146,83 @@ CostFunction: TypeAlias = Callable[[RequestShape, Sequence[Candidate]], Sequence
 
 
 @dataclass(frozen=True, slots=True)
+class KvCost:
+    """The prefill that a request waits for and makes, in tokens, and how it is slowed down.
+
+        new    = prompt tokens - block size * overlap, by tier
+        blocks = those in use, with the ones that this request adds
+        cost   = (active prefill tokens + work_weight * new) * (1 + slowdown * blocks / total)
+                 + block size * (context_weight * blocks + max(0, blocks - full * total))
+
+    The prompts before it and its own are computed before its first token. All requests that
+    come later pay for its work as well: therefore that counts more than waiting. Each step of
+    prefill also decodes for the requests that run, which takes longer the more they hold. And
+    where the cache is about to be full, requests wait for blocks or lose them. Without a total
+    the terms that need it are left out.
+
+    Where work counts for more than waiting, a prefix that everybody sends stays where it was
+    first. Of a prefix with a part p of the latest requests there should be p * candidates copies.
+    While there are fewer, to compute it once more counts as `copy_weight` a token.
+
+    Attributes:
+        full: the part of the cache from which on it counts as full.
+
+    Raises:
+        ValueError: a weight is negative or not finite.
+    """
+
+    work_weight: float = 3.0
+    slowdown: float = 0.5
+    context_weight: float = 0.003
+    full: float = 0.9
+    host_credit: float = 0.75
+    disk_credit: float = 0.25
+    external_credit: float = 0.5
+    copy_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_weights(self)
+
+    def __call__(self, request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
+        block_size, prompt_tokens = request.block_size, request.prompt_tokens
+        host, disk, external = self.host_credit, self.disk_credit, self.external_credit
+        wanted = self._wanted_blocks(request, candidates)
+        costs: list[float] = []
+        for candidate in candidates:
+            _, overlap, prefill_tokens, active, added, _, total, _ = candidate
+            on_device, on_host, on_disk, elsewhere = overlap
+            held = on_device + host * on_host + disk * on_disk + external * elsewhere
+            new = prompt_tokens - block_size * held
+            work = self.work_weight * (new if new > 0.0 else 0.0)
+            if held < wanted:
+                work -= (self.work_weight - self.copy_weight) * block_size * (wanted - held)
+            cost = prefill_tokens + work
+            blocks = active + added
+            counted = self.context_weight * blocks
+            if total is not None:
+                cost *= 1.0 + self.slowdown * blocks / total
+                if blocks > self.full * total:
+                    counted += blocks - self.full * total
+            costs.append(cost + block_size * counted)
+        return costs
+
+    def _wanted_blocks(self, request: RequestShape, candidates: Sequence[Candidate]) -> int:
+        """Blocks at the beginning of the prompt of which there should be more copies."""
+        counted, prefixes = request.popularity
+        if not prefixes:
+            return 0
+        requests = max(LEAST_REQUESTS, counted)
+        wanted = 0
+        held = sorted(candidate.overlap.device for candidate in candidates)
+        for blocks, count in prefixes:
+            holders = len(held) - bisect_left(held, blocks)
+            if 0 < holders < len(held) * count / requests:
+                wanted = blocks
+        # What they share ends somewhere before the next length that is counted.
+        return min(held[-1], next_length(wanted) - 1) if wanted else 0
+
+
+@dataclass(frozen=True, slots=True)
 class DynamoCost:
     """Dynamo's cost: prefill work that is left after the overlap, and decode work, in blocks.
 
@@ -139,10 +250,7 @@ class DynamoCost:
     active_request_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            weight = getattr(self, name)
-            if not 0.0 <= weight < math.inf:
-                raise ValueError(f"{name} = {weight}: a weight is 0 or more, and finite")
+        _check_weights(self)
 
     def __call__(self, request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
         block_size = request.block_size
@@ -179,6 +287,13 @@ class DynamoCost:
         ]
 
 
+def _check_weights(cost: KvCost | DynamoCost) -> None:
+    for name in cost.__slots__:
+        weight = getattr(cost, name)
+        if not 0.0 <= weight < math.inf:
+            raise ValueError(f"{name} = {weight}: a weight is 0 or more, and finite")
+
+
 def choose(costs: Sequence[float], temperature: float, random: Random) -> int | None:
     """The position of the chosen cost; None when there is none below infinity.
 
@@ -200,3 +315,41 @@ def choose(costs: Sequence[float], temperature: float, random: Random) -> int | 
         return choose([cost / 2 / max(1.0, temperature) for cost in costs], temperature, random)
     weights = [math.exp((least - costs[at]) / unit) for at in possible]
     return random.choices(possible, weights)[0]
+
+
+class Popularity:
+    """Counts the prefixes of the latest requests, at growing lengths. Its memory is bounded.
+
+    Args:
+        window: requests after which the older half of what is counted is forgotten.
+    """
+
+    __slots__ = ("_before", "_now", "_requests", "_window")
+
+    def __init__(self, window: int = WINDOW) -> None:
+        self._window = window
+        self._now: dict[int, int] = {}
+        self._before: dict[int, int] = {}
+        self._requests = 0
+
+    def __repr__(self) -> str:
+        return f"<Popularity [{len(self._now) + len(self._before)} prefixes]>"
+
+    def note(self, block_hashes: NDArray[np.uint64]) -> PrefixCounts:
+        """Count a request, and say how many others begin as it does."""
+        if self._requests >= self._window:
+            self._before, self._now, self._requests = self._now, {}, 0
+        self._requests += 1
+        content = block_hashes.tobytes()
+        size = block_hashes.itemsize
+        found: list[tuple[int, int]] = []
+        blocks = 1
+        while blocks * size <= len(content):
+            key = hash(content[: blocks * size])
+            count = self._now[key] = self._now.get(key, 0) + 1
+            count += self._before.get(key, 0)
+            if count > 1:
+                found.append((blocks, count))
+            blocks = next_length(blocks)
+        counted = self._requests + (self._window if self._before else 0)
+        return PrefixCounts(counted, found)

@@ -1,27 +1,44 @@
-"""What operators see of a router: its awareness of the caches, its figures, its decisions."""
+"""What operators see of a router: its awareness of the caches, its figures, its decisions.
+
+The labels of its metrics are bounded: the target, and closed lists.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
+import socket
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Final, Protocol
 
+import anyio
+
+from dynbus.bus.background import Work
 from dynbus.bus.bus import Bus
-from dynbus.bus.cleanup import end_tasks, finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import is_safe_reply
 from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.telemetry.metrics import Labels, Metrics, Readings
 from dynbus.bus.transport import Message, Subscription
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
+from dynbus.kvrouter.stream.follower import IndexFollower
 
-from .decision import Decision
-from .router_metrics import RouterMetrics
-from .scheduling import Follower, SchedulerStatistics
-from .why import Answer, Question, encode_answer, process_name, read_question, tell, why_subject
+from .caches import Follower
+from .decision import (
+    Decision,
+    Explanation,
+    Question,
+    encode_explanation,
+    read_question,
+    tell,
+    why_subject,
+)
+from .scheduler import SchedulerStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +47,9 @@ LOOK_INTERVAL: Final = 0.5
 
 AWARENESS_KEY: Final = "cache_aware"
 TARGET_KEY: Final = "routes_to"
+
+TOKEN_KINDS: Final = ("prompt", "best", "expected", "compared", "reused")
+"""Of which tokens `dynbus.kv.tokens` counts, as `SchedulerStatistics` says."""
 
 
 class WatchedRouter(Protocol):
@@ -40,7 +60,7 @@ class WatchedRouter(Protocol):
     @property
     def decisions_limit(self) -> int: ...
     def awareness(self) -> CacheAwareness: ...
-    def statistics(self) -> SchedulerStatistics | None: ...
+    def statistics(self) -> SchedulerStatistics: ...
     def decisions(self, request_id: str) -> list[Decision]: ...
     def latest_decisions(self, count: int = 20) -> list[Decision]: ...
 
@@ -65,8 +85,7 @@ class RouterWatch:
         self._said: CacheAwareness | None = None
         self._logged: str | None = None
         self._looked = False
-        self._subscription: Subscription | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._work: Work | None = None
 
     def __repr__(self) -> str:
         return f"<RouterWatch {self.target} [{self._said}]>"
@@ -77,14 +96,16 @@ class RouterWatch:
         Raises:
             PermissionDenied: the server refuses the subject of questions.
         """
-        self._subscription = self._bus.data.subscribe(self._subject, self._answer)
+        subscription = self._bus.data.subscribe(self._subject, self._answer)
         try:
             await self._bus.data.barrier()
             self.look()
+            self._work = self._bus.background.start(
+                self._run, subscription, name=f"watch of {self.target}"
+            )
         except BaseException:
-            self._subscription.unsubscribe()
+            subscription.unsubscribe()
             raise
-        self._task = asyncio.create_task(self._run(), name=f"watch of {self.target}")
         return self
 
     async def __aexit__(
@@ -93,26 +114,24 @@ class RouterWatch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await finish(self._close())
+        if self._work is not None:
+            with anyio.CancelScope(shield=True):
+                await self._work.end()
 
-    async def _close(self) -> None:
-        task, self._task = self._task, None
-        if task is not None:
-            await end_tasks(task)
-        if self._subscription is not None:
-            self._subscription.unsubscribe()
-        self._bus.status.remove(self.id)
-        if self._metrics is not None:
-            self._metrics.remove()
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_INTERVAL)
-            try:
-                self.look()
-            except Exception:
-                # What is shown would grow old without a word.
-                logger.exception("%r: a look at the router failed", self)
+    async def _run(self, subscription: Subscription) -> None:
+        try:
+            while True:
+                await asyncio.sleep(LOOK_INTERVAL)
+                try:
+                    self.look()
+                except Exception:
+                    # What is shown would grow old without a word.
+                    logger.exception("%r: a look at the router failed", self)
+        finally:
+            subscription.unsubscribe()
+            self._bus.status.remove(self.id)
+            if self._metrics is not None:
+                self._metrics.remove()
 
     # Awareness and figures ----------------------------------------------------------------
 
@@ -153,12 +172,12 @@ class RouterWatch:
             self._bus.drop(DropReason.UNSAFE_REPLY if message.reply else DropReason.NO_REPLY)
             return
         try:
-            data = encode_answer(self.explain(question), self._bus.data.max_payload)
+            data = encode_explanation(self.explain(question), self._bus.data.max_payload)
             self._bus.data.publish(message.reply, data)
         except (DynbusError, ValueError) as error:
             logger.warning("%r: %s was not answered: %s", self, question, error)
 
-    def explain(self, question: Question) -> Answer:
+    def explain(self, question: Question) -> Explanation:
         """What the router knows of a request, or has decided of late."""
         now = monotonic()
         router = self._router
@@ -170,9 +189,9 @@ class RouterWatch:
             else kept[: question.latest]
         )
         told = tell(asked, now)
-        return Answer(
+        return Explanation(
             self.id,
-            process_name(),
+            f"{socket.gethostname()}:{os.getpid()}",
             self.target,
             str(router.awareness()),
             len(kept),
@@ -186,3 +205,77 @@ class RouterWatch:
 def _shape(awareness: CacheAwareness) -> str:
     """What is the same while only numbers in it change."""
     return re.sub(r"\d+", "#", str(awareness))
+
+
+class RouterMetrics:
+    """The metrics of one router.
+
+    Args:
+        source: the router's id.
+        namespace, component: of the instances that it chooses among.
+    """
+
+    def __init__(self, metrics: Metrics, source: str, namespace: str, component: str) -> None:
+        self._source = source
+        self._labels: Labels = (("dynbus.namespace", namespace), ("dynbus.component", component))
+        self._readings: dict[str, Readings] = {
+            "cache_aware": metrics.gauge(
+                "kv.cache_aware", "{router}", "Routers, by how far they know the caches."
+            ),
+            "decisions": metrics.counter("kv.decisions", "{decision}", "Requests routed."),
+            "tokens": metrics.counter(
+                "kv.tokens", "{token}", "Prompt tokens of routed requests, by what they are."
+            ),
+            "hit_rate": metrics.gauge(
+                "kv.hit_rate", "1", "Share of prompt tokens expected in the chosen cache.", max
+            ),
+            "waiting": metrics.gauge("kv.waiting", "{request}", "Requests in routers' queues."),
+            "resyncs": metrics.counter("kv.resyncs", "{request}", "Resyncs asked for."),
+            "blocks": metrics.gauge("kv.index.blocks", "{block}", "Blocks held in the index."),
+            "staleness": metrics.gauge(
+                "kv.staleness", "s", "Age of events when applied, 99th percentile.", max
+            ),
+        }
+
+    def put(
+        self,
+        awareness: CacheAwareness,
+        statistics: SchedulerStatistics,
+        follower: Follower | None,
+    ) -> None:
+        """Replace all values."""
+        for name, values in self._values(awareness, statistics, follower).items():
+            self._readings[name].put(self._source, values)
+
+    def remove(self) -> None:
+        """The router is gone."""
+        for readings in self._readings.values():
+            readings.remove(self._source)
+
+    def _values(
+        self,
+        awareness: CacheAwareness,
+        statistics: SchedulerStatistics,
+        follower: Follower | None,
+    ) -> dict[str, Mapping[Labels, float]]:
+        labels = self._labels
+        found: dict[str, Mapping[Labels, float]] = {
+            "cache_aware": {
+                (*labels, ("dynbus.level", level.value)): float(level is awareness.level)
+                for level in AwarenessLevel
+            }
+        }
+        tokens = {kind: getattr(statistics, f"{kind}_tokens") for kind in TOKEN_KINDS}
+        found["decisions"] = {labels: statistics.decisions}
+        found["waiting"] = {labels: statistics.waiting}
+        found["tokens"] = {
+            (*labels, ("dynbus.kind", kind)): count for kind, count in tokens.items()
+        }
+        if tokens["prompt"]:
+            found["hit_rate"] = {labels: tokens["expected"] / tokens["prompt"]}
+        if isinstance(follower, IndexFollower):
+            status = follower.status()
+            found["resyncs"] = {labels: status.requests}
+            found["staleness"] = {labels: status.staleness.p99}
+            found["blocks"] = {labels: follower.index.statistics().blocks}
+        return found

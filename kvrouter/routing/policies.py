@@ -1,66 +1,182 @@
-"""Cost functions by name: those that come with dynbus, and a user's own."""
+"""Policies: cost functions by name, how they are asked, and those that are only on trial."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import logging
+import math
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Generator, Iterable
+import traceback
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any, Final
 
+from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
 
-from .cost import CostFunction, DynamoCost
-from .kv_cost import KvCost
+from .cost import Candidate, CostFunction, DynamoCost, KvCost, RequestShape, choose
+from .decision import ShadowChoice
 
-POLICIES: Final[dict[str, Callable[[], CostFunction]]] = {"dynamo": DynamoCost, "kv": KvCost}
+logger = logging.getLogger(__name__)
+
+COST_FUNCTIONS: Final[Mapping[str, Callable[[], CostFunction]]] = {
+    "dynamo": DynamoCost,
+    "kv": KvCost,
+}
+"""Those that come with dynbus."""
 
 
-def resolve_policy(policy: str | CostFunction, *, reload: bool = False) -> tuple[CostFunction, str]:
-    """The cost function that is given, or that a name is given of, and its name.
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A cost function and the name that decisions and errors have for it."""
 
-    Args:
-        reload: see `load_policy`.
+    name: str
+    cost: CostFunction
+
+    @classmethod
+    def of(
+        cls,
+        policy: str | CostFunction,
+        *,
+        reload: bool = False,
+        known_names: Iterable[str] = COST_FUNCTIONS,
+    ) -> Policy:
+        """The policy of a name, or of a cost function.
+
+        Args:
+            policy: `dynamo`, `kv`, `module:function` for one of your own, or an object. What the
+                module has under that name may be a class: it is called without arguments, and
+                must give a cost function.
+            reload: read the module's file again when it was imported before, into a module of its
+                own: no other file, neither of what it imports. It is what is imported from then
+                on, or the one before if this fails. Who has imported that one keeps it as it is.
+            known_names: what the error about an unknown name lists.
+
+        Raises:
+            ConfigError: there is no such policy, it cannot be imported, or it is no cost function.
+        """
+        if isinstance(policy, str):
+            return cls(policy, _find(policy, reload, known_names))
+        given: Any = policy
+        if isinstance(given, type):
+            name = given.__name__
+            raise ConfigError(f"policy {name} is a class: give an object, {name}()")
+        if not callable(given):
+            raise ConfigError(
+                f"policy {given!r} is no cost function: give an object that can be called with a "
+                "request and its candidates, or its name"
+            )
+        return cls(_name_of(policy), policy)
+
+    def costs(
+        self, shape: RequestShape, candidates: Sequence[Candidate], *, request_id: str = ""
+    ) -> list[float]:
+        """The cost of each candidate, whatever kind of numbers the cost function uses.
+
+        Args:
+            request_id: for errors.
+
+        Raises:
+            ConfigError: it does not return one number for each candidate, or raises.
+        """
+        try:
+            # A tuple: one that sorts them would have its costs told of others.
+            costs = self.cost(shape, tuple(candidates))
+        except Exception as error:
+            raise ConfigError(
+                f"policy {self.name} raised {type(error).__name__}: {error}"
+                f"{_place(self.cost, error)}",
+                request_id=request_id,
+                started=False,
+            ) from error
+        if inspect.iscoroutine(costs):
+            costs.close()
+            raise ConfigError(
+                f"policy {self.name} is asynchronous: write `def`, it is asked while the loop "
+                "waits",
+                request_id=request_id,
+                started=False,
+            )
+        numbers = _numbers(costs)
+        if numbers is None or len(numbers) != len(candidates):
+            raise ConfigError(
+                f"policy {self.name} returned {brief_repr(costs)} for {len(candidates)} "
+                "candidates: return a list with one number for each, in their order; infinity is "
+                "for never, NaN and -infinity are no costs",
+                request_id=request_id,
+                started=False,
+            )
+        return numbers
+
+
+class Shadows:
+    """The policies on trial of one scheduler: they score every request, and decide nothing.
+
+    Attributes:
+        agreements: by policy, in how many decisions it would have chosen the same.
 
     Raises:
-        ConfigError: it is no cost function, or cannot be loaded.
+        ConfigError: one of them cannot be loaded.
     """
-    if isinstance(policy, str):
-        return load_policy(policy, reload=reload), policy
-    given: Any = policy
-    if isinstance(given, type):
-        raise ConfigError(f"policy {given.__name__} is a class: give an object, {given.__name__}()")
-    if not callable(given):
-        raise ConfigError(
-            f"policy {given!r} is no cost function: give an object that can be called with a "
-            "request and its candidates, or its name"
-        )
-    return policy, policy_name(policy)
+
+    def __init__(self, policies: Mapping[str, str | CostFunction], random: Random) -> None:
+        self._policies = {
+            name: Policy(name, Policy.of(policy).cost) for name, policy in policies.items()
+        }
+        self._random = random
+        self._failed: set[str] = set()
+        self.agreements = dict.fromkeys(self._policies, 0)
+
+    def __repr__(self) -> str:
+        return f"<Shadows {self.agreements}>"
+
+    def ask(
+        self, request: RequestShape, candidates: Sequence[Candidate], chosen: int
+    ) -> list[ShadowChoice]:
+        """What each would have chosen.
+
+        Args:
+            chosen: the position of the candidate that gets the request.
+        """
+        return [self._ask(one, request, candidates, chosen) for one in self._policies.values()]
+
+    def _ask(
+        self, policy: Policy, request: RequestShape, candidates: Sequence[Candidate], chosen: int
+    ) -> ShadowChoice:
+        name = policy.name
+        try:
+            costs = policy.costs(request, candidates)
+        except ConfigError as error:
+            # A policy on trial must not harm a request; the decision says what is wrong with it.
+            if name not in self._failed:
+                self._failed.add(name)
+                logger.warning("shadow policy %s failed", name, exc_info=True)
+            raised = error.__cause__
+            return ShadowChoice(
+                name, error=f"{type(raised).__name__}: {raised}" if raised else str(error)
+            )
+        at = choose(costs, 0.0, self._random)
+        if at is None:
+            return ShadowChoice(name, None, math.inf)
+        regret = costs[chosen] - costs[at]
+        if regret:
+            return ShadowChoice(name, candidates[at].rank, regret)
+        # Of equal costs it may have drawn another one: that is no disagreement.
+        self.agreements[name] += 1
+        return ShadowChoice(name, candidates[chosen].rank)
 
 
-def load_policy(
-    name: str, *, reload: bool = False, known_names: Iterable[str] = POLICIES
-) -> CostFunction:
-    """The cost function of a name: `dynamo`, `kv`, or `module:function` for one of your own.
-
-    An attribute that is a class is called without arguments, and must give a cost function.
-
-    Args:
-        reload: read the module's file again when it was imported before, into a module of its
-            own: no other file, neither of what it imports. It is what is imported from then on,
-            or the one before if this fails. Who has imported that one keeps it as it is.
-        known_names: what the error about an unknown name lists.
-
-    Raises:
-        ConfigError: there is no such policy, or it cannot be imported.
-    """
-    known = POLICIES.get(name)
+def _find(name: str, reload: bool, known_names: Iterable[str]) -> CostFunction:
+    known = COST_FUNCTIONS.get(name)
     if known is not None:
         return known()
     module_name, colon, attribute = name.partition(":")
@@ -70,10 +186,10 @@ def load_policy(
             f"{_did_you_mean(name)}"
         )
     with _replaced(module_name) if reload else nullcontext():
-        return _load(name, module_name, attribute)
+        return _import(name, module_name, attribute)
 
 
-def _load(name: str, module_name: str, attribute: str) -> CostFunction:
+def _import(name: str, module_name: str, attribute: str) -> CostFunction:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
@@ -173,7 +289,34 @@ def _own_folders() -> list[str]:
     ]
 
 
-def policy_name(policy: CostFunction) -> str:
+def _name_of(policy: CostFunction) -> str:
     """How decisions name a cost function that was given as an object."""
     name = getattr(policy, "__qualname__", type(policy).__qualname__)
     return f"{getattr(policy, '__module__', type(policy).__module__)}:{name}"
+
+
+def _numbers(costs: Any) -> list[float] | None:
+    """What a policy returned as a list of floats; None for what is none."""
+    # What has no order cannot be matched with candidates, and the rows of a matrix are no numbers.
+    if isinstance(costs, (Set, Mapping)) or getattr(costs, "ndim", 1) != 1:
+        return None
+    try:
+        # A number as text passes `float`, not `isnan`.
+        if any(map(math.isnan, costs)):
+            return None
+        numbers = list(map(float, costs))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        # A container of the user's own may fail in many ways.
+        return None
+    return None if -math.inf in numbers else numbers
+
+
+def _place(policy: CostFunction, error: Exception) -> str:
+    """Where a policy raised: its own line, rather than one of a library that it calls."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    if not frames:
+        return ""  # It was not entered: what it takes is wrong.
+    code = getattr(policy, "__code__", None) or getattr(type(policy).__call__, "__code__", None)
+    own = [one for one in frames if code is not None and one.filename == code.co_filename]
+    found = (own or frames)[-1]
+    return f" ({found.filename}, line {found.lineno})"

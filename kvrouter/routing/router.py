@@ -3,52 +3,117 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from types import TracebackType
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeAlias, Unpack
 
+import anyio
+import msgspec
+
+from dynbus.actors import Actor, Runtime
 from dynbus.actors.calling.routing import Route, RouteRequest
-from dynbus.bus.cleanup import finish
+from dynbus.actors.declaring.actor import address_of
+from dynbus.actors.declaring.brief_repr import brief_repr
+from dynbus.bus.background import Background
 from dynbus.bus.clock import monotonic
-from dynbus.bus.config import suggestion
-from dynbus.bus.errors import ConfigError, Draining
-from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.errors import ConfigError, DeadlineExceeded, Draining, DynbusError
+from dynbus.bus.protocol.names import EndpointName, check_token
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.records.discovery import Instance
 from dynbus.bus.transport import Connection
 from dynbus.kvrouter.stream.awareness import CacheAwareness, no_instances
-from dynbus.kvrouter.stream.membership import Instances
+from dynbus.kvrouter.stream.membership import Instances, live_instances
+from dynbus.kvrouter.stream.warm_start import warm_follower
 
-from .affinity import SESSION_KEY
-from .attempt import AttemptObserver
-from .constraints import (
+from .caches import Follower
+from .config import RouterConfig, RouterSettings, configured
+from .cost import CostFunction
+from .decision import Decision
+from .observing import RouterWatch
+from .profiles import InstanceProfile, Profiles
+from .queue import SchedulingRequest, Ticket
+from .requests import (
     DP_RANK_KEY,
     OVERLAP_KEY,
-    LoraMode,
+    SESSION_KEY,
+    RequestFields,
+    field_of,
     read_constraints,
     read_track_output,
 )
-from .cost import CostFunction
-from .decision import Decision
-from .dispatch import Dispatch, Offered
-from .load_messages import MESSAGE_BYTES
-from .load_sharing import LoadSharing
-from .policies import resolve_policy
-from .profiles import Profiles
-from .request_fields import RequestFields
-from .scheduler import KvScheduler
-from .scheduling import (
-    Follower,
-    SchedulerConfig,
-    SchedulerStatistics,
-    SchedulingRequest,
-    base_awareness,
-)
-from .shared_load import SharedLoad
+from .scheduler import KvScheduler, SchedulerStatistics
+from .shared_load import MESSAGE_BYTES, Heard, LoadSharing, SharedLoad
 
-DEFAULT_POLICY: Final = "kv"
-REUSED_FIELD: Final = "cached_tokens"
+logger = logging.getLogger(__name__)
+
+Offered: TypeAlias = Callable[[], Sequence[Instance]]
+"""The instances that may be chosen just now."""
+
+ANSWER_MARGIN: Final = 0.05
+"""Seconds before the deadline of a handler at which its calls leave the queue: what they say of it
+would come too late to its caller."""
+
+LOOK_INTERVAL: Final = 0.2
+"""Seconds between two looks at the instances while calls wait."""
+
+
+@asynccontextmanager
+async def open_router(
+    runtime: Runtime,
+    target: type[Actor] | str,
+    config: RouterConfig | None = None,
+    **settings: Unpack[RouterSettings],
+) -> AsyncGenerator[KvRouter]:
+    """A router for the calls of one component, for as long as the `async with` lasts.
+
+    Args:
+        target: the actor, or `namespace.component`.
+        config: how it decides.
+        settings: fields of `RouterConfig`, which go before those of `config`.
+
+    Raises:
+        ConfigError: the target is none, a policy cannot be loaded, a value is not usable, or the
+            stream of events has other settings.
+        Unavailable: JetStream does not answer.
+    """
+    config = configured(config, settings)
+    namespace, component = _address(target)
+    runtime.discovery.begin()
+    async with AsyncExitStack() as exits:
+        follower = None
+        if config.exact:
+            follower = await exits.enter_async_context(warm_follower(runtime, namespace, component))
+        router = KvRouter(
+            config,
+            follower=follower,
+            connection=runtime.bus.data if config.share else None,
+            target=f"{namespace}.{component}",
+            instances=partial(live_instances, runtime, namespace, component),
+            offered=lambda: runtime.discovery.view.instances(namespace, component, monotonic()),
+        )
+        await exits.enter_async_context(router)
+        await exits.enter_async_context(RouterWatch(runtime.bus, namespace, component, router))
+        yield router
+
+
+def _address(target: Any) -> tuple[str, str]:
+    """Namespace and component of what a router is opened for.
+
+    Raises:
+        ConfigError: it is no actor and no address.
+    """
+    if isinstance(target, type) and issubclass(target, Actor):
+        return address_of(target)
+    if isinstance(target, str) and target.count(".") == 1 and not target.startswith("."):
+        namespace, _, component = target.partition(".")
+        return check_token("namespace", namespace), check_token("component", component)
+    raise ConfigError(
+        f"open_router(runtime, {brief_repr(target)}): give the class of the engine's actor, which "
+        "has a namespace, or its address as 'namespace.component', for example 'llm.Engine'"
+    )
 
 
 class KvRouter:
@@ -58,23 +123,16 @@ class KvRouter:
     opened once: calls that wait when it closes, and all later ones, end with `Draining`.
 
     Args:
+        config: how it decides.
         follower: the index that follows the engines' events, entered by whoever gives it. None
             guesses from own decisions what engines hold.
         connection: of the running loop, over which routers of the component share their load;
             None for a router that is alone.
-        policy: a cost function, or its name: `kv`, `dynamo`, or `module:function`.
-        shadows: policies by name that score every request and decide nothing.
-        fields: where requests have their token ids and the like.
-        block_size: what all instances must have; None for what they say.
-        tokenizer_id: what makes the token ids; empty for no check.
-        lora: whether an instance must have loaded a request's adapter, or had better.
-        reused_field: where an item of a stream, or a result, says how many tokens of the prompt
-            the engine found in its cache: names with dots, for example
-            `usage.prompt_tokens_details.cached_tokens`. Empty for nowhere.
         target: `namespace.component` that it is for; that of the first call unless given.
         instances: the ids of those of the target; while there are none, `awareness` is off.
         offered: those of them that may be chosen just now, for calls that wait while one comes.
             None has them wait for the next call, which is offered them.
+        settings: fields of `RouterConfig`, which go before those of `config`.
 
     Attributes:
         route_timeout: None, since a call may wait in the queue until its deadline.
@@ -87,51 +145,40 @@ class KvRouter:
 
     def __init__(
         self,
+        config: RouterConfig | None = None,
         *,
         follower: Follower | None = None,
         connection: Connection | None = None,
-        policy: str | CostFunction = DEFAULT_POLICY,
-        shadows: Mapping[str, str | CostFunction] | None = None,
-        config: SchedulerConfig | None = None,
-        fields: RequestFields | None = None,
-        block_size: int | None = None,
-        tokenizer_id: str = "",
-        lora: LoraMode = "prefer",
-        reused_field: str = REUSED_FIELD,
         target: str = "",
         instances: Instances | None = None,
         offered: Offered | None = None,
+        **settings: Unpack[RouterSettings],
     ) -> None:
-        _check(block_size, tokenizer_id, lora, reused_field)
-        _check_kind("shadows", shadows, Mapping)
-        _check_kind("config", config, SchedulerConfig)
-        _check_kind("fields", fields, RequestFields)
+        self._config = config = configured(config, settings)
+        self._fields = config.fields or RequestFields()
+        self._follower = follower
+        self._connection = connection
         self._target = target
         self._instances = instances
         self._offered = offered
-        self._follower = follower
-        self._connection = connection
-        self._policy, self._policy_name = resolve_policy(policy)
-        self._shadows = {
-            name: resolve_policy(shadow)[0] for name, shadow in (shadows or {}).items()
-        }
-        self._config = config or SchedulerConfig()
-        self._fields = fields or RequestFields()
-        self._lora: LoraMode = lora
-        self._reused_field = reused_field
         self._profiles = Profiles(
-            block_size=block_size, tokenizer_id=tokenizer_id, needs_events=follower is not None
+            block_size=config.block_size,
+            tokenizer_id=config.tokenizer_id,
+            needs_events=follower is not None,
         )
+        self._load = None if connection is None else _shared_load(connection)
+        self._scheduler = KvScheduler(config, load=self._load, follower=follower)
+        self._waiting: dict[Ticket, asyncio.Future[Decision]] = {}
+        self._next_look: asyncio.TimerHandle | None = None
         self._component: tuple[str, str] | None = None
-        self._dispatch: Dispatch | None = None
         self._starting = asyncio.Lock()
-        self._exits: AsyncExitStack | None = None
+        self._sharing: LoadSharing | None = None
+        self._background: Background | None = None
         self._is_closed = False
 
     def __repr__(self) -> str:
         where = ".".join(self._component) if self._component else "not used yet"
-        waiting = 0 if self._dispatch is None else self._dispatch.waiting
-        return f"<KvRouter {where} [{self._policy_name} | {waiting} waiting]>"
+        return f"<KvRouter {where} [{self.policy} | {len(self._waiting)} waiting]>"
 
     async def __aenter__(self) -> KvRouter:
         """Open it, once.
@@ -141,7 +188,8 @@ class KvRouter:
         """
         if self._is_closed:
             raise ConfigError(f"{self!r} was closed, and cannot be opened again: make another one")
-        self._exits = AsyncExitStack()
+        self._background = Background(f"background of {self!r}", self._background_failed)
+        await self._background.open()
         return self
 
     async def __aexit__(
@@ -151,16 +199,13 @@ class KvRouter:
         traceback: TracebackType | None,
     ) -> None:
         self._is_closed = True
-        await finish(self._close())
+        self._fail_waiting()
+        if self._background is not None:
+            with anyio.CancelScope(shield=True):
+                await self._background.close()
 
-    async def _close(self) -> None:
-        # What a first call has begun to open is closed as well.
-        async with self._starting:
-            if self._dispatch is not None:
-                self._dispatch.close()
-            exits, self._exits = self._exits, None
-            if exits is not None:
-                await exits.aclose()
+    def _background_failed(self, error: BaseException) -> None:
+        logger.error("%r: its load is not shared any longer", self)
 
     # Routing ------------------------------------------------------------------------------
 
@@ -175,36 +220,35 @@ class KvRouter:
             Overloaded: too many requests wait already.
         """
         now = monotonic()
-        profiles, excluded = self._profiles.of(instances)
-        dispatch = self._dispatch
-        if dispatch is None or self._component != request.endpoint[:2]:
-            dispatch = await self._start(request.endpoint)
+        profiles, excluded = self._profiles.of(instances, now)
+        if self._component != request.endpoint[:2]:
+            await self._start(request.endpoint)
         self._check_open()
         if request.attempt == 1:
-            dispatch.see(profiles, now)
-        tracks_output = read_track_output(request.metadata, self._config.track_output)
+            self._see(profiles, now)
+        config = self._config
+        tracks_output = read_track_output(request.metadata, config.track_output)
         block_size = self._profiles.block_size
         shape, lora_name = self._fields.read(request, block_size)
-        decision = await dispatch.decide(
-            SchedulingRequest(
-                request.request_id,
-                shape,
-                profiles,
-                now,
-                request.attempt,
-                request.metadata.get(SESSION_KEY, ""),
-                read_constraints(request.metadata, lora_name=lora_name, lora=self._lora),
-                excluded,
-            ),
-            request,
+        wanted = SchedulingRequest(
+            request.request_id,
+            shape,
+            profiles,
+            now,
+            request.attempt,
+            request.metadata.get(SESSION_KEY, ""),
+            read_constraints(request.metadata, lora_name=lora_name, lora=config.lora),
+            excluded,
         )
+        decision = await self._decide(wanted, request)
         rank = decision.chosen
         return Route(
             rank.instance,
             AttemptObserver(
-                dispatch,
+                self._scheduler,
+                self._changed,
                 decision.number,
-                self._reused_field,
+                config.reused_field,
                 block_size if tracks_output else 0,
                 decision.waited_s,
             ),
@@ -220,35 +264,206 @@ class KvRouter:
         Raises:
             ConfigError: they do not, and why.
         """
-        self._profiles.of(instances)
+        self._profiles.of(instances, monotonic())
         return self._profiles.block_size
+
+    async def _decide(self, wanted: SchedulingRequest, request: RouteRequest) -> Decision:
+        """The decision for a call, at once or when there is room for it."""
+        found = self._scheduler.submit(wanted, wanted.arrived)
+        decision = await self._wait(found, request) if isinstance(found, Ticket) else found
+        if decision.attempt > 1:
+            tried = self._scheduler.decisions.tried_before(decision)
+            decision.excluded = {**tried, **decision.excluded}
+        self._tell()
+        return decision
+
+    def _see(self, profiles: Sequence[InstanceProfile], now: float) -> None:
+        """Forget what is gone of the instances; have those that wait know of new ones."""
+        for instance in self._profiles.gone(now):
+            self._scheduler.remove_instance(instance)
+        for instance in self._profiles.restarted():
+            self._scheduler.forget_cache(instance)
+        if self._waiting:
+            self._scheduler.refresh(profiles)
+            self._release()
+
+    # Waiting ------------------------------------------------------------------------------
+
+    async def _wait(self, ticket: Ticket, request: RouteRequest) -> Decision:
+        """The decision for a call that waits, when it is made.
+
+        Raises:
+            DeadlineExceeded: the deadline of the handler that makes the call is over before.
+            Draining: the router was closed before.
+            DynbusError: what speaks against a decision.
+        """
+        future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        self._waiting[ticket] = future
+        begun = monotonic()
+        try:
+            # What it waits for may have happened when nobody waited.
+            self._release()
+            self._look_later()
+            async with asyncio.timeout(_time_in_queue(request, begun)):
+                return await future
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                # Decided in the same turn in which the time was over.
+                return future.result()
+            raise DeadlineExceeded(
+                f"the call to {request.endpoint} {_queued(monotonic() - begun)} until its "
+                f"deadline: all instances are busy (calls that wait: {len(self._waiting)})",
+                request_id=request.request_id,
+                started=False,
+            ) from None
+        except asyncio.CancelledError as error:
+            error.add_note(
+                f"it {_queued(monotonic() - begun)} (calls that wait: {len(self._waiting)})"
+            )
+            if future.done() and not future.cancelled() and future.exception() is None:
+                # Decided in the same turn in which the caller left.
+                self._scheduler.ended(future.result().number, monotonic(), "Cancelled")
+                self._release()
+            raise
+        finally:
+            self._scheduler.withdraw(ticket)
+            del self._waiting[ticket]
+
+    def _release(self) -> None:
+        """Let those go on who have waited long enough."""
+        if not self._waiting:
+            return
+        now = monotonic()
+        for ticket, found in self._scheduler.release(now):
+            future = self._waiting.get(ticket)
+            if future is None or future.done():
+                if isinstance(found, Decision):
+                    self._scheduler.ended(found.number, now, "Cancelled")
+            elif isinstance(found, Decision):
+                future.set_result(found)
+            else:
+                future.set_exception(found)
+
+    def _fail_waiting(self) -> None:
+        """Fail all that wait with `Draining`: nobody would tell them that they may go on."""
+        if self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
+        now = monotonic()
+        for ticket, future in self._waiting.items():
+            self._scheduler.withdraw(ticket)
+            if not future.done():
+                future.set_exception(
+                    Draining(
+                        f"the call {_queued(now - ticket.request.arrived)}, which was closed: "
+                        "repeat it by another router",
+                        request_id=ticket.request.request_id,
+                        started=False,
+                    )
+                )
+
+    def _look_later(self) -> None:
+        if self._next_look is None:
+            loop = asyncio.get_running_loop()
+            self._next_look = loop.call_later(LOOK_INTERVAL, self._look_again)
+
+    def _look_again(self) -> None:
+        """Whether calls that wait may go on because of what no call has told."""
+        self._next_look = None
+        if not self._waiting:
+            return
+        self._look_later()
+        now = monotonic()
+        try:
+            instances = () if self._offered is None else self._offered()
+            profiles = self._profiles.of(instances, now)[0] if instances else ()
+        except ConfigError:
+            # Each that does not fit was logged; those that calls wait for may be free.
+            profiles = ()
+        self._see(profiles, now)
+
+    # The load of this router and of others ------------------------------------------------
+
+    async def _start(self, endpoint: EndpointName) -> None:
+        """Begin with the first call, which says for which component."""
+        component = (endpoint.namespace, endpoint.component)
+        async with self._starting:
+            self._check_open()
+            asked = ".".join(component)
+            target = ".".join(self._component) if self._component else self._target or asked
+            if target != asked:
+                raise ConfigError(
+                    f"this KvRouter is for {target} and was asked for {asked}: make one for each "
+                    "component"
+                )
+            if self._component is None:
+                await self._share(component)
+                self._component = component
+
+    async def _share(self, component: tuple[str, str]) -> None:
+        if self._connection is None or self._load is None:
+            return
+        if self._background is None:
+            raise ConfigError(
+                "a KvRouter with a connection shares its load while it is open: write "
+                "`async with KvRouter(...) as router`"
+            )
+        sharing = LoadSharing(
+            self._connection, self._background, *component, self._load, self._heard
+        )
+        try:
+            await sharing.open()
+        except RuntimeError:
+            # The router was closed meanwhile, and takes no work in its background.
+            self._check_open()
+            raise
+        self._sharing = sharing
+
+    def _heard(self, heard: Heard) -> None:
+        """Another router has sent prompts somewhere, or something of it is over."""
+        now = monotonic()
+        for rank, sequence_hashes in heard.sent:
+            self._scheduler.note_elsewhere(rank, sequence_hashes, now)
+        if heard.released:
+            self._release()
+
+    def _changed(self) -> None:
+        """The load of an instance has changed by a call of this router."""
+        self._release()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._sharing is not None:
+            self._sharing.notify()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Draining(f"{self!r} was closed: call by another router", started=False)
 
     # Questions and changes ----------------------------------------------------------------
 
     def decisions(self, request_id: str) -> list[Decision]:
         """The decisions for a request, one per attempt, while they are kept."""
-        return [] if self._scheduler is None else self._scheduler.decisions.find(request_id)
+        return self._scheduler.decisions.find(request_id)
 
     def latest_decisions(self, count: int = 20) -> list[Decision]:
         """The latest decisions, newest first."""
-        return [] if self._scheduler is None else self._scheduler.decisions.latest(count)
+        return self._scheduler.decisions.latest(count)
 
-    def statistics(self) -> SchedulerStatistics | None:
-        """Figures of its decisions; None before the first call."""
-        return None if self._scheduler is None else self._scheduler.statistics()
+    def statistics(self) -> SchedulerStatistics:
+        """Figures of its decisions."""
+        return self._scheduler.statistics()
 
     def awareness(self) -> CacheAwareness:
         """How far it can rely on what it knows of the caches at this moment."""
         if self._instances is not None and (known := self._instances()) is not None and not known:
             return no_instances(self._target)
-        if self._scheduler is None:
-            return base_awareness(self._follower, self._config)
         return self._scheduler.awareness()
 
     @property
     def policy(self) -> str:
         """The name of the cost function that decides now."""
-        return self._policy_name
+        return self._scheduler.policy
 
     @property
     def decisions_limit(self) -> int:
@@ -272,10 +487,7 @@ class KvRouter:
         given: Any = tokens
         if not isinstance(given, int) or isinstance(given, bool) or given < 0:
             raise ConfigError(f"report_reused(tokens={given!r}): give a whole number from 0 on")
-        scheduler = self._scheduler
-        if scheduler is None:
-            return None
-        return scheduler.report_reused(request_id, tokens, monotonic())
+        return self._scheduler.report_reused(request_id, tokens, monotonic())
 
     def use_policy(self, policy: str | CostFunction) -> None:
         """Decide by another policy from the next call on; a module's file is read again.
@@ -283,97 +495,107 @@ class KvRouter:
         Raises:
             ConfigError: it cannot be loaded. The one before goes on.
         """
-        self._policy, self._policy_name = resolve_policy(policy, reload=True)
-        if self._scheduler is not None:
-            self._scheduler.use_policy(self._policy, self._policy_name)
-
-    @property
-    def _scheduler(self) -> KvScheduler | None:
-        return None if self._dispatch is None else self._dispatch.scheduler
-
-    # Inside -------------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise Draining(f"{self!r} was closed: call by another router", started=False)
-
-    async def _start(self, endpoint: EndpointName) -> Dispatch:
-        component = (endpoint.namespace, endpoint.component)
-        async with self._starting:
-            self._check_open()
-            asked = ".".join(component)
-            target = ".".join(self._component) if self._component else self._target or asked
-            if target != asked:
-                raise ConfigError(
-                    f"this KvRouter is for {target} and was asked for {asked}: make one for each "
-                    "component"
-                )
-            if self._dispatch is not None:
-                return self._dispatch
-            block_size, connection = self._profiles.block_size, self._connection
-            load = None if connection is None else _shared_load(block_size, connection)
-            scheduler = KvScheduler(
-                block_size,
-                config=self._config,
-                load=load,
-                follower=self._follower,
-                shadows=self._shadows,
-            )
-            dispatch = Dispatch(scheduler, self._profiles, self._offered)
-            if connection is not None and load is not None:
-                await self._share(connection, component, load, dispatch)
-            scheduler.use_policy(self._policy, self._policy_name)
-            self._component, self._dispatch = component, dispatch
-            return dispatch
-
-    async def _share(
-        self,
-        connection: Connection,
-        component: tuple[str, str],
-        load: SharedLoad,
-        dispatch: Dispatch,
-    ) -> None:
-        if self._exits is None:
-            raise ConfigError(
-                "a KvRouter with a connection shares its load while it is open: write "
-                "`async with KvRouter(...) as router`"
-            )
-        load.on_added = dispatch.note_elsewhere
-        sharing = LoadSharing(connection, *component, load, dispatch.release)
-        dispatch.sharing = await self._exits.enter_async_context(sharing)
+        self._scheduler.use_policy(policy)
 
 
-def _shared_load(block_size: int, connection: Connection) -> SharedLoad:
-    most = min(MESSAGE_BYTES, connection.max_payload // 2)
-    return SharedLoad(block_size, random_id(), message_bytes=most)
+def _shared_load(connection: Connection) -> SharedLoad:
+    return SharedLoad(random_id(), message_bytes=min(MESSAGE_BYTES, connection.max_payload // 2))
 
 
-def _check(block_size: Any, tokenizer_id: Any, lora: Any, reused_field: Any) -> None:
-    """Look at what a type checker would have looked at, for those who run none.
+def _time_in_queue(request: RouteRequest, now: float) -> float | None:
+    """Seconds after which a handler's call leaves the queue, so that its caller hears why."""
+    parent = request.parent
+    if parent is None or parent.deadline is None:
+        return None
+    return max(0.0, parent.deadline - now - ANSWER_MARGIN)
 
-    Raises:
-        ConfigError: a value is not usable.
+
+def _queued(seconds: float) -> str:
+    """What errors say of a call that waited."""
+    return f"waited {seconds:.3g} s in the router's queue"
+
+
+class AttemptObserver:
+    """Tells a scheduler how the attempt of one decision goes.
+
+    Its output is counted, and what the engine says to have reused is found in it.
+
+    Args:
+        changed: called when the load of the instance has changed.
+        reused_field: where an item, or the result, says how many tokens of the prompt the engine
+            found in its cache: names with dots; empty for nowhere.
+        block_size: tokens after which the output has grown by a block; 0 to count none.
+        waited: seconds in the queue, which the error of the attempt tells.
     """
-    is_number = isinstance(block_size, int) and not isinstance(block_size, bool)
-    if block_size is not None and (not is_number or block_size < 1):
-        raise ConfigError(
-            f"block_size={block_size!r}: give the tokens of a block, 1 or more, or None for what "
-            "the instances say"
-        )
-    modes = get_args(LoraMode)
-    if lora not in modes:
-        raise ConfigError(
-            f"lora={lora!r}{suggestion(str(lora), modes)}: give one of {', '.join(modes)}"
-        )
-    if not isinstance(tokenizer_id, str):
-        raise ConfigError(f"tokenizer_id={tokenizer_id!r}: give a string, empty for no check")
-    if not isinstance(reused_field, str) or (reused_field and not all(reused_field.split("."))):
-        raise ConfigError(
-            f"reused_field={reused_field!r}: give names with dots between them, for example "
-            "'usage.cached_tokens', or '' for nowhere"
-        )
+
+    __slots__ = (
+        "_block_size",
+        "_changed",
+        "_key",
+        "_number",
+        "_output",
+        "_reused_field",
+        "_scheduler",
+        "_waited",
+    )
+
+    def __init__(
+        self,
+        scheduler: KvScheduler,
+        changed: Callable[[], None],
+        number: int,
+        reused_field: str,
+        block_size: int,
+        waited: float = 0.0,
+    ) -> None:
+        self._scheduler = scheduler
+        self._changed = changed
+        self._number = number
+        self._reused_field = reused_field
+        # An item is decoded only when it may have the field: they are many, and most have none.
+        self._key = f'"{reused_field.rpartition(".")[2]}"'.encode() if reused_field else b""
+        self._block_size = block_size
+        self._output = 0
+        self._waited = waited
+
+    def started(self) -> None:
+        """The load was charged when it was decided."""
+
+    def first_item(self) -> None:
+        self._scheduler.first_item(self._number, monotonic())
+        self._changed()
+
+    def arrived(self, items: Sequence[bytes]) -> bool:
+        if self._key:
+            for item in items:
+                if (
+                    self._key in item
+                    and (tokens := _reused_in(item, self._reused_field)) is not None
+                ):
+                    self._key = b""
+                    self._scheduler.note_reused(self._number, tokens, monotonic())
+                    break
+        if self._block_size:
+            before = self._output // self._block_size
+            self._output += len(items)
+            if self._output // self._block_size != before:
+                self._scheduler.grown(self._number, self._output)
+        return bool(self._key or self._block_size)
+
+    def ended(self, error: DynbusError | None) -> None:
+        code = "" if error is None else error.code
+        self._scheduler.ended(self._number, monotonic(), code)
+        self._changed()
+        if error is not None and self._waited:
+            # The time that is missing was not spent where the error arose.
+            error.message = f"{error.message or error.code}; before, it {_queued(self._waited)}"
 
 
-def _check_kind(name: str, value: object, kind: type) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise ConfigError(f"{name}={value!r}: give a {kind.__name__}")
+def _reused_in(item: bytes, path: str) -> int | None:
+    """The number at a dotted path of an item, which is JSON; None where there is none."""
+    try:
+        value: Any = field_of(msgspec.json.decode(item), path)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        # The reader finds that out as well, and says so.
+        return None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

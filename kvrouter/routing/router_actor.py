@@ -1,11 +1,12 @@
-"""`Router`: KV-cache-aware routing as an actor, for callers that cannot route by themselves."""
+"""`RouterActor`: KV-cache-aware routing for callers that cannot route by themselves."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import inspect
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from functools import partial
-from typing import Any, Final, cast
+from dataclasses import fields
+from typing import Any, TypeVar, Unpack, cast, get_type_hints
 
 from pydantic import BaseModel
 
@@ -17,86 +18,60 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import EndpointName
 
-from .constraints import LoraMode
-from .opening import open_router
-from .request_fields import RequestFields
-from .router import DEFAULT_POLICY, REUSED_FIELD, KvRouter
-from .scheduling import SchedulerConfig
-from .why import tell
+from .config import RouterConfig, RouterSettings
+from .decision import tell
+from .router import KvRouter, open_router
 
-DEFAULTS: Final = SchedulerConfig()
+C = TypeVar("C", bound=Callable[..., None])
 
 
-class Router(Actor, abstract=True):
+def _spelled_out(constructor: C) -> C:
+    """Have whoever reads a constructor's parameters, as `dynbus run` does, find all settings."""
+    types = get_type_hints(RouterConfig)
+    # What comes from a file or a command line is text: policies are named there.
+    types |= {"policy": str, "shadows": Sequence[str]}
+    settings = [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=() if each.name == "shadows" else each.default,
+            annotation=types[each.name],
+        )
+        for each in fields(RouterConfig)
+    ]
+    own = inspect.signature(constructor, eval_str=True)
+    *parameters, _ = own.parameters.values()
+    spelled: Any = constructor
+    spelled.__signature__ = own.replace(parameters=[*parameters, *settings])
+    spelled.__annotations__ = {one.name: one.annotation for one in (*parameters[1:], *settings)} | {
+        "return": None
+    }
+    return constructor
+
+
+class RouterActor(Actor, abstract=True):
     """Forwards streaming calls to the instance that suits each best: one hop, shared by all.
 
-    A subclass gives it an address: `class Router(kvrouter.Router, namespace="llm")`.
+    A subclass gives it an address: `class Front(RouterActor, namespace="llm")`.
 
     Args:
         target: the endpoint to forward to, as namespace.component.endpoint.
-        policy: the cost function at the start.
-        policies: those that `use_policy` may change to. Callers name one of them: nothing else
-            is ever imported for them.
-        shadows: policies that score every request and decide nothing.
-        exact, share: see `open_router`.
-        fields: see `RequestFields`; as text a JSON object, `{"token_ids": "prompt.ids"}`.
-        block_size, tokenizer_id, lora, reused_field: see `KvRouter`.
-        temperature, queue_threshold, queue_limit, session_ttl, session_overload,
-            prediction_ttl, approximate_ttl, decisions, track_output: see `SchedulerConfig`.
+        policies: those that `use_policy` may change to, beside the one at the start. Callers name
+            one of them: nothing else is ever imported for them.
+        settings: each field of `RouterConfig` by its name; `policy` and `shadows` are names, and
+            `fields` as text is a JSON object, `{"token_ids": "prompt.ids"}`.
 
     Raises:
         ConfigError: a value is not usable.
     """
 
+    @_spelled_out
     def __init__(
-        self,
-        target: str,
-        policy: str = DEFAULT_POLICY,
-        policies: Sequence[str] = (),
-        shadows: Sequence[str] = (),
-        exact: bool = True,
-        share: bool = True,
-        fields: RequestFields | None = None,
-        block_size: int | None = None,
-        tokenizer_id: str = "",
-        lora: LoraMode = "prefer",
-        reused_field: str = REUSED_FIELD,
-        temperature: float = DEFAULTS.temperature,
-        queue_threshold: float | None = DEFAULTS.queue_threshold,
-        queue_limit: int = DEFAULTS.queue_limit,
-        session_ttl: float = DEFAULTS.session_ttl,
-        session_overload: float = DEFAULTS.session_overload,
-        prediction_ttl: float = DEFAULTS.prediction_ttl,
-        approximate_ttl: float | None = DEFAULTS.approximate_ttl,
-        decisions: int = DEFAULTS.decisions,
-        track_output: bool = DEFAULTS.track_output,
+        self, target: str, policies: Sequence[str] = (), **settings: Unpack[RouterSettings]
     ) -> None:
         self._target = EndpointName.parse(target)
-        self._policies = {policy, *policies}
-        config = SchedulerConfig(
-            temperature=temperature,
-            queue_threshold=queue_threshold,
-            queue_limit=queue_limit,
-            session_ttl=session_ttl,
-            session_overload=session_overload,
-            prediction_ttl=prediction_ttl,
-            approximate_ttl=approximate_ttl,
-            decisions=decisions,
-            track_output=track_output,
-        )
-        self._open = partial(
-            open_router,
-            exact=exact,
-            share=share,
-            policy=policy,
-            shadows={name: name for name in shadows},
-            config=config,
-            fields=fields,
-            block_size=block_size,
-            tokenizer_id=tokenizer_id,
-            lora=lora,
-            reused_field=reused_field,
-        )
+        self._config = config = RouterConfig(**settings)
+        self._policies = {str(config.policy), *policies}
         self._exits = AsyncExitStack()
         self._router: KvRouter | None = None
         self._client: EndpointClient | None = None
@@ -107,7 +82,7 @@ class Router(Actor, abstract=True):
         runtime = self.runtime
         async with AsyncExitStack() as exits:
             self._router = router = await exits.enter_async_context(
-                self._open(runtime, f"{namespace}.{component}")
+                open_router(runtime, f"{namespace}.{component}", self._config)
             )
             # Its caller's deadline holds; there is none beside it.
             self._client = await runtime.endpoint(self._target).client(routing=router, timeout=None)
@@ -141,7 +116,10 @@ class Router(Actor, abstract=True):
 
     @handler
     async def decisions(self, request: DecisionQuery) -> list[dict[str, Any]]:
-        """The decisions for a request, one per attempt, while they are kept; see `Answer`."""
+        """The decisions for a request, one per attempt, while they are kept.
+
+        Each as `Decision.as_dict` gives it, with `ago_s`: seconds since it was made.
+        """
         router = self._router
         found = [] if router is None else router.decisions(request.request_id)
         return tell(found, monotonic())

@@ -1,99 +1,175 @@
 """`KvScheduler`: decides which rank gets a request, or that it waits. No I/O, no clock.
 
-Whoever uses it tells it what happens to requests, and asks `release` after each such change.
+Whoever uses it, a router or a simulation in virtual time, tells it what happens to requests, and
+asks `release` after each such change:
+
+    scheduler = KvScheduler(RouterConfig(policy="kv", queue_threshold=1.0), follower=index)
+    found = scheduler.submit(SchedulingRequest("mine", shape, profiles, arrived=now), now)
+    scheduler.first_item(number, now)       # of a `Decision`; a `Ticket` waits
+    scheduler.ended(number, now)
+    for ticket, found in scheduler.release(now): ...
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+import sys
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Final
 
 from dynbus.bus.errors import ConfigError, DynbusError, Overloaded
 from dynbus.bus.protocol.tokens import jitter
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.stream.awareness import CacheAwareness, doubted
+from dynbus.kvrouter.stream.awareness import CacheAwareness
 
-from .active_load import ActiveLoad
-from .affinity import SessionAffinity
-from .cost import Candidate, CostFunction, choose
+from .active_load import ActiveLoad, RankLoads
+from .caches import ExpectedCaches, Follower
+from .config import RouterConfig
+from .cost import Candidate, CostFunction, Popularity, RequestShape, choose
 from .decision import CandidateTable, Decision, DecisionLog, Reason
-from .expected_caches import ExpectedCaches
-from .kv_cost import KvCost
-from .policies import policy_name
-from .profile import InstanceProfile
-from .request_queue import RETRY_AFTER, RequestQueue
-from .reuse import ReuseWatch
-from .scheduling import (
-    Follower,
-    LoadRecord,
-    SchedulerConfig,
-    SchedulerStatistics,
-    SchedulingRequest,
-    Ticket,
-    base_awareness,
-)
-from .scoring import apply_constraints, scored
-from .shadows import Shadows
+from .policies import Policy, Shadows
+from .profiles import InstanceProfile
+from .queue import RETRY_AFTER, RequestQueue, SchedulingRequest, Ticket
 
 logger = logging.getLogger(__name__)
 
-AWARENESS_INTERVAL: Final = 0.1
-"""Seconds for which what a follower says of itself is taken as it is."""
+MAX_SESSIONS: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatistics:
+    """Figures of a scheduler since it began.
+
+    Attributes:
+        running: requests that were sent somewhere and did not end.
+        waiting: requests in the queue now.
+        waited: decisions that were made after a time in the queue.
+        refused: requests that found the queue full.
+        prompt_tokens: of all decisions.
+        best_tokens, expected_tokens: prompt tokens that the best candidate, and the chosen
+            one, were taken to hold.
+        reused_tokens: what engines said that they found, of the `compared_tokens` that were
+            expected of the same requests.
+        resyncs: how often a rank was asked for one because its engine reused something else.
+        agreements: by shadow policy, in how many decisions it would have chosen the same.
+    """
+
+    decisions: int
+    running: int
+    waiting: int
+    waited: int
+    refused: int
+    sessions_kept: int
+    prompt_tokens: int
+    best_tokens: int
+    expected_tokens: int
+    reused_tokens: int
+    compared_tokens: int
+    resyncs: int
+    agreements: Mapping[str, int]
+
+
+class SessionAffinity:
+    """Remembers where each session was, for some time after its last request.
+
+    Args:
+        ttl, overload: `session_ttl` and `session_overload` of `RouterConfig`.
+        limit: sessions to remember; beyond it the least recently used are forgotten.
+    """
+
+    def __init__(self, *, ttl: float, overload: float, limit: int = MAX_SESSIONS) -> None:
+        self._ttl = ttl
+        self._overload = overload
+        self._limit = limit
+        self._sessions: OrderedDict[str, tuple[Rank, float]] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<SessionAffinity [{len(self._sessions)} sessions]>"
+
+    def find(
+        self, session: str, request: RequestShape, candidates: Sequence[Candidate], now: float
+    ) -> int | None:
+        """The position of the candidate where a session was; None when it is to be chosen anew.
+
+        That is so for a new session, and when its rank is no candidate or has too much load.
+        """
+        rank, until = self._sessions.get(session, (None, 0.0))
+        if rank is None or until <= now:
+            return None
+        block_size = request.block_size
+        loads = [one.active_prefill_tokens / block_size + one.active_blocks for one in candidates]
+        for at, candidate in enumerate(candidates):
+            if candidate.rank == rank:
+                bearable = self._overload * (min(loads) + request.prompt_blocks)
+                return at if loads[at] <= bearable else None
+        return None
+
+    def bind(self, session: str, rank: Rank, now: float) -> None:
+        """A request of a session goes to a rank."""
+        sessions = self._sessions
+        sessions[session] = (rank, now + self._ttl)
+        sessions.move_to_end(session)
+        while sessions and (len(sessions) > self._limit or next(iter(sessions.values()))[1] <= now):
+            sessions.popitem(last=False)
 
 
 class KvScheduler:
     """Decides for the requests of one component. Times are seconds of one monotonic clock.
 
     Args:
-        policy: the cost function; `KvCost` unless given.
+        config: its policy, the policies on trial, its queue and its sessions; what is about
+            requests and instances (`fields`, `block_size`, `tokenizer_id`, `lora`,
+            `reused_field`) is for whoever makes the `SchedulingRequest`s.
         load: what runs where; an own `ActiveLoad` unless given.
         follower: the exact index; None when engines send no events.
-        shadows: cost functions by name that score every request and decide nothing.
         random: breaks ties, and draws at a temperature.
+
+    Raises:
+        ConfigError: a policy cannot be loaded.
     """
 
     def __init__(
         self,
-        block_size: int,
+        config: RouterConfig | None = None,
         *,
-        policy: CostFunction | None = None,
-        config: SchedulerConfig | None = None,
-        load: LoadRecord | None = None,
+        load: RankLoads | None = None,
         follower: Follower | None = None,
-        shadows: Mapping[str, CostFunction] | None = None,
         random: Random = jitter,
     ) -> None:
-        self.block_size = block_size
-        self.config = config = config or SchedulerConfig()
-        self.load: LoadRecord = ActiveLoad(block_size) if load is None else load
+        self.config = config = config or RouterConfig()
+        self.load: RankLoads = ActiveLoad() if load is None else load
         self.decisions = DecisionLog(config.decisions)
-        self._shadows = Shadows(shadows or {}, random)
-        self._follower = follower
+        self._policy = Policy.of(config.policy)
+        self._shadows = Shadows(config.named_shadows, random)
         self._random = random
-        self._queue = RequestQueue(config, self.load)
+        self._queue = RequestQueue(config.queue_threshold, config.queue_limit, self.load)
         self._affinity = SessionAffinity(ttl=config.session_ttl, overload=config.session_overload)
         self._caches = ExpectedCaches(follower, config)
-        self._reuse = ReuseWatch(block_size)
-        self._awareness = ""
-        self._look_at = -math.inf
+        self._popularity = Popularity()
         self._running: dict[int, Decision] = {}
         self._number = 0
         self._counts: Counter[str] = Counter()
-        self._policy: CostFunction = policy or KvCost()
-        self._policy_name = policy_name(self._policy)
         self._has_failed = False
 
     def __repr__(self) -> str:
         return f"<KvScheduler [{len(self._running)} running, {len(self._queue)} waiting]>"
 
-    def use_policy(self, policy: CostFunction, name: str = "") -> None:
-        """Decide by another cost function from now on."""
-        self._policy = policy
-        self._policy_name = name or policy_name(policy)
+    @property
+    def policy(self) -> str:
+        """The name of the cost function that decides now."""
+        return self._policy.name
+
+    def use_policy(self, policy: str | CostFunction) -> None:
+        """Decide by another policy from now on; a module's file is read again.
+
+        Raises:
+            ConfigError: it cannot be loaded. The one before goes on.
+        """
+        self._policy = Policy.of(policy, reload=True)
         self._has_failed = False
 
     # Requests -----------------------------------------------------------------------------
@@ -108,7 +184,7 @@ class KvScheduler:
             Overloaded: the queue is full, or the policy finds every candidate unfit.
             ConfigError: the policy does not return one cost for each candidate.
         """
-        apply_constraints(request)
+        request.apply_constraints()
         if self._queue.holds(request):
             return self._queue.push(request)
         return self._decide(request, now)
@@ -119,9 +195,9 @@ class KvScheduler:
         To be asked after every `submit` that gave a ticket, every `first_item` and `ended`, and
         after a change of the instances or of the load that other routers have told.
         """
-        return [(ticket, self._answer(ticket.request, now)) for ticket in self._queue.take_free()]
+        return [(one, self._decide_safely(one.request, now)) for one in self._queue.take_free()]
 
-    def _answer(self, request: SchedulingRequest, now: float) -> Decision | DynbusError:
+    def _decide_safely(self, request: SchedulingRequest, now: float) -> Decision | DynbusError:
         """The decision for a request that waited, or what speaks against one.
 
         Whatever fails, fails for this request alone: others are released with it.
@@ -133,7 +209,7 @@ class KvScheduler:
         except Exception as error:
             logger.exception("request %s cannot be routed", request.request_id)
             return ConfigError(
-                f"policy {self._policy_name} or what it was given failed: "
+                f"policy {self._policy.name} or what it was given failed: "
                 f"{type(error).__name__}: {error}",
                 request_id=request.request_id,
                 started=False,
@@ -152,8 +228,9 @@ class KvScheduler:
 
     def grown(self, number: int, output_tokens: int) -> None:
         """A decision's request has so much output by now."""
-        if number in self._running:
-            self.load.grow(str(number), output_tokens)
+        decision = self._running.get(number)
+        if decision is not None:
+            self.load.grow(str(number), output_tokens, decision.block_size)
 
     def ended(self, number: int, now: float, error: str = "") -> None:
         """A decision's request is over; `error` is the code of what it failed with."""
@@ -183,14 +260,7 @@ class KvScheduler:
         decision.outcome.reused_tokens = tokens
         self._counts["reused"] += tokens
         self._counts["compared"] += decision.expected_reuse
-        if self._follower is not None:
-            rank, told = decision.chosen, decision.told_reuse
-            predicted, at = decision.expected_reuse, decision.decided_at
-            reason = self._reuse.note(rank, told, predicted, tokens, at)
-            if reason:
-                self._reuse.asked(rank, now)
-                self._counts["resyncs"] += 1
-                self._follower.ask_resync(rank, reason)
+        self._counts["resyncs"] += self._caches.note_reused(decision, tokens, now)
         return decision
 
     def note_elsewhere(self, rank: Rank, sequence_hashes: Sequence[int], now: float) -> None:
@@ -205,19 +275,14 @@ class KvScheduler:
         """An instance is gone for good: nothing is charged to it or expected of it any longer."""
         self.load.remove_instance(instance)
         self._caches.remove_instance(instance)
-        self._reuse.remove_instance(instance)
 
     def forget_cache(self, instance: str) -> None:
         """An instance began anew with an empty cache: what was guessed of it is void."""
         self._caches.forget_cache(instance)
-        self._reuse.remove_instance(instance)
 
     def awareness(self) -> CacheAwareness:
         """How far decisions can rely on what is known of the caches at this moment."""
-        doubts = {
-            f"{rank.instance}/{rank.dp_rank}": why for rank, why in self._reuse.doubts().items()
-        }
-        return doubted(base_awareness(self._follower, self.config), doubts)
+        return self._caches.awareness()
 
     def statistics(self) -> SchedulerStatistics:
         """Figures of this scheduler."""
@@ -242,12 +307,14 @@ class KvScheduler:
 
     def _decide(self, request: SchedulingRequest, now: float) -> Decision:
         shape = request.shape
+        block_size = shape.block_size
+        shape.popularity = self._popularity.note(shape.block_hashes)
         candidates, predicted = self._candidates(request, now)
         costs = self._costs(request, candidates)
         at, reason = self._choose(request, candidates, costs, now)
         chosen = candidates[at]
         self._number += 1
-        reuse = min(shape.prompt_tokens, chosen.overlap.total * self.block_size)
+        reuse = min(shape.prompt_tokens, chosen.overlap.total * block_size)
         decision = Decision(
             number=self._number,
             request_id=request.request_id,
@@ -255,19 +322,19 @@ class KvScheduler:
             decided_at=now,
             prompt_tokens=shape.prompt_tokens,
             prompt_blocks=shape.prompt_blocks,
-            block_size=self.block_size,
+            block_size=block_size,
             table=CandidateTable(candidates),
             costs=costs,
             chosen=chosen.rank,
             reason=reason,
-            policy=self._policy_name,
+            policy=self._policy.name,
             expected_reuse=reuse,
-            told_reuse=min(reuse, (chosen.overlap.total - predicted[at]) * self.block_size),
+            told_reuse=min(reuse, (chosen.overlap.total - predicted[at]) * block_size),
             temperature=self.config.temperature,
             predicted=predicted,
             excluded=request.excluded,
-            index_sequence=0 if self._follower is None else self._follower.position.sequence,
-            awareness=self._known_awareness(now),
+            index_sequence=self._caches.sequence,
+            awareness=self._caches.known_awareness(now),
             session=request.session,
             waited_s=now - request.arrived,
             shadows=self._shadows.ask(shape, candidates, at),
@@ -278,21 +345,23 @@ class KvScheduler:
     def _costs(
         self, request: SchedulingRequest, candidates: Sequence[Candidate]
     ) -> Sequence[float]:
+        """The cost of each candidate: the policy's, times the request's preference."""
         try:
-            return scored(self._policy, self._policy_name, request, candidates)
+            costs = self._policy.costs(request.shape, candidates, request_id=request.request_id)
         except ConfigError as error:
             # Each call is told what is wrong; the way there is logged once for each policy.
             if not self._has_failed:
                 self._has_failed = True
                 logger.error("%s", error.message, exc_info=error.__cause__)
             raise
-
-    def _known_awareness(self, now: float) -> str:
-        """How far the index can be relied on, looked at now and then since that takes time."""
-        if now >= self._look_at:
-            self._look_at = now + AWARENESS_INTERVAL
-            self._awareness = str(self.awareness())
-        return self._awareness
+        constraints = request.constraints
+        if not constraints:
+            return costs
+        factors = {one.instance: constraints.multiplier(one) for one in request.profiles}
+        return [
+            max(cost * factors[candidate.rank.instance], -sys.float_info.max)
+            for cost, candidate in zip(costs, candidates, strict=True)
+        ]
 
     def _candidates(
         self, request: SchedulingRequest, now: float
@@ -301,7 +370,7 @@ class KvScheduler:
         shape = request.shape
         hashes = shape.sequence_hashes
         overlaps, predicted = self._caches.overlaps(request.profiles, shape, now)
-        load_of, added_blocks = self.load.load, self.load.added_blocks
+        load_of, added_blocks = self.load.of, self.load.added_blocks
         candidates: list[Candidate] = []
         held = iter(overlaps)
         for profile in request.profiles:
@@ -320,7 +389,7 @@ class KvScheduler:
                     )
                 )
         best = max(map(sum, overlaps), default=0)
-        self._counts["best"] += min(best * self.block_size, shape.prompt_tokens)
+        self._counts["best"] += min(best * shape.block_size, shape.prompt_tokens)
         return candidates, predicted
 
     def _choose(
@@ -338,7 +407,7 @@ class KvScheduler:
         at = choose(costs, self.config.temperature, self._random)
         if at is None:
             raise Overloaded(
-                f"policy {self._policy_name} finds none of {len(candidates)} candidates fit",
+                f"policy {self._policy.name} finds none of {len(candidates)} candidates fit",
                 retry_after=RETRY_AFTER,
                 request_id=request.request_id,
                 started=False,

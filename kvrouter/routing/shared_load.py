@@ -1,4 +1,4 @@
-"""`SharedLoad`: what runs where, of this router and of all others. No I/O, no clock.
+"""Routers tell each other what they send where, over core NATS.
 
 Each router numbers what it says of its own requests. Whoever misses a number, or comes late,
 asks for the router's whole set. What a router said counts until it says that it is over, or
@@ -7,38 +7,170 @@ until the router is gone.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final
+from typing import Annotated, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
+from dynbus.bus.background import Background, Work
+from dynbus.bus.clock import monotonic
+from dynbus.bus.protocol.names import check_token, kv_load_subject
+from dynbus.bus.transport import Connection, Message, Subscription
 from dynbus.kvrouter.radix.index import Rank
 
 from .active_load import MOST_TOKENS, ActiveLoad, RankLoad, expected_tokens
-from .load_messages import (
-    MESSAGE_BYTES,
-    VERSION,
-    ActiveSet,
-    Added,
-    Ask,
-    Change,
-    Changes,
-    Freed,
-    Left,
-    PrefillCompleted,
-    decode_message,
-    encode_message,
-    split_changes,
-)
+from .profiles import MAX_DP_SIZE
+
+logger = logging.getLogger(__name__)
+
+VERSION: Final = 1
+MESSAGE_BYTES: Final = 256 * 1024
+
+CHANGE_BYTES: Final = 512
+"""What a change has at most beside its blocks, with room for the message around it."""
 
 SILENCE: Final = 5.0
 """Seconds without a word from a router until what it said counts no longer."""
 
 ASK_AGAIN: Final = 1.0
 """Seconds until a router that did not answer is asked again."""
+
+BATCH_TIME: Final = 0.001
+"""Seconds in which changes are gathered for one message."""
+
+HEARTBEAT: Final = 0.5
+
+
+# What other routers say is reckoned with: a number out of bounds makes its message malformed.
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=63)]
+
+
+class Added(msgspec.Struct, frozen=True, array_like=True, tag="a"):
+    """A request goes to a rank. `blocks` are its sequence hashes, little-endian u64."""
+
+    number: Number
+    instance: Name
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_DP_SIZE)]
+    prompt_tokens: Tokens
+    cached_tokens: Tokens
+    expected_output_tokens: Tokens | None
+    blocks: bytes
+    prefill_completed: bool = False
+
+
+class PrefillCompleted(msgspec.Struct, frozen=True, array_like=True, tag="p"):
+    """The first output of a request came."""
+
+    number: Number
+
+
+class Freed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
+    """A request ended."""
+
+    number: Number
+
+
+Change: TypeAlias = Added | PrefillCompleted | Freed
+C = TypeVar("C", Added, Change)
+
+
+class LoadChanges(msgspec.Struct, frozen=True, array_like=True, tag="c"):
+    """What happened to requests of a router; none is a sign of life.
+
+    Attributes:
+        first: the sequence of the first change; the others follow.
+    """
+
+    version: int
+    router: Name
+    first: Number
+    changes: list[Change]
+
+
+class ActiveSet(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """All requests of a router after so many changes; one of `parts` messages.
+
+    Attributes:
+        sequence: of the change that follows.
+    """
+
+    version: int
+    router: Name
+    sequence: Number
+    part: Number
+    parts: Number
+    requests: list[Added]
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="?"):
+    """A router wants the active sets of `routers`; of all when there is none named."""
+
+    version: int
+    router: Name
+    routers: list[Name]
+
+
+class Left(msgspec.Struct, frozen=True, array_like=True, tag="l"):
+    """A router is gone, and nothing of it runs."""
+
+    version: int
+    router: Name
+
+
+LoadMessage: TypeAlias = LoadChanges | ActiveSet | Ask | Left
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[LoadMessage] = msgspec.msgpack.Decoder(LoadMessage)
+
+
+def encode_message(message: LoadMessage) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_message(data: bytes) -> LoadMessage:
+    """The message of some bytes.
+
+    Raises:
+        ValueError: they are none of version 1.
+    """
+    try:
+        message = _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"no message of routers' load: {error}") from None
+    if message.version != VERSION:
+        raise ValueError(f"a message of version {message.version}, not {VERSION}")
+    return message
+
+
+def split_changes(changes: Sequence[C], message_bytes: int) -> Iterator[list[C]]:
+    """Changes in pieces that each fit into a message.
+
+    Of a prompt that is too long for any message only the beginning is said.
+    """
+    most = (message_bytes - 2 * CHANGE_BYTES) // 8 * 8
+    piece: list[C] = []
+    size = CHANGE_BYTES
+    for change in changes:
+        weight = 16
+        if isinstance(change, Added):
+            if len(change.blocks) > most:
+                change = msgspec.structs.replace(change, blocks=change.blocks[:most])
+            weight = CHANGE_BYTES + len(change.blocks)
+        if piece and size + weight > message_bytes:
+            yield piece
+            piece, size = [], CHANGE_BYTES
+        piece.append(change)
+        size += weight
+    if piece:
+        yield piece
 
 
 @dataclass(slots=True)
@@ -59,6 +191,21 @@ class _Peer:
     parts: list[ActiveSet] = field(default_factory=list[ActiveSet])
 
 
+class Heard(NamedTuple):
+    """What a message of another router has changed.
+
+    Attributes:
+        released: whether requests that wait may have room now.
+        sent: the rank and the sequence hashes of each request that the router has sent somewhere.
+    """
+
+    released: bool
+    sent: Sequence[tuple[Rank, Sequence[int]]] = ()
+
+
+NOTHING_HEARD: Final = Heard(False)
+
+
 class SharedLoad:
     """The load of all routers of a component; times are of one monotonic clock.
 
@@ -71,14 +218,11 @@ class SharedLoad:
 
     Attributes:
         active: the load, by requests of all routers.
-        on_added: called with the rank and the sequence hashes of each request that another
-            router has sent somewhere.
     """
 
-    def __init__(self, block_size: int, router: str, *, message_bytes: int = MESSAGE_BYTES) -> None:
-        self.active = ActiveLoad(block_size)
+    def __init__(self, router: str, *, message_bytes: int = MESSAGE_BYTES) -> None:
+        self.active = ActiveLoad()
         self.router = router
-        self.on_added: Callable[[Rank, Sequence[int]], None] | None = None
         self._message_bytes = message_bytes
         self._sequence = 0
         self._own: dict[int, Added] = {}
@@ -135,9 +279,9 @@ class SharedLoad:
             self._changes.append(PrefillCompleted(number))
         return self.active.prefill_completed(request_id)
 
-    def grow(self, request_id: str, output_tokens: int) -> bool:
+    def grow(self, request_id: str, output_tokens: int, block_size: int) -> bool:
         """A request has so much output by now: for this router alone, others are not told."""
-        return self.active.grow(request_id, output_tokens)
+        return self.active.grow(request_id, output_tokens, block_size)
 
     def free(self, request_id: str) -> bool:
         """A request of this router ended; False for an unknown one."""
@@ -152,9 +296,9 @@ class SharedLoad:
         """An instance is gone, and all that ran there."""
         self.active.remove_instance(instance)
 
-    def load(self, rank: Rank) -> RankLoad:
+    def of(self, rank: Rank) -> RankLoad:
         """What runs on a rank, of all routers."""
-        return self.active.load(rank)
+        return self.active.of(rank)
 
     def added_blocks(self, rank: Rank, sequence_hashes: Sequence[int]) -> int:
         """How many blocks of a prompt no running request of a rank uses."""
@@ -177,14 +321,14 @@ class SharedLoad:
             self._is_new = False
             yield encode_message(Ask(VERSION, self.router, []))
         said = self._sequence
-        for batch in split_changes(self._changes.copy(), self._message_bytes):
-            message = encode_message(Changes(VERSION, self.router, self._sequence, batch))
+        for changes in split_changes(self._changes.copy(), self._message_bytes):
+            message = encode_message(LoadChanges(VERSION, self.router, self._sequence, changes))
             # Only now: what could not be said is still to be said.
-            del self._changes[: len(batch)]
-            self._sequence += len(batch)
+            del self._changes[: len(changes)]
+            self._sequence += len(changes)
             yield message
         if alive and self._sequence == said:
-            yield encode_message(Changes(VERSION, self.router, self._sequence, []))
+            yield encode_message(LoadChanges(VERSION, self.router, self._sequence, []))
         if self._is_asked:
             self._is_asked = False
             parts = list(split_changes(list(self._own.values()), self._message_bytes)) or [[]]
@@ -207,8 +351,8 @@ class SharedLoad:
 
     # What is heard ------------------------------------------------------------------------
 
-    def receive(self, data: bytes, now: float, *, sender: str | None = None) -> bool:
-        """Take in a message of another router; whether `release` may find something now.
+    def receive(self, data: bytes, now: float, *, sender: str | None = None) -> Heard:
+        """Take in a message of another router.
 
         Args:
             sender: the router that the subject names; None where there is no subject.
@@ -221,9 +365,9 @@ class SharedLoad:
         if sender is not None and message.router != sender:
             raise ValueError(f"{sender} speaks for router {message.router}")
         if message.router == self.router:
-            return False
+            return NOTHING_HEARD
         if isinstance(message, Left):
-            return self._forget(message.router)
+            return Heard(self._forget(message.router))
         peer = self._peers.get(message.router)
         if peer is None:
             peer = self._peers[message.router] = _Peer(now)
@@ -231,7 +375,7 @@ class SharedLoad:
         if isinstance(message, Ask):
             if not message.routers or self.router in message.routers:
                 self._is_asked = True
-            return False
+            return NOTHING_HEARD
         if isinstance(message, ActiveSet):
             return self._take_set(peer, message)
         return self._take_changes(peer, message)
@@ -264,66 +408,173 @@ class SharedLoad:
             self.active.free(request_id)
         peer.requests.clear()
 
-    def _take_set(self, peer: _Peer, message: ActiveSet) -> bool:
+    def _take_set(self, peer: _Peer, message: ActiveSet) -> Heard:
         if peer.next is not None:
             # Another router asked; we know it all.
-            return False
+            return NOTHING_HEARD
         if message.part != len(peer.parts) or (
             peer.parts and peer.parts[0].sequence != message.sequence
         ):
             # A part is missing: from the beginning, with the next answer.
             peer.parts.clear()
             if message.part:
-                return False
+                return NOTHING_HEARD
         peer.parts.append(message)
         if len(peer.parts) < message.parts:
-            return False
+            return NOTHING_HEARD
         self._clear(peer)
-        for part in peer.parts:
-            for added in part.requests:
-                self._carry_out(peer, message.router, added)
+        requests = [added for part in peer.parts for added in part.requests]
         peer.parts.clear()
         peer.next = message.sequence
-        return True
+        return Heard(True, self._carry_out(peer, message.router, requests))
 
-    def _take_changes(self, peer: _Peer, message: Changes) -> bool:
+    def _take_changes(self, peer: _Peer, message: LoadChanges) -> Heard:
         if peer.next is None and message.first == 0:
             peer.next = 0
         if peer.next is None:
-            return False
+            return NOTHING_HEARD
         if message.first > peer.next:
             # What was missed may be an end: its set tells. Until then the old one is better
             # than none.
             peer.next = None
             peer.asked_at = -inf
             peer.parts.clear()
-            return False
-        skip = peer.next - message.first
-        for change in message.changes[skip:]:
-            self._carry_out(peer, message.router, change)
+            return NOTHING_HEARD
+        new = message.changes[peer.next - message.first :]
         peer.next = max(peer.next, message.first + len(message.changes))
-        return len(message.changes) > skip
+        return Heard(bool(new), self._carry_out(peer, message.router, new))
 
-    def _carry_out(self, peer: _Peer, router: str, change: Change) -> None:
-        request_id = f"{router}/{change.number}"
-        if isinstance(change, Freed):
-            self.active.free(request_id)
-            peer.requests.discard(request_id)
-        elif isinstance(change, PrefillCompleted):
-            self.active.prefill_completed(request_id)
-        elif request_id not in self.active and len(change.blocks) % 8 == 0:
-            rank = Rank(change.instance, change.dp_rank)
-            blocks: list[int] = np.frombuffer(change.blocks, dtype="<u8").tolist()
-            self.active.add(
-                request_id,
-                rank,
-                blocks,
-                change.prompt_tokens,
-                change.cached_tokens,
-                change.expected_output_tokens,
-            )
-            peer.requests.add(request_id)
-            if change.prefill_completed:
+    def _carry_out(
+        self, peer: _Peer, router: str, changes: Sequence[Change]
+    ) -> list[tuple[Rank, Sequence[int]]]:
+        """What changes say of a peer's requests; returns what it has sent where."""
+        sent: list[tuple[Rank, Sequence[int]]] = []
+        for change in changes:
+            request_id = f"{router}/{change.number}"
+            if isinstance(change, Freed):
+                self.active.free(request_id)
+                peer.requests.discard(request_id)
+            elif isinstance(change, PrefillCompleted):
                 self.active.prefill_completed(request_id)
-            if self.on_added is not None:
-                self.on_added(rank, blocks)
+            elif request_id not in self.active and len(change.blocks) % 8 == 0:
+                rank = Rank(change.instance, change.dp_rank)
+                blocks: list[int] = np.frombuffer(change.blocks, dtype="<u8").tolist()
+                self.active.add(
+                    request_id,
+                    rank,
+                    blocks,
+                    change.prompt_tokens,
+                    change.cached_tokens,
+                    change.expected_output_tokens,
+                )
+                peer.requests.add(request_id)
+                if change.prefill_completed:
+                    self.active.prefill_completed(request_id)
+                sent.append((rank, blocks))
+        return sent
+
+
+class LoadSharing:
+    """Shares the load of one component with its other routers, until the background ends.
+
+    Args:
+        connection: of the running loop.
+        background: where it says that it is alive, and at last that it leaves.
+        heard: told what other routers have changed.
+
+    Raises:
+        ConfigError: namespace, component or the router's id is no token of a subject.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        background: Background,
+        namespace: str,
+        component: str,
+        load: SharedLoad,
+        heard: Callable[[Heard], None],
+    ) -> None:
+        self.load = load
+        self.dropped = 0
+        self._connection = connection
+        self._background = background
+        check_token("namespace", namespace)
+        check_token("component", component)
+        self._subject = kv_load_subject(namespace, component, check_token("router", load.router))
+        self._subjects = kv_load_subject(namespace, component, "*")
+        self._heard = heard
+        self._flush: asyncio.TimerHandle | None = None
+        self._work: Work | None = None
+
+    def __repr__(self) -> str:
+        return f"<LoadSharing {self._subject} [{len(self.load.routers())} other routers]>"
+
+    async def open(self) -> None:
+        """Hear the others, and be heard.
+
+        Raises:
+            RuntimeError: the background is closed.
+            Unavailable: there is no connection.
+        """
+        subscription = self._connection.subscribe(self._subjects, self._receive)
+        try:
+            # Whoever is asked answers at once, and must be heard.
+            await self._connection.barrier()
+            self._publish()
+            self._work = self._background.start(
+                self._live, subscription, name=f"load of {self._subject}"
+            )
+        except BaseException:
+            subscription.unsubscribe()
+            raise
+
+    async def close(self) -> None:
+        """Tell the others that this router leaves; more calls change nothing."""
+        if self._work is not None:
+            await self._work.end()
+
+    def notify(self) -> None:
+        """Something happened to own requests: it is said within `BATCH_TIME`."""
+        if self._flush is None and self._work is not None and not self._work.ended:
+            self._flush = asyncio.get_running_loop().call_later(BATCH_TIME, self._publish)
+
+    async def _live(self, subscription: Subscription) -> None:
+        try:
+            while True:
+                await asyncio.sleep(HEARTBEAT)
+                self._show_life()
+        finally:
+            if self._flush is not None:
+                self._flush.cancel()
+            subscription.unsubscribe()
+            self._connection.publish(self._subject, self.load.farewell())
+
+    def _show_life(self) -> None:
+        try:
+            if self.load.expire(monotonic()):
+                self._heard(Heard(True))
+            self._publish(alive=True)
+        except Exception:
+            # Without signs of life the others would forget what runs of this router.
+            logger.exception("%r: the load was not told", self)
+
+    def _publish(self, *, alive: bool = False) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        for message in self.load.outgoing(monotonic(), alive=alive):
+            self._connection.publish(self._subject, message)
+
+    def _receive(self, message: Message) -> None:
+        try:
+            sender = message.subject.split(".")[3]
+            heard = self.load.receive(message.data, monotonic(), sender=sender)
+        except ValueError as error:
+            self.dropped += 1
+            logger.warning("a message on %s was dropped: %s", message.subject, error)
+            return
+        if heard.released or heard.sent:
+            self._heard(heard)
+        if self.load.has_outgoing or self.load.needs_answer:
+            self.notify()

@@ -13,7 +13,7 @@ from dynbus.actors import Actor, handler
 from dynbus.bus.cleanup import finish
 from dynbus.bus.context import context
 from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
-from dynbus.kvrouter.routing.profile import (
+from dynbus.kvrouter.routing.profiles import (
     BLOCK_SIZE_KEY,
     EVENTS_KEY,
     MAX_BATCHED_TOKENS_KEY,

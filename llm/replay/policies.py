@@ -16,13 +16,12 @@ from dynbus.kvrouter.routing.active_load import ActiveLoad
 from dynbus.kvrouter.routing.cost import (
     NO_OVERLAP,
     Candidate,
-    CostFunction,
+    Popularity,
     RequestShape,
     choose,
 )
-from dynbus.kvrouter.routing.policies import POLICIES as COST_FUNCTIONS
-from dynbus.kvrouter.routing.policies import load_policy
-from dynbus.kvrouter.routing.scoring import costs_of
+from dynbus.kvrouter.routing.policies import COST_FUNCTIONS
+from dynbus.kvrouter.routing.policies import Policy as CostPolicy
 
 POLICIES: Final = ("round_robin", "random", *COST_FUNCTIONS)
 
@@ -89,7 +88,6 @@ class ByCost:
 
     Args:
         names: of the instances, as their events have them.
-        policy_name: of the cost function, for errors.
         total_blocks: of the cache of each instance.
         max_batched_tokens: that an instance computes in one step.
     """
@@ -97,9 +95,8 @@ class ByCost:
     def __init__(
         self,
         names: Sequence[str],
-        cost: CostFunction,
+        cost: CostPolicy,
         *,
-        policy_name: str,
         block_size: int,
         total_blocks: int,
         max_batched_tokens: int,
@@ -109,8 +106,8 @@ class ByCost:
         self.index: RadixIndex | None = self._index
         self._ranks = [Rank(name, 0) for name in names]
         self._cost = cost
-        self._policy_name = policy_name
-        self._load = ActiveLoad(block_size)
+        self._popularity = Popularity()
+        self._load = ActiveLoad()
         self._block_size = block_size
         self._total_blocks = total_blocks
         self._max_batched_tokens = max_batched_tokens
@@ -121,7 +118,7 @@ class ByCost:
         candidates: list[Candidate] = []
         for rank in self._ranks:
             blocks = held.get(rank.instance, 0)
-            load = self._load.load(rank)
+            load = self._load.of(rank)
             candidates.append(
                 Candidate(
                     rank,
@@ -134,11 +131,12 @@ class ByCost:
                     self._max_batched_tokens,
                 )
             )
-        costs = costs_of(self._cost, self._policy_name, shape, candidates, request_id=request_id)
+        shape.popularity = self._popularity.note(shape.block_hashes)
+        costs = self._cost.costs(shape, candidates, request_id=request_id)
         chosen = choose(costs, 0.0, self._random)
         if chosen is None:
             raise ConfigError(
-                f"policy {self._policy_name} gives infinity to all {len(candidates)} instances for "
+                f"policy {self._cost.name} gives infinity to all {len(candidates)} instances for "
                 f"request {request_id}: one of them must get it"
             )
         cached = candidates[chosen].overlap.device * self._block_size
@@ -183,8 +181,7 @@ def make_policy(
         return Uniform(len(names), seed)
     return ByCost(
         names,
-        load_policy(name, known_names=POLICIES),
-        policy_name=name,
+        CostPolicy.of(name, known_names=POLICIES),
         block_size=block_size,
         total_blocks=total_blocks,
         max_batched_tokens=max_batched_tokens,

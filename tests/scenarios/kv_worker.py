@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from dynbus import Runtime, handler
 from dynbus.bus.lane import new_event_loop
-from dynbus.kvrouter import KvEventPublisher, Router
+from dynbus.kvrouter import KvEventPublisher, RouterActor
 from dynbus.llm.mock.actor import MockWorker
 from dynbus.llm.mock.runner import EventSink
 
@@ -41,7 +41,7 @@ class Engine(MockWorker, namespace="scenario"):
         return self.publisher.status().ranks[0].statistics.batches
 
 
-class Front(Router, namespace="scenario"):
+class Front(RouterActor, namespace="scenario"):
     def __init__(self) -> None:
         super().__init__("scenario.Engine.generate")
 

@@ -189,7 +189,7 @@ def new_prompt(blocks: int = PROMPT_BLOCKS) -> list[int]:
 
 
 def asking(client: Front) -> Ask:
-    """To ask by way of the `Router` actors."""
+    """To ask by way of the `RouterActor`s."""
 
     async def ask(prompt: list[int], max_tokens: int) -> None:
         with call_options(wait=5.0):

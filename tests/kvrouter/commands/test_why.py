@@ -19,9 +19,9 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.kvrouter.commands.why import why
 from dynbus.kvrouter.commands.why_report import ask_routers
-from dynbus.kvrouter.routing.opening import open_router
-from dynbus.kvrouter.routing.router_actor import Router
-from dynbus.kvrouter.routing.why import Question
+from dynbus.kvrouter.routing.decision import Question
+from dynbus.kvrouter.routing.router import open_router
+from dynbus.kvrouter.routing.router_actor import RouterActor
 
 NAMESPACE = f"why{secrets.token_hex(4)}"
 
@@ -39,7 +39,7 @@ class Engine(Actor, namespace=NAMESPACE):
         yield {"cached_tokens": 16}
 
 
-class Front(Router, namespace=NAMESPACE):
+class Front(RouterActor, namespace=NAMESPACE):
     pass
 
 
@@ -52,7 +52,7 @@ async def command(url: str, *arguments: str) -> Result:
 
 
 async def ask_both(url: str, *arguments: str) -> tuple[Result, str]:
-    """What the command says of a request that a client-side router and a Router actor decided."""
+    """What the command says of a request that a client-side router and an actor decided."""
     request_id = secrets.token_hex(8)
     async with Runtime.connect(url) as runtime:
         await runtime.start(Engine, instance_id="one")

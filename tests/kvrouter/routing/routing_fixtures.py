@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from dynbus.bus.clock import monotonic
 from dynbus.kvrouter.radix.index import Overlap, Rank
-from dynbus.kvrouter.routing.constraints import NO_CONSTRAINTS, Constraints
 from dynbus.kvrouter.routing.cost import Candidate, RequestShape
 from dynbus.kvrouter.routing.decision import Decision
-from dynbus.kvrouter.routing.profile import InstanceProfile, read_profile
+from dynbus.kvrouter.routing.profiles import InstanceProfile, read_profile
+from dynbus.kvrouter.routing.queue import SchedulingRequest, Ticket
+from dynbus.kvrouter.routing.requests import NO_CONSTRAINTS, Constraints
 from dynbus.kvrouter.routing.scheduler import KvScheduler
-from dynbus.kvrouter.routing.scheduling import SchedulingRequest, Ticket
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 
 BLOCK = 16

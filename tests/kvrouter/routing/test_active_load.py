@@ -21,71 +21,71 @@ def chain(*blocks: int) -> list[int]:
 
 
 def test_blocks_that_requests_share_count_once() -> None:
-    load = ActiveLoad(SIZE)
+    load = ActiveLoad()
 
     load.add("one", A, chain(1, 2, 3), 48, 0)
     load.add("two", A, chain(1, 2, 4, 5), 70, 32)
 
-    assert load.load(A) == RankLoad(48 + 38, 5, 2)
-    assert load.load(B) == NO_LOAD
+    assert load.of(A) == RankLoad(48 + 38, 5, 2)
+    assert load.of(B) == NO_LOAD
 
 
 def test_prefill_tokens_count_until_the_first_output() -> None:
-    load = ActiveLoad(SIZE)
+    load = ActiveLoad()
     load.add("one", A, chain(1, 2), 32, 0)
 
     assert load.prefill_completed("one")
     assert load.prefill_completed("one")
 
-    assert load.load(A) == RankLoad(0, 2, 1)
+    assert load.of(A) == RankLoad(0, 2, 1)
 
 
 def test_a_freed_request_leaves_what_others_use() -> None:
-    load = ActiveLoad(SIZE)
+    load = ActiveLoad()
     load.add("one", A, chain(1, 2, 3), 48, 0)
     load.add("two", A, chain(1, 2), 32, 0)
 
     assert load.free("one")
     assert not load.free("one")
 
-    assert load.load(A) == RankLoad(32, 2, 1)
+    assert load.of(A) == RankLoad(32, 2, 1)
     assert load.added_blocks(A, chain(1, 2, 3)) == 1
 
 
 def test_output_counts_in_whole_when_its_length_is_unknown() -> None:
-    load = ActiveLoad(SIZE)
+    load = ActiveLoad()
     load.add("one", A, chain(1), 16, 0)
 
-    load.grow("one", 40)
-    load.grow("one", 50)
+    load.grow("one", 40, 16)
+    load.grow("one", 50, 16)
 
-    assert load.load(A).blocks == 1 + 3
+    assert load.of(A).blocks == 1 + 3
 
 
 def test_output_of_an_expected_length_counts_for_what_is_still_to_come() -> None:
-    load = ActiveLoad(SIZE)
+    load = ActiveLoad()
     load.add("one", A, chain(1), 16, 0, expected_output_tokens=128)
 
-    load.grow("one", 32)
-    early = load.load(A).blocks
-    load.grow("one", 200)
+    load.grow("one", 32, 16)
+    early = load.of(A).blocks
+    load.grow("one", 200, 16)
 
     assert early == 1 + 2 * 0.75
-    assert load.load(A).blocks == 1
+    assert load.of(A).blocks == 1
 
 
 @pytest.mark.parametrize("said", [-1, 0, 10**400])
 def test_output_of_an_absurd_expected_length_never_counts_for_more_than_it_is(said: int) -> None:
-    load = ActiveLoad(16)
+    load = ActiveLoad()
     load.add("1", A, [1], 16, 0, said)
 
-    load.grow("1", 1000)
+    load.grow("1", 1000, 16)
 
-    assert 62.0 <= load.load(A).blocks <= 63.0
+    assert 62.0 <= load.of(A).blocks <= 63.0
 
 
 def test_an_instance_that_is_gone_takes_its_requests_along() -> None:
-    load = ActiveLoad(SIZE)
+    load = ActiveLoad()
     load.add("one", A, chain(1), 16, 0)
     load.add("two", Rank("a", 1), chain(1), 16, 0)
     load.add("three", B, chain(1), 16, 0)
@@ -94,14 +94,14 @@ def test_an_instance_that_is_gone_takes_its_requests_along() -> None:
 
     assert len(load) == 1
     assert "three" in load
-    assert load.load(A).requests == 0
+    assert load.of(A).requests == 0
     assert not load.free("one")
-    assert not load.grow("two", 5)
+    assert not load.grow("two", 5, 16)
     assert not load.prefill_completed("two")
 
 
 def test_an_id_is_used_once_at_a_time() -> None:
-    load = ActiveLoad(SIZE)
+    load = ActiveLoad()
     load.add("one", A, chain(1), 16, 0)
 
     with pytest.raises(ValueError, match="'one' is active already"):
@@ -120,7 +120,7 @@ STEPS = st.lists(
 def test_load_is_that_of_the_requests_that_run(
     steps: Sequence[tuple[int, Rank, list[int], str]], question: list[int]
 ) -> None:
-    load = ActiveLoad(SIZE)
+    load = ActiveLoad()
     running: dict[str, tuple[Rank, list[int], int]] = {}
 
     for number, rank, blocks, step in steps:
@@ -137,6 +137,6 @@ def test_load_is_that_of_the_requests_that_run(
     for rank in (A, B):
         here = [request for request in running.values() if request[0] == rank]
         used = {block for _, blocks, _ in here for block in blocks}
-        assert load.load(rank) == RankLoad(sum(one[2] for one in here), len(used), len(here))
+        assert load.of(rank) == RankLoad(sum(one[2] for one in here), len(used), len(here))
         asked = chain(*question)
         assert load.added_blocks(rank, asked) == len(set(asked) - used)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.routing.affinity import SessionAffinity
 from dynbus.kvrouter.routing.cost import Candidate
+from dynbus.kvrouter.routing.scheduler import SessionAffinity
 
 from .routing_fixtures import shape
 
 
 def test_sessions_are_forgotten_by_time_and_by_number() -> None:
-    affinity = SessionAffinity(ttl=10.0, limit=2)
+    affinity = SessionAffinity(ttl=10.0, overload=2.0, limit=2)
     wanted, candidates = shape(4), [Candidate(Rank("a", 0)), Candidate(Rank("b", 0))]
     for at, session in enumerate(("one", "two", "three")):
         affinity.bind(session, Rank("b", 0), float(at))
@@ -22,7 +22,7 @@ def test_sessions_are_forgotten_by_time_and_by_number() -> None:
 
 
 def test_a_session_that_is_forgotten_at_once_harms_nobody() -> None:
-    affinity = SessionAffinity(ttl=0.0)
+    affinity = SessionAffinity(ttl=0.0, overload=2.0)
 
     affinity.bind("s", Rank("a", 0), 1.0)
 
@@ -30,7 +30,7 @@ def test_a_session_that_is_forgotten_at_once_harms_nobody() -> None:
 
 
 def test_a_session_bears_load_up_to_a_factor() -> None:
-    affinity = SessionAffinity(overload=2.0)
+    affinity = SessionAffinity(ttl=600.0, overload=2.0)
     affinity.bind("s", Rank("a", 0), 0.0)
 
     def kept(blocks: int) -> bool:

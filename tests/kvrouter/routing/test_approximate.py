@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.routing.approximate import DEFAULT_CAPACITY, ApproximateIndex
+from dynbus.kvrouter.routing.caches import DEFAULT_CAPACITY, ApproximateIndex
 
 A, B = Rank("a", 0), Rank("b", 0)
 
@@ -19,7 +19,7 @@ def chain(*blocks: int) -> list[int]:
 
 
 def test_a_prompt_is_held_where_it_was_sent() -> None:
-    index = ApproximateIndex()
+    index = ApproximateIndex(ttl=120.0)
 
     index.store(A, chain(1, 2, 3), 0.0)
 
@@ -51,7 +51,7 @@ def test_beyond_its_capacity_a_rank_forgets_what_was_used_the_longest_ago() -> N
 
 
 def test_the_capacity_of_a_rank_goes_before_the_default() -> None:
-    index = ApproximateIndex(default_capacity=1)
+    index = ApproximateIndex(ttl=120.0, default_capacity=1)
 
     index.store(A, chain(1, 2, 3), 0.0, capacity=2)
 
@@ -118,7 +118,7 @@ def test_without_a_time_and_a_capacity_there_is_a_limit_all_the_same() -> None:
 
 
 def test_an_instance_that_is_gone_is_forgotten() -> None:
-    index = ApproximateIndex()
+    index = ApproximateIndex(ttl=120.0)
     index.store(A, chain(1), 0.0)
     index.store(Rank("a", 1), chain(1), 0.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pydantic import BaseModel
@@ -13,11 +13,9 @@ from dynbus import Actor, InvalidRequest, call_options, context, handler
 from dynbus.kvrouter.events import BlockStored
 from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.routing.attempt import AttemptObserver, reused_in
+from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.cost import Candidate, RequestShape
-from dynbus.kvrouter.routing.opening import open_router
-from dynbus.kvrouter.routing.router import KvRouter
-from dynbus.kvrouter.routing.scheduling import SchedulerConfig
+from dynbus.kvrouter.routing.router import AttemptObserver, KvRouter, open_router
 from dynbus.kvrouter.stream.awareness import AwarenessLevel
 from dynbus.kvrouter.stream.publisher import KvEventPublisher
 from dynbus.testing import TestKit, run
@@ -62,23 +60,21 @@ PROMPT = Prompt(token_ids=list(range(4 * BLOCK)))
 OPENAI = "usage.prompt_tokens_details.cached_tokens"
 
 
-class Sink:
+class Told:
     """Notes what it is told."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, int]] = []
 
-    def first_item(self, number: int) -> None:
-        self.told.append(("first", number))
-
     def grown(self, number: int, output_tokens: int) -> None:
         self.told.append(("grown", output_tokens))
 
-    def reused(self, number: int, tokens: int) -> None:
+    def note_reused(self, number: int, tokens: int, now: float) -> None:
         self.told.append(("reused", tokens))
 
-    def ended(self, number: int, error: str) -> None:
-        self.told.append((f"ended {error}", number))
+
+def observer(told: Told, reused_field: str, block_size: int = 0) -> AttemptObserver:
+    return AttemptObserver(cast(Any, told), lambda: None, 7, reused_field, block_size)
 
 
 def test_the_rank_and_the_predicted_overlap_reach_the_engine() -> None:
@@ -158,29 +154,35 @@ def test_an_instance_that_reuses_less_than_it_says_is_asked_for_a_resync_alone()
         (b'{"cached_tokens":1.5}', "cached_tokens", None),
     ],
 )
-def test_only_a_number_of_tokens_is_taken_for_one(item: bytes, path: str, tokens: int) -> None:
-    assert reused_in(item, path) == tokens
+def test_only_a_number_of_tokens_is_taken_for_one(
+    item: bytes, path: str, tokens: int | None
+) -> None:
+    told = Told()
+
+    observer(told, path).arrived([item])
+
+    assert told.told == ([] if tokens is None else [("reused", tokens)])
 
 
 def test_an_observer_looks_at_no_more_items_once_it_knows_what_was_reused() -> None:
-    observer = AttemptObserver(sink := Sink(), 7, "cached_tokens", 0)
+    looks = observer(told := Told(), "cached_tokens")
 
-    assert observer.arrived([b'{"token":1}']) is True
-    assert observer.arrived([b"1", b'{"cached_tokens":32}', b'{"cached_tokens":9}']) is False
-    assert sink.told == [("reused", 32)]
+    assert looks.arrived([b'{"token":1}']) is True
+    assert looks.arrived([b"1", b'{"cached_tokens":32}', b'{"cached_tokens":9}']) is False
+    assert told.told == [("reused", 32)]
 
 
 def test_an_observer_with_nothing_to_find_looks_at_no_item() -> None:
-    assert AttemptObserver(Sink(), 7, "", 0).arrived([b'{"cached_tokens":1}']) is False
+    assert observer(Told(), "").arrived([b'{"cached_tokens":1}']) is False
 
 
 def test_output_is_told_whenever_it_fills_another_block() -> None:
-    observer = AttemptObserver(sink := Sink(), 7, "", 4)
+    looks = observer(told := Told(), "", 4)
 
     for items in ([b"1"] * 3, [b"1"], [b"1"] * 9, [b"1"] * 2):
-        assert observer.arrived(items)
+        assert looks.arrived(items)
 
-    assert sink.told == [("grown", 4), ("grown", 13)]
+    assert told.told == [("grown", 4), ("grown", 13)]
 
 
 @pytest.mark.parametrize("asks", ["config", "call", "nobody"])
@@ -188,7 +190,7 @@ def test_output_counts_as_load_while_it_grows_when_somebody_asks_for_it(asks: st
     async def story() -> tuple[float, float]:
         async with TestKit() as kit:
             await kit.start(Engine, instance_id="a")
-            config = SchedulerConfig(track_output=asks == "config")
+            config = RouterConfig(track_output=asks == "config")
             router = KvRouter(follower=HandIndex(), config=config, reused_field="")
             engine = kit.client(Engine, routing=router)
             metadata = {"kv_track_output": "true"} if asks == "call" else {}

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dynbus.bus.errors import InvalidRequest
-from dynbus.kvrouter.routing.constraints import NO_CONSTRAINTS, Constraints, read_constraints
+from dynbus.kvrouter.routing.requests import NO_CONSTRAINTS, Constraints, read_constraints
 
 from .routing_fixtures import profile
 

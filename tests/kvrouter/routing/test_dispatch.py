@@ -15,9 +15,8 @@ from dynbus import (
     call_options,
     handler,
 )
-from dynbus.kvrouter.routing.opening import open_router
-from dynbus.kvrouter.routing.router import KvRouter
-from dynbus.kvrouter.routing.scheduling import SchedulerConfig
+from dynbus.kvrouter.routing.config import RouterConfig
+from dynbus.kvrouter.routing.router import KvRouter, open_router
 from dynbus.testing import TestKit, run
 
 from .routing_fixtures import by_name, until
@@ -52,7 +51,7 @@ def test_a_call_waits_for_room_and_leaves_the_queue_when_its_caller_leaves() -> 
     async def story() -> tuple[int, int, str]:
         async with TestKit() as kit:
             workers = await start(kit, "a", max_batched_tokens="64")
-            config = SchedulerConfig(queue_threshold=1.0, queue_limit=2)
+            config = RouterConfig(queue_threshold=1.0, queue_limit=2)
             router = KvRouter(config=config)
             client = kit.client(Worker, routing=router)
 
@@ -77,7 +76,7 @@ def test_a_call_that_waits_goes_to_an_instance_that_comes_although_nobody_else_c
     async def story() -> str:
         async with TestKit() as kit:
             workers = await start(kit, "a", max_batched_tokens="64")
-            config = SchedulerConfig(queue_threshold=1.0)
+            config = RouterConfig(queue_threshold=1.0)
             async with open_router(kit.caller, Worker, exact=False, config=config) as router:
                 client = kit.client(Worker, routing=router)
                 first = asyncio.create_task(where(client, prompt(5, 1, hold=True)))
@@ -101,7 +100,7 @@ def test_calls_that_wait_end_with_draining_when_their_router_closes(share: bool)
     async def story() -> tuple[list[BaseException | str], int, str]:
         async with TestKit() as kit:
             workers = await start(kit, "a", max_batched_tokens="64")
-            config = SchedulerConfig(queue_threshold=1.0)
+            config = RouterConfig(queue_threshold=1.0)
             opened = open_router(kit.caller, Worker, exact=False, share=share, config=config)
             async with opened as router:
                 client = kit.client(Worker, routing=router)
@@ -130,7 +129,7 @@ def test_a_call_that_leaves_the_queue_at_its_deadline_says_that_it_was_there() -
     async def story() -> str:
         async with TestKit() as kit:
             workers = await start(kit, "a", max_batched_tokens="16")
-            router = KvRouter(config=SchedulerConfig(queue_threshold=1.0))
+            router = KvRouter(config=RouterConfig(queue_threshold=1.0))
             client = kit.client(Worker, routing=router)
             first = asyncio.create_task(where(client, prompt(hold=True)))
             await until(lambda: running(router) == 1)

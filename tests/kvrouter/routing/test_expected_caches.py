@@ -6,20 +6,20 @@ import pytest
 
 from dynbus.kvrouter.radix.index import Overlap, Rank
 from dynbus.kvrouter.routing.active_load import ActiveLoad
+from dynbus.kvrouter.routing.caches import ExpectedCaches
+from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.cost import Candidate, DynamoCost, RequestShape
-from dynbus.kvrouter.routing.expected_caches import ExpectedCaches
-from dynbus.kvrouter.routing.profile import InstanceProfile
+from dynbus.kvrouter.routing.profiles import InstanceProfile
 from dynbus.kvrouter.routing.scheduler import KvScheduler
-from dynbus.kvrouter.routing.scheduling import SchedulerConfig
 
-from .routing_fixtures import BLOCK, HandIndex, decide, profile, request, shape
+from .routing_fixtures import HandIndex, decide, profile, request, shape
 
 A, B, C = profile("a"), profile("b"), profile("c")
 ABC = [A, B, C]
 
 
 def test_two_equal_prompts_go_to_one_instance_before_its_events_come() -> None:
-    scheduler = KvScheduler(BLOCK, follower=HandIndex())
+    scheduler = KvScheduler(follower=HandIndex())
     first = decide(scheduler, request("one", ABC, blocks=8))
     scheduler.ended(first.number, 0.1)
 
@@ -30,7 +30,7 @@ def test_two_equal_prompts_go_to_one_instance_before_its_events_come() -> None:
 
 
 def test_a_prediction_ends_when_no_event_confirms_it() -> None:
-    scheduler = KvScheduler(BLOCK, follower=HandIndex())
+    scheduler = KvScheduler(follower=HandIndex())
     first = decide(scheduler, request("one", ABC, blocks=8))
     scheduler.ended(first.number, 0.1)
 
@@ -41,7 +41,7 @@ def test_a_prediction_ends_when_no_event_confirms_it() -> None:
 
 def test_without_events_own_decisions_count_for_longer_and_as_far_as_there_is_room() -> None:
     small = profile("a", events="false", total_blocks=5)
-    scheduler = KvScheduler(BLOCK, config=SchedulerConfig(approximate_ttl=None))
+    scheduler = KvScheduler(RouterConfig(approximate_ttl=None))
     decide(scheduler, request("one", [small], blocks=4))
 
     decide(scheduler, request("two", [small], blocks=3, of=1), 1000.0)
@@ -62,7 +62,7 @@ def expected(caches: ExpectedCaches, wanted: RequestShape, *profiles: InstancePr
 def test_what_another_router_has_sent_somewhere_is_expected_there(
     follower: HandIndex | None,
 ) -> None:
-    caches, wanted = ExpectedCaches(follower, SchedulerConfig()), shape(4)
+    caches, wanted = ExpectedCaches(follower, RouterConfig()), shape(4)
 
     caches.note_elsewhere(Rank("a", 0), wanted.sequence_hashes, 0.0)
 
@@ -72,7 +72,7 @@ def test_what_another_router_has_sent_somewhere_is_expected_there(
 def test_without_a_time_to_forget_in_what_others_sent_counts_for_instances_known_here_alone() -> (
     None
 ):
-    caches, wanted = ExpectedCaches(None, SchedulerConfig(approximate_ttl=None)), shape(4)
+    caches, wanted = ExpectedCaches(None, RouterConfig(approximate_ttl=None)), shape(4)
     caches.note_sent(A, Candidate(Rank("a", 0)), 0, [], 0.0)
 
     for name in ("a", "b"):
@@ -83,7 +83,7 @@ def test_without_a_time_to_forget_in_what_others_sent_counts_for_instances_known
 
 def test_a_prompt_whose_beginning_was_told_and_lost_can_be_sent_again() -> None:
     index = HandIndex()
-    scheduler = KvScheduler(BLOCK, follower=index)
+    scheduler = KvScheduler(follower=index)
 
     for held, blocks, now in ((0, 10, 0.0), (4, 10, 0.5), (0, 2, 1.0), (0, 10, 1.1)):
         index.held = {Rank("a", 0): Overlap(held, 0, 0, 0)} if held else {}
@@ -95,7 +95,7 @@ def test_a_prompt_whose_beginning_was_told_and_lost_can_be_sent_again() -> None:
 
 
 def test_an_instance_that_began_anew_is_taken_to_hold_nothing() -> None:
-    scheduler = KvScheduler(BLOCK, policy=DynamoCost())
+    scheduler = KvScheduler(RouterConfig(policy=DynamoCost()))
     first = decide(scheduler, request("one", [A]))
     scheduler.ended(first.number, 0.0)
 

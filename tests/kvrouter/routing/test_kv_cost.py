@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dynbus.kvrouter.radix.index import Overlap, Rank
-from dynbus.kvrouter.routing.cost import Candidate, RequestShape
-from dynbus.kvrouter.routing.kv_cost import KvCost
+from dynbus.kvrouter.routing.cost import Candidate, KvCost, Popularity, RequestShape
 
 REQUEST = RequestShape(1000, 10, np.arange(100, dtype=np.uint64))
 
@@ -74,23 +73,24 @@ def test_a_weight_that_is_none_is_refused(value: float) -> None:
         KvCost(work_weight=value)
 
 
-def chosen(function: KvCost, blocks: list[int], held: dict[str, int]) -> str:
+def chosen(popularity: Popularity, blocks: list[int], held: dict[str, int]) -> str:
     """Who gets a prompt of these blocks of 10 tokens."""
     request = RequestShape(10 * len(blocks), 10, np.array(blocks, dtype=np.uint64))
     candidates = [
         Candidate(Rank(name, 0), Overlap(count, 0, 0, 0), active_blocks=100.0 * (name == "a"))
         for name, count in held.items()
     ]
-    costs = function(request, candidates)
+    request.popularity = popularity.note(request.block_hashes)
+    costs = KvCost()(request, candidates)
     return candidates[costs.index(min(costs))].rank.instance
 
 
 def test_a_prefix_that_everybody_sends_is_copied_to_who_is_free() -> None:
-    function = KvCost()
+    popularity = Popularity()
     shared = list(range(50))
 
     went = [
-        chosen(function, [*shared, 1000 + number], {"a": 50, "b": 0, "c": 0})
+        chosen(popularity, [*shared, 1000 + number], {"a": 50, "b": 0, "c": 0})
         for number in range(200)
     ]
 
@@ -99,10 +99,10 @@ def test_a_prefix_that_everybody_sends_is_copied_to_who_is_free() -> None:
 
 
 def test_the_prefix_of_one_of_many_sessions_stays_where_it_is() -> None:
-    function = KvCost()
+    popularity = Popularity()
 
     went = {
-        chosen(function, [10_000 * (turn % 100) + at for at in range(50)], {"a": 50, "b": 0})
+        chosen(popularity, [10_000 * (turn % 100) + at for at in range(50)], {"a": 50, "b": 0})
         for turn in range(2000)
     }
 
@@ -110,14 +110,14 @@ def test_the_prefix_of_one_of_many_sessions_stays_where_it_is() -> None:
 
 
 def test_a_prefix_of_which_there_are_enough_copies_is_not_copied_further() -> None:
-    function = KvCost()
+    popularity = Popularity()
     shared = list(range(50))
 
     went: set[str] = set()
     for number in range(1000):
         blocks = shared if number % 2 else [100_000 + 50 * number + at for at in range(50)]
         held = {"a": 50, "b": 50, "c": 0, "d": 0} if number % 2 else dict.fromkeys("abcd", 0)
-        name = chosen(function, blocks, held)
+        name = chosen(popularity, blocks, held)
         if number % 2:
             went.add(name)
 

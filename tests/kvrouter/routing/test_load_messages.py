@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dynbus.kvrouter.routing.load_messages import (
+from dynbus.kvrouter.routing.shared_load import (
     VERSION,
     ActiveSet,
     Added,
     Ask,
     Change,
-    Changes,
     Freed,
     Left,
+    LoadChanges,
     LoadMessage,
     PrefillCompleted,
     decode_message,
@@ -29,7 +29,7 @@ def added(number: int, blocks: int) -> Added:
 @pytest.mark.parametrize(
     "message",
     [
-        Changes(VERSION, "r", 3, [added(1, 2), PrefillCompleted(1), Freed(1)]),
+        LoadChanges(VERSION, "r", 3, [added(1, 2), PrefillCompleted(1), Freed(1)]),
         ActiveSet(VERSION, "r", 3, 0, 1, [added(1, 2)]),
         Ask(VERSION, "r", ["other"]),
         Left(VERSION, "r"),
@@ -69,7 +69,7 @@ def test_changes_are_split_in_their_order_into_messages_that_fit() -> None:
     pieces = list(split_changes(changes, 4096))
 
     assert [change for piece in pieces for change in piece] == changes
-    sizes = [len(encode_message(Changes(VERSION, "r" * 63, 0, piece))) for piece in pieces]
+    sizes = [len(encode_message(LoadChanges(VERSION, "r" * 63, 0, piece))) for piece in pieces]
     assert max(sizes) <= 4096
     assert len(pieces) < 100
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -10,8 +12,7 @@ import pytest
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import kv_load_subject
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.routing.load_sharing import HEARTBEAT, LoadSharing
-from dynbus.kvrouter.routing.shared_load import SILENCE, SharedLoad
+from dynbus.kvrouter.routing.shared_load import HEARTBEAT, SILENCE, Heard, LoadSharing, SharedLoad
 from dynbus.testing import TestKit, run
 
 from .routing_fixtures import until
@@ -27,24 +28,31 @@ class Stage:
         self.changes = 0
         self.connections: dict[str, Any] = {}
 
-    async def router(self, name: str) -> LoadSharing:
-        connection = (await self.kit.runtime()).bus.data
-        self.connections[name] = connection
-        return LoadSharing(connection, "llm", "Worker", SharedLoad(16, name), self._note_change)
+    @asynccontextmanager
+    async def router(self, name: str) -> AsyncGenerator[LoadSharing]:
+        bus = (await self.kit.runtime()).bus
+        self.connections[name] = bus.data
+        load = SharedLoad(name)
+        sharing = LoadSharing(bus.data, bus.background, "llm", "Worker", load, self._note)
+        await sharing.open()
+        try:
+            yield sharing
+        finally:
+            await sharing.close()
 
-    def _note_change(self) -> None:
-        self.changes += 1
+    def _note(self, heard: Heard) -> None:
+        self.changes += heard.released
 
 
 def requests(sharing: LoadSharing) -> int:
-    return sharing.load.load(A).requests
+    return sharing.load.of(A).requests
 
 
 def test_what_one_router_decides_is_known_to_others_within_milliseconds() -> None:
     async def story() -> float:
         async with TestKit() as kit:
             stage = Stage(kit)
-            async with await stage.router("one") as one, await stage.router("two") as two:
+            async with stage.router("one") as one, stage.router("two") as two:
                 one.load.add("1", A, [1, 2], 32, 0)
                 one.notify()
                 spent = await until(lambda: requests(two) == 1)
@@ -61,11 +69,11 @@ def test_a_new_router_learns_what_runs_already() -> None:
     async def story() -> float:
         async with TestKit() as kit:
             stage = Stage(kit)
-            async with await stage.router("one") as one:
+            async with stage.router("one") as one:
                 for number in range(50):
                     one.load.add(str(number), A, [number], 16, 0)
                 one.notify()
-                async with await stage.router("late") as late:
+                async with stage.router("late") as late:
                     return await until(lambda: requests(late) == 50)
 
     assert run(story()) < 0.1
@@ -75,7 +83,7 @@ def test_what_is_said_while_cut_off_is_known_soon_after() -> None:
     async def story() -> float:
         async with TestKit() as kit:
             stage = Stage(kit)
-            async with await stage.router("one") as one, await stage.router("two") as two:
+            async with stage.router("one") as one, stage.router("two") as two:
                 await until(lambda: bool(two.load.routers()))
                 connection = stage.connections["one"]
                 connection.disconnect()
@@ -92,13 +100,13 @@ def test_a_router_that_dies_takes_its_load_along_and_one_that_leaves_at_once() -
     async def story() -> tuple[float, float]:
         async with TestKit() as kit:
             stage = Stage(kit)
-            async with await stage.router("stays") as stays:
-                async with await stage.router("leaves") as leaves:
+            async with stage.router("stays") as stays:
+                async with stage.router("leaves") as leaves:
                     leaves.load.add("1", A, [1], 16, 0)
                     leaves.notify()
                     await until(lambda: requests(stays) == 1)
                 left = await until(lambda: requests(stays) == 0)
-                async with await stage.router("dies") as dies:
+                async with stage.router("dies") as dies:
                     dies.load.add("1", A, [1], 16, 0)
                     dies.notify()
                     await until(lambda: requests(stays) == 1)
@@ -116,7 +124,7 @@ def test_a_message_that_is_none_is_counted_and_harms_nobody() -> None:
     async def story() -> tuple[int, int]:
         async with TestKit() as kit:
             stage = Stage(kit)
-            async with await stage.router("one") as one, await stage.router("two") as two:
+            async with stage.router("one") as one, stage.router("two") as two:
                 subject = kv_load_subject("llm", "Worker", "three")
                 kit.caller.bus.data.publish(subject, b"nonsense")
                 one.load.add("1", A, [1], 16, 0)
@@ -131,8 +139,8 @@ def test_nobody_speaks_for_another_router() -> None:
     async def story() -> tuple[int, int]:
         async with TestKit() as kit:
             stage = Stage(kit)
-            async with await stage.router("one") as one, await stage.router("two") as two:
-                liar = SharedLoad(16, "two")
+            async with stage.router("one") as one, stage.router("two") as two:
+                liar = SharedLoad("two")
                 liar.add("7", A, [1], 16, 0)
                 for message in liar.outgoing(0.0):
                     kit.caller.bus.data.publish(kv_load_subject("llm", "Worker", "x"), message)
@@ -154,7 +162,7 @@ def test_a_heartbeat_goes_on_after_one_that_failed(caplog: pytest.LogCaptureFixt
     async def story() -> None:
         async with TestKit() as kit:
             stage = Stage(kit)
-            async with await stage.router("one") as one, await stage.router("two") as two:
+            async with stage.router("one") as one, stage.router("two") as two:
                 expire, failed = one.load.expire, list[float]()
 
                 def fail_once(now: float) -> bool:
@@ -176,8 +184,8 @@ def test_a_heartbeat_goes_on_after_one_that_failed(caplog: pytest.LogCaptureFixt
 def test_a_name_that_is_no_part_of_a_subject_is_refused() -> None:
     async def story() -> None:
         async with TestKit() as kit:
-            connection = (await kit.runtime()).bus.data
+            bus = (await kit.runtime()).bus
             with pytest.raises(ConfigError, match=r"a\.b"):
-                LoadSharing(connection, "a.b", "Worker", SharedLoad(16, "one"), print)
+                LoadSharing(bus.data, bus.background, "a.b", "Worker", SharedLoad("one"), print)
 
     run(story())

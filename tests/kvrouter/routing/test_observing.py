@@ -19,12 +19,17 @@ from dynbus import Actor, Runtime, call_options, handler
 from dynbus.bus.commands.survey import parse_answer
 from dynbus.bus.drops import DropReason
 from dynbus.bus.transport import Message
+from dynbus.kvrouter.routing.decision import (
+    Explanation,
+    Question,
+    encode_explanation,
+    tell,
+    why_subject,
+)
 from dynbus.kvrouter.routing.observing import LOOK_INTERVAL, RouterWatch
-from dynbus.kvrouter.routing.opening import open_router
-from dynbus.kvrouter.routing.router import KvRouter
-from dynbus.kvrouter.routing.router_actor import Router
+from dynbus.kvrouter.routing.router import KvRouter, open_router
+from dynbus.kvrouter.routing.router_actor import RouterActor
 from dynbus.kvrouter.routing.scheduler import KvScheduler
-from dynbus.kvrouter.routing.why import Answer, Question, encode_answer, tell, why_subject
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 from dynbus.testing import Telemetry, TestKit, run
 
@@ -44,7 +49,7 @@ class Engine(Actor, namespace="llm"):
         yield {"cached_tokens": 0}
 
 
-class Front(Router, namespace="llm"):
+class Front(RouterActor, namespace="llm"):
     pass
 
 
@@ -331,7 +336,7 @@ def candidate(number: int) -> dict[str, Any]:
     return {"instance": f"instance-{number}", "dp_rank": 0, "cost": float(number), "pad": "x" * 100}
 
 
-def answer(candidates: int, chosen: int) -> Answer:
+def answer(candidates: int, chosen: int) -> Explanation:
     decisions: list[dict[str, Any]] = [
         {
             "number": number,
@@ -341,12 +346,12 @@ def answer(candidates: int, chosen: int) -> Answer:
         }
         for number in (1, 2)
     ]
-    return Answer("r", "p", "llm.Engine", "exact", 1, 512, 0.0, decisions)
+    return Explanation("r", "p", "llm.Engine", "exact", 1, 512, 0.0, decisions)
 
 
 @pytest.mark.parametrize("chosen", [0, 999])
 def test_of_too_many_candidates_an_answer_keeps_the_cheapest_and_the_chosen(chosen: int) -> None:
-    text = encode_answer(answer(1000, chosen), 65536)
+    text = encode_explanation(answer(1000, chosen), 65536)
 
     assert len(text) <= 65536
     for decision in json.loads(text)["decisions"]:
@@ -358,7 +363,7 @@ def test_of_too_many_candidates_an_answer_keeps_the_cheapest_and_the_chosen(chos
 
 
 def test_many_decisions_with_much_in_each_are_told_as_far_as_they_fit_and_soon() -> None:
-    scheduler = KvScheduler(16)
+    scheduler = KvScheduler()
     profiles = [profile(f"instance-{number}") for number in range(200)]
     why = "block sizes differ: the router has 16 tokens, the instance 32: " * 4
     for number in range(512):
@@ -368,7 +373,9 @@ def test_many_decisions_with_much_in_each_are_told_as_far_as_they_fit_and_soon()
     begun = time.process_time()
 
     told = tell(scheduler.decisions.find("same"), 1.0)
-    text = encode_answer(Answer("r", "p", "t", "exact", 512, 512, 1.0, told, 512 - 128), 2**18)
+    text = encode_explanation(
+        Explanation("r", "p", "t", "exact", 512, 512, 1.0, told, 512 - 128), 2**18
+    )
 
     spent = time.process_time() - begun
     found = json.loads(text)
@@ -385,4 +392,4 @@ def test_many_decisions_with_much_in_each_are_told_as_far_as_they_fit_and_soon()
 
 def test_an_answer_that_cannot_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="does not fit"):
-        encode_answer(answer(10, 0), 100)
+        encode_explanation(answer(10, 0), 100)

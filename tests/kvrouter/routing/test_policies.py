@@ -13,17 +13,17 @@ import pytest
 from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.routing.cost import Candidate, DynamoCost
-from dynbus.kvrouter.routing.policies import load_policy, policy_name
+from dynbus.kvrouter.routing.policies import Policy
 
 from .routing_fixtures import by_name, shape
 
 
 def test_a_policy_has_a_name() -> None:
-    assert isinstance(load_policy("dynamo"), DynamoCost)
-    assert isinstance(load_policy("dynbus.kvrouter.routing.cost:DynamoCost"), DynamoCost)
-    assert load_policy("tests.kvrouter.routing.routing_fixtures:by_name") is by_name
-    assert policy_name(by_name) == "tests.kvrouter.routing.routing_fixtures:by_name"
-    assert policy_name(DynamoCost()) == "dynbus.kvrouter.routing.cost:DynamoCost"
+    assert isinstance(Policy.of("dynamo").cost, DynamoCost)
+    assert isinstance(Policy.of("dynbus.kvrouter.routing.cost:DynamoCost").cost, DynamoCost)
+    assert Policy.of("tests.kvrouter.routing.routing_fixtures:by_name").cost is by_name
+    assert Policy.of(by_name).name == "tests.kvrouter.routing.routing_fixtures:by_name"
+    assert Policy.of(DynamoCost()).name == "dynbus.kvrouter.routing.cost:DynamoCost"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_policy_has_a_name() -> None:
 )
 def test_a_policy_that_is_none_is_refused_with_the_reason(name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        load_policy(name)
+        Policy.of(name)
 
 
 @pytest.mark.parametrize(
@@ -61,18 +61,18 @@ def test_a_policy_goes_on_unharmed_when_its_file_cannot_be_read_again(
     monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
     file.write_text("WEIGHT = 2.0\ndef cost(r, c): return [WEIGHT] * len(c)\n")
     try:
-        policy = load_policy("weighty:cost")
+        policy = Policy.of("weighty:cost")
         file.write_text(broken)
 
         with pytest.raises(ConfigError, match="weighty:cost"):
-            load_policy("weighty:cost", reload=True)
+            Policy.of("weighty:cost", reload=True)
 
         candidates = [Candidate(Rank("a", 0))]
-        assert policy(shape(4), candidates) == [2.0]
-        assert load_policy("weighty:cost") is policy
+        assert policy.costs(shape(4), candidates) == [2.0]
+        assert Policy.of("weighty:cost") == policy
         file.write_text("WEIGHT = 3.0\ndef cost(r, c): return [WEIGHT] * len(c)\n# mended\n")
-        assert load_policy("weighty:cost", reload=True)(shape(4), candidates) == [3.0]
-        assert policy(shape(4), candidates) == [2.0]
+        assert Policy.of("weighty:cost", reload=True).costs(shape(4), candidates) == [3.0]
+        assert policy.costs(shape(4), candidates) == [2.0]
     finally:
         sys.modules.pop("weighty", None)
 
@@ -90,16 +90,16 @@ def test_who_imported_a_policy_before_keeps_it_and_who_imports_it_later_has_the_
     file.write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
     try:
-        load_policy("heavy.costs:cost")
+        Policy.of("heavy.costs:cost")
         before = importlib.import_module("heavy.costs")
         # As soon after, and as long, as before.
         file.write_text(text.replace("2.0", "3.0"))
         (package / "scale.py").write_text("SCALE = 9.0\n")
 
-        policy = load_policy("heavy.costs:cost", reload=True)
+        policy = Policy.of("heavy.costs:cost", reload=True)
 
         later = importlib.import_module("heavy.costs")
-        assert policy(shape(4), [Candidate(Rank("a", 0))]) == [3.0]
+        assert policy.costs(shape(4), [Candidate(Rank("a", 0))]) == [3.0]
         assert (before.WEIGHT, later.WEIGHT) == (2.0, 3.0)
         assert sys.modules["heavy"].costs is later
     finally:
@@ -108,9 +108,9 @@ def test_who_imported_a_policy_before_keeps_it_and_who_imports_it_later_has_the_
 
 
 def assert_read_again(module: str) -> None:
-    before = load_policy(f"{module}:cost")
+    before = Policy.of(f"{module}:cost")
     try:
-        assert load_policy(f"{module}:cost", reload=True) is not before
+        assert Policy.of(f"{module}:cost", reload=True).cost is not before.cost
     finally:
         sys.modules.pop(module, None)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dynbus.kvrouter.routing.popularity import Popularity, next_length
+from dynbus.kvrouter.routing.cost import Popularity, next_length
 
 
 def prompt(*blocks: int) -> NDArray[np.uint64]:
@@ -17,8 +17,8 @@ def prompt(*blocks: int) -> NDArray[np.uint64]:
 def test_a_prefix_that_nobody_had_before_is_not_listed() -> None:
     popularity = Popularity()
 
-    assert popularity.note(prompt(1, 2, 3)) == []
-    assert popularity.note(prompt(4, 5)) == []
+    assert popularity.note(prompt(1, 2, 3)).prefixes == []
+    assert popularity.note(prompt(4, 5)).prefixes == []
 
 
 def test_what_requests_share_is_counted_and_what_they_do_not_is_not() -> None:
@@ -26,13 +26,13 @@ def test_what_requests_share_is_counted_and_what_they_do_not_is_not() -> None:
     popularity.note(prompt(1, 2, 3, 4))
     popularity.note(prompt(1, 2, 9))
 
-    assert popularity.note(prompt(1, 2, 3, 7)) == [(1, 3), (2, 3), (3, 2)]
+    assert popularity.note(prompt(1, 2, 3, 7)).prefixes == [(1, 3), (2, 3), (3, 2)]
 
 
 def test_a_prompt_without_a_complete_block_shares_nothing() -> None:
     popularity = Popularity()
 
-    assert popularity.note(prompt()) == popularity.note(prompt()) == []
+    assert popularity.note(prompt()).prefixes == popularity.note(prompt()).prefixes == []
 
 
 def test_what_was_last_asked_for_two_windows_ago_is_forgotten() -> None:
@@ -42,7 +42,7 @@ def test_what_was_last_asked_for_two_windows_ago_is_forgotten() -> None:
     for number in range(8):
         popularity.note(prompt(100 + number))
 
-    assert popularity.note(prompt(1)) == []
+    assert popularity.note(prompt(1)).prefixes == []
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=20), max_size=60))
@@ -52,11 +52,11 @@ def test_a_longer_prefix_is_never_more_popular_and_memory_is_bounded(
     popularity = Popularity(window=8)
 
     for each in prompts:
-        found = popularity.note(prompt(*each))
+        counted, found = popularity.note(prompt(*each))
 
         counts = [count for _, count in found]
         assert counts == sorted(counts, reverse=True)
-        assert all(2 <= count <= popularity.requests <= 16 for count in counts)
+        assert all(2 <= count <= counted <= 16 for count in counts)
         assert all(blocks <= len(each) for blocks, _ in found)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.routing.profile import InstanceProfile, agreed_block_size, read_profile
+from dynbus.kvrouter.routing.profiles import InstanceProfile, agreed_block_size, read_profile
 
 
 def agree(

@@ -11,7 +11,7 @@ import pytest
 from dynbus.actors.calling.routing import Load, RouteRequest
 from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.kvrouter.routing.request_fields import RequestFields, field_of
+from dynbus.kvrouter.routing.requests import RequestFields, field_of
 
 ENDPOINT = EndpointName("llm", "Engine", "generate")
 

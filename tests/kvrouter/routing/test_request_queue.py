@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,17 @@ from numpy.typing import NDArray
 
 from dynbus.bus.errors import ConfigError, Overloaded
 from dynbus.kvrouter.radix.index import Overlap, Rank
-from dynbus.kvrouter.routing.constraints import Constraints
+from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.cost import Candidate, RequestShape
 from dynbus.kvrouter.routing.decision import Decision
+from dynbus.kvrouter.routing.requests import Constraints
 from dynbus.kvrouter.routing.scheduler import KvScheduler
-from dynbus.kvrouter.routing.scheduling import SchedulerConfig
 
-from .routing_fixtures import BLOCK, HandIndex, decide, profile, request, wait
+from .routing_fixtures import HandIndex, decide, profile, request, wait
 
 A = profile("a")
 SMALL = [profile("a", max_batched_tokens=64), profile("b", max_batched_tokens=64)]
-QUEUE = SchedulerConfig(queue_threshold=1.0, queue_limit=3)
+QUEUE = RouterConfig(queue_threshold=1.0, queue_limit=3)
 
 
 def fill(scheduler: KvScheduler) -> list[Decision]:
@@ -30,7 +31,7 @@ def fill(scheduler: KvScheduler) -> list[Decision]:
 
 
 def test_requests_wait_while_all_instances_are_busy_and_go_on_by_priority_then_arrival() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
+    scheduler = KvScheduler(QUEUE)
     running = fill(scheduler)
     first = wait(scheduler, request("first", SMALL, of=1, blocks=5), 1.0)
     second = wait(scheduler, request("second", SMALL, of=2, blocks=5), 2.0)
@@ -51,7 +52,7 @@ def test_requests_wait_while_all_instances_are_busy_and_go_on_by_priority_then_a
 
 
 def test_who_comes_later_does_not_overtake_who_waits() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
+    scheduler = KvScheduler(QUEUE)
     running = fill(scheduler)
     wait(scheduler, request("first", SMALL, of=1))
 
@@ -62,7 +63,7 @@ def test_who_comes_later_does_not_overtake_who_waits() -> None:
 
 
 def test_who_may_go_anywhere_does_not_wait_behind_who_waits_for_one_instance() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
+    scheduler = KvScheduler(QUEUE)
     tagged = profile("a", max_batched_tokens=64, tags="eu")
     decide(scheduler, request("busy", [tagged], blocks=5))
     narrow = Constraints(required=frozenset({"eu"}))
@@ -74,7 +75,7 @@ def test_who_may_go_anywhere_does_not_wait_behind_who_waits_for_one_instance() -
 
 
 def test_who_waits_for_one_instance_does_not_wait_behind_who_waits_for_any() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
+    scheduler = KvScheduler(QUEUE)
     tagged = profile("c", max_batched_tokens=64, tags="eu")
     busy = decide(scheduler, request("busy", [tagged], blocks=5))
     fill(scheduler)
@@ -93,7 +94,7 @@ def test_a_policy_that_fails_for_one_that_waits_fails_for_it_alone() -> None:
         unordered: Any = set(loads)
         return unordered if request.prompt_blocks == 7 else loads
 
-    scheduler = KvScheduler(BLOCK, policy=moody, config=QUEUE)
+    scheduler = KvScheduler(replace(QUEUE, policy=moody))
     running = fill(scheduler)
     tickets = [
         wait(scheduler, request(str(blocks), SMALL, of=blocks, blocks=blocks))
@@ -119,7 +120,7 @@ def test_what_breaks_inside_a_decision_is_told_to_the_one_that_waited(
                 raise IndexError("no such block")
             return {}
 
-    scheduler = KvScheduler(BLOCK, follower=Broken(), config=QUEUE)
+    scheduler = KvScheduler(QUEUE, follower=Broken())
     running = fill(scheduler)
     tickets = [wait(scheduler, request(str(n), SMALL, of=n, blocks=n)) for n in (7, 1)]
     for decision in running:
@@ -135,7 +136,7 @@ def test_what_breaks_inside_a_decision_is_told_to_the_one_that_waited(
 
 
 def test_a_full_queue_refuses() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
+    scheduler = KvScheduler(QUEUE)
     fill(scheduler)
     for number in range(3):
         wait(scheduler, request(f"w{number}", SMALL, of=number))
@@ -148,7 +149,7 @@ def test_a_full_queue_refuses() -> None:
 
 
 def test_an_instance_that_does_not_say_its_limit_is_never_busy() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
+    scheduler = KvScheduler(QUEUE)
 
     for number in range(5):
         decide(scheduler, request(str(number), [A], blocks=50, of=number))
@@ -157,7 +158,7 @@ def test_an_instance_that_does_not_say_its_limit_is_never_busy() -> None:
 
 
 def test_a_new_instance_takes_who_waits() -> None:
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
+    scheduler = KvScheduler(QUEUE)
     fill(scheduler)
     ticket = wait(scheduler, request("first", SMALL, of=1))
 
@@ -172,7 +173,7 @@ def test_a_new_instance_takes_who_waits() -> None:
 def test_whom_constraints_hold_back_does_not_hold_back_others() -> None:
     instances = [profile("a", max_batched_tokens=64, tags="eu"), SMALL[1]]
     only_a = Constraints(frozenset({"eu"}))
-    scheduler = KvScheduler(BLOCK, config=QUEUE)
+    scheduler = KvScheduler(QUEUE)
     for number in range(2):
         decide(scheduler, request(f"fill {number}", [instances[number]], blocks=5, of=90 + number))
     held = wait(scheduler, request("held", instances, of=1, constraints=only_a, priority=9))
@@ -183,3 +184,19 @@ def test_whom_constraints_hold_back_does_not_hold_back_others() -> None:
 
     assert released is free
     assert scheduler.withdraw(held)
+
+
+def test_the_queue_serves_the_urgent_first_and_then_by_arrival() -> None:
+    scheduler = KvScheduler(QUEUE)
+    running = fill(scheduler)
+    tickets = {
+        name: wait(scheduler, request(name, SMALL, of=of, blocks=0, priority=priority))
+        for of, (name, priority) in enumerate((("a", 0), ("b", 5), ("c", 0)))
+    }
+    for decision in running:
+        scheduler.ended(decision.number, 1.0)
+
+    released = [ticket for ticket, _ in scheduler.release(1.0)]
+
+    assert released == [tickets["b"], tickets["a"], tickets["c"]]
+    assert not scheduler.withdraw(tickets["b"])

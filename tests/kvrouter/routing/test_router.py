@@ -25,9 +25,8 @@ from dynbus.kvrouter.events import BlockStored, encode_events
 from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.routing.cost import DynamoCost
 from dynbus.kvrouter.routing.decision import Reason
-from dynbus.kvrouter.routing.opening import open_router
-from dynbus.kvrouter.routing.request_fields import RequestFields
-from dynbus.kvrouter.routing.router import KvRouter
+from dynbus.kvrouter.routing.requests import RequestFields
+from dynbus.kvrouter.routing.router import KvRouter, open_router
 from dynbus.testing import TestKit, run
 
 from .routing_fixtures import BLOCK, HandIndex, until
@@ -383,8 +382,8 @@ def test_a_client_is_no_target_but_its_class_is() -> None:
         ({"block_size": "16"}, "block_size='16': give"),
         ({"tokenizer_id": None}, "tokenizer_id=None: give"),
         ({"reused_field": "a..b"}, "reused_field='a..b': give"),
-        ({"shadows": ["kv"]}, r"shadows=\['kv'\]: give a Mapping"),
-        ({"config": {"temperature": 1}}, "config={'temperature': 1}: give a SchedulerConfig"),
+        ({"shadows": "kv"}, "shadows='kv': give policies by name, or a list of names"),
+        ({"config": {"temperature": 1}}, "config={'temperature': 1}: give a RouterConfig"),
         ({"fields": "ids"}, "fields='ids': give a RequestFields"),
         ({"policy": DynamoCost}, r"policy DynamoCost is a class: give an object, DynamoCost\(\)"),
         ({"policy": 3}, "policy 3 is no cost function"),

@@ -1,4 +1,4 @@
-"""The `Router` actor forwards by the same code, and tells what it decided."""
+"""The `RouterActor` actor forwards by the same code, and tells what it decided."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from dynbus import Actor, ConfigError, DeadlineExceeded, DynbusError, call_options, handler
 from dynbus.actors.declaring.arguments import Text, build_arguments
 from dynbus.bus.clock import monotonic
-from dynbus.kvrouter import DecisionQuery, PolicyChoice, PolicyReport, RequestFields, Router
+from dynbus.kvrouter import DecisionQuery, PolicyChoice, PolicyReport, RequestFields, RouterActor
 from dynbus.testing import TestKit, run
 
 
@@ -41,7 +41,7 @@ class Engine(Actor, namespace="llm"):
             self.closed += 1
 
 
-class Front(Router, namespace="llm"):
+class Front(RouterActor, namespace="llm"):
     pass
 
 

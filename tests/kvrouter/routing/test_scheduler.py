@@ -14,11 +14,11 @@ import pytest
 
 from dynbus.bus.errors import ConfigError, NoInstances, Overloaded
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.routing.constraints import Constraints
+from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.cost import Candidate, CostFunction, DynamoCost, RequestShape
 from dynbus.kvrouter.routing.decision import Reason
+from dynbus.kvrouter.routing.requests import Constraints
 from dynbus.kvrouter.routing.scheduler import KvScheduler
-from dynbus.kvrouter.routing.scheduling import SchedulerConfig
 
 from .routing_fixtures import BLOCK, HandIndex, by_name, decide, profile, request
 
@@ -30,7 +30,7 @@ ABC = [A, B, C]
 
 
 def test_a_request_goes_where_most_of_its_prompt_lies() -> None:
-    scheduler = KvScheduler(BLOCK, follower=HandIndex(a=1, b=3, c=2))
+    scheduler = KvScheduler(follower=HandIndex(a=1, b=3, c=2))
 
     decision = decide(scheduler, request("r", ABC))
 
@@ -41,7 +41,7 @@ def test_a_request_goes_where_most_of_its_prompt_lies() -> None:
 
 
 def test_load_outweighs_a_small_overlap() -> None:
-    scheduler = KvScheduler(BLOCK, follower=HandIndex(a=1))
+    scheduler = KvScheduler(follower=HandIndex(a=1))
     decide(scheduler, request("long", [A], blocks=50, of=1))
 
     decision = decide(scheduler, request("short", ABC))
@@ -50,22 +50,22 @@ def test_load_outweighs_a_small_overlap() -> None:
 
 
 def test_what_was_sent_somewhere_counts_there_until_it_ended() -> None:
-    scheduler = KvScheduler(BLOCK)
+    scheduler = KvScheduler()
 
     decision = decide(scheduler, request("r", [A], blocks=4))
-    during = scheduler.load.load(Rank("a", 0))
+    during = scheduler.load.of(Rank("a", 0))
     scheduler.first_item(decision.number, 1.0)
-    decoding = scheduler.load.load(Rank("a", 0))
+    decoding = scheduler.load.of(Rank("a", 0))
     scheduler.ended(decision.number, 2.0)
 
     assert (during.prefill_tokens, during.blocks, during.requests) == (64, 4, 1)
     assert (decoding.prefill_tokens, decoding.blocks) == (0, 4)
-    assert scheduler.load.load(Rank("a", 0)).requests == 0
+    assert scheduler.load.of(Rank("a", 0)).requests == 0
 
 
 def test_a_rank_is_a_candidate_of_its_own() -> None:
     two = profile("a", dp_size=2)
-    scheduler = KvScheduler(BLOCK)
+    scheduler = KvScheduler()
 
     chosen = [decide(scheduler, request(str(n), [two], of=n)).chosen for n in range(2)]
 
@@ -73,7 +73,7 @@ def test_a_rank_is_a_candidate_of_its_own() -> None:
 
 
 def test_equal_instances_are_chosen_equally_often() -> None:
-    scheduler = KvScheduler(BLOCK, random=Random(3))
+    scheduler = KvScheduler(random=Random(3))
 
     counts: Counter[str] = Counter()
     for number in range(600):
@@ -88,7 +88,7 @@ def test_equal_instances_are_chosen_equally_often() -> None:
 
 
 def test_another_policy_decides_from_the_next_request_on() -> None:
-    scheduler = KvScheduler(BLOCK, follower=HandIndex(c=4))
+    scheduler = KvScheduler(follower=HandIndex(c=4))
     before = decide(scheduler, request("one", ABC))
 
     scheduler.use_policy(by_name)
@@ -105,7 +105,7 @@ def test_costs_that_are_no_costs_are_refused_with_the_name_of_the_policy(
     def broken(request: RequestShape, candidates: Sequence[Candidate]) -> Sequence[float]:
         return costs
 
-    scheduler = KvScheduler(BLOCK, policy=broken)
+    scheduler = KvScheduler(RouterConfig(policy=broken))
 
     with pytest.raises(ConfigError, match=r"broken returned \[.* for 3 candidates"):
         scheduler.submit(request("r", ABC), 0.0)
@@ -115,7 +115,7 @@ def test_a_policy_that_raises_is_named_with_what_it_raised() -> None:
     def broken(request: RequestShape, candidates: Sequence[Candidate]) -> Sequence[float]:
         raise KeyError("weights")
 
-    scheduler = KvScheduler(BLOCK, policy=broken)
+    scheduler = KvScheduler(RouterConfig(policy=broken))
 
     with pytest.raises(ConfigError, match=r"broken raised KeyError: 'weights' \(.*\.py, line \d"):
         scheduler.submit(request("r", ABC), 0.0)
@@ -126,7 +126,7 @@ def test_a_policy_cannot_change_the_candidates_that_its_costs_are_of() -> None:
         candidates.sort()
         return [0.0, 1.0, 2.0]
 
-    scheduler = KvScheduler(BLOCK, policy=sorts, follower=HandIndex(c=4))
+    scheduler = KvScheduler(RouterConfig(policy=sorts), follower=HandIndex(c=4))
 
     with pytest.raises(ConfigError, match="sorts raised AttributeError: 'tuple' object has no"):
         scheduler.submit(request("r", ABC), 0.0)
@@ -137,7 +137,7 @@ def test_a_policy_that_is_asynchronous_is_told_to_be_none() -> None:
         return [0.0] * len(candidates)
 
     policy: Any = waits
-    scheduler = KvScheduler(BLOCK, policy=policy)
+    scheduler = KvScheduler(RouterConfig(policy=policy))
 
     with pytest.raises(ConfigError, match="waits is asynchronous: write `def`"):
         scheduler.submit(request("r", ABC), 0.0)
@@ -149,7 +149,7 @@ def test_the_way_to_a_policys_mistake_is_logged_once_until_another_policy_decide
     def broken(request: RequestShape, candidates: Sequence[Candidate]) -> Sequence[float]:
         raise KeyError(request)
 
-    scheduler = KvScheduler(BLOCK, policy=broken)
+    scheduler = KvScheduler(RouterConfig(policy=broken))
     for _ in range(3):
         with pytest.raises(ConfigError):
             scheduler.submit(request("r", ABC), 0.0)
@@ -187,13 +187,13 @@ def test_a_setting_that_makes_no_sense_is_refused_by_name_with_what_to_give(
     setting: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        SchedulerConfig(**setting)
+        RouterConfig(**setting)
 
     assert str(caught.value).startswith(told)
 
 
 def test_a_policy_may_refuse_all() -> None:
-    scheduler = KvScheduler(BLOCK, policy=lambda request, candidates: [math.inf] * 3)
+    scheduler = KvScheduler(RouterConfig(policy=lambda request, candidates: [math.inf] * 3))
 
     with pytest.raises(Overloaded, match="finds none of 3 candidates fit"):
         scheduler.submit(request("r", ABC), 0.0)
@@ -204,7 +204,7 @@ def test_shadows_are_compared_and_decide_nothing() -> None:
         raise ValueError("no weights")
 
     scheduler = KvScheduler(
-        BLOCK, follower=HandIndex(c=4), shadows={"names": by_name, "broken": broken}
+        RouterConfig(shadows={"names": by_name, "broken": broken}), follower=HandIndex(c=4)
     )
 
     decision = decide(scheduler, request("r", ABC))
@@ -225,7 +225,7 @@ def test_a_shadow_whose_costs_are_none_does_not_count_as_agreeing() -> None:
         "nan": lambda request, candidates: [math.nan] * 3,
         "numpy": equal,
     }
-    scheduler = KvScheduler(BLOCK, policy=by_name, shadows=shadows)
+    scheduler = KvScheduler(RouterConfig(policy=by_name, shadows=shadows))
 
     decision = decide(scheduler, request("r", ABC))
 
@@ -239,8 +239,9 @@ def test_a_shadow_whose_costs_are_none_does_not_count_as_agreeing() -> None:
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64])
 def test_costs_of_numpy_decide_and_can_be_read_afterwards(dtype: type) -> None:
     scheduler = KvScheduler(
-        BLOCK,
-        policy=lambda request, candidates: np.arange(3, 0, -1).astype(dtype),  # type: ignore[arg-type,return-value]
+        RouterConfig(
+            policy=lambda request, candidates: np.arange(3, 0, -1).astype(dtype),  # type: ignore[arg-type,return-value]
+        )
     )
 
     decision = decide(scheduler, request("r", ABC))
@@ -256,9 +257,10 @@ def test_costs_of_numpy_decide_and_can_be_read_afterwards(dtype: type) -> None:
 )
 def test_what_is_no_list_of_numbers_is_refused(costs: object) -> None:
     scheduler = KvScheduler(
-        BLOCK,
-        policy=lambda request, candidates: costs,  # type: ignore[arg-type,return-value]
-        config=SchedulerConfig(temperature=0.5),
+        RouterConfig(
+            policy=lambda request, candidates: costs,  # type: ignore[arg-type,return-value]
+            temperature=0.5,
+        )
     )
 
     with pytest.raises(ConfigError, match="for 3 candidates: return a list with one number"):
@@ -267,9 +269,9 @@ def test_what_is_no_list_of_numbers_is_refused(costs: object) -> None:
 
 def test_costs_as_far_apart_as_numbers_go_can_be_drawn_from() -> None:
     scheduler = KvScheduler(
-        BLOCK,
-        policy=lambda request, candidates: [-1.7e308, 1.7e308, math.inf],
-        config=SchedulerConfig(temperature=0.01),
+        RouterConfig(
+            policy=lambda request, candidates: [-1.7e308, 1.7e308, math.inf], temperature=0.01
+        )
     )
 
     assert decide(scheduler, request("r", ABC)).chosen.instance == "a"
@@ -281,7 +283,7 @@ def test_costs_as_far_apart_as_numbers_go_can_be_drawn_from() -> None:
 def test_required_tags_and_adapters_exclude_with_the_reason() -> None:
     instances = [profile("a", tags="eu"), profile("b", tags="eu, fast", loras="sql"), C]
     wanted = Constraints(frozenset({"eu"}), lora_name="sql", lora_required=True)
-    scheduler = KvScheduler(BLOCK)
+    scheduler = KvScheduler()
 
     decision = decide(scheduler, request("r", instances, constraints=wanted))
 
@@ -294,7 +296,7 @@ def test_required_tags_and_adapters_exclude_with_the_reason() -> None:
 
 
 def test_constraints_that_leave_none_say_so() -> None:
-    scheduler = KvScheduler(BLOCK)
+    scheduler = KvScheduler()
 
     with pytest.raises(NoInstances, match="leave none of 3 instances: a lacks the tags moon"):
         scheduler.submit(request("r", ABC, constraints=Constraints(frozenset({"moon"}))), 0.0)
@@ -302,7 +304,7 @@ def test_constraints_that_leave_none_say_so() -> None:
 
 def test_a_preferred_tag_makes_cheaper_by_its_weight() -> None:
     instances = [profile("a"), profile("b", tags="near")]
-    scheduler = KvScheduler(BLOCK, policy=DynamoCost(), follower=HandIndex(a=1))
+    scheduler = KvScheduler(RouterConfig(policy=DynamoCost()), follower=HandIndex(a=1))
     near = Constraints(preferred={"near": 1.0})
 
     decision = decide(scheduler, request("r", instances, constraints=near))
@@ -312,9 +314,7 @@ def test_a_preferred_tag_makes_cheaper_by_its_weight() -> None:
 
 
 def test_a_session_stays_where_it_was_until_it_is_forgotten() -> None:
-    scheduler = KvScheduler(
-        BLOCK, follower=HandIndex(a=1), config=SchedulerConfig(session_ttl=10.0)
-    )
+    scheduler = KvScheduler(RouterConfig(session_ttl=10.0), follower=HandIndex(a=1))
     first = decide(scheduler, request("one", [B], session="s"))
     scheduler.ended(first.number, 0.0)
 
@@ -327,7 +327,7 @@ def test_a_session_stays_where_it_was_until_it_is_forgotten() -> None:
 
 
 def test_a_session_gives_way_when_its_instance_has_too_much_load_or_is_gone() -> None:
-    scheduler = KvScheduler(BLOCK, follower=HandIndex())
+    scheduler = KvScheduler(follower=HandIndex())
     first = decide(scheduler, request("one", [A], session="s"))
     scheduler.ended(first.number, 0.0)
     decide(scheduler, request("long", [A], blocks=50, of=1))
@@ -340,7 +340,7 @@ def test_a_session_gives_way_when_its_instance_has_too_much_load_or_is_gone() ->
 
 
 def test_no_more_tokens_are_reused_than_there_are() -> None:
-    scheduler = KvScheduler(BLOCK, follower=HandIndex(a=4))
+    scheduler = KvScheduler(follower=HandIndex(a=4))
     decision = decide(scheduler, request("r", ABC))
 
     scheduler.note_reused(decision.number, 10**400, 1.0)
@@ -353,7 +353,7 @@ def test_no_more_tokens_are_reused_than_there_are() -> None:
 
 
 def test_a_decision_tells_all_candidates_and_what_happened_after() -> None:
-    scheduler = KvScheduler(BLOCK, follower=HandIndex(b=3), shadows={"names": by_name})
+    scheduler = KvScheduler(RouterConfig(shadows={"names": by_name}), follower=HandIndex(b=3))
     decision = decide(scheduler, request("r", ABC), 10.0)
 
     scheduler.first_item(decision.number, 10.5)
@@ -382,7 +382,7 @@ def test_a_decision_tells_all_candidates_and_what_happened_after() -> None:
 
 
 def test_attempts_of_a_request_are_decisions_of_their_own_and_the_oldest_are_forgotten() -> None:
-    scheduler = KvScheduler(BLOCK, config=SchedulerConfig(decisions=3))
+    scheduler = KvScheduler(RouterConfig(decisions=3))
     for number in range(2):
         decide(scheduler, request("r", ABC, attempt=number + 1))
     for number in range(2):

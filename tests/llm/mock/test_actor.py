@@ -16,7 +16,7 @@ from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import BlockStored, KvEvent
 from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import RadixIndex
-from dynbus.kvrouter.routing.profile import read_profile
+from dynbus.kvrouter.routing.profiles import read_profile
 from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.llm.mock.actor import GenerateRequest, MockWorker
 from dynbus.llm.mock.engine import MockEngine

@@ -1,0 +1,445 @@
+"""What each rank is taken to hold: what it says, what was sent to it, and whether that is true.
+
+An index follows what engines say. Own decisions are guesses: they count alone when engines tell no
+events, and beside the index for the time until the events of a request arrive. An index can agree
+with every digest and still be wrong, when the instance itself is: it says that it holds what it
+does not, or the other way round. Its own count of reused tokens tells.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynbus.kvrouter.radix.index import Overlap, Rank
+from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness, doubted
+
+from .active_load import leading_blocks
+from .config import RouterConfig
+from .cost import NO_OVERLAP, Candidate, RequestShape
+from .decision import Decision
+from .profiles import InstanceProfile
+
+AWARENESS_INTERVAL: Final = 0.1
+"""Seconds for which what a follower says of itself is taken as it is."""
+
+DEFAULT_CAPACITY: Final = 65_536
+"""Blocks that a rank is taken to have room for when its instance does not say."""
+
+LEAST_REQUESTS: Final = 8
+"""Requests before a mean says anything."""
+MEMORY: Final = 16
+"""The latest request counts for so much of the mean: one part in as many."""
+LEAST_BLOCKS: Final = 2.0
+"""Blocks per request that predictions may be wrong by. Engines compute the last block of a
+prompt again although they hold it."""
+LEAST_SHARE: Final = 0.25
+"""Share of the tokens per request that predictions may be wrong by: caches change while a request
+is on its way."""
+FIRST_PATIENCE: Final = 30.0
+MAX_PATIENCE: Final = 960.0
+"""Seconds until a rank that is still wrong is asked again. Doubled each time: an answer costs all
+that the rank holds."""
+
+
+_OWN_DECISIONS: Final = CacheAwareness(
+    AwarenessLevel.APPROXIMATE, "own decisions alone, no events are followed"
+)
+_NOTHING: Final = CacheAwareness(AwarenessLevel.OFF, "no events are followed, approximate_ttl is 0")
+
+
+class StreamPosition(Protocol):
+    """How far a stream of events was applied."""
+
+    @property
+    def sequence(self) -> int: ...
+
+
+class Follower(Protocol):
+    """An index that follows the events of engines, as `IndexFollower` does."""
+
+    @property
+    def position(self) -> StreamPosition: ...
+    def overlaps(self, block_hashes: NDArray[np.uint64]) -> Mapping[Rank, Overlap]:
+        """`RadixIndex.overlaps`, for the instances that are there."""
+        ...
+
+    def awareness(self) -> CacheAwareness:
+        """How far the index can be relied on."""
+        ...
+
+    def ask_resync(self, rank: Rank, reason: str) -> None:
+        """Have a rank say again what it holds."""
+        ...
+
+
+class ExpectedCaches:
+    """The caches of a component's instances, as far as its router knows or guesses them.
+
+    Args:
+        follower: the exact index; None when engines send no events.
+        config: for how long guesses count.
+    """
+
+    def __init__(self, follower: Follower | None, config: RouterConfig) -> None:
+        self._follower = follower
+        self._reuse = ReuseWatch()
+        self._awareness = ""
+        self._look_at = -inf
+        self._approximates = config.approximate_ttl != 0
+        self._predicts = config.prediction_ttl > 0
+        self._forgets = config.approximate_ttl is not None
+        # Of instances that send events, until these arrive.
+        self._predictions = ApproximateIndex(ttl=config.prediction_ttl)
+        # Of instances that send none.
+        self._approximations = ApproximateIndex(ttl=config.approximate_ttl)
+        # Blocks that each rank of these has room for; None where they do not say.
+        self._capacities: dict[str, int | None] = {}
+
+    def __repr__(self) -> str:
+        guessed = len(self._predictions) + len(self._approximations)
+        return f"<ExpectedCaches [{guessed} blocks guessed]>"
+
+    def overlaps(
+        self, profiles: Sequence[InstanceProfile], shape: RequestShape, now: float
+    ) -> tuple[list[Overlap], list[int]]:
+        """What each rank of the profiles holds of a prompt, and how many blocks of it are guessed.
+
+        Both in the order of the profiles and their ranks.
+        """
+        hashes = shape.sequence_hashes
+        follower = self._follower
+        exact: Mapping[Rank, Overlap] = (
+            {} if follower is None else follower.overlaps(shape.block_hashes)
+        )
+        overlaps: list[Overlap] = []
+        guessed: list[int] = []
+        for profile in profiles:
+            guesses = self._guesses(profile)
+            for rank in profile.ranks:
+                overlap = exact.get(rank, NO_OVERLAP)
+                known = 0
+                if overlap is not NO_OVERLAP:
+                    device, host, disk, external = overlap
+                    known = device + host + disk + external
+                    guesses.confirm(rank, hashes, known)
+                added = guesses.reach(rank, hashes, now, start=known) - known
+                if added:
+                    device, host, disk, external = overlap
+                    overlap = Overlap(device + added, host, disk, external)
+                overlaps.append(overlap)
+                guessed.append(added)
+        return overlaps, guessed
+
+    def note_sent(
+        self,
+        profile: InstanceProfile,
+        chosen: Candidate,
+        guessed: int,
+        sequence_hashes: Sequence[int],
+        now: float,
+    ) -> None:
+        """A prompt was sent to a rank, which will hold it.
+
+        Args:
+            guessed: how many blocks of the overlap of `chosen` are guessed.
+        """
+        if not self._is_followed(profile):
+            capacity = self._capacities[profile.instance] = profile.total_blocks
+            self._approximations.store(chosen.rank, sequence_hashes, now, capacity=capacity)
+        elif self._predicts:
+            known = chosen.overlap.total - guessed
+            self._predictions.store(chosen.rank, sequence_hashes, now, start=known)
+
+    def note_elsewhere(self, rank: Rank, sequence_hashes: Sequence[int], now: float) -> None:
+        """Another router has sent a prompt to a rank, which will hold it."""
+        if self._follower is not None:
+            self._predictions.store(rank, sequence_hashes, now)
+            return
+        # Without a time to forget in, only what is known to be an instance is remembered.
+        if rank.instance in self._capacities or self._forgets:
+            capacity = self._capacities.get(rank.instance)
+            self._approximations.store(rank, sequence_hashes, now, capacity=capacity)
+
+    def note_reused(self, decision: Decision, tokens: int, now: float) -> bool:
+        """An engine found so many tokens of a prompt in its cache.
+
+        Returns:
+            Whether its rank was asked to say again what it holds, since that is not true.
+        """
+        if self._follower is None:
+            return False
+        reason = self._reuse.note(decision, tokens)
+        if not reason:
+            return False
+        self._reuse.asked(decision.chosen, now)
+        self._follower.ask_resync(decision.chosen, reason)
+        return True
+
+    def forget_cache(self, instance: str) -> None:
+        """An instance began anew with an empty cache: what was guessed of it is void."""
+        self._approximations.remove_instance(instance)
+        self._predictions.remove_instance(instance)
+        self._reuse.remove_instance(instance)
+
+    def remove_instance(self, instance: str) -> None:
+        """An instance is gone for good."""
+        self._capacities.pop(instance, None)
+        self.forget_cache(instance)
+
+    @property
+    def sequence(self) -> int:
+        """Up to where the index has followed the events; 0 without one."""
+        return 0 if self._follower is None else self._follower.position.sequence
+
+    def awareness(self) -> CacheAwareness:
+        """How far decisions can rely on what is known of the caches at this moment."""
+        if self._follower is None:
+            return _OWN_DECISIONS if self._approximates else _NOTHING
+        doubts = {
+            f"{rank.instance}/{rank.dp_rank}": why for rank, why in self._reuse.doubts().items()
+        }
+        return doubted(self._follower.awareness(), doubts)
+
+    def known_awareness(self, now: float) -> str:
+        """The same, looked at now and then only, since that takes time."""
+        if now >= self._look_at:
+            self._look_at = now + AWARENESS_INTERVAL
+            self._awareness = str(self.awareness())
+        return self._awareness
+
+    def _guesses(self, profile: InstanceProfile) -> ApproximateIndex:
+        return self._predictions if self._is_followed(profile) else self._approximations
+
+    def _is_followed(self, profile: InstanceProfile) -> bool:
+        return self._follower is not None and profile.has_events
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a rank is taken to hold.
+
+    Attributes:
+        gone_at: when all of it is gone, unless it is used again.
+        reversals: how often a block was guessed again that the exact index had had.
+    """
+
+    gone_at: float = inf
+    reversals: int = 0
+    # The time at which each block is gone, by its sequence hash. The order is that of the last
+    # use, within a request from its last block to its first. So whatever is forgotten from the
+    # front on, no block stays without the one before it: `leading_blocks` relies on that. Blocks
+    # that the exact index has stay here for the same reason, and are told apart by `told`.
+    blocks: OrderedDict[int, float] = field(default_factory=OrderedDict[int, float])
+    # Blocks that the exact index had, each with the value of `reversals` when it was found there.
+    # While that value is the same, those before a block are here as well.
+    told: dict[int, int] = field(default_factory=dict[int, int])
+
+    def tell(self, sequence_hashes: Sequence[int], end: int) -> None:
+        """The exact index has the first `end` blocks of a prompt, which are all here."""
+        told, reversals = self.told, self.reversals
+        for at in range(end - 1, -1, -1):
+            block = sequence_hashes[at]
+            if told.get(block) == reversals:
+                break
+            told[block] = reversals
+
+    def forget_oldest(self) -> None:
+        block, _ = self.blocks.popitem(last=False)
+        self.told.pop(block, None)
+
+
+class ApproximateIndex:
+    """Blocks by rank, each for some time after its last use.
+
+    Args:
+        ttl: seconds after its last use until a block counts as gone; None for never.
+        default_capacity: blocks of a rank beyond which the least recently used are forgotten,
+            where `store` is not given another number.
+    """
+
+    def __init__(self, *, ttl: float | None, default_capacity: int = DEFAULT_CAPACITY) -> None:
+        self._ttl = ttl
+        self._default_capacity = default_capacity
+        # In the order of their last request, so that those that nobody asks for any longer are
+        # found in front.
+        self._ranks: OrderedDict[Rank, _Held] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<ApproximateIndex [{len(self)} blocks, {len(self._ranks)} ranks]>"
+
+    def __len__(self) -> int:
+        return sum(len(held.blocks) for held in self._ranks.values())
+
+    def store(
+        self,
+        rank: Rank,
+        sequence_hashes: Sequence[int],
+        now: float,
+        *,
+        start: int = 0,
+        capacity: int | None = None,
+    ) -> None:
+        """A request was sent to a rank, which will hold its blocks, or uses them again.
+
+        Args:
+            now: seconds of any clock that never goes back.
+            start: blocks at the beginning that the exact index has, as after `confirm`.
+            capacity: blocks that this rank has room for; None for the default.
+        """
+        held = self._ranks.get(rank)
+        if held is None:
+            held = self._ranks[rank] = _Held()
+        self._ranks.move_to_end(rank)
+        self._expire(held, now)
+        held.gone_at = gone_at = inf if self._ttl is None else now + self._ttl
+        blocks, told = held.blocks, held.told
+        for block in reversed(sequence_hashes):
+            blocks[block] = gone_at
+            blocks.move_to_end(block)
+        if told:
+            again = [
+                block for block in sequence_hashes[start:] if told.pop(block, None) is not None
+            ]
+            held.reversals += bool(again)
+        held.tell(sequence_hashes, start)
+        limit = self._default_capacity if capacity is None else capacity
+        while len(blocks) > limit:
+            held.forget_oldest()
+        while self._ranks and next(iter(self._ranks.values())).gone_at <= now:
+            self._ranks.popitem(last=False)
+
+    def reach(
+        self, rank: Rank, sequence_hashes: Sequence[int], now: float, *, start: int = 0
+    ) -> int:
+        """How many blocks of a prompt a rank holds from the first on.
+
+        Args:
+            start: how many of them it holds in any case. The answer is not less.
+        """
+        held = self._ranks.get(rank)
+        if held is None:
+            return start
+        self._expire(held, now)
+        if not held.blocks:
+            del self._ranks[rank]
+            return start
+        end = leading_blocks(held.blocks, sequence_hashes, start)
+        if held.told:
+            # What the exact index had and has no longer is not held, nor what comes after it.
+            for at in range(start, end):
+                if sequence_hashes[at] in held.told:
+                    return at
+        return end
+
+    def confirm(self, rank: Rank, sequence_hashes: Sequence[int], end: int) -> None:
+        """The exact index has the first `end` blocks of a prompt: guess them no longer."""
+        held = self._ranks.get(rank)
+        if held is None or not end or held.told.get(sequence_hashes[end - 1]) == held.reversals:
+            return
+        held.tell(sequence_hashes, leading_blocks(held.blocks, sequence_hashes[:end]))
+
+    def remove_instance(self, instance: str) -> None:
+        """Forget an instance."""
+        for rank in [rank for rank in self._ranks if rank.instance == instance]:
+            del self._ranks[rank]
+
+    def _expire(self, held: _Held, now: float) -> None:
+        if self._ttl is None:
+            return
+        blocks = held.blocks
+        while blocks and blocks[next(iter(blocks))] <= now:
+            held.forget_oldest()
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """How the predictions for one rank fared.
+
+    Attributes:
+        error: mean tokens per request that were predicted and not reused; negative for more.
+        tokens: mean tokens per request that were predicted or reused, whichever is more.
+        since: of requests that were decided from then on.
+        doubt: why it is doubted; empty for not.
+    """
+
+    requests: int = 0
+    error: float = 0.0
+    tokens: float = 0.0
+    since: float = 0.0
+    ask_at: float = 0.0
+    patience: float = FIRST_PATIENCE
+    doubt: str = ""
+
+
+class ReuseWatch:
+    """Finds ranks whose word on their cache is not what their engines reuse.
+
+    Times are of one monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self._comparisons: dict[Rank, _Comparison] = {}
+
+    def __repr__(self) -> str:
+        return f"<ReuseWatch [{len(self.doubts())} of {len(self._comparisons)} ranks doubted]>"
+
+    def note(self, decision: Decision, reused: int) -> str:
+        """An engine has reused so many tokens of a decision's prompt.
+
+        Calls may come in another order than that in which the decisions were made.
+
+        Returns:
+            Why the rank is to be asked for a resync; empty when it is not.
+        """
+        compared = self._comparisons.setdefault(decision.chosen, _Comparison())
+        told, decided_at = decision.told_reuse, decision.decided_at
+        if decided_at < compared.since:
+            return ""
+        # Between what was told and what was guessed beside it nobody is wrong.
+        error = told - reused if reused < told else min(0, decision.expected_reuse - reused)
+        compared.requests += 1
+        weight = max(1 / compared.requests, 1 / MEMORY)
+        compared.error += (error - compared.error) * weight
+        compared.tokens += (max(told, reused) - compared.tokens) * weight
+        if compared.requests < LEAST_REQUESTS:
+            return ""
+        allowed = max(LEAST_BLOCKS * decision.block_size, LEAST_SHARE * compared.tokens)
+        if abs(compared.error) <= allowed:
+            compared.doubt = ""
+            compared.patience = FIRST_PATIENCE
+            return ""
+        which = "fewer" if compared.error > 0 else "more"
+        compared.doubt = (
+            f"it reuses {abs(compared.error):.0f} tokens {which} than it says that it holds, "
+            f"of {compared.tokens:.0f}"
+        )
+        if decided_at < compared.ask_at:
+            return ""
+        return compared.doubt
+
+    def asked(self, rank: Rank, now: float) -> None:
+        """A rank was asked for a resync: what was decided before says nothing any longer."""
+        compared = self._comparisons.setdefault(rank, _Comparison())
+        compared.requests = 0
+        compared.error = compared.tokens = 0.0
+        compared.since = now
+        compared.ask_at = now + compared.patience
+        compared.patience = min(2 * compared.patience, MAX_PATIENCE)
+
+    def doubts(self) -> Mapping[Rank, str]:
+        """Ranks that were found wrong and not yet right again, and how."""
+        return {
+            rank: compared.doubt for rank, compared in self._comparisons.items() if compared.doubt
+        }
+
+    def remove_instance(self, instance: str) -> None:
+        """An instance is gone."""
+        for rank in [rank for rank in self._comparisons if rank.instance == instance]:
+            del self._comparisons[rank]

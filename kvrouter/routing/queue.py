@@ -1,0 +1,197 @@
+"""Requests for a rank, and who of them waits while all instances that may serve it are busy."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from dynbus.bus.errors import NoInstances, Overloaded
+
+from .active_load import RankLoads
+from .cost import RequestShape
+from .profiles import InstanceProfile
+from .requests import NO_CONSTRAINTS, Constraints
+
+RETRY_AFTER: Final = 0.5
+"""Seconds after which a request that found no instance for it has a chance."""
+
+MOST_SHOWN: Final = 3
+"""Refusals in the text of an error."""
+
+
+@dataclass(slots=True, eq=False)
+class SchedulingRequest:
+    """A request, and who may serve it.
+
+    Attributes:
+        profiles: the instances that may be chosen.
+        excluded: why others may not, by id.
+        arrived: seconds of the scheduler's clock.
+    """
+
+    request_id: str
+    shape: RequestShape
+    profiles: Sequence[InstanceProfile]
+    arrived: float
+    attempt: int = 1
+    session: str = ""
+    constraints: Constraints = NO_CONSTRAINTS
+    excluded: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it may go to some of the instances only, and so waits for itself alone."""
+        return self.constraints.narrows or self.attempt > 1
+
+    def apply_constraints(self) -> None:
+        """Leave out the instances that its constraints forbid, and note why.
+
+        Raises:
+            NoInstances: they leave none.
+        """
+        if not self.constraints.narrows:
+            return
+        refusals = {
+            profile.instance: refusal
+            for profile in self.profiles
+            if (refusal := self.constraints.refusal(profile)) is not None
+        }
+        self.profiles = [one for one in self.profiles if one.instance not in refusals]
+        self.excluded = {**self.excluded, **refusals}
+        if not self.profiles:
+            first = list(refusals.items())[:MOST_SHOWN]
+            shown = "; ".join(f"{instance} {why}" for instance, why in first)
+            raise NoInstances(
+                f"the request's constraints leave none of {len(refusals)} instances: {shown}",
+                request_id=self.request_id,
+                started=False,
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request that waits.
+
+    Attributes:
+        place: the order of service: the most urgent first, then as they arrived.
+    """
+
+    request: SchedulingRequest
+    place: tuple[int, int]
+
+
+class RequestQueue:
+    """Requests of one component that wait for room.
+
+    Args:
+        threshold, limit: `queue_threshold` and `queue_limit` of `RouterConfig`.
+        load: what the instances have to compute.
+
+    Attributes:
+        refused: requests that found the queue full.
+    """
+
+    def __init__(self, threshold: float | None, limit: int, load: RankLoads) -> None:
+        self.refused = 0
+        self._threshold = threshold
+        self._limit = limit
+        self._load = load
+        self._arrivals = 0
+        self._order: list[tuple[int, int]] = []
+        self._tickets: dict[tuple[int, int], Ticket] = {}
+
+    def __repr__(self) -> str:
+        return f"<RequestQueue [{len(self)} of {self._limit} waiting]>"
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def holds(self, request: SchedulingRequest) -> bool:
+        """Whether a request that arrives now has to wait."""
+        if self._threshold is None:
+            return False
+        if not request.is_narrow and self._has_before(request.shape.priority):
+            return True
+        return self._is_busy(request.profiles)
+
+    def push(self, request: SchedulingRequest) -> Ticket:
+        """Let a request wait.
+
+        Raises:
+            Overloaded: the queue is full.
+        """
+        if len(self) >= self._limit:
+            self.refused += 1
+            raise Overloaded(
+                f"all {len(request.profiles)} instances are busy and {len(self)} requests "
+                "wait: no more may",
+                retry_after=RETRY_AFTER,
+                request_id=request.request_id,
+                started=False,
+            )
+        self._arrivals += 1
+        ticket = Ticket(request, (-request.shape.priority, self._arrivals))
+        insort(self._order, ticket.place)
+        self._tickets[ticket.place] = ticket
+        return ticket
+
+    def withdraw(self, ticket: Ticket) -> bool:
+        """A request waits no longer, since nobody wants it; False when it did not wait."""
+        if self._tickets.pop(ticket.place, None) is None:
+            return False
+        self._order.remove(ticket.place)
+        return True
+
+    def take_free(self) -> Iterator[Ticket]:
+        """Those that need not wait any longer, in the order of service.
+
+        Whoever takes one charges the load with it before it takes the next.
+        """
+        is_held = False
+        for ticket in self._in_order():
+            request = ticket.request
+            if is_held and not request.is_narrow:
+                continue
+            if self._is_busy(request.profiles):
+                is_held = is_held or not request.is_narrow
+                continue
+            self.withdraw(ticket)
+            yield ticket
+
+    def refresh(self, profiles: Sequence[InstanceProfile]) -> None:
+        """Other instances are there now: whoever waits may go there as well."""
+        for ticket in self._in_order():
+            request = ticket.request
+            fit = [one for one in profiles if request.constraints.refusal(one) is None]
+            if request.attempt > 1:
+                # Others have turned the call away: they are for when there is nobody else.
+                before = {one.instance for one in request.profiles}
+                fit = [one for one in fit if one.instance in before] or fit
+            request.profiles = fit or request.profiles
+
+    def _in_order(self) -> list[Ticket]:
+        return [self._tickets[place] for place in self._order]
+
+    def _has_before(self, priority: int) -> bool:
+        """Whether a request that arrives now would wait behind one that waits for all."""
+        for place in self._order:
+            if place[0] > -priority:
+                return False
+            if not self._tickets[place].request.is_narrow:
+                return True
+        return False
+
+    def _is_busy(self, profiles: Sequence[InstanceProfile]) -> bool:
+        """Whether every candidate has more to compute than the threshold."""
+        threshold = self._threshold
+        if threshold is None:
+            return False
+        for profile in profiles:
+            if profile.max_batched_tokens is None:
+                return False
+            limit = threshold * profile.max_batched_tokens
+            if any(self._load.of(rank).prefill_tokens <= limit for rank in profile.ranks):
+                return False
+        return True
