@@ -13,7 +13,6 @@ from typing import Any, Final, cast
 import click
 import msgspec
 
-from dynbus.actors.declaring.actor import address_of
 from dynbus.actors.declaring.arguments import build_arguments, defaults
 from dynbus.actors.declaring.redaction import shown
 from dynbus.actors.running.configuration import (
@@ -22,6 +21,7 @@ from dynbus.actors.running.configuration import (
     ConfigFile,
     actor_settings,
     bus_settings,
+    declared_nodes,
     misspelt_variables,
     read_file,
 )
@@ -95,15 +95,15 @@ def make_plan(options: RunOptions, environment: Mapping[str, str]) -> Plan:
         check_otlp_extra()
     file = _file(options)
     bus, config = _bus(file, options, environment)
-    actors = load_targets(options.targets)
+    nodes = load_targets(options.targets, declared_nodes(file))
     settings = actor_settings(
-        actors, file=file, options=options.actor_options, environment=environment
+        nodes, file=file, options=options.actor_options, environment=environment
     )
-    assignments = [Assignment(actor, *settings[actor]) for actor in actors]
+    assignments = [Assignment(node.actor, *settings[node], node=node.name) for node in nodes]
     if not any(assignment.workers for assignment in assignments):
-        names = ", ".join(actor.__name__ for actor in actors)
+        names = ", ".join(node.name for node in nodes)
         raise ConfigError(f"nothing is left to run: workers = 0 for {names}: give one of them 1")
-    return Plan(assignments, bus.values, config, misspelt_variables(actors, environment))
+    return Plan(assignments, bus.values, config, misspelt_variables(nodes, environment))
 
 
 def load_bus_config(options: RunOptions, environment: Mapping[str, str]) -> BusConfig:
@@ -179,7 +179,7 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
     """Print what would be started, with every value as it would be used, defaults included."""
     rows = [
         {
-            "address": str(address_of(a.actor)),
+            "address": str(a.address),
             "class": f"{a.actor.__module__}:{a.actor.__qualname__}",
             "instances": a.workers,
             "on_crash": a.on_crash,

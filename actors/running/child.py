@@ -19,7 +19,6 @@ from typing import Final
 
 import msgspec
 
-from dynbus.actors.declaring.actor import address_of
 from dynbus.actors.declaring.arguments import Text
 from dynbus.bus import exit_codes
 from dynbus.bus.clock import monotonic
@@ -69,7 +68,7 @@ class Child:
     """
 
     def __init__(self, assignment: Assignment, number: int, settings: WorkerSettings) -> None:
-        self.label = f"{address_of(assignment.actor)}/{number}"
+        self.label = f"{assignment.address}/{number}"
         self.on_crash = assignment.on_crash
         self.dependency_depth = dependency_depth(assignment.actor)
         self.state = ChildState.LOADING

@@ -2,7 +2,7 @@
 
 Precedence, highest first: command line (`--Splitter.separator=,`), environment
 (`DYNBUS_Splitter__separator`), YAML file, the constructor's default. The YAML file has a key
-for each actor class, whose keys are constructor arguments and `ServiceArgs`, and a key `bus`
+for each node, whose keys are constructor arguments, `class` and `ServiceArgs`, and a key `bus`
 for the fields of `BusConfig`. It is read as data alone: no tags, no key twice, bounded however it
 is written.
 """
@@ -10,7 +10,7 @@ is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -22,14 +22,18 @@ from dynbus.actors.declaring.arguments import Text, build_arguments, parameters_
 from dynbus.actors.declaring.restart_policy import OnCrash, check_on_crash
 from dynbus.bus.config import check_field, suggestion, variable
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.protocol.names import check_token
+
+from .loader import DeclaredNode, Node
 
 MAX_WORKERS: Final = 1024
 
 BUS_KEY: Final = "bus"
+CLASS_KEY: Final = "class"
 SERVICE_KEY: Final = "ServiceArgs"
 WORKERS: Final = "workers"
 ON_CRASH: Final = "on_crash"
-_OPTION = re.compile(r"--([A-Za-z_]\w*)\.([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
+_OPTION = re.compile(r"--(\w[\w-]*)\.([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
 _VARIABLE = re.compile(r"DYNBUS_(\w+?)__\w+")
 
 MAX_FILE_BYTES: Final = 1024 * 1024
@@ -68,7 +72,7 @@ class ActorOption(NamedTuple):
 
 
 class ActorSettings(NamedTuple):
-    """What a run gives one actor class.
+    """What a run gives one node.
 
     Attributes:
         arguments: of the constructor, as written: values of the YAML file, and `Text`.
@@ -119,14 +123,36 @@ def split_options(words: Sequence[str]) -> tuple[list[ActorOption], list[str]]:
     return options, rest
 
 
+def declared_nodes(file: ConfigFile) -> list[DeclaredNode]:
+    """The nodes to which the file gives a class.
+
+    Raises:
+        ConfigError: a name is not legal, or a class is no name.
+    """
+    declared: list[DeclaredNode] = []
+    for name, section in file.keys.items():
+        given = mapping(section) or {}
+        if name == BUS_KEY or CLASS_KEY not in given:
+            continue
+        source, class_name = file.place(name, CLASS_KEY), given[CLASS_KEY]
+        if not isinstance(class_name, str):
+            raise ConfigError(f"{source} = {class_name!r} must be the name of an actor class")
+        try:
+            check_token("node", name)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+        declared.append(DeclaredNode(name, class_name, source))
+    return declared
+
+
 def actor_settings(
-    actors: Sequence[type[Any]],
+    nodes: Sequence[Node],
     *,
     file: ConfigFile,
     options: Sequence[ActorOption],
     environment: Mapping[str, str],
-) -> dict[type[Any], ActorSettings]:
-    """What each actor of a run gets, checked against its constructor.
+) -> dict[Node, ActorSettings]:
+    """What each node of a run gets, checked against its constructor.
 
     Args:
         environment: variables of actors that are not started are not looked at.
@@ -135,46 +161,105 @@ def actor_settings(
         ConfigError: an actor is not started by the run, an argument does not exist or is
             missing, or a value does not fit; the message names where it came from.
     """
-    names = {actor.__name__: actor for actor in actors}
-    for key in file.keys:
-        if key != BUS_KEY:
-            _check_actor(key, names, file.place(key))
+    names = _Names(nodes)
+    given = {node: _Given(node) for node in nodes}
+    taken: dict[Node, str] = {}
+    for key, section in file.keys.items():
+        if key == BUS_KEY:
+            continue
+        node = names.find(key, file.place(key), "; a further node has a key `class`")
+        if node in taken:
+            raise ConfigError(f"{file.place(key)} is the same actor as {taken[node]}: join them")
+        taken[node] = key
+        given[node].take_section(file, key, section)
+    for variable_name, value in environment.items():
+        found = names.of_variable(variable_name)
+        if found is not None:
+            node, key = found
+            given[node].take_text(key.replace("__", "."), value, variable_name)
     for option in options:
-        _check_actor(option.actor, names, str(option))
-    settings: dict[type[Any], ActorSettings] = {}
-    for name, actor in names.items():
-        given = _Given(actor)
-        given.take_section(file, file.keys.get(name))
-        for variable_name, value in environment.items():
-            if variable_name.startswith(prefix := _prefix(name)):
-                key = variable_name.removeprefix(prefix).replace("__", ".")
-                given.take_text(key, value, variable_name)
-        for option in options:
-            if option.actor == name:
-                given.take_text(option.key, option.value, str(option))
-        build_arguments(actor, given.arguments, given.sources)
-        settings[actor] = ActorSettings(given.arguments, given.workers(), given.on_crash())
+        node = names.find(option.actor, str(option))
+        given[node].take_text(option.key, option.value, str(option))
+    settings: dict[Node, ActorSettings] = {}
+    for node, each in given.items():
+        build_arguments(node.actor, each.arguments, each.sources, node=names.name_of(node))
+        settings[node] = ActorSettings(each.arguments, each.workers(), each.on_crash)
     return settings
 
 
-def misspelt_variables(actors: Sequence[type[Any]], environment: Mapping[str, str]) -> list[str]:
+def misspelt_variables(nodes: Sequence[Node], environment: Mapping[str, str]) -> list[str]:
     """A warning for each variable whose actor is not of this run but has nearly a name of it.
 
     Others may belong to another run that shares the environment.
     """
-    names = [actor.__name__ for actor in actors]
-    prefixes = tuple(map(_prefix, names))
+    names = _Names(nodes)
     return [
         f"the environment variable {name} is not used: this run has no actor {found[1]}{near}"
         for name in environment
-        if not name.startswith(prefixes)
+        if names.of_variable(name) is None
         and (found := _VARIABLE.fullmatch(name))
         and (near := suggestion(found[1], names))
     ]
 
 
-def _prefix(actor: str) -> str:
-    return f"DYNBUS_{actor}__"
+class _Names(Mapping[str, list[Node]]):
+    """What options, variables and the file may call the nodes of a run: each by its own name, and
+    by that of its class."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes: dict[str, list[Node]] = {}
+        for node in nodes:
+            self._nodes.setdefault(node.name, []).append(node)
+        names = set(self._nodes)
+        for node in nodes:
+            if node.actor.__name__ not in names:
+                self._nodes.setdefault(node.actor.__name__, []).append(node)
+
+    def __getitem__(self, name: str) -> list[Node]:
+        return self._nodes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def name_of(self, node: Node) -> str:
+        """The name that means this node alone."""
+        return node.name if len(self[node.name]) == 1 else node.actor.__name__
+
+    def find(self, name: str, source: str, hint: str = "") -> Node:
+        """The node that a name means.
+
+        Args:
+            hint: said where no other name is near.
+
+        Raises:
+            ConfigError: it means none, or several.
+        """
+        found = self.get(name, [])
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ConfigError(
+                f"{source}: {name} stands for several actors of this run: write one of "
+                f"{', '.join(map(self.name_of, found))}"
+            )
+        known = dict.fromkeys(self.name_of(node) for nodes in self.values() for node in nodes)
+        near = suggestion(name, self)
+        raise ConfigError(
+            f"{source}: {name} is no actor of this run{near}; there are: {', '.join(known)}"
+            f"{'' if near else hint}"
+        )
+
+    def of_variable(self, name: str) -> tuple[Node, str] | None:
+        """The node and the rest of the name of an environment variable."""
+        for known in self:
+            # A shell's variables have no hyphen in their names.
+            prefix = f"DYNBUS_{known.replace('-', '_')}__"
+            if name.startswith(prefix):
+                return self.find(known, name), name.removeprefix(prefix)
+        return None
 
 
 def bus_settings(
@@ -206,22 +291,22 @@ def bus_settings(
 
 
 class _Given:
-    """What one actor is given; what is taken later replaces what was taken before."""
+    """What one node is given; what is taken later replaces what was taken before."""
 
-    def __init__(self, actor: type[Any]) -> None:
+    def __init__(self, node: Node) -> None:
         self.arguments: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
-        self._actor = actor
+        self.on_crash: OnCrash = node.actor.__dynbus_on_crash__
+        self._actor = node.actor
         self._workers: Any = 1
         self._workers_source = ""
-        self._on_crash: OnCrash = actor.__dynbus_on_crash__
 
-    def take_section(self, file: ConfigFile, section: Any) -> None:
-        """Take the actor's section of the YAML file."""
-        name = self._actor.__name__
+    def take_section(self, file: ConfigFile, name: str, section: Any) -> None:
+        """Take the node's section of the YAML file."""
         given = mapping({} if section is None else section)
         if given is None:
             raise ConfigError(f"{file.place(name)} must have constructor arguments as its keys")
+        given.pop(CLASS_KEY, None)
         service = mapping(given.pop(SERVICE_KEY, None) or {})
         if service is None:
             raise ConfigError(
@@ -235,6 +320,10 @@ class _Given:
     def take_text(self, key: str, text: str, source: str) -> None:
         """Take a value that was given by its dotted key."""
         first, _, rest = key.partition(".")
+        if key == CLASS_KEY:
+            raise ConfigError(
+                f"{source}: the class of a node is given in the YAML file: NAME: {{class: {text}}}"
+            )
         if first == SERVICE_KEY:
             self._take_service(rest, Text(text), source)
         elif rest:
@@ -254,10 +343,6 @@ class _Given:
             )
         return value
 
-    def on_crash(self) -> OnCrash:
-        """What follows when an instance ends by itself."""
-        return self._on_crash
-
     def _take(self, key: str, value: Any, source: str) -> None:
         if key == WORKERS and WORKERS not in parameters_of(self._actor):
             self._workers, self._workers_source = value, source
@@ -268,20 +353,12 @@ class _Given:
         if key == WORKERS:
             self._workers, self._workers_source = value, source
         elif key == ON_CRASH:
-            self._on_crash = check_on_crash(value, source)
+            self.on_crash = check_on_crash(value, source)
         else:
             raise ConfigError(
                 f"{source} does not exist; there are: {SERVICE_KEY}.{WORKERS} and "
                 f"{SERVICE_KEY}.{ON_CRASH}"
             )
-
-
-def _check_actor(name: str, known: Mapping[str, Any], source: str) -> None:
-    if name not in known:
-        raise ConfigError(
-            f"{source}: {name} is no actor of this run{suggestion(name, known)}; there are: "
-            f"{', '.join(known) or 'none'}"
-        )
 
 
 # The YAML file ------------------------------------------------------------------------------

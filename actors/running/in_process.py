@@ -32,6 +32,7 @@ from dynbus.bus.errors import (
     describe_exception,
     only_cause,
 )
+from dynbus.bus.protocol.names import ComponentName
 
 from .loader import dependency_depth, dependents_first
 
@@ -49,6 +50,7 @@ class Assignment(NamedTuple):
 
     Attributes:
         instance_id: of its only worker, where it is known before; it must be random.
+        node: the name under which it is called; the class's component unless given.
     """
 
     actor: type[Actor]
@@ -56,6 +58,27 @@ class Assignment(NamedTuple):
     workers: int
     on_crash: OnCrash = "restart"
     instance_id: str = ""
+    node: str = ""
+
+    @property
+    def address(self) -> ComponentName:
+        """Where its instances are on the bus."""
+        return address_of(self.actor, node=self.node)
+
+    def instance(self, runtime: Runtime, instance_id: str = "") -> ActorInstance:
+        """A further instance, which is not started yet.
+
+        Args:
+            instance_id: one that nobody else can have.
+        """
+        return ActorInstance(
+            runtime,
+            self.actor,
+            dict(self.arguments),
+            instance_id,
+            id_is_random=True,
+            node=self.node,
+        )
 
 
 class Failure(NamedTuple):
@@ -97,8 +120,8 @@ class Ending:
 class StartFailed(Exception):
     """Raised when an actor's constructor or `on_start` raised, which is the `__cause__`."""
 
-    def __init__(self, actor: type[Actor], cause: BaseException) -> None:
-        super().__init__(f"{address_of(actor)} did not start: {with_root_cause(cause)}")
+    def __init__(self, address: ComponentName, cause: BaseException) -> None:
+        super().__init__(f"{address} did not start: {with_root_cause(cause)}")
 
 
 async def serve(
@@ -127,7 +150,7 @@ async def serve(
         StartFailed: user code raised.
         Exception: what work of the bus raised that goes on in the background.
     """
-    addresses = list(dict.fromkeys(str(address_of(each.actor)) for each in assignments))
+    addresses = list(dict.fromkeys(str(each.address) for each in assignments))
     # A process of its own is named by what it serves.
     name = addresses[0] if len(addresses) == 1 else "dynbus-run"
     runtime = await _unless(ending, Runtime.connect(name=name, **bus))
@@ -182,19 +205,13 @@ async def _start_all(
     for assignment in assignments:
         for _ in range(assignment.workers):
             try:
-                instance = ActorInstance(
-                    runtime,
-                    assignment.actor,
-                    dict(assignment.arguments),
-                    assignment.instance_id,
-                    id_is_random=True,
-                )
+                instance = assignment.instance(runtime, assignment.instance_id)
                 await runtime.serve(instance)
                 instances.append((assignment, instance))
             except (ConfigError, PermissionDenied, Unavailable):
                 raise
             except (Exception, SystemExit) as error:
-                raise StartFailed(assignment.actor, error) from error
+                raise StartFailed(assignment.address, error) from error
     await started(runtime)
     return instances
 
@@ -242,7 +259,7 @@ async def _keep(
     runtime: Runtime, assignment: Assignment, instance: ActorInstance, restart: bool
 ) -> None:
     """Start an actor again whenever it has reported that it is broken."""
-    address, policy = address_of(assignment.actor), RestartPolicy()
+    address, policy = assignment.address, RestartPolicy()
     began = monotonic()
     await instance.stopped.wait()
     error: Exception = InstanceBroken(instance)
@@ -255,7 +272,7 @@ async def _keep(
         await asyncio.sleep(pause)
         began = monotonic()
         try:
-            instance = await runtime.start(assignment.actor, **assignment.arguments)
+            instance = await runtime.serve(assignment.instance(runtime))
         except Exception as failure:
             logger.exception("%s did not start again", address)
             error, began = failure, monotonic()

@@ -2,6 +2,9 @@
 
 A file is imported under its stem with its folder first on the path, never as `__main__`, so
 that its classes have one identity in every process.
+
+What a run starts are nodes: a node is an actor class and the name that it has in the run. A class
+may stand under several names.
 """
 
 from __future__ import annotations
@@ -9,14 +12,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Final, NamedTuple, TypeVar
 
 from dynbus.actors.declaring.actor import Actor, address_of, check_startable
+from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.protocol.names import ComponentName
 
 _SUFFIX: Final = ".py"
 
@@ -25,6 +30,39 @@ T = TypeVar("T")
 
 class ImportFailed(ConfigError):
     """Raised when importing a target raised; `__cause__` is what it raised."""
+
+
+class Node(NamedTuple):
+    """An actor class under one of its names.
+
+    Attributes:
+        name: its component on the bus.
+    """
+
+    name: str
+    actor: type[Actor]
+
+    @property
+    def address(self) -> ComponentName:
+        """Where it is on the bus."""
+        return address_of(self.actor, node=self.name)
+
+    @classmethod
+    def own(cls, actor: type[Actor]) -> Node:
+        """The node that has the name of its class."""
+        return cls(actor.__dynbus_component__, actor)
+
+
+class DeclaredNode(NamedTuple):
+    """A node that a configuration file names.
+
+    Attributes:
+        source: where it says so, for messages.
+    """
+
+    name: str
+    class_name: str
+    source: str
 
 
 class Target(NamedTuple):
@@ -134,21 +172,27 @@ class Target(NamedTuple):
         return found
 
 
-def load_targets(texts: Sequence[str]) -> list[type[Actor]]:
-    """The actors to start for the targets: those meant and all that they depend on.
+def load_targets(texts: Sequence[str], declared: Sequence[DeclaredNode] = ()) -> list[Node]:
+    """The nodes to start for the targets: those meant and all that they depend on.
 
-    Dependencies come before what depends on them; each class comes once.
+    Dependencies come before what depends on them; each node comes once.
+
+    Args:
+        declared: further nodes of these classes.
 
     Raises:
-        ConfigError: a target cannot be used, or two classes have one name or address.
+        ConfigError: a target or a declared node cannot be used, or two classes are at one address
+            or cannot be told apart.
         ImportFailed: a module raised while it was imported.
     """
     # All of them first: a mistake in the last one is told before the first one runs code.
     targets = [Target.parse(text) for text in texts]
-    chosen = with_dependencies([actor for target in targets for actor in target.load()])
-    for actor in chosen:
+    actors = [actor for target in targets for actor in target.load()]
+    known = with_dependencies(actors)
+    for actor in known:
         check_startable(actor)
-    _check_distinct(chosen)
+    chosen = nodes_of(actors, [_declared(node, known) for node in declared])
+    _check_distinct(chosen, {node.name: node.source for node in declared})
     return chosen
 
 
@@ -180,6 +224,33 @@ def with_dependencies(actors: Iterable[type[Actor]]) -> list[type[Actor]]:
 
     for actor in actors:
         visit(actor)
+    return list(ordered)
+
+
+def nodes_of(actors: Sequence[type[Actor]], declared: Sequence[Node] = ()) -> list[Node]:
+    """The nodes of these actors and of all that they depend on, dependencies first, each once.
+
+    An actor has a node of its own name when something depends on that, or when it has no node of
+    another name.
+    """
+    named = dict.fromkeys(declared)
+    for actor in with_dependencies(actors):
+        for dependency in actor.__dynbus_dependencies__.values():
+            named[Node(dependency.node, dependency.actor)] = None
+    ordered: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        if node in ordered:
+            return
+        for dependency in node.actor.__dynbus_dependencies__.values():
+            visit(Node(dependency.node, dependency.actor))
+        ordered[node] = None
+
+    for actor in actors:
+        for node in [node for node in named if node.actor is actor] or [Node.own(actor)]:
+            visit(node)
+    for node in declared:
+        visit(node)
     return list(ordered)
 
 
@@ -235,18 +306,46 @@ def put_first_on_path(folder: str) -> None:
     importlib.invalidate_caches()
 
 
-def _check_distinct(actors: Sequence[type[Actor]]) -> None:
-    names: dict[str, type[Actor]] = {}
-    addresses: dict[str, type[Actor]] = {}
-    for actor in actors:
-        address = str(address_of(actor))
-        for known, key, what in ((names, actor.__name__, "name"), (addresses, address, "address")):
-            other = known.setdefault(key, actor)
-            if other is not actor:
-                raise ConfigError(
-                    f"{other.__module__}.{other.__qualname__} and {actor.__module__}."
-                    f"{actor.__qualname__} have the same {what} {key!r}: rename one of them"
-                )
+def _declared(node: DeclaredNode, known: Sequence[type[Actor]]) -> Node:
+    """The node that a configuration file names, of one of the classes of the run."""
+    found = [actor for actor in known if actor.__name__ == node.class_name]
+    if len(found) == 1:
+        return Node(node.name, found[0])
+    if found:
+        raise ConfigError(
+            f"{node.source}: {node.class_name} may be {_path(found[0])} or {_path(found[1])}: "
+            "rename one of them"
+        )
+    names = list(dict.fromkeys(actor.__name__ for actor in known))
+    raise ConfigError(
+        f"{node.source}: this run has no class {node.class_name}"
+        f"{suggestion(node.class_name, names)}; it has {', '.join(names)}"
+    )
+
+
+def _check_distinct(nodes: Sequence[Node], sources: Mapping[str, str]) -> None:
+    """Refuse two nodes at one address, and two that no option could tell apart."""
+    addresses: dict[ComponentName, Node] = {}
+    keys: dict[tuple[str, str], Node] = {}
+    for node in nodes:
+        other = addresses.setdefault(node.address, node)
+        if other is not node:
+            place = f"{sources[node.name]}: " if node.name in sources else ""
+            raise ConfigError(
+                f"{place}{_path(other.actor)} and {_path(node.actor)} have the same address "
+                f"{str(node.address)!r}: give one of them another component, or another node "
+                "where it is depended on or configured"
+            )
+        other = keys.setdefault((node.name, node.actor.__name__), node)
+        if other is not node:
+            raise ConfigError(
+                f"{_path(other.actor)} and {_path(node.actor)} have the same name "
+                f"{node.name!r}: rename one of them"
+            )
+
+
+def _path(actor: type[Actor]) -> str:
+    return f"{actor.__module__}.{actor.__qualname__}"
 
 
 def _imported(module: ModuleType) -> str:

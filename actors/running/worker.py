@@ -230,7 +230,13 @@ class Worker:
                 instance_id=self._instance_id,
             )
         texts = {name: Text(text) for name, text in load.texts.items()}
-        return Assignment(actor, {**load.values, **texts}, 1, instance_id=self._instance_id)
+        return Assignment(
+            actor,
+            {**load.values, **texts},
+            1,
+            instance_id=self._instance_id,
+            node=component,
+        )
 
     async def _serve(self, assignment: Assignment, load: LoadActor) -> int:
         self._loop = asyncio.get_running_loop()

@@ -15,9 +15,11 @@ from dynbus.actors.running.configuration import (
     ConfigFile,
     actor_settings,
     bus_settings,
+    declared_nodes,
     misspelt_variables,
     split_options,
 )
+from dynbus.actors.running.loader import DeclaredNode, Node
 from dynbus.actors.runtime import Runtime
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer
@@ -68,13 +70,14 @@ def settings(
     options: tuple[ActorOption, ...] = (),
     environment: dict[str, str] | None = None,
 ) -> ActorSettings:
+    node = Node.own(actor)
     found = actor_settings(
-        [actor],
+        [node],
         file=ConfigFile("config.yaml", file or {}),
         options=options,
         environment=environment or {},
     )
-    return found[actor]
+    return found[node]
 
 
 def option(key: str, value: str, actor: str = "Splitter") -> ActorOption:
@@ -298,7 +301,7 @@ def test_a_variable_of_nearly_an_actor_of_the_run_is_warned_about() -> None:
         "DYNBUS_DEBUG": "",
     }
 
-    found = misspelt_variables([Splitter], environment)
+    found = misspelt_variables([Node.own(Splitter)], environment)
 
     assert found == [
         f"the environment variable DYNBUS_{name}__x is not used: this run has no actor {name} "
@@ -441,3 +444,128 @@ def test_a_list_may_be_written_with_commas(annotation: Any, text: str, value: An
     Listing.__init__.__annotations__["words"] = annotation
 
     assert build_arguments(Listing, {"words": Text(text)}) == {"words": value}
+
+
+# Nodes --------------------------------------------------------------------------------------
+
+
+class Split(Actor, namespace="demo", component="split"):
+    def __init__(self, count: int = 1) -> None: ...
+
+
+NODES = [Node("prefill", Splitter), Node("de-code", Splitter), Node.own(Split)]
+
+
+def settings_of(
+    nodes: list[Node],
+    *options: ActorOption,
+    file: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+) -> dict[str, ActorSettings]:
+    found = actor_settings(
+        nodes,
+        file=ConfigFile("config.yaml", file or {}),
+        options=options,
+        environment=environment or {},
+    )
+    return {node.name: each for node, each in found.items()}
+
+
+def test_each_node_of_a_class_is_given_what_is_its_own() -> None:
+    found = settings_of(
+        NODES,
+        option("workers", "2", "prefill"),
+        file={"prefill": {"class": "Splitter", "count": 3}, "de-code": {"count": 4}},
+        environment={"DYNBUS_prefill__separator": ",", "DYNBUS_de_code__separator": ";"},
+    )
+
+    assert found == {
+        "prefill": ActorSettings({"count": 3, "separator": ","}, 2),
+        "de-code": ActorSettings({"count": 4, "separator": ";"}, 1),
+        "split": ActorSettings({}, 1),
+    }
+
+
+def test_a_node_may_be_called_by_its_class_where_it_is_the_only_one_of_it() -> None:
+    found = settings_of(
+        NODES, file={"Split": {"count": 3}}, environment={"DYNBUS_Split__workers": "2"}
+    )
+
+    assert found["split"] == ActorSettings({"count": 3}, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"file": {"Splitter": {"count": 1}}},
+            "config.yaml: Splitter: Splitter stands for several actors of this run: write one of "
+            "prefill, de-code",
+        ),
+        (
+            {"environment": {"DYNBUS_Splitter__count": "1"}},
+            "DYNBUS_Splitter__count: Splitter stands for several actors of this run: write one of "
+            "prefill, de-code",
+        ),
+        (
+            {"file": {"prefil": {"count": 1}}},
+            "config.yaml: prefil: prefil is no actor of this run (did you mean prefill?); there "
+            "are: prefill, de-code, split",
+        ),
+        (
+            {"file": {"fast": {"count": 1}}},
+            "config.yaml: fast: fast is no actor of this run; there are: prefill, de-code, split; "
+            "a further node has a key `class`",
+        ),
+        (
+            {"file": {"split": {}, "Split": {}}},
+            "config.yaml: Split is the same actor as split: join them",
+        ),
+        (
+            {"file": {"prefill": {"count": "x"}}},
+            "config.yaml: prefill.count = 'x': give int: Input should be a valid integer, unable "
+            "to parse string as an integer",
+        ),
+    ],
+)
+def test_what_no_node_can_be_given_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings_of(NODES, **given)
+
+    assert str(caught.value) == message
+
+
+def test_a_missing_argument_is_asked_for_by_the_name_of_the_node() -> None:
+    with pytest.raises(ConfigError, match=r"^prefill needs 'path': give --prefill\.path=VALUE"):
+        settings_of([Node("prefill", Strict)])
+
+
+def test_the_class_of_a_node_is_given_in_the_file_alone() -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings_of(NODES, option("class", "Splitter", "prefill"))
+
+    assert str(caught.value) == (
+        "--prefill.class: the class of a node is given in the YAML file: NAME: {class: Splitter}"
+    )
+
+
+def test_the_nodes_that_a_file_gives_a_class_are_declared() -> None:
+    file = ConfigFile("c.yaml", {"bus": {"class": "x"}, "fast": {"class": "Engine"}, "Other": {}})
+
+    assert declared_nodes(file) == [DeclaredNode("fast", "Engine", "c.yaml: fast.class")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"fast": {"class": 3}}, r"^c\.yaml: fast\.class = 3 must be the name of an actor class$"),
+        ({"so fast": {"class": "Engine"}}, r"^c\.yaml: so fast\.class: node 'so fast'"),
+    ],
+)
+def test_a_node_without_a_name_or_a_class_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        declared_nodes(ConfigFile("c.yaml", keys))
+
+
+def test_an_option_of_a_node_may_have_a_hyphen_in_it() -> None:
+    assert split_options(["--de-code.count", "2"]) == ([option("count", "2", "de-code")], [])

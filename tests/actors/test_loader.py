@@ -10,7 +10,9 @@ import pytest
 
 from dynbus.actors.declaring.actor import Actor
 from dynbus.actors.running.loader import (
+    DeclaredNode,
     ImportFailed,
+    Node,
     Target,
     dependency_depth,
     dependents_first,
@@ -47,8 +49,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def names(actors: list[type[Actor]]) -> list[str]:
-    return [each.__qualname__ for each in actors]
+def names(nodes: list[Node]) -> list[str]:
+    return [node.actor.__qualname__ for node in nodes]
 
 
 def test_a_file_gives_the_actors_that_it_defines_in_their_order(folder: Path) -> None:
@@ -64,7 +66,7 @@ def test_a_file_is_imported_under_its_stem(folder: Path) -> None:
 
     (found,) = load_targets(["service.py"])
 
-    assert found.__module__ == "service"
+    assert found.actor.__module__ == "service"
 
 
 def test_a_file_sees_the_other_files_of_its_folder_first(folder: Path) -> None:
@@ -76,7 +78,7 @@ def test_a_file_sees_the_other_files_of_its_folder_first(folder: Path) -> None:
 
     (found,) = load_targets(["deep/service.py"])
 
-    assert vars(found)["name"] == "right"
+    assert vars(found.actor)["name"] == "right"
 
 
 def test_actors_that_a_file_only_imports_are_not_started(folder: Path) -> None:
@@ -99,7 +101,7 @@ def test_dependencies_are_started_too_and_come_first(folder: Path) -> None:
     found = load_targets(["service.py"])
 
     assert names(found) == ["Deepest", "Deep", "Top"]
-    assert [dependency_depth(each) for each in found] == [0, 1, 2]
+    assert [dependency_depth(node.actor) for node in found] == [0, 1, 2]
 
 
 def test_what_others_depend_on_is_drained_last() -> None:
@@ -150,8 +152,8 @@ def test_a_reference_leads_back_to_the_class(folder: Path) -> None:
     (folder / "service.py").write_text(HEAD + actor("One"))
     (found,) = load_targets(["service.py"])
 
-    assert reference(found) == "service:One"
-    assert resolve("service:One") is found
+    assert reference(found.actor) == "service:One"
+    assert resolve("service:One") is found.actor
 
 
 def test_a_class_inside_a_function_has_no_reference() -> None:
@@ -272,6 +274,108 @@ def test_two_classes_at_one_address_are_refused(folder: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"the same address 'demo\.One'"):
         load_targets(["service.py"])
+
+
+NODES = (
+    HEAD
+    + actor("Engine")
+    + actor(
+        "Frontend",
+        body='prefill = depends(Engine, node="prefill"); decode = depends(Engine, node="decode")',
+    )
+)
+
+
+def addresses(nodes: list[Node]) -> list[str]:
+    return [str(node.address) for node in nodes]
+
+
+def test_a_class_that_stands_under_other_names_is_started_under_these_alone(folder: Path) -> None:
+    (folder / "service.py").write_text(NODES)
+
+    found = load_targets(["service.py"])
+
+    assert addresses(found) == ["demo.prefill", "demo.decode", "demo.Frontend"]
+    assert names(found) == ["Engine", "Engine", "Frontend"]
+
+
+def test_a_class_is_started_under_its_own_name_too_when_something_depends_on_that(
+    folder: Path,
+) -> None:
+    (folder / "service.py").write_text(NODES + actor("Other", body="engine = depends(Engine)"))
+
+    found = load_targets(["service.py"])
+
+    assert set(addresses(found)) == {f"demo.{name}" for name in (
+        "prefill", "decode", "Engine", "Frontend", "Other",
+    )}  # fmt: skip
+
+
+def declared(name: str, class_name: str) -> DeclaredNode:
+    return DeclaredNode(name, class_name, f"config.yaml: {name}.class")
+
+
+def test_a_file_names_further_nodes_of_the_classes_of_the_run(folder: Path) -> None:
+    (folder / "service.py").write_text(HEAD + actor("Engine"))
+
+    found = load_targets(["service.py"], [declared("fast", "Engine"), declared("slow", "Engine")])
+
+    assert addresses(found) == ["demo.fast", "demo.slow"]
+
+
+def test_a_file_may_ask_for_the_name_of_the_class_beside_others(folder: Path) -> None:
+    (folder / "service.py").write_text(NODES)
+
+    found = load_targets(["service.py:Frontend"], [declared("Engine", "Engine")])
+
+    assert set(addresses(found)) == {"demo.prefill", "demo.decode", "demo.Engine", "demo.Frontend"}
+
+
+def test_a_node_that_both_a_dependency_and_a_file_name_is_one(folder: Path) -> None:
+    (folder / "service.py").write_text(NODES)
+
+    found = load_targets(["service.py"], [declared("decode", "Engine")])
+
+    assert addresses(found) == ["demo.decode", "demo.prefill", "demo.Frontend"]
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (
+            declared("fast", "Engin"),
+            r"^config\.yaml: fast\.class: this run has no class Engin \(did you mean Engine\?\); "
+            "it has Engine, Frontend$",
+        ),
+        (
+            declared("prefill", "Frontend"),
+            r"^config\.yaml: prefill\.class: service\.Engine and service\.Frontend have the same "
+            r"address 'demo\.prefill': give one of them another component, or another node ",
+        ),
+    ],
+)
+def test_a_node_of_no_class_and_one_of_two_classes_are_refused(
+    node: DeclaredNode, message: str, folder: Path
+) -> None:
+    (folder / "service.py").write_text(NODES)
+
+    with pytest.raises(ConfigError, match=message):
+        load_targets(["service.py"], [node])
+
+
+def test_two_classes_as_one_node_are_refused(folder: Path) -> None:
+    wrong = actor("Wrong", body='frontend = depends(Frontend, node="decode")')
+    (folder / "service.py").write_text(NODES + wrong)
+
+    with pytest.raises(ConfigError, match=r"Engine and service\.Frontend have the same address"):
+        load_targets(["service.py"])
+
+
+def test_classes_of_one_component_in_two_namespaces_are_started(folder: Path) -> None:
+    other = actor("Other", bases='Actor, namespace="other", component="One"')
+    (folder / "service.py").write_text(HEAD + actor("One") + other)
+
+    assert addresses(load_targets(["service.py"])) == ["demo.One", "other.One"]
 
 
 def test_no_target_runs_code_when_one_of_them_does_not_exist(folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from tests.conditions import eventually
 
-from dynbus.actors.declaring.actor import Actor, depends
+from dynbus.actors.declaring.actor import Actor, address_of, depends
 from dynbus.actors.declaring.handlers import handler
 from dynbus.actors.running import in_process as serving
 from dynbus.actors.running.in_process import (
@@ -300,7 +300,7 @@ async def test_a_cancelled_serving_waits_for_the_start_that_it_cancels(
         (PermissionDenied("who?"), exit_codes.NO_SERVER, "who?"),
         (ValueError("odd"), exit_codes.START_FAILED, "ValueError: odd"),
         (
-            StartFailed(Fails, ValueError("odd")),
+            StartFailed(address_of(Fails), ValueError("odd")),
             exit_codes.START_FAILED,
             "served.Fails did not start: ValueError: odd",
         ),
@@ -390,7 +390,7 @@ def test_a_failure_names_what_is_at_the_bottom_of_it(how: str) -> None:
     error = RuntimeError("initialization failed. See root cause above.")
     error.__cause__ = bottom
 
-    assert str(StartFailed(Below, error)) == (
+    assert str(StartFailed(address_of(Below), error)) == (
         "served.Below did not start: RuntimeError: initialization failed. See root cause above.; "
         "the cause: ValueError: block_size must be 16"
     )
@@ -406,6 +406,6 @@ def test_a_failure_without_another_below_it_is_told_alone() -> None:
     error = chained(RuntimeError("no"), ValueError("hidden"), how="from None")
 
     assert failure_of(error).message == "RuntimeError: no"
-    assert failure_of(StartFailed(Below, error)).message == (
+    assert failure_of(StartFailed(address_of(Below), error)).message == (
         "served.Below did not start: RuntimeError: no"
     )

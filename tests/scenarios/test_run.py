@@ -47,6 +47,32 @@ class Good(Actor, namespace="demo"):
 """
 
 
+NODES = """
+from dynbus import Actor, depends, handler
+
+class Engine(Actor, namespace="demo"):
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+
+    @handler
+    async def step(self, text: str) -> str:
+        return f"{text}, {self.phase} by {self.instance_id}"
+
+class Frontend(Actor, namespace="demo"):
+    prefill = depends(Engine, node="prefill")
+    decode = depends(Engine, node="decode")
+
+    @handler
+    async def complete(self, text: str) -> str:
+        return await self.decode.step(await self.prefill.step(text))
+"""
+
+NODE_SETTINGS = """
+prefill: {class: Engine, phase: prefilled, workers: 2}
+decode: {phase: wrong}
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Folder]:
     with project_folder(tmp_path) as project:
@@ -78,6 +104,37 @@ def test_each_instance_has_a_process_and_the_file_says_how_many(folder: Folder) 
     assert [row["state"] for row in rows] == ["serving", "serving"]
     assert len({row["address"] for row in rows}) == 2
     assert len(folder.workers()) == 2
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_one_class_runs_as_two_nodes_with_settings_of_their_own(
+    in_process: bool, folder: Folder
+) -> None:
+    (folder.path / "nodes.py").write_text(NODES)
+    (folder.path / "config.yaml").write_text(NODE_SETTINGS)
+    words = ["nodes.py", "-f", "config.yaml", "--decode.phase=decoded"]
+
+    planned = json.loads(folder.dynbus("run", *words, "--dry-run", "--json").stdout)["actors"]
+    folder.start_ready(*words, *(["--in-process"] if in_process else []), instances=4)
+    answer = folder.dynbus("call", "demo.Frontend.complete", '"a"')
+    instances = json.loads(folder.dynbus("ps", "--json").stdout)
+
+    assert [(each["address"], each["class"], each["instances"]) for each in planned] == [
+        ("demo.prefill", "nodes:Engine", 2),
+        ("demo.decode", "nodes:Engine", 1),
+        ("demo.Frontend", "nodes:Frontend", 1),
+    ]
+    components = sorted(each["component"] for each in instances)
+    assert components == ["Frontend", "decode", "prefill", "prefill"]
+    ids = {
+        name: [each["instance_id"] for each in instances if each["component"] == name]
+        for name in ("prefill", "decode")
+    }
+    assert answer.stdout in [
+        f'"a, prefilled by {first}, decoded by {second}"\n'
+        for first in ids["prefill"]
+        for second in ids["decode"]
+    ], answer.stderr
 
 
 def test_in_process_serves_everything_in_one_process(folder: Folder) -> None:
