@@ -20,7 +20,8 @@ from dynbus.bus.clock import unix_time
 from dynbus.bus.context import inside_instance
 from dynbus.bus.errors import ConfigError, Draining, DynbusError, Unavailable
 from dynbus.bus.protocol.wire import InstanceRecord
-from dynbus.bus.records.leases import LeaseKeeper, LeaseState
+from dynbus.bus.records.leased_record import LeaseState
+from dynbus.bus.records.leases import LeaseKeeper
 from dynbus.bus.serving.server import InstanceServer
 from dynbus.bus.serving.services import ServiceResponder
 from dynbus.bus.transport import ConnectionState
@@ -212,7 +213,7 @@ class ActorInstance:
         await self.actor.on_start()
         # It may have swallowed the cancellation.
         self._check_not_refused()
-        keeper.lease.describe(announced_metadata(self.actor))
+        keeper.describe(announced_metadata(self.actor))
         await self.server.start()
         self._end_listening.append(self._runtime.bus.data.on_state(self._on_state))
         self._services = ServiceResponder(self.server, self._service_metadata())
@@ -255,6 +256,7 @@ class ActorInstance:
         connection = bus.lane.connection
         keeper = LeaseKeeper(
             connection.jetstream,
+            bus.lane.background,
             record,
             bus.config.lease_ttl,
             self._lease_changed,

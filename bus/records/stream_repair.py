@@ -10,14 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from dynbus.bus.errors import PermissionDenied
 from dynbus.bus.protocol.tokens import jitter
-from dynbus.bus.transport import NoStream
-
-if TYPE_CHECKING:
-    from dynbus.bus.transport import JetStream
+from dynbus.bus.transport import JetStream, NoStream
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +37,25 @@ class StreamRepair:
         self._stream = stream
         self._make = make
         self._refused = False
+        self._replicas = 1
 
     def __repr__(self) -> str:
         return f"<StreamRepair {self._stream}>"
 
+    def note_replicas(self, replicas: int) -> None:
+        """Know how many servers keep the stream, so that those of several need not be asked."""
+        self._replicas = replicas
+
     async def look(self) -> bool:
         """Make the stream again if its store is broken; whether it is another one than before.
 
-        A stream with replicas is left alone: its other servers go on without the broken one.
+        A stream with replicas is left alone: its other servers go on without the broken one, and
+        may be electing a leader just now.
 
         Raises:
             DynbusError: the server does not answer, or refuses.
         """
-        if self._refused:
+        if self._refused or self._replicas > 1:
             return False
         try:
             return await self._look()

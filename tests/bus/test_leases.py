@@ -1,27 +1,32 @@
-"""A lease is written with what it expects, and knows an expiry from a conflict."""
+"""An instance's record lives for as long as its keeper, whatever becomes of its bucket."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 import pytest
 
+from dynbus.bus.background import Background
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.protocol.wire import InstanceRecord, encode_record
+from dynbus.bus.protocol.wire import InstanceRecord
+from dynbus.bus.records.leased_record import LeaseState
 from dynbus.bus.records.leases import (
     INSTANCES_STREAM,
     RENEWALS_PER_COUNT,
-    Lease,
     LeaseKeeper,
-    LeaseState,
     ensure_bucket,
     record_subject,
 )
 from dynbus.bus.transport import ConnectionState, StoredMessage, StreamConfig
 from dynbus.testing import run
+
+T = TypeVar("T")
 
 RECORD = InstanceRecord(
     namespace="demo",
@@ -34,16 +39,13 @@ RECORD = InstanceRecord(
 SUBJECT = "$KV.dynbus_instances.demo.Splitter.a1"
 
 
-def stored(sequence: int, data: bytes, **headers: str) -> StoredMessage:
-    fields = {key.replace("_", "-"): value for key, value in headers.items()}
-    return StoredMessage(SUBJECT, sequence, 0.0, fields, data)
-
-
-def held(sequence: int = 5) -> Lease:
-    lease = Lease(RECORD)
-    lease.write()
-    lease.stored(sequence)
-    return lease
+async def on_lane(story: Callable[[Background], Awaitable[T]]) -> T:
+    """Tell a story in which keepers work; none may fail."""
+    failures: list[BaseException] = []
+    async with Background("test lane", failures.append) as lane:
+        result = await story(lane)
+    assert not failures
+    return result
 
 
 def test_a_record_is_stored_under_the_instance_s_three_names() -> None:
@@ -57,89 +59,14 @@ def test_the_bucket_keeps_one_record_per_instance_and_markers_of_expired_ones() 
     assert INSTANCES_STREAM.marker_ttl == 120.0
 
 
-def test_the_first_write_expects_that_nothing_is_there() -> None:
-    lease = Lease(RECORD)
-
-    write = lease.write()
-
-    assert write.expected == 0
-    assert repr(lease) == "<Lease a1 [new | rev 0]>"
-
-
-def test_a_stored_lease_is_held_and_its_next_write_expects_the_last_one() -> None:
-    lease = held(5)
-
-    write = lease.write()
-
-    assert write.expected == 5
-    assert lease.state is LeaseState.HELD
-
-
-def test_every_write_counts_up() -> None:
-    lease = Lease(RECORD)
-
-    counters = [lease.write().record.counter for _ in range(3)]
-
-    assert counters == [1, 2, 3]
-
-
-def test_a_change_is_in_the_next_write() -> None:
-    lease = held()
-
-    lease.change(draining=True)
-
-    assert lease.write().record.draining
-
-
-def test_nothing_stored_means_that_the_lease_expired() -> None:
-    lease = held()
-
-    lease.found(None)
-
-    assert (lease.state, lease.write().expected) == (LeaseState.LOST, 0)
-
-
-@pytest.mark.parametrize("header", [{"Nats_Marker_Reason": "MaxAge"}, {"KV_Operation": "DEL"}])
-def test_a_marker_means_that_the_lease_expired(header: dict[str, str]) -> None:
-    lease = held()
-
-    lease.found(stored(9, b"", **header))
-
-    assert (lease.state, lease.write().expected) == (LeaseState.LOST, 9)
-
-
-def test_a_record_of_the_same_process_is_taken_over() -> None:
-    lease = held()
-
-    lease.found(stored(9, encode_record(RECORD)))
-
-    assert (lease.state, lease.write().expected) == (LeaseState.LOST, 9)
-
-
-def test_a_record_of_another_process_is_a_conflict() -> None:
-    lease = held()
-    other = msgspec.structs.replace(RECORD, incarnation="another")
-
-    lease.found(stored(9, encode_record(other)))
-
-    assert lease.state is LeaseState.CONFLICT
-
-
-def test_bytes_that_are_no_record_are_overwritten() -> None:
-    lease = held()
-
-    lease.found(stored(9, b"garbage"))
-
-    assert (lease.state, lease.write().expected) == (LeaseState.LOST, 9)
-
-
 def test_keepers_tell_how_many_records_there_are_at_first_and_then_now_and_then() -> None:
-    async def story() -> tuple[list[int], list[int]]:
+    async def story(lane: Background) -> tuple[list[int], list[int]]:
         jetstream = (await MemoryBus().connect()).jetstream
         counts: list[int] = []
         keepers = [
             LeaseKeeper(
                 jetstream,
+                lane,
                 msgspec.structs.replace(RECORD, instance_id=f"a{number}"),
                 9.0,
                 on_count=counts.append,
@@ -154,18 +81,20 @@ def test_keepers_tell_how_many_records_there_are_at_first_and_then_now_and_then(
             await keeper.end()
         return at_first, counts[len(at_first) :]
 
-    assert run(story()) == ([1, 2, 3], [3, 3, 3])
+    assert run(on_lane(story)) == ([1, 2, 3], [3, 3, 3])
 
 
 FULL = "no space left on device"
 
 
 def test_a_bucket_whose_store_takes_nothing_any_more_is_made_again_in_memory() -> None:
-    async def story() -> tuple[list[LeaseState], StreamConfig, StoredMessage | None]:
+    async def story(
+        lane: Background,
+    ) -> tuple[list[LeaseState], StreamConfig, StoredMessage | None]:
         bus = MemoryBus()
         jetstream = (await bus.connect()).jetstream
         states: list[LeaseState] = []
-        keeper = LeaseKeeper(jetstream, RECORD, 9.0, states.append)
+        keeper = LeaseKeeper(jetstream, lane, RECORD, 9.0, states.append)
         await keeper.announce()
 
         bus.jetstream.break_store(INSTANCES_STREAM.name, FULL)
@@ -175,7 +104,7 @@ def test_a_bucket_whose_store_takes_nothing_any_more_is_made_again_in_memory() -
         await keeper.end()
         return states, config, last
 
-    states, config, last = run(story())
+    states, config, last = run(on_lane(story))
     assert states == [LeaseState.HELD, LeaseState.ENDED]
     assert config.in_memory
     assert last is not None
@@ -183,29 +112,30 @@ def test_a_bucket_whose_store_takes_nothing_any_more_is_made_again_in_memory() -
 
 
 def test_an_instance_can_start_while_the_store_of_the_bucket_takes_nothing() -> None:
-    async def story() -> StoredMessage | None:
+    async def story(lane: Background) -> StoredMessage | None:
         bus = MemoryBus()
         jetstream = (await bus.connect()).jetstream
         await ensure_bucket(jetstream)
         bus.jetstream.break_store(INSTANCES_STREAM.name, FULL)
 
-        keeper = LeaseKeeper(jetstream, RECORD, 9.0)
+        keeper = LeaseKeeper(jetstream, lane, RECORD, 9.0)
         await keeper.announce()
         last = await jetstream.last(INSTANCES_STREAM.name, SUBJECT)
         await keeper.end()
         return last
 
-    last = run(story())
+    last = run(on_lane(story))
     assert last is not None
     assert not last.is_marker
 
 
 def test_the_bucket_is_made_again_once_by_all_whose_leases_are_not_renewed() -> None:
-    async def story() -> tuple[int, int]:
+    async def story(lane: Background) -> tuple[int, int]:
         bus = MemoryBus()
         keepers = [
             LeaseKeeper(
                 (await bus.connect()).jetstream,
+                lane,
                 msgspec.structs.replace(RECORD, instance_id=f"a{number}"),
                 9.0,
             )
@@ -225,14 +155,14 @@ def test_the_bucket_is_made_again_once_by_all_whose_leases_are_not_renewed() -> 
             await keeper.end()
         return len(set(made)), info.messages
 
-    assert run(story()) == (2, 20)
+    assert run(on_lane(story)) == (2, 20)
 
 
 def test_a_bucket_that_is_merely_slow_to_answer_is_left_as_it_is() -> None:
-    async def story() -> tuple[float, float]:
+    async def story(lane: Background) -> tuple[float, float]:
         bus = MemoryBus()
         jetstream = (await bus.connect()).jetstream
-        keeper = LeaseKeeper(jetstream, RECORD, 9.0)
+        keeper = LeaseKeeper(jetstream, lane, RECORD, 9.0)
         await keeper.announce()
         before = await jetstream.stream_info(INSTANCES_STREAM.name)
 
@@ -242,16 +172,16 @@ def test_a_bucket_that_is_merely_slow_to_answer_is_left_as_it_is() -> None:
         await keeper.end()
         return before.created, after.created
 
-    before, after = run(story())
+    before, after = run(on_lane(story))
     assert before == after
 
 
 def test_a_lease_stays_held_while_the_servers_elect_a_leader() -> None:
-    async def story() -> tuple[list[LeaseState], int]:
+    async def story(lane: Background) -> tuple[list[LeaseState], int]:
         bus = MemoryBus()
         jetstream = (await bus.connect()).jetstream
         states: list[LeaseState] = []
-        keeper = LeaseKeeper(jetstream, RECORD, 9.0, states.append)
+        keeper = LeaseKeeper(jetstream, lane, RECORD, 9.0, states.append)
         await keeper.announce()
         subjects = bus.jetstream.streams[INSTANCES_STREAM.name].config
 
@@ -262,37 +192,38 @@ def test_a_lease_stays_held_while_the_servers_elect_a_leader() -> None:
         await asyncio.sleep(5.0)
         stream.config = subjects
         await asyncio.sleep(3.0)
-        revision = keeper.lease.revision
+        revision = keeper.revision
         await keeper.end()
         return states, revision
 
-    states, revision = run(story())
+    states, revision = run(on_lane(story))
     assert states == [LeaseState.HELD, LeaseState.ENDED]
     assert revision > 1
 
 
 def test_an_end_without_a_connection_waits_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async def story() -> tuple[LeaseState, float]:
-        keeper = LeaseKeeper((await MemoryBus().connect()).jetstream, RECORD, 9.0)
+    async def story(lane: Background) -> tuple[LeaseState, float]:
+        keeper = LeaseKeeper((await MemoryBus().connect()).jetstream, lane, RECORD, 9.0)
         await keeper.announce()
         keeper.connection_changed(ConnectionState.DISCONNECTED)
         begun = monotonic()
         await keeper.end()
-        return keeper.lease.state, monotonic() - begun
+        return keeper.state, monotonic() - begun
 
-    assert run(story()) == (LeaseState.ENDED, 0.0)
+    assert run(on_lane(story)) == (LeaseState.ENDED, 0.0)
     assert caplog.messages == [f"the record of {SUBJECT} expires by itself: there is no connection"]
 
 
-async def cancelled_while_writing(bus: MemoryBus, fault: str) -> StoredMessage | None:
+async def cancelled_while_writing(lane: Background, fault: str) -> StoredMessage | None:
     """What is stored of an instance whose start was given up during its first write.
 
     Args:
         fault: the subject that is slow: of the record, or of its acknowledgement.
     """
+    bus = MemoryBus()
     connection = await bus.connect()
     other = await bus.connect()
-    keeper = LeaseKeeper(connection.jetstream, RECORD, 9.0)
+    keeper = LeaseKeeper(connection.jetstream, lane, RECORD, 9.0)
     await connection.jetstream.ensure_stream(INSTANCES_STREAM)
 
     with bus.delay(fault.format(inbox=connection.inbox), 0.1):
@@ -304,34 +235,34 @@ async def cancelled_while_writing(bus: MemoryBus, fault: str) -> StoredMessage |
     await asyncio.sleep(1.0)
 
     assert announcing.cancelled()
-    assert keeper.lease.state is LeaseState.ENDED
+    assert keeper.state is LeaseState.ENDED
     return await other.jetstream.last(INSTANCES_STREAM.name, SUBJECT)
 
 
 @pytest.mark.parametrize("fault", ["$KV.>", "{inbox}.>"])
 def test_a_start_that_is_cancelled_during_its_first_write_leaves_no_record(fault: str) -> None:
-    last = run(cancelled_while_writing(MemoryBus(), fault))
+    last = run(on_lane(partial(cancelled_while_writing, fault=fault)))
 
     assert last is None or last.is_marker
 
 
 def test_a_lease_that_was_never_written_is_ended_without_a_word() -> None:
-    async def story() -> StoredMessage | None:
+    async def story(lane: Background) -> StoredMessage | None:
         jetstream = (await MemoryBus().connect()).jetstream
         await jetstream.ensure_stream(INSTANCES_STREAM)
 
-        await LeaseKeeper(jetstream, RECORD, 9.0).end()
+        await LeaseKeeper(jetstream, lane, RECORD, 9.0).end()
 
         return await jetstream.last(INSTANCES_STREAM.name, SUBJECT)
 
-    assert run(story()) is None
+    assert run(on_lane(story)) is None
 
 
 def test_the_record_of_another_process_outlives_our_end() -> None:
-    async def story() -> StoredMessage | None:
+    async def story(lane: Background) -> StoredMessage | None:
         jetstream = (await MemoryBus().connect()).jetstream
         other = msgspec.structs.replace(RECORD, incarnation="another")
-        theirs, ours = (LeaseKeeper(jetstream, record, 9.0) for record in (other, RECORD))
+        theirs, ours = (LeaseKeeper(jetstream, lane, record, 9.0) for record in (other, RECORD))
         await theirs.announce()
 
         with pytest.raises(ConfigError):
@@ -341,7 +272,7 @@ def test_the_record_of_another_process_outlives_our_end() -> None:
         await theirs.end()
         return last
 
-    last = run(story())
+    last = run(on_lane(story))
     assert last is not None
     assert not last.is_marker
 
@@ -349,15 +280,15 @@ def test_the_record_of_another_process_outlives_our_end() -> None:
 def test_an_end_without_a_bucket_has_nothing_to_withdraw(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def story() -> LeaseState:
+    async def story(lane: Background) -> LeaseState:
         jetstream = (await MemoryBus().connect()).jetstream
-        keeper = LeaseKeeper(jetstream, RECORD, 9.0)
+        keeper = LeaseKeeper(jetstream, lane, RECORD, 9.0)
         await keeper.announce()
         await jetstream.delete_stream(INSTANCES_STREAM.name)
 
         await keeper.end()
 
-        return keeper.lease.state
+        return keeper.state
 
-    assert run(story()) is LeaseState.ENDED
+    assert run(on_lane(story)) is LeaseState.ENDED
     assert caplog.text == ""

@@ -1,0 +1,229 @@
+"""A record that one process holds while it lives: written with a TTL, renewed, and fenced.
+
+`Lease` decides what a write expects and what an answer means; `LeasedRecord` carries it out. A
+record is written with a TTL every time (a write without one would make it immortal) and with the
+sequence it expects, so that two holders of one record cannot both live.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import Final
+
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import DynbusError, Unavailable
+from dynbus.bus.transport import JetStream, NoStream, StoredMessage, WrongLastSequence
+
+from .stream_repair import StreamRepair
+
+logger = logging.getLogger(__name__)
+
+WRITE_TIMEOUT: Final = 2.0
+ANSWER_TIMEOUT: Final = 2.0
+WRITES: Final = 4
+"""Tries of one write; each learns from the one before what to expect."""
+
+
+class LeaseState(Enum):
+    """Where a lease stands."""
+
+    NEW = "new"
+    HELD = "held"
+    LOST = "lost"
+    ENDED = "ended"
+    CONFLICT = "conflict"
+
+
+class Lease:
+    """One holder's part in a record that only one may hold, without I/O. Times are of one
+    monotonic clock.
+
+    Args:
+        name: for people.
+        ttl: seconds for which each write lasts.
+
+    Attributes:
+        revision: which last sequence of its subject the next write expects.
+        written: whether a write was begun, so that the record may be there whatever became of it.
+    """
+
+    __slots__ = ("_until", "name", "revision", "state", "ttl", "written")
+
+    def __init__(self, name: str, ttl: float) -> None:
+        self.name = name
+        self.ttl = ttl
+        self.revision = 0
+        self.state = LeaseState.NEW
+        self.written = False
+        self._until = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.name} [{self.state.value} | rev {self.revision}]>"
+
+    def left(self, now: float) -> float:
+        """Seconds for which nobody else can hold the record, if nothing else happens."""
+        return max(0.0, self._until - now) if self.state is LeaseState.HELD else 0.0
+
+    def begin(self) -> int:
+        """A write begins; returns what it expects."""
+        self.written = True
+        return self.revision
+
+    def stored(self, sequence: int, begun: float) -> None:
+        """The write that was begun at `begun` was stored: the record lasts that long at least."""
+        self.revision = sequence
+        self.state = LeaseState.HELD
+        self._until = begun + self.ttl
+
+    def found(self, stored: StoredMessage | None, *, is_mine: bool) -> None:
+        """Another sequence was there: this is it. The next write expects it.
+
+        A marker, a record of its own, or nothing at all means that the lease expired while its
+        holder was away, or that the answer to a write was lost. Another's record is a conflict.
+        """
+        self.revision = 0 if stored is None else stored.sequence
+        taken = stored is not None and not stored.is_marker and not is_mine
+        self.state = LeaseState.CONFLICT if taken else LeaseState.LOST
+
+
+class LeasedRecord:
+    """A record of a bucket that is written for as long as nobody else holds it.
+
+    Args:
+        stream: the bucket's; its subjects keep their last message alone.
+        subject: the record's.
+        ttl: whole seconds, one at least, after which the record of one that died is gone.
+        marker_ttl: seconds for which a record that was withdrawn leaves a marker.
+        is_mine: whether a stored record may be written over: it is of this holder, or nobody's.
+        make: makes the bucket where there is none.
+        remake: makes it again where its server can store nothing in it any more.
+    """
+
+    def __init__(
+        self,
+        jetstream: JetStream,
+        stream: str,
+        subject: str,
+        ttl: float,
+        *,
+        marker_ttl: float,
+        is_mine: Callable[[StoredMessage], bool],
+        make: Callable[[], Awaitable[None]],
+        remake: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.lease = Lease(subject, ttl)
+        self.subject = subject
+        self._jetstream = jetstream
+        self._stream = stream
+        self._marker_ttl = marker_ttl
+        self._is_mine = is_mine
+        self._make = make
+        self._repair = StreamRepair(jetstream, stream, remake)
+        self._told = ""
+
+    def __repr__(self) -> str:
+        return f"<LeasedRecord {self.lease!r}>"
+
+    async def look(self, *, timeout: float = ANSWER_TIMEOUT) -> StoredMessage | None:
+        """See who holds the record, and what the next write expects; returns what is stored.
+
+        Raises:
+            NoStream: there is no bucket.
+            Unavailable: JetStream does not answer.
+        """
+        stored = await self._jetstream.last(self._stream, self.subject, timeout=timeout)
+        self.lease.found(stored, is_mine=stored is not None and self._is_mine(stored))
+        return stored
+
+    async def write(self, data: bytes) -> bool:
+        """Write the record; False when another holds it.
+
+        Raises:
+            DynbusError: the bucket cannot be made, or refuses the record.
+            Unavailable: JetStream does not answer, or has no leader just now.
+        """
+        lease = self.lease
+        was_made = False
+        for _ in range(WRITES):
+            expected, begun = lease.begin(), monotonic()
+            try:
+                sequence = await self._jetstream.publish(
+                    self.subject,
+                    data,
+                    ttl=lease.ttl,
+                    expected_last_subject_sequence=expected,
+                    timeout=min(WRITE_TIMEOUT, lease.ttl / 4),
+                )
+            except NoStream:
+                # Servers that elect a leader take nothing either, and keep what they have: what
+                # revision to expect is known when the next write is refused.
+                if was_made:
+                    raise Unavailable(f"nobody takes {self.subject} just now") from None
+                await self._make()
+                was_made = True
+            except WrongLastSequence:
+                await self.look()
+                if lease.state is LeaseState.CONFLICT:
+                    return False
+            else:
+                lease.stored(sequence, begun)
+                self._told = ""
+                return True
+        raise Unavailable(f"the record {self.subject} changes under every write")
+
+    async def withdraw(self, *, is_connected: bool = True) -> None:
+        """Delete the record if it may be there; a failure is logged, it expires by itself then.
+
+        Args:
+            is_connected: False where nothing can be sent, so that nothing is waited for.
+        """
+        lease = self.lease
+        if not lease.written or lease.state in (LeaseState.CONFLICT, LeaseState.ENDED):
+            return
+        try:
+            if not is_connected:
+                raise Unavailable("there is no connection")
+            await self._delete()
+        except NoStream:
+            # Everything in the bucket went with it.
+            pass
+        except DynbusError as error:
+            logger.warning("the record of %s expires by itself: %s", self.subject, error)
+        lease.state = LeaseState.ENDED
+
+    async def _delete(self) -> None:
+        for _ in range(2):
+            try:
+                await self._jetstream.publish(
+                    self.subject,
+                    b"",
+                    ttl=self._marker_ttl,
+                    headers={"KV-Operation": "DEL"},
+                    expected_last_subject_sequence=self.lease.revision,
+                    timeout=WRITE_TIMEOUT,
+                )
+                return
+            except WrongLastSequence:
+                # A write was cut off between its sending and its answer.
+                await self.look()
+                if self.lease.state is LeaseState.CONFLICT:
+                    return
+
+    def note_replicas(self, replicas: int) -> None:
+        """Know how many servers keep the bucket: with several it is never made again."""
+        self._repair.note_replicas(replicas)
+
+    async def after_failure(self, error: DynbusError) -> None:
+        """Log why the record was not written, and mend the bucket if it can take none at all."""
+        # Once for each reason, until it is written: it is tried again and again.
+        level = logging.DEBUG if str(error) == self._told else logging.WARNING
+        self._told = str(error)
+        logger.log(level, "%r was not renewed: %s", self.lease, error)
+        if not isinstance(error, Unavailable):
+            return
+        try:
+            await self._repair.look()
+        except DynbusError as problem:
+            logger.debug("%r: its bucket was not looked at: %s", self.lease, problem)
