@@ -135,6 +135,13 @@ class EventBatch:
     def __len__(self) -> int:
         return len(self.operations)
 
+    @property
+    def closing_digest(self) -> CacheDigest | None:
+        """The digest that the message ends with; None when it ends with something else."""
+        if not self.operations or self.operations[-1] != Operation.DIGEST:
+            return None
+        return CacheDigest(*self.engine_hashes[self.bounds[-2] :])
+
 
 def encode_events(
     events: Sequence[KvEvent | CacheDigest], *, event_epoch: int, first_id: int, dp_rank: int = 0
@@ -294,20 +301,6 @@ def decode_events(message: bytes) -> EventBatch:
     )
 
 
-def closing_digest(message: bytes) -> CacheDigest | None:
-    """The digest that a message of events ends with; None when it ends with something else.
-
-    Args:
-        message: one that `decode_events` takes.
-    """
-    _, _, _, events, _, _, _, _, stored, _ = HEADER.unpack_from(message)
-    if not events or message[HEADER.size + events - 1] & 3 != Operation.DIGEST:
-        return None
-    end = len(message) - 8 * stored
-    return CacheDigest(*_DIGEST.unpack_from(message, end - _DIGEST.size))
-
-
-_DIGEST: Final = struct.Struct("<QQ")
 _DIGEST_NUMBERS: Final = 2
 _OPERATIONS: Final = bytes(code & 3 for code in range(256))
 _HAS_PARENT: Final = bytes(code >> 2 & 1 for code in range(256))

@@ -174,9 +174,13 @@ class RadixIndex:
         try:
             batch = decode_events(message)
         except InvalidEvents:
-            applied = Applied(Verdict.MALFORMED, 0)
-        else:
-            applied = self._apply(Rank(instance, batch.dp_rank), batch)
+            self._verdicts[Verdict.MALFORMED] += 1
+            return Applied(Verdict.MALFORMED, 0)
+        return self.apply_batch(Rank(instance, batch.dp_rank), batch)
+
+    def apply_batch(self, rank: Rank, batch: EventBatch) -> Applied:
+        """Take in a message of a rank's events that is decoded already."""
+        applied = self._apply(rank, batch)
         self._verdicts[applied.verdict] += 1
         if not self.tree.is_swept:
             self.tree.sweep(SWEEP_BLOCKS + 2 * applied.events)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isclose, isfinite
 from typing import Final, NamedTuple
 
@@ -16,7 +17,7 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import TOKEN, check_token, kv_event_stream, kv_event_subject
 from dynbus.bus.transport import REPLICAS, JetStream, StoredMessage, StreamConfig, StreamLimits
-from dynbus.kvrouter.events import HEADER
+from dynbus.kvrouter.events import HEADER, EventBatch, InvalidEvents, decode_events
 from dynbus.kvrouter.radix.index import Applied, RadixIndex, Rank, Verdict
 
 from .awareness import decode_awareness, encode_awareness
@@ -28,9 +29,10 @@ CLOCK_ALLOWANCE: Final = 24 * 3600 * 10**9
 """Nanoseconds by which an epoch may lie ahead of the time at which the server stored its message.
 A clock that is set wrong is seldom off by more, and whoever claims more would never be outdone by
 a true epoch."""
+UNREADABLE: Final = "a message that this version cannot read"
 
 _TOKENS: Final = 5
-_UNUSED: Final = (Verdict.DUPLICATE, Verdict.STALE, Verdict.MALFORMED)
+_UNUSED: Final = (Verdict.DUPLICATE, Verdict.STALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,20 +166,31 @@ class EpochClock:
         return event_epoch <= self._time_ns() + CLOCK_ALLOWANCE
 
 
-class MessageHeader(NamedTuple):
-    """Whose a message says that it is, and where it stands among the rank's others."""
+class StoredEvents(NamedTuple):
+    """A message of the stream that counts, read once.
 
-    dp_rank: int
-    event_epoch: int
-    first_id: int
+    Attributes:
+        time: Unix seconds at which the server stored it.
+        stated: what the rank says of how far its events can be relied on; empty for exact.
+        published: Unix seconds at which the first of them was handed over, as the publisher wrote
+            it; empty where it did not.
+    """
+
+    rank: Rank
+    batch: EventBatch
+    time: float
+    stated: str
+    published: str
 
 
-def read_header(data: bytes) -> MessageHeader:
-    """The header of a message that is as long as `HEADER` at least."""
-    _, _, dp_rank, _, event_epoch, first_id, *_ = HEADER.unpack_from(data)
-    return MessageHeader(dp_rank, event_epoch, first_id)
+class RefusedEvents(NamedTuple):
+    """A message on the subject of a rank that does not count, and why."""
+
+    rank: Rank
+    why: str
 
 
+@lru_cache(maxsize=1 << 14)
 def subject_rank(subject: str) -> Rank | None:
     """The rank that a subject of events names; None if it names none."""
     tokens = subject.split(".")
@@ -187,50 +200,52 @@ def subject_rank(subject: str) -> Rank | None:
     return Rank(tokens[3], dp_rank) if tokens[4] == str(dp_rank) else None
 
 
-def why_refused(message: StoredMessage, rank: Rank) -> str:
-    """Why a message on the subject of `rank` does not count; empty when it does.
+def read_events(message: StoredMessage) -> StoredEvents | RefusedEvents | None:
+    """What a message of the stream says; None if its subject names no rank.
 
     A function of the stored message alone, so that every index that follows refuses the same.
     """
-    if len(message.data) < HEADER.size:
-        return "a message that is shorter than a header"
-    header = read_header(message.data)
-    if header.dp_rank != rank.dp_rank:
-        # Whoever may publish here speaks for this subject's rank alone.
-        return f"a message of rank {header.dp_rank}"
-    ahead = header.event_epoch - latest_epoch(message.time)
-    if ahead > 0:
-        return (
-            f"an epoch {ahead / 1e9:.0f} s further ahead of the server's clock than is allowed: "
-            "set the clock of its machine"
-        )
-    return ""
-
-
-def rank_of(message: StoredMessage) -> Rank | None:
-    """The rank that a message's subject names, if the message may speak for it."""
     rank = subject_rank(message.subject)
-    return None if rank is None or why_refused(message, rank) else rank
+    if rank is None:
+        return None
+    if len(message.data) < HEADER.size:
+        return RefusedEvents(rank, "a message that is shorter than a header")
+    try:
+        batch = decode_events(message.data)
+    except InvalidEvents:
+        return RefusedEvents(rank, UNREADABLE)
+    if batch.dp_rank != rank.dp_rank:
+        # Whoever may publish here speaks for this subject's rank alone.
+        return RefusedEvents(rank, f"a message of rank {batch.dp_rank}")
+    ahead = batch.event_epoch - latest_epoch(message.time)
+    if ahead > 0:
+        return RefusedEvents(
+            rank,
+            f"an epoch {ahead / 1e9:.0f} s further ahead of the server's clock than is allowed: "
+            "set the clock of its machine",
+        )
+    stated = message.headers.get(headers.KV_AWARENESS, "")
+    return StoredEvents(
+        rank,
+        batch,
+        message.time,
+        encode_awareness(decode_awareness(stated)) if stated else "",
+        message.headers.get(headers.PUBLISHED, ""),
+    )
 
 
-def forget_future(index: RadixIndex, rank: Rank, message: StoredMessage) -> None:
-    """Forget a rank's instance if its epoch is one that no message can have any longer, and
-    `message` has a lower one: the clock of the server was set back since.
+def apply_events(index: RadixIndex, events: StoredEvents) -> Applied:
+    """Apply events to an index, with what their rank says of how far they can be relied on.
 
-    Nothing that the rank says would count otherwise, until the clock is there again.
+    Where the server's clock was set back, the index may have an epoch of the rank that no message
+    can have any longer. Its instance is forgotten then: nothing that the rank says would count
+    until the clock is there again.
     """
-    state = index.ranks.get(rank)
-    if state is None or state.event_epoch <= latest_epoch(message.time):
-        return
-    if read_header(message.data).event_epoch < state.event_epoch:
+    rank, batch = events.rank, events.batch
+    known = index.ranks.get(rank)
+    if known is not None and batch.event_epoch < known.event_epoch > latest_epoch(events.time):
         index.remove_instance(rank.instance)
-
-
-def apply_message(index: RadixIndex, rank: Rank, message: StoredMessage) -> Applied:
-    """Apply a message that counts, with what it says of how far it can be relied on."""
-    applied = index.apply(rank.instance, message.data)
-    state = index.ranks.get(rank)
-    if state is not None and applied.verdict not in _UNUSED:
-        said = decode_awareness(message.headers.get(headers.KV_AWARENESS, ""))
-        state.stated = encode_awareness(said)
+    applied = index.apply_batch(rank, batch)
+    if applied.verdict not in _UNUSED:
+        index.ranks[rank].stated = events.stated
     return applied

@@ -5,25 +5,24 @@ The stream and the snapshots tell it; nothing else is asked, and nothing is kept
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
-import anyio
 import numpy as np
 from numpy.typing import NDArray
 
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import DynbusError, Unavailable
+from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import kv_event_stream, kv_event_subject
+from dynbus.bus.records.reading import read_until
 from dynbus.bus.transport import JetStream, NoStream, StoredMessage, StreamInfo
 from dynbus.kvrouter.events import Tier
 from dynbus.kvrouter.radix.contents import held_names
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex, Rank
 
-from .event_stream import apply_message, forget_future, rank_of
+from .event_stream import StoredEvents, apply_events, read_events
 from .snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
 
 DEFAULT_TIMEOUT: Final = 60.0
@@ -254,10 +253,9 @@ class _Tail:
         self.sequence = message.sequence
         self.time = message.time
         self.messages += 1
-        rank = rank_of(message)
-        if rank is not None:
-            forget_future(self._index, rank, message)
-            apply_message(self._index, rank, message)
+        events = read_events(message)
+        if isinstance(events, StoredEvents):
+            apply_events(self._index, events)
         return message.sequence == self._last
 
 
@@ -278,42 +276,22 @@ async def _read(
         NoStream: there is no stream, or it was made again meanwhile.
         Unavailable: JetStream does not answer, or not before `end`.
     """
-    done = asyncio.Event()
-    failures: list[DynbusError] = []
-
-    def on_message(message: StoredMessage) -> None:
-        if not done.is_set() and take(message):
-            done.set()
-
-    def on_recreated() -> None:
-        failures.append(NoStream(f"{kv_event_stream(namespace)} was made again while it was read"))
-        done.set()
-
+    stream = kv_event_stream(namespace)
     try:
-        with anyio.fail_after(max(0.0, end - monotonic())):
-            consumer = await jetstream.consume(
-                kv_event_stream(namespace),
-                on_message,
-                subject=subject,
-                start_sequence=start_sequence,
-                last_per_subject=last_per_subject,
-                created=created,
-                on_recreated=on_recreated,
-                on_caught_up=done.set,
-            )
-            try:
-                await done.wait()
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await consumer.stop()
-    except TimeoutError:
-        raise Unavailable(
-            f"{kv_event_stream(namespace)} could not be read in time: give more of it"
-        ) from None
+        is_whole = await read_until(
+            jetstream,
+            stream,
+            take,
+            timeout=max(0.0, end - monotonic()),
+            subject=subject,
+            start_sequence=start_sequence,
+            last_per_subject=last_per_subject,
+            created=created,
+        )
     except NoStream:
         raise no_events(namespace) from None
-    if failures:
-        raise failures[0]
+    if not is_whole:
+        raise NoStream(f"{stream} was made again while it was read")
 
 
 def changes(before: RadixIndex, after: RadixIndex) -> list[RankChange]:

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
-from dynbus.bus.protocol import headers
 from dynbus.bus.transport import StoredMessage
-from dynbus.kvrouter.events import CacheDigest, closing_digest
+from dynbus.kvrouter.events import CacheDigest
 from dynbus.kvrouter.radix.index import RadixIndex, Rank, Verdict
 
 from .awareness import CacheAwareness, decode_awareness
 from .digest import Comparison, IndexCheck
-from .event_stream import apply_message, forget_future, read_header, subject_rank, why_refused
+from .event_stream import RefusedEvents, apply_events, read_events
 from .membership import QUIET_AFTER, Membership
 from .resync import ResyncPlan, ResyncRequest
 
 logger = logging.getLogger(__name__)
 
-UNREADABLE: Final = "a message that this version cannot read"
 WINDOW: Final = 4096
 """Messages that are looked back at."""
 
@@ -101,42 +99,39 @@ class LiveIndex:
             unix_now: Unix seconds.
             is_live: whether it is read as it comes, and was not in the stream before.
         """
-        rank = subject_rank(message.subject)
-        if rank is None:
+        events = read_events(message)
+        if events is None:
             self.refused += 1
             return
-        if why := why_refused(message, rank):
-            self._refuse(rank, why, now)
+        if isinstance(events, RefusedEvents):
+            self._refuse(events, now)
             return
-        header = read_header(message.data)
-        forget_future(self.index, rank, message)
+        rank, batch = events.rank, events.batch
         before = self.index.ranks.get(rank)
-        is_new = before is None or header.event_epoch > before.event_epoch
-        applied = apply_message(self.index, rank, message)
-        if applied.verdict is Verdict.MALFORMED:
-            self._refuse(rank, UNREADABLE, now)
-            return
+        applied = apply_events(self.index, events)
         if applied.verdict is Verdict.STALE:
             if self.check.note_stale(rank):
                 self.need(rank, "stale", now)
             return
         self.check.note_current(rank)
         # Of what is live the age is nothing, whatever the server's clock says.
-        age = 0.0 if is_live else max(0.0, unix_now - message.time)
+        age = 0.0 if is_live else max(0.0, unix_now - events.time)
         self.members.heard(rank, now, age=age)
-        if is_new and not header.first_id:
+        is_new = self.index.ranks[rank] is not before
+        if is_new and not batch.first_id:
             self.plan.answer(rank)
         elif applied.needs_resync or is_new:
             verdict = "joined late" if is_new else applied.verdict.value.replace("_", " ")
             self.need(rank, verdict, now, is_lost=applied.verdict is Verdict.GAP)
-        digest = closing_digest(message.data)
+        digest = batch.closing_digest
         if digest is not None and applied.verdict is not Verdict.DUPLICATE:
             self._compare(rank, digest, now)
-        if is_live:
-            self._note_staleness(message.headers, unix_now)
+        if is_live and events.published:
+            self._note_staleness(events.published, unix_now)
 
-    def _refuse(self, rank: Rank, why: str, now: float) -> None:
+    def _refuse(self, events: RefusedEvents, now: float) -> None:
         """A message of a rank cannot be used: the rank may hold something else than is known."""
+        rank, why = events
         self.refused += 1
         if rank.instance not in self._why_refused:
             logger.warning("%s: events of %s are refused: %s", self._name, rank, why)
@@ -159,10 +154,7 @@ class LiveIndex:
         elif outcome not in (Comparison.EVICTED, Comparison.NOT_COMPARED):
             self.need(rank, outcome.value, now)
 
-    def _note_staleness(self, fields: Mapping[str, str], unix_now: float) -> None:
-        published = fields.get(headers.PUBLISHED, "")
-        if not published:
-            return
+    def _note_staleness(self, published: str, unix_now: float) -> None:
         try:
             self.staleness.add(unix_now - float(published))
         except ValueError:

@@ -31,7 +31,7 @@ from dynbus.kvrouter.events import KvEvent
 
 from .awareness import AwarenessLevel, CacheAwareness
 from .event_log import EventLog, LogStatistics, OutgoingBatch
-from .event_stream import EpochClock, EventStream, ensure_stream, rank_of, read_header
+from .event_stream import EpochClock, EventStream, StoredEvents, ensure_stream, read_events
 from .handover import DEFAULT_HANDED_BYTES, Handover, own_events
 from .resync import decode_resync
 
@@ -505,9 +505,8 @@ class KvEventPublisher(Openable):
         """
         subject = kv_event_subject(*self._address, "*")
         stored = await self._connection.jetstream.last(self.stream.name, subject)
-        if stored is None or rank_of(stored) is None:
-            return 0
-        return read_header(stored.data).event_epoch
+        events = None if stored is None else read_events(stored)
+        return events.batch.event_epoch if isinstance(events, StoredEvents) else 0
 
     async def _run(self, tasks: TaskGroup) -> None:
         while True:

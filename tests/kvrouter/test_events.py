@@ -20,7 +20,6 @@ from dynbus.kvrouter.events import (
     KvEvent,
     Operation,
     Tier,
-    closing_digest,
     decode_events,
     encode_events,
 )
@@ -184,10 +183,10 @@ def test_a_digest_is_an_event_of_its_own_and_found_at_the_end_of_its_message() -
 
     batch = decode_events(message)
     assert batch.operations == [Operation.STORED, Operation.DIGEST]
-    assert closing_digest(message) == digest
+    assert decode_events(message).closing_digest == digest
     first = encode_events([digest, events[0]], event_epoch=1, first_id=0)
-    assert closing_digest(first) is None
-    assert closing_digest(encode_events([], event_epoch=1, first_id=0)) is None
+    assert decode_events(first).closing_digest is None
+    assert decode_events(encode_events([], event_epoch=1, first_id=0)).closing_digest is None
 
 
 def test_a_digest_changes_nothing_in_an_index_and_takes_an_id() -> None:

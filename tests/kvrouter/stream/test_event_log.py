@@ -12,7 +12,6 @@ from dynbus.kvrouter.events import (
     BlockRemoved,
     BlockStored,
     Operation,
-    closing_digest,
     decode_events,
 )
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
@@ -52,7 +51,7 @@ def test_the_first_epoch_begins_with_what_is_held_and_its_digest() -> None:
 
     assert (batch.event_epoch, batch.first_id) == (1000, 0)
     assert decode_events(batch.data).engine_hashes[:2] == [1, 2]
-    assert closing_digest(batch.data) == log.mirror.digest()
+    assert decode_events(batch.data).closing_digest == log.mirror.digest()
 
 
 def test_events_are_numbered_from_batch_to_batch() -> None:
@@ -208,7 +207,7 @@ def test_a_digest_follows_events_soon_and_comes_now_and_then_without_any() -> No
     [batch] = send_all(log, NOW + 9.0)
 
     assert idle is None
-    assert closing_digest(batch.data) == log.mirror.digest()
+    assert decode_events(batch.data).closing_digest == log.mirror.digest()
     assert log.digest_at == NOW + 19.0
 
 

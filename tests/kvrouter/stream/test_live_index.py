@@ -9,8 +9,8 @@ from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import CacheDigest, KvEvent, encode_events
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
 from dynbus.kvrouter.stream.digest import index_digest
-from dynbus.kvrouter.stream.event_stream import latest_epoch
-from dynbus.kvrouter.stream.live_index import UNREADABLE, LiveIndex
+from dynbus.kvrouter.stream.event_stream import UNREADABLE, latest_epoch
+from dynbus.kvrouter.stream.live_index import LiveIndex
 from dynbus.kvrouter.stream.membership import LEASE_DELAY, UNKNOWN_GRACE
 from dynbus.kvrouter.stream.resync import ResyncPlan, ResyncRequest
 

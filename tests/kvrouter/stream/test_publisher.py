@@ -32,7 +32,6 @@ from dynbus.kvrouter.events import (
     CacheDigest,
     InvalidEvents,
     Operation,
-    closing_digest,
     decode_events,
 )
 from dynbus.kvrouter.stream.awareness import EXACT, AwarenessLevel, CacheAwareness
@@ -70,7 +69,7 @@ def test_events_are_published_for_their_rank_with_ids_that_tell_repeats() -> Non
     assert (begun.headers["Nats-Msg-Id"], first.headers["Nats-Msg-Id"]) == ("a.0.1.0", "a.0.1.1")
     assert decode_events(first.data).engine_hashes == [1, 2]
     assert float(first.headers["Dynbus-Published"]) > 0
-    assert closing_digest(begun.data) is not None
+    assert decode_events(begun.data).closing_digest is not None
 
 
 def test_events_of_a_moment_share_a_message() -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from tests.kvrouter.event_bus import event_subject, stored
 
+from dynbus.bus.protocol import headers
 from dynbus.bus.transport import StoredMessage
 from dynbus.kvrouter.events import encode_events
-from dynbus.kvrouter.radix.index import RadixIndex, Rank
+from dynbus.kvrouter.radix.index import RadixIndex, Rank, Verdict
 from dynbus.kvrouter.stream.event_stream import (
-    MessageHeader,
-    forget_future,
+    UNREADABLE,
+    RefusedEvents,
+    StoredEvents,
+    apply_events,
     latest_epoch,
-    rank_of,
-    read_header,
-    subject_rank,
-    why_refused,
+    read_events,
 )
 
 STORED = 1_700_000_000.0
@@ -28,11 +28,23 @@ def message(
     return StoredMessage(subject or event_subject("a", 3), 1, STORED, {}, data)
 
 
-def test_a_message_has_the_rank_of_its_subject_and_a_header() -> None:
-    one = message(event_epoch=7, first_id=9)
+A3 = Rank("a", 3)
 
-    assert rank_of(one) == Rank("a", 3)
-    assert read_header(one.data) == MessageHeader(3, 7, 9)
+
+def counting(one: StoredMessage) -> StoredEvents:
+    events = read_events(one)
+    assert isinstance(events, StoredEvents)
+    return events
+
+
+def test_a_message_is_read_once_with_its_rank_and_what_is_said_of_it() -> None:
+    fields = {headers.KV_AWARENESS: "degraded (lost)", headers.PUBLISHED: "1.5"}
+
+    events = counting(message(event_epoch=7, first_id=9)._replace(headers=fields))
+
+    assert events.rank == A3
+    assert (events.batch.event_epoch, events.batch.first_id, len(events.batch)) == (7, 9, 1)
+    assert (events.time, events.stated, events.published) == (STORED, "degraded (lost)", "1.5")
 
 
 @pytest.mark.parametrize(
@@ -40,18 +52,16 @@ def test_a_message_has_the_rank_of_its_subject_and_a_header() -> None:
     ["demo.Engine._kv.a", "demo.Engine._kv.a.03", "demo.Engine._kv.a.x", "demo.Engine._kv.a.²"],
 )
 def test_a_subject_that_names_no_rank_is_told(subject: str) -> None:
-    assert subject_rank(subject) is None
-    assert rank_of(message(subject=subject)) is None
+    assert read_events(message(subject=subject)) is None
 
 
 def test_the_latest_epoch_counts_and_the_one_above_it_does_not() -> None:
     latest = latest_epoch(STORED)
 
-    assert why_refused(message(event_epoch=latest), Rank("a", 3)) == ""
-    assert "set the clock of its machine" in why_refused(
-        message(event_epoch=latest + 1), Rank("a", 3)
-    )
-    assert rank_of(message(event_epoch=latest + 1)) is None
+    assert counting(message(event_epoch=latest)).batch.event_epoch == latest
+    refused = read_events(message(event_epoch=latest + 1))
+    assert isinstance(refused, RefusedEvents)
+    assert "set the clock of its machine" in refused.why
 
 
 @pytest.mark.parametrize(
@@ -59,6 +69,7 @@ def test_the_latest_epoch_counts_and_the_one_above_it_does_not() -> None:
     [
         (message(dp_rank=4), "a message of rank 4"),
         (message()._replace(data=b"\x01" * 39), "a message that is shorter than a header"),
+        (message()._replace(data=message().data[:-1]), UNREADABLE),
         (
             message(event_epoch=latest_epoch(STORED) + 3 * 10**9),
             "an epoch 3 s further ahead of the server's clock than is allowed: set the clock of "
@@ -67,25 +78,41 @@ def test_the_latest_epoch_counts_and_the_one_above_it_does_not() -> None:
     ],
 )
 def test_what_does_not_count_says_why(one: StoredMessage, why: str) -> None:
-    assert why_refused(one, Rank("a", 3)) == why
-    assert rank_of(one) is None
+    assert read_events(one) == RefusedEvents(A3, why)
 
 
 @pytest.mark.parametrize(
-    ("known", "said", "is_forgotten"),
+    ("known", "said", "gives_way"),
     [
         (latest_epoch(STORED) + 1, 1, True),
         (latest_epoch(STORED) + 1, latest_epoch(STORED), True),
-        (latest_epoch(STORED) + 1, latest_epoch(STORED) + 1, False),
         (latest_epoch(STORED), 1, False),
     ],
 )
 def test_an_epoch_that_nothing_can_follow_any_longer_gives_way(
-    known: int, said: int, is_forgotten: bool
+    known: int, said: int, gives_way: bool
 ) -> None:
     index = RadixIndex()
     index.apply("a", message(event_epoch=known).data)
 
-    forget_future(index, Rank("a", 3), message(event_epoch=said))
+    applied = apply_events(index, counting(message(event_epoch=said)))
 
-    assert (Rank("a", 3) not in index.ranks) is is_forgotten
+    assert applied.verdict is (Verdict.APPLIED if gives_way else Verdict.STALE)
+    assert index.ranks[A3].event_epoch == (said if gives_way else known)
+
+
+def test_what_a_rank_says_of_its_events_is_kept_until_it_says_something_else() -> None:
+    index = RadixIndex()
+    degraded = message()._replace(headers={headers.KV_AWARENESS: "degraded (lost)"})
+
+    apply_events(index, counting(degraded))
+    first = index.ranks[A3].stated
+    apply_events(index, counting(message()))
+    of_a_duplicate = index.ranks[A3].stated
+    apply_events(index, counting(message(first_id=1)))
+
+    assert (first, of_a_duplicate, index.ranks[A3].stated) == (
+        "degraded (lost)",
+        "degraded (lost)",
+        "",
+    )
