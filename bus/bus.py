@@ -72,7 +72,7 @@ class Bus:
         self.status = ProcessStatus()
         self.bounce_handlers: dict[str, Callable[[], None]] = {}
         self.known_instances = 0
-        self.heartbeats = Heartbeats(self)
+        self.heartbeats = Heartbeats(lane, data, replies, self.to_main, self.drop)
         self.background = Background("the bus", self._fail)
         self.failure: BaseException | None = None
         self._failure_listeners: list[Callable[[], object]] = []

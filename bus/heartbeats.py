@@ -11,20 +11,24 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
+
+import anyio
 
 from .blocked_loop import BlockReport, depth_here
-from .cleanup import end_tasks
 from .clock import monotonic
 from .drops import DropReason
 from .errors import PermissionDenied, Unavailable
+from .inbox import Inbox
 from .protocol import headers
 from .protocol.liveness import HEARTBEAT_INTERVAL, RECONNECT_GRACE, SILENCE_LIMIT, RemoteLiveness
 from .protocol.wire import Batch, Frame, Ping, Pong, decode_batch, encode_batch
-from .transport import ConnectionState, Message
+from .transport import Connection, ConnectionState, Message
 
 if TYPE_CHECKING:
-    from .bus import Bus
+    from .background import Work
+    from .lane import ControlLane
+    from .protocol.names import ReplySubjects
 
 logger = logging.getLogger(__name__)
 
@@ -62,62 +66,116 @@ class Remote(Protocol):
         """Whether it is to hear from us: calls are open, or acknowledgements to be sent."""
         ...
 
-    def beat(self) -> list[Frame]:
-        """The next heartbeat, a frame for each of its messages; called on the lane's thread."""
-        ...
-
-    def returned(self) -> None:
-        """It is heard again after a message to it found nobody; called on the main loop."""
-        ...
-
-    def gone(self) -> None:
-        """It is dead; called on the main loop."""
-        ...
-
 
 R = TypeVar("R", bound=Remote)
 
 
+class Said(NamedTuple, Generic[R]):
+    """What somebody says on the control lane, until the main loop comes to it.
+
+    Attributes:
+        key: which of the remotes it claims to be.
+        remote: that one, if there was one when it was read.
+        batch: the message that the frame came in.
+        at: when it arrived, on the monotonic clock.
+    """
+
+    key: str
+    remote: R | None
+    batch: Batch
+    frame: Frame
+    at: float
+
+
+class Side(Protocol[R]):
+    """Whose remotes a registry holds: a caller or an instance."""
+
+    def key_of(self, batch: Batch) -> str:
+        """Which of the remotes a message claims to come from; called on the lane."""
+        ...
+
+    def cost(self, frame: Frame, remote: R | None) -> int | DropReason:
+        """What it costs to hear a frame, see `Inbox`, or why it is dropped; called on the lane."""
+        ...
+
+    def heard_while_blocked(self, batch: Batch, remote: R | None) -> None:
+        """A message arrives that the main loop cannot hear soon; called on the lane."""
+        ...
+
+    def hear(self, said: Said[R]) -> None:
+        """Carry out what somebody says; called on the main loop."""
+        ...
+
+    def beat(self, remote: R) -> list[Frame]:
+        """The next heartbeat, a frame for each of its messages; called on the lane."""
+        ...
+
+    def returned(self, remote: R) -> None:
+        """One is heard again after a message to it found nobody; called on the main loop."""
+        ...
+
+    def gone(self, remote: R) -> None:
+        """One is dead; called on the main loop."""
+        ...
+
+
 class Registry(Generic[R]):
-    """The remotes of one caller or one instance.
+    """The remotes of one caller or one instance, and what they have said.
 
     Args:
-        identity: what this side calls itself in its batches: a reply base or an instance id.
-        key: which of the remotes a batch claims to come from.
-        on_batch: takes their control batches; called on the lane.
+        identity: what this side calls itself in its messages: a reply base or an instance id.
+        remotes: by key; the main loop changes them.
+        to_main: has a function called on the main loop soon, from any thread.
     """
 
     def __init__(
         self,
         identity: str,
-        key: Callable[[Batch], str],
-        on_batch: Callable[[Batch], None],
+        side: Side[R],
+        remotes: dict[str, R],
+        to_main: Callable[[Callable[[], None]], None],
     ) -> None:
         self.identity = identity
-        self.key = key
-        self.on_batch = on_batch
+        self.side = side
         # Bounces are the server's word. Who could guess the subject could speak for it.
         self.token = secrets.token_hex(8)
-        self.remotes: dict[str, R] = {}
+        self.remotes = remotes
+        self.inbox: Inbox[Said[R]] = Inbox(side.hear, to_main)
 
-    def bounce_token(self, remote_id: str) -> str:
+    def bounce_token(self, key: str) -> str:
         """The token of bounce subjects that names one of the remotes."""
-        return f"{self.token}-{remote_id}"
+        return f"{self.token}-{key}"
 
 
 class Heartbeats:
     """What the control lane of one process does at every tick.
+
+    Args:
+        to_main: has a function called on the main loop soon, from any thread.
+        drop: counts a message that is dropped; to be called on the main loop.
 
     Attributes:
         blocked: seconds for which the main loop has not run; 0 while it answers.
         longest_block: the longest such time so far.
     """
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(
+        self,
+        lane: ControlLane,
+        data: Connection,
+        replies: ReplySubjects,
+        to_main: Callable[..., None],
+        drop: Callable[[DropReason], None],
+    ) -> None:
+        self._lane = lane
+        self._data = data
+        self._replies = replies
+        self._to_main = to_main
+        self._drop = drop
+        self._main_loop = asyncio.get_running_loop()
         self._registries: dict[str, Registry[Any]] = {}
-        self._task: asyncio.Task[None] | None = None
-        self._confirming: asyncio.Task[None] | None = None
+        self._beating: Work | None = None
+        self._confirming: Work | None = None
         self._early = asyncio.Event()
         self._grace_until = 0.0
         self._main_answered = True
@@ -144,18 +202,19 @@ class Heartbeats:
             PermissionDenied: the server refuses the reply subjects.
         """
         # First, so that a block of the very beginning is found as well.
-        self._bus.to_main(self._main_answer)
-        connection = self._bus.lane.connection
-        connection.subscribe(self._bus.replies.control_bounce("*"), self._ping_bounced)
+        self._to_main(self._main_answer)
+        connection = self._lane.connection
+        connection.subscribe(self._replies.control_bounce("*"), self._ping_bounced)
         connection.on_state(self._on_state)
-        self._bus.data.on_state(lambda state: self._bus.lane.call(self._on_state, state))
+        self._data.on_state(lambda state: self._lane.call(self._on_state, state))
         await connection.barrier()
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="heartbeats")
+        self._beating = self._lane.background.start(self._run, name="heartbeats")
 
     async def stop(self) -> None:
-        for task in (self._task, self._confirming):
-            if task is not None:
-                await end_tasks(task)
+        """Beat no more."""
+        for work in (self._beating, self._confirming):
+            if work is not None:
+                await work.end()
 
     def bounced(self, key: str) -> None:
         """A message of the main loop to the remote of this bounce token found nobody."""
@@ -169,47 +228,55 @@ class Heartbeats:
         """Take in a control message for one of our callers or instances."""
         batch = decode_batch(message.data)
         if batch is None:
-            self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
+            self._dropped(DropReason.MALFORMED)
             return
-        remote_id = registry.key(batch)
-        remote: Remote | None = registry.remotes.get(remote_id)
+        side = registry.side
+        key = side.key_of(batch)
+        remote: Remote | None = registry.remotes.get(key)
+        now = monotonic()
         if remote is not None:
             if batch.incarnation != remote.incarnation:
-                self._bus.to_main(self._bus.drop, DropReason.STALE)
+                self._dropped(DropReason.STALE)
                 return
-            if remote.liveness is not None and remote.liveness.heard(monotonic()):
-                self._bus.to_main(remote.returned)
+            if remote.liveness is not None and remote.liveness.heard(now):
+                self._to_main(side.returned, remote)
+        # Names cost nothing: all who have no call here share one turn.
+        peer = "" if remote is None else key
         ping: Ping | None = None
-        concerns_calls = False
+        dropped: set[DropReason] = set()
         for frame in batch.frames:
             if type(frame) is Ping:
                 ping = frame
             elif type(frame) is not Pong:
-                concerns_calls = True
+                cost = side.cost(frame, remote)
+                if isinstance(cost, DropReason):
+                    dropped.add(cost)
+                elif not registry.inbox.put(peer, Said(key, remote, batch, frame, now), cost):
+                    dropped.add(DropReason.EXCESS)
+        for reason in dropped:
+            self._dropped(reason)
         # One answer to a message, whatever it holds: it says that the lane is heard.
         if ping is not None and remote is not None:
-            self._send(registry, remote_id, remote, [Pong(ping.token)])
-        if concerns_calls:
-            registry.on_batch(batch)
+            self._send(registry, key, remote, [Pong(ping.token)])
+        if self.blocked >= HEARTBEAT_INTERVAL:
+            side.heard_while_blocked(batch, remote)
 
     async def _run(self) -> None:
         last = monotonic()
         next_beat = last
         while True:
-            try:
-                async with asyncio.timeout(TICK):
-                    await self._early.wait()
+            with anyio.move_on_after(TICK):
+                await self._early.wait()
+            if self._early.is_set():
                 self._early.clear()
                 next_beat = 0.0
-            except TimeoutError:
-                pass
             now = monotonic()
             if now - last > FROZEN_TICK:
                 # The whole process did not run: the silence was ours, not the remotes'.
                 self._extend(now + SILENCE_LIMIT)
             last = now
             self._check_main_loop(now)
-            if self._bus.lane.connection.state is not ConnectionState.CONNECTED:
+            if self._lane.connection.state is not ConnectionState.CONNECTED:
                 continue
             if now >= next_beat:
                 next_beat = now + HEARTBEAT_INTERVAL
@@ -225,7 +292,7 @@ class Heartbeats:
                 continue
             self._liveness(remote, now)
             try:
-                for frame in remote.beat():
+                for frame in registry.side.beat(remote):
                     self._send(registry, remote_id, remote, [frame])
             except Exception:
                 # Whatever is wrong with the calls there, all others are to hear from us.
@@ -233,15 +300,22 @@ class Heartbeats:
 
     def _judge(self, now: float) -> None:
         """Look for remotes that seem to be gone."""
-        if self._confirming is not None:
+        if self._confirming is not None and not self._confirming.ended:
             return
-        doubted = [remote for remote in self._remotes() if self._seems_gone(remote, now)]
+        doubted = [
+            (side, remote) for side, remote in self._remotes() if self._seems_gone(remote, now)
+        ]
         if doubted:
-            self._confirming = asyncio.create_task(self._confirm(doubted), name="confirm-gone")
+            self._confirming = self._lane.background.start(
+                self._confirm, doubted, name="confirm-gone"
+            )
 
-    def _remotes(self) -> list[Remote]:
-        registries = list(self._registries.values())
-        return [remote for registry in registries for remote in list(registry.remotes.values())]
+    def _remotes(self) -> list[tuple[Side[Any], Remote]]:
+        return [
+            (registry.side, remote)
+            for registry in list(self._registries.values())
+            for remote in list(registry.remotes.values())
+        ]
 
     @staticmethod
     def _seems_gone(remote: Remote, now: float) -> bool:
@@ -252,34 +326,32 @@ class Heartbeats:
         liveness.heard_data(remote.heard_at)
         return liveness.is_gone(now, remote.due_since)
 
-    async def _confirm(self, doubted: list[Remote]) -> None:
+    async def _confirm(self, doubted: list[tuple[Side[Any], Remote]]) -> None:
         """Tell the main loop who is gone, unless the silence is that of our own connection.
 
         The server's answer comes after everything else that it had for us.
         """
         try:
-            await self._bus.lane.connection.barrier(timeout=SERVER_ANSWER)
+            await self._lane.connection.barrier(timeout=SERVER_ANSWER)
         except Unavailable:
             self._extend(monotonic() + HEARTBEAT_INTERVAL)
             return
         except PermissionDenied:
             # A refused subject shows at the next barrier, whoever asks; it is an answer too.
             pass
-        finally:
-            self._confirming = None
         now = monotonic()
-        for remote in doubted:
+        for side, remote in doubted:
             if self._seems_gone(remote, now):
                 remote.liveness = None
-                self._bus.to_main(remote.gone)
+                self._to_main(side.gone, remote)
 
     def _send(
         self, registry: Registry[Any], remote_id: str, remote: Remote, frames: list[Frame]
     ) -> None:
-        self._bus.lane.connection.publish(
+        self._lane.connection.publish(
             remote.control_subject,
             encode_batch(registry.identity, remote.incarnation, 0, frames),
-            reply=self._bus.replies.control_bounce(registry.bounce_token(remote_id)),
+            reply=self._replies.control_bounce(registry.bounce_token(remote_id)),
         )
 
     def _find(self, key: str) -> tuple[Registry[Any] | None, Remote | None, str]:
@@ -289,7 +361,7 @@ class Heartbeats:
 
     def _ping_bounced(self, message: Message) -> None:
         if headers.status(message.headers) != headers.NO_RESPONDERS:
-            self._bus.to_main(self._bus.drop, DropReason.UNEXPECTED)
+            self._dropped(DropReason.UNEXPECTED)
             return
         _, remote, _ = self._find(message.subject.rpartition(".")[2])
         if remote is None:
@@ -307,7 +379,7 @@ class Heartbeats:
 
     def _extend(self, until: float) -> None:
         self._grace_until = max(self._grace_until, until)
-        for remote in self._remotes():
+        for _, remote in self._remotes():
             if remote.liveness is not None:
                 remote.liveness.extend(until)
 
@@ -317,18 +389,21 @@ class Heartbeats:
             self._early.set()
 
     def _check_main_loop(self, now: float) -> None:
-        if self._bus.lane.loop is self._bus.loop:
+        if self._lane.loop is self._main_loop:
             return  # then nothing is left to notice that it is blocked
         if self._main_answered:
             self.blocked = 0.0
             self._main_answered = False
             self._main_asked_at = now
             self._block_report.begin(now)
-            self._bus.to_main(self._main_answer)
+            self._to_main(self._main_answer)
             return
         self.blocked = now - self._main_asked_at
         self.longest_block = max(self.longest_block, self.blocked)
         self._block_report.look(now, self._main_depth)
+
+    def _dropped(self, reason: DropReason) -> None:
+        self._to_main(self._drop, reason)
 
     def _main_answer(self) -> None:
         self._main_answered = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.deadlines import Deadlines
@@ -24,8 +24,8 @@ from dynbus.bus.errors import (
     UnknownOutcome,
     make_error,
 )
-from dynbus.bus.heartbeats import Registry
-from dynbus.bus.inbox import ENTRY_COST, FRAME_COST, Inbox
+from dynbus.bus.heartbeats import Registry, Said
+from dynbus.bus.inbox import ENTRY_COST, FRAME_COST
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.protocol.tokens import random_id
@@ -35,12 +35,11 @@ from dynbus.bus.protocol.wire import (
     Batch,
     End,
     Failed,
+    Frame,
     Heartbeat,
     Item,
     Items,
     Part,
-    Ping,
-    Pong,
     Unknown,
     decode_batch,
 )
@@ -62,13 +61,6 @@ _ITEMS = (Item, Items)
 _RESULTS = (Item, Items, End, Failed, Part)
 
 
-class _Said(NamedTuple):
-    """What an instance says on the control lane, until the main loop comes to it."""
-
-    remote: Remote
-    frame: Heartbeat | Unknown
-
-
 class Caller:
     """Sends requests for one process and hands the answers to the calls that wait.
 
@@ -77,10 +69,7 @@ class Caller:
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
-        self.registry: Registry[Remote] = Registry(
-            bus.replies.base, lambda batch: batch.incarnation, self._on_batch
-        )
-        self._inbox: Inbox[_Said] = Inbox(self._carry_out, bus.to_main)
+        self.registry: Registry[Remote] = Registry(bus.replies.base, self, {}, bus.to_main)
         self._open = OpenCalls(
             self.registry.remotes,
             self._make_remote,
@@ -351,38 +340,46 @@ class Caller:
             remote.load = batch.load
             remote.heard_at = monotonic()
 
-    def _on_batch(self, batch: Batch) -> None:
-        """Have what an instance says carried out when it is its turn; called on the lane."""
-        bus = self.bus
-        remote = self.registry.remotes.get(batch.incarnation)
-        if remote is None:
-            bus.to_main(bus.drop, DropReason.STALE)
-            return
-        dropped: set[DropReason] = set()
-        for frame in batch.frames:
-            if isinstance(frame, Heartbeat):
-                cost = FRAME_COST + ENTRY_COST * (len(frame.calls) + len(remote.calls))
-            elif isinstance(frame, Unknown):
-                cost = FRAME_COST
-            else:
-                if not isinstance(frame, Ping | Pong):
-                    dropped.add(DropReason.UNEXPECTED)
-                continue
-            if not self._inbox.put(batch.sender, _Said(remote, frame), cost):
-                dropped.add(DropReason.EXCESS)
-        for reason in dropped:
-            bus.to_main(bus.drop, reason)
+    # What instances say on the control lane ----------------------------------------------
 
-    def _carry_out(self, said: _Said) -> None:
-        frame = said.frame
+    def key_of(self, batch: Batch) -> str:
+        """Instances are known by what only they were told."""
+        return batch.incarnation
+
+    def cost(self, frame: Frame, remote: Remote | None) -> int | DropReason:
+        """What it costs to hear a frame; why it is dropped, where no instance sends it."""
+        if remote is None:
+            return DropReason.STALE
         if isinstance(frame, Heartbeat):
-            self._on_heartbeat(said.remote, frame)
-            return
-        call = self._open.calls.get(frame.number)
-        if call is not None and frame.secret == call.secret:
-            self._lost(call)
-        else:
-            self.bus.drop(DropReason.STALE)
+            return FRAME_COST + ENTRY_COST * (len(frame.calls) + len(remote.calls))
+        return FRAME_COST if isinstance(frame, Unknown) else DropReason.UNEXPECTED
+
+    def heard_while_blocked(self, batch: Batch, remote: Remote | None) -> None:
+        """It waits, like everything else that is read here."""
+
+    def beat(self, remote: Remote) -> list[Frame]:
+        """The next heartbeat to an instance."""
+        return remote.beat()
+
+    def returned(self, remote: Remote) -> None:
+        """An instance that could not be reached is heard again."""
+        remote.returned()
+
+    def gone(self, remote: Remote) -> None:
+        """An instance is dead."""
+        remote.gone()
+
+    def hear(self, said: Said[Remote]) -> None:
+        """Carry out what an instance says."""
+        frame, remote = said.frame, said.remote
+        if isinstance(frame, Heartbeat) and remote is not None:
+            self._on_heartbeat(remote, frame)
+        elif isinstance(frame, Unknown):
+            call = self._open.calls.get(frame.number)
+            if call is not None and frame.secret == call.secret:
+                self._lost(call)
+            else:
+                self.bus.drop(DropReason.STALE)
 
     def _on_heartbeat(self, remote: Remote, frame: Heartbeat) -> None:
         if frame.blocked > self.bus.config.stall_limit:

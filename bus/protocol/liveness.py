@@ -26,13 +26,15 @@ class RemoteLiveness:
         now: when the first call with this remote began.
     """
 
-    __slots__ = ("_absent_since", "_grace_until", "_heard", "_pinged")
+    __slots__ = ("_absent_since", "_grace_until", "_heard", "_missed", "_pinged")
 
     def __init__(self, now: float) -> None:
         self._heard = now
         self._grace_until = now
         self._absent_since: float | None = None
         self._pinged = False
+        # Whether a message to it found nobody since it was heard on the control lane.
+        self._missed = False
 
     def __repr__(self) -> str:
         state = "absent" if self._absent_since is not None else "heard"
@@ -40,7 +42,8 @@ class RemoteLiveness:
 
     def heard(self, now: float) -> bool:
         """A control message of the remote arrived; True when one to it had bounced before."""
-        returned = self._pinged or self._absent_since is not None
+        returned = self._missed
+        self._missed = False
         self._heard = max(self._heard, now)
         self._absent_since = None
         self._pinged = False
@@ -58,6 +61,7 @@ class RemoteLiveness:
 
     def bounced(self) -> bool:
         """A message to the remote found nobody; True when it should be pinged to confirm that."""
+        self._missed = True
         if self._pinged or self._absent_since is not None:
             return False
         self._pinged = True
@@ -65,6 +69,7 @@ class RemoteLiveness:
 
     def ping_bounced(self, now: float) -> None:
         """The confirming ping found nobody either."""
+        self._missed = True
         if self._absent_since is None:
             self._absent_since = now
 

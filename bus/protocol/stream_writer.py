@@ -78,7 +78,7 @@ class StreamWriter:
     Attributes:
         dirty: whether there is something to send; to be cleared by whoever sends it.
         given_up: whether it ended by `give_up`.
-        held_bytes: what is kept for the reader, as `unread` counts it; see `count`.
+        held_bytes: what is kept for the reader, as `unread` counts it; see `count_pushed`.
     """
 
     __slots__ = (
@@ -86,7 +86,7 @@ class StreamWriter:
         "_counted_bytes",
         "_counted_sequence",
         "_items_only",
-        "_look_at",
+        "_free_until",
         "_next_unsent",
         "_on_blocked",
         "_on_dirty",
@@ -135,7 +135,7 @@ class StreamWriter:
         # Up to where `held_bytes` counts: in sequences, and in bytes that were pushed.
         self._counted_sequence = 0
         self._counted_bytes = 0
-        self._look_at = min(granted, LEAST_PER_STREAM)
+        self._free_until = min(granted, LEAST_PER_STREAM)
         self.max_unit_bytes = max_unit_bytes
         self.max_item_bytes = max_item_bytes
         # What is no larger needs no second look.
@@ -205,15 +205,15 @@ class StreamWriter:
         if not self.dirty:
             self.dirty = True
             self._on_dirty(self)
-        if pushed < self._look_at:
+        if pushed < self._free_until:
             return True
-        self.count()
+        self.count_pushed()
         if not self.blocked:
             return True
         self._on_blocked(self)
         return False
 
-    def count(self) -> None:
+    def count_pushed(self) -> None:
         """Count what was pushed since the last time as kept; for whoever sends, once a turn.
 
         Few and small items are not worth counting one by one.
@@ -224,7 +224,7 @@ class StreamWriter:
             cost = self.pushed_bytes - self._counted_bytes + UNIT_COST * items
             self._counted_sequence = sequence
             self._counted_bytes = self.pushed_bytes
-            self._count(cost)
+            self._hold(cost)
 
     def end(self, data: bytes | None = None) -> None:
         """End the stream well, for a unary call with its result; later calls change nothing.
@@ -253,13 +253,13 @@ class StreamWriter:
         Args:
             limit: bytes of a unit that can be sent.
         """
-        self.count()
-        self._count(-_cost(self._units[self._next_unsent :]))
+        self.count_pushed()
+        self._hold(-_cost(self._units[self._next_unsent :]))
         del self._units[self._next_unsent :]
         self._counted_sequence = self.next_sequence
         # Of what was sent before a resume nothing is left that could be acknowledged.
         self._sent_before = 0
-        self.max_unit_bytes = limit
+        self.limit_units(limit)
         self.ended = False
         self.fail(error)
         self.given_up = True
@@ -354,7 +354,7 @@ class StreamWriter:
         beyond what was sent is a broken reader's and is cut to what was sent.
         """
         self.granted = max(self.granted, min(granted, self.pushed_bytes + self._window))
-        self._look_again()
+        self._set_free_until()
         self.acknowledge(received)
 
     def acknowledge(self, received: int) -> None:
@@ -367,7 +367,7 @@ class StreamWriter:
             # The reader may hold other units of these sequences: the error must reach it.
             drop = min(drop, len(self._units) - 1)
         if drop > 0:
-            self._count(-_cost(self._units[:drop]))
+            self._hold(-_cost(self._units[:drop]))
             del self._units[:drop]
             self._acknowledged += drop
             self._next_unsent = max(0, self._next_unsent - drop)
@@ -394,20 +394,20 @@ class StreamWriter:
 
     def forget(self) -> None:
         """Count no longer: nobody will ask again for what is kept."""
-        self._count(-self.held_bytes)
+        self._hold(-self.held_bytes)
         self._unread = ClientUnreadBytes(UnreadBytes())
 
-    def _count(self, cost: int) -> None:
+    def _hold(self, cost: int) -> None:
         self.held_bytes += cost
         self._unread.add(cost)
-        self._look_again()
+        self._set_free_until()
 
-    def _look_again(self) -> None:
+    def _set_free_until(self) -> None:
         """Set up to which number of pushed bytes nothing can stand in the way."""
         if self.is_short_of_room:
-            self._look_at = 0
+            self._free_until = 0
         else:
-            self._look_at = min(self.granted, self._counted_bytes + LEAST_PER_STREAM)
+            self._free_until = min(self.granted, self._counted_bytes + LEAST_PER_STREAM)
 
     def _split(self, data: bytes) -> bytes:
         if len(data) > self.max_item_bytes:
@@ -421,14 +421,14 @@ class StreamWriter:
         for start in range(0, last, step):
             self._units.append(_Piece(data[start : start + step]))
             self._counted_sequence += 1
-            self._count(step + UNIT_COST)
+            self._hold(step + UNIT_COST)
         self._items_only = False
         return data[last:]
 
     def _finish(self, ending: _Ending) -> None:
         self._units.append(ending)
         self._counted_sequence += 1
-        self._count(ending.size + UNIT_COST)
+        self._hold(ending.size + UNIT_COST)
         self._items_only = False
         self.ended = True
 

@@ -1,8 +1,8 @@
 """The serving side: takes requests for the endpoints of one instance, from `start` to `stop`.
 
-`InstanceServer` puts the parts together: `requests` reads what arrives, `Execution` runs it,
-`Outbox` sends the results, `ServerControl` hears what clients say of their calls. Everything
-here runs on the main loop.
+`InstanceServer` puts the parts together: `requests` reads what arrives, the `Ledger` says what
+is to be done with it, `Execution` runs it, `Outbox` sends the results, `ServerControl` hears what
+clients say of their calls. Everything here runs on the main loop.
 """
 
 from __future__ import annotations
@@ -16,26 +16,36 @@ from typing import TYPE_CHECKING, Final
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
-    DeadlineExceeded,
     Draining,
     DynbusError,
     InvalidRequest,
-    Overloaded,
     PayloadTooLarge,
-    Unavailable,
 )
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.endpoint import Endpoint
-from dynbus.bus.protocol.names import EndpointName, is_safe_reply, turn_taker
+from dynbus.bus.protocol.names import EndpointName, control_subject, is_safe_reply, turn_taker
 from dynbus.bus.protocol.stream_writer import StreamWriter
 from dynbus.bus.transport import ConnectionState, Message, Subscription
 
 from .calls import Call, ServedEndpoint
 from .control import ServerControl
 from .execution import Execution, calls_told
-from .outbox import Outbox
-from .partial_requests import Key
-from .remote_client import FramedCall
+from .ledger import (
+    Abort,
+    Action,
+    Drop,
+    FramedCall,
+    GoOn,
+    Ledger,
+    MakeSure,
+    NothingHere,
+    Refuse,
+    RemoteClient,
+    Send,
+    Stop,
+    Tell,
+)
+from .outbox import ClientOutbox, Outbox
 from .reply import FramedReply, PlainReply, error_block
 from .requests import read_context, read_fields, read_framing, read_part, read_reply
 
@@ -43,8 +53,6 @@ if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
     from dynbus.bus.context import Context
     from dynbus.bus.heartbeats import Registry
-
-    from .remote_client import RemoteClient
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +64,7 @@ class InstanceServer:
 
     Attributes:
         execution: the calls that run or wait.
-        control: the clients that made them.
+        ledger: the clients that made them, and what they are owed.
     """
 
     def __init__(
@@ -77,10 +85,24 @@ class InstanceServer:
             )
             for endpoint in endpoints
         }
-        self.execution = Execution(bus, instance_id, self._retired)
-        self._outbox = Outbox(bus, instance_id, self.execution)
-        self.control = ServerControl(
-            bus, namespace, component, instance_id, self.execution, self._outbox
+        self.execution = Execution(bus, instance_id, self._finished)
+        self._outbox = Outbox(bus, instance_id, lambda: self.execution.load, self._does_not_fit)
+        config = bus.config
+        self.ledger = Ledger(
+            f"{namespace}.{component}@{instance_id}",
+            max_request_bytes=config.max_request_bytes,
+            instance_window=config.instance_window,
+            reply_prefixes=config.reply_prefixes,
+            open_outgoing=self._open_outgoing,
+        )
+        self._control = ServerControl(
+            bus,
+            control_subject(namespace, component, instance_id),
+            instance_id,
+            self.ledger,
+            self.execution,
+            self._outbox,
+            self._carry_out,
         )
         self._queue_subscriptions: list[Subscription] = []
         self._subscriptions: list[Subscription] = []
@@ -112,7 +134,7 @@ class InstanceServer:
     @property
     def registry(self) -> Registry[RemoteClient]:
         """The dynbus clients with calls here."""
-        return self.control.registry
+        return self._control.registry
 
     async def start(self) -> None:
         """Subscribe; when this returns the server knows all of it.
@@ -121,7 +143,7 @@ class InstanceServer:
             PermissionDenied: the server refuses one of the subjects.
         """
         data = self.bus.data
-        await self.control.start()
+        await self._control.start()
         for served in self.served.values():
             receive = partial(self._receive, served)
             self._subscriptions.append(data.subscribe(served.address.at(self.instance_id), receive))
@@ -129,12 +151,13 @@ class InstanceServer:
                 data.subscribe(str(served.address), receive, queue=self.component)
             )
         await data.barrier()
-        self.control.note_subscribed()
+        self.ledger.note_subscribed(monotonic())
         self._stop_listening = data.on_state(self._on_state)
         self._sweeper = self.bus.loop.call_later(SWEEP_INTERVAL, self._sweep)
 
-    def _retired(self, call: Call) -> None:
-        self.control.retire(call)
+    def _open_outgoing(self, key: str, base: str) -> ClientOutbox:
+        bounce = self.bus.replies.bounce(self._control.registry.bounce_token(key))
+        return ClientOutbox(self._outbox, key, base, bounce)
 
     def _counts(self) -> tuple[int, int]:
         """The calls that run, and those that wait."""
@@ -160,7 +183,7 @@ class InstanceServer:
 
     def end_all(self, make_error: Callable[[], DynbusError]) -> None:
         """End every call now, each with an error of its own."""
-        for call in self.control.calls():
+        for call in self.ledger.calls():
             if not call.ended:
                 self.execution.abort(call, make_error())
 
@@ -181,7 +204,7 @@ class InstanceServer:
             self._stop_listening()
             if self._sweeper is not None:
                 self._sweeper.cancel()
-            self.control.stop()
+            self._control.stop()
 
     # Requests ----------------------------------------------------------------------------
 
@@ -191,21 +214,10 @@ class InstanceServer:
         try:
             fields = read_fields(message.headers)
             framing = fields.get(headers.FRAMES)
-            if framing is None:
-                plain = self._plain_call(served, fields, message.reply, now)
-                if plain is not None:
-                    self.execution.admit(plain, message.data, now)
+            if framing is not None:
+                self._receive_framed(served, fields, framing, message, now)
                 return
-            call = self._framed_call(served, fields, framing, message.reply, now)
-            if call is None:
-                return
-            data: bytes | None = message.data
-            if headers.PART in fields:
-                data = self._collect(call, fields[headers.PART], message.data)
-            elif call.client.is_partial(call.writer.number):
-                # The rest of a request in parts is parts.
-                self.bus.drop(DropReason.STALE)
-                return
+            call = self._plain_call(served, fields, message.reply, now)
         except DynbusError as error:
             self.bus.drop(DropReason.MALFORMED)
             logger.debug("%s: %s", served.address, error)
@@ -213,8 +225,57 @@ class InstanceServer:
                 error.hop = served.hop
                 self.bus.data.publish(message.reply, b"", headers=error_block(error, framing))
             return
-        if data is not None:
-            self.execution.admit(call, data, now)
+        if call is not None:
+            self.execution.admit(call, message.data, now)
+
+    def _receive_framed(
+        self,
+        served: ServedEndpoint,
+        fields: dict[str, str],
+        framing: str,
+        message: Message,
+        now: float,
+    ) -> None:
+        """Take in a request of a dynbus client, or a part of one.
+
+        Raises:
+            InvalidRequest: it is not of the form that it should have.
+        """
+        base, number = read_reply(message.reply)
+        secret, window, incarnation = read_framing(framing)
+        context = self._context(served, fields, now)
+        client = self.ledger.client(base, incarnation, now)
+        if isinstance(client, Drop):
+            self.bus.drop(client.reason)
+            return
+        call = self.ledger.known(client, number, secret)
+        if isinstance(call, Drop):
+            self.bus.drop(call.reason)
+            return
+        part = fields.get(headers.PART)
+        if call is None:
+            call = self._framed_call(served, context, client, number, secret, window, now)
+            actions = self.ledger.begin(call)
+            if actions:
+                self._carry_out(actions)
+            if call.ended:
+                return
+        elif part is None:
+            # The rest of a request in parts is parts.
+            self.bus.drop(DropReason.STALE)
+            return
+        if part is None:
+            self.execution.admit(call, message.data, now)
+            return
+        try:
+            index, count = read_part(part)
+        except InvalidRequest:
+            self.ledger.forget(call)
+            raise
+        whole, actions = self.ledger.part(call, index, count, message.data)
+        self._carry_out(actions)
+        if whole is not None:
+            self.execution.admit(call, whole, now)
 
     def _context(self, served: ServedEndpoint, fields: dict[str, str], now: float) -> Context:
         return read_context(
@@ -242,34 +303,23 @@ class InstanceServer:
             # Anybody may ask to be answered at anybody's inbox; a call of a dynbus client shares
             # no turns with such requests.
             turn_taker=f"plain {turn_taker(reply)}",
-            account=self.control.plain_account,
+            account=self.ledger.plain_account,
         )
         port.when_gone(partial(self.execution.reader_gone, call))
-        self.control.plain.add(call)
+        self.ledger.plain.add(call)
         return call
 
     def _framed_call(
         self,
         served: ServedEndpoint,
-        fields: dict[str, str],
-        framing: str,
-        reply: str,
+        context: Context,
+        client: RemoteClient,
+        number: int,
+        secret: bytes,
+        window: int,
         now: float,
-    ) -> FramedCall | None:
-        """The call that a framed request begins or goes on with; None for one that is dropped."""
-        base, number = read_reply(reply)
-        secret, window, incarnation = read_framing(framing)
-        context = self._context(served, fields, now)
-        client = self.control.client(base, incarnation)
-        if client is None:
-            return None
-        client.heard_at = now
-        known = client.calls.get(number)
-        if known is not None and client.is_partial(number) and known.writer.secret == secret:
-            return known
-        if known is not None or number in client.kept:
-            self.bus.drop(DropReason.STALE)
-            return None
+    ) -> FramedCall:
+        """The call of a dynbus client's new request."""
         config = self.bus.config
         writer = StreamWriter(
             number,
@@ -279,89 +329,68 @@ class InstanceServer:
             max_unit_bytes=self._outbox.max_unit_bytes(),
             max_item_bytes=config.max_item_bytes,
             unread=client.unread,
-            on_dirty=client.note_dirty,
-            on_blocked=client.note_paused,
+            on_dirty=client.outgoing.note_dirty,
+            on_blocked=client.note_blocked,
         )
-        port = FramedReply(self.bus, served.address, served.hop, context.id, now, writer, client)
-        call = FramedCall(served, context, port, now, client, writer)
-        client.calls[number] = call
-        error = self.control.verdict(call)
-        if error is not None:
-            self.bus.drop(DropReason.REFUSED)
-            self.execution.refuse(call, error)
-            return None
-        if client.unread.is_refused:
-            text = (
-                f"{client.unread.held} bytes of results wait for this client, and the instance has "
-                "no room for more: read the open streams first"
-            )
-            self.execution.refuse(call, Overloaded(text, started=False))
-            return None
-        return call
+        port = FramedReply(
+            self.bus, served.address, served.hop, context.id, now, writer, client.outgoing
+        )
+        return FramedCall(served, context, port, now, client, writer)
 
-    def _collect(self, call: FramedCall, part: str, data: bytes) -> bytes | None:
-        """The whole request, or None while parts of it are still to come."""
-        client, number = call.client, call.writer.number
-        try:
-            index, count = read_part(part)
-        except InvalidRequest:
-            client.calls.pop(number, None)
-            client.forget_parts(number)
-            raise
-        incomplete = self.control.partial
-        request = incomplete.add((client.key, number), index, count, data)
-        most = self.bus.config.max_request_bytes
-        if request.size > most:
-            text = f"the request exceeds max_request_bytes = {most}"
-            self.execution.refuse(call, PayloadTooLarge(text, started=False))
-            return None
-        whole = request.whole()
-        if whole is not None:
-            client.forget_parts(number)
-        elif incomplete.is_too_much(client.key):
-            text = "too many requests of this client are incomplete: send fewer at a time"
-            self.execution.refuse(call, Overloaded(text, started=False))
+    # What the ledger asks for ------------------------------------------------------------
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        execution, control = self.execution, self._control
+        for action in actions:
+            match action:
+                case GoOn(call):
+                    call.reply.go_on()
+                case Send(client, writer):
+                    client.outgoing.touch(writer)
+                case Stop(call, kill_after):
+                    execution.cancel(call, kill_after)
+                case Abort(call, error):
+                    execution.abort(call, error)
+                case Refuse(call, error):
+                    execution.refuse(call, error)
+                case Drop(reason):
+                    self.bus.drop(reason)
+                case MakeSure(question):
+                    control.make_sure(question)
+                case Tell(sender, frame):
+                    control.tell(sender, frame)
+                case NothingHere():
+                    control.tell_nothing_here(action)
+                case _:
+                    control.send_failed(action.sender, action.frame)
+
+    def _finished(self, call: Call) -> None:
+        self.ledger.finish(call, monotonic())
+
+    def _does_not_fit(
+        self, outgoing: ClientOutbox, writer: StreamWriter, error: PayloadTooLarge
+    ) -> None:
+        """End a call of which a piece fits no message any longer."""
+        client = self.ledger.clients.get(outgoing.key)
+        call = client.calls.get(writer.number) if client is not None else None
+        if call is not None:
+            call.reply.label(error)
+        writer.give_up(error, self._outbox.max_unit_bytes())
+        if call is not None and not call.ended:
+            self.execution.abort(call, error)
         else:
-            while (key := incomplete.excess()) is not None:
-                text = (
-                    "too many requests are incomplete, and this one has waited the longest for its "
-                    "next part: send it again"
-                )
-                self._give_up_partial(key, Overloaded(text, started=False))
-        return whole
-
-    def _give_up_partial(self, key: Key, error: DynbusError) -> None:
-        """End the call of a request that is not complete."""
-        client = self.registry.remotes.get(key[0])
-        call = client.calls.get(key[1]) if client is not None else None
-        if call is None:
-            self.control.partial.remove(key)
-        else:
-            self.execution.refuse(call, error)
-
-    def _sweep_partial(self, now: float) -> None:
-        """Give up the requests whose parts do not come, or whose time is over."""
-        for key in self.control.partial.sweep():
-            text = "parts of the request were lost on their way"
-            self._give_up_partial(key, Unavailable(text, started=False))
-        for client_key, number in self.control.partial:
-            client = self.registry.remotes.get(client_key)
-            call = client.calls.get(number) if client is not None else None
-            deadline = call.context.deadline if call is not None else None
-            if call is not None and deadline is not None and deadline <= now:
-                text = "the deadline passed before all parts of the request had come"
-                self.execution.refuse(call, DeadlineExceeded(text, started=False))
+            outgoing.touch(writer)
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:
-            self.control.reconnected()
+            self._carry_out(self.ledger.reconnected(self._outbox.max_unit_bytes()))
 
     def _sweep(self) -> None:
         """End streams that are stuck, forget clients that are idle."""
         now = monotonic()
-        self.control.forget_idle(now)
-        self._sweep_partial(now)
-        for call in self.control.calls():
+        cut_off = self.bus.data.state is not ConnectionState.CONNECTED
+        self._carry_out(self.ledger.sweep(now, cut_off=cut_off))
+        for call in self.ledger.calls():
             self.execution.end_if_stuck(call, now)
         self._sweeper = self.bus.loop.call_later(SWEEP_INTERVAL, self._sweep)
 

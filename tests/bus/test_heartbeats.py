@@ -297,7 +297,7 @@ async def test_a_main_loop_that_is_not_heard_while_it_waits_is_measured_and_not_
         """As on a machine that is so busy that this loop is not woken."""
 
     async with bus_with_a_lane_of_its_own() as bus:
-        monkeypatch.setattr(bus, "to_main", unheard)
+        monkeypatch.setattr(bus.heartbeats, "_to_main", unheard)
 
         with caplog.at_level(logging.WARNING):
             await eventually(lambda: bus.heartbeats.blocked >= 0.5)

@@ -131,3 +131,13 @@ def test_one_that_bounced_all_that_time_is_gone_at_its_end() -> None:
 
     assert not remote.is_gone(20.0 - 0.01, due_since=None)
     assert remote.is_gone(20.0 + 0.01, due_since=None)
+
+
+def test_a_bounce_beside_results_that_arrive_is_not_forgotten() -> None:
+    liveness = RemoteLiveness(0.0)
+    liveness.ping_bounced(1.0)
+    liveness.bounced()
+    liveness.heard_data(1.1)
+
+    assert liveness.heard(1.2)
+    assert not liveness.heard(1.3)

@@ -33,9 +33,9 @@ def fill(stream: StreamWriter, item: bytes = bytes(1000)) -> int:
     """Push until the stream must wait; returns how many items."""
     count = 1
     while stream.push(item):
-        stream.count()
+        stream.count_pushed()
         count += 1
-    stream.count()
+    stream.count_pushed()
     return count
 
 
@@ -98,7 +98,7 @@ def test_small_items_count_with_the_memory_that_each_takes() -> None:
     stream = writer(unread)
 
     stream.push(b"1")
-    stream.count()
+    stream.count_pushed()
 
     assert unread.held == 1 + UNIT_COST
 
@@ -161,7 +161,7 @@ def test_the_count_is_always_that_of_what_is_kept(steps: list[tuple[int, str, in
             streams[number] = writer(clients[number % 2], number)
 
         for one in streams:
-            one.count()
+            one.count_pushed()
         assert whole.held == sum(client.held for client in clients)
         assert whole.held == sum(stream.held_bytes for stream in streams)
         assert all(stream.held_bytes >= 0 for stream in streams)

@@ -192,7 +192,7 @@ async def test_no_call_hangs_when_the_server_comes_back_with_a_smaller_limit(
             await stage.has_load(1)
             await server.stop()
             # What the handler yields meanwhile was cut for the old limit, and is not sent.
-            waiting = stage.server.control.calls()[0]
+            waiting = stage.server.ledger.calls()[0]
             await eventually(lambda: waiting.reply.paused, what="the stream waits for its reader")
             request = asyncio.create_task(stage.source.length(Text(text="x" * size)))
             after = await run_server(

@@ -43,7 +43,7 @@ def test_a_client_that_completes_no_request_is_refused_more() -> None:
                 )
             await attacker.barrier()
             await asyncio.sleep(0.1)
-            return set(codes), instance.server.control.partial.size
+            return set(codes), instance.server.ledger.partial.size
 
     codes, held = run(story())
     assert codes == {"Overloaded"}

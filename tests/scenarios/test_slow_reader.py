@@ -131,7 +131,7 @@ async def test_many_clients_that_never_read_cost_a_bounded_amount_together(
         source = calling.client(Source)
         with call_options(wait=5.0):
             await source.where()
-        unread = instance.server.control.unread
+        unread = instance.server.ledger.unread
         for number in range(8):
             client = await SilentClient.connect(own_server.port, f"lazy{number}")
             lazy.append(client)

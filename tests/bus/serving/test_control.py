@@ -11,9 +11,9 @@ from tests.bus.near_side import INCARNATION, PlayedClient, endpoint, secret_of, 
 
 from dynbus.bus.drops import DropReason
 from dynbus.bus.protocol.wire import End, Failed, Item, Open, Resume, Unknown
-from dynbus.bus.serving import control, remote_client, request_digests
-from dynbus.bus.serving.remote_client import KEPT_SECONDS as KEPT_RESULT_SECONDS
-from dynbus.bus.serving.remote_client import client_key
+from dynbus.bus.serving import ledger, request_digests
+from dynbus.bus.serving.ledger import KEPT_SECONDS as KEPT_RESULT_SECONDS
+from dynbus.bus.serving.ledger import client_key
 from dynbus.bus.serving.request_digests import KEPT_SECONDS
 from dynbus.testing import run
 
@@ -162,7 +162,7 @@ def test_a_call_that_ended_because_nobody_listed_it_did_begin() -> None:
                 # Written before the request, and kept back on the way.
                 await given.client.say(Open([], [], 0, None))
                 await asyncio.sleep(0.5)
-            assert given.instance.control.calls() == []
+            assert given.instance.ledger.calls() == []
             given.client.batches.clear()
             given.client.control.clear()
 
@@ -222,7 +222,7 @@ def test_a_result_that_is_never_acknowledged_is_not_kept_for_ever(seconds: float
 
 
 def test_so_many_results_are_kept_of_a_client_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_client, "KEPT", 10)
+    monkeypatch.setattr(ledger, "KEPT", 10)
 
     async def story() -> list[int]:
         async with serving(endpoint(echo)) as given:
@@ -235,7 +235,7 @@ def test_so_many_results_are_kept_of_a_client_and_no_more(monkeypatch: pytest.Mo
 
 
 def test_so_many_clients_may_have_calls_here_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "CLIENTS", 10)
+    monkeypatch.setattr(ledger, "CLIENTS", 10)
 
     async def story() -> None:
         async with serving(endpoint(stays)) as given:

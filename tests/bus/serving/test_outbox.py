@@ -6,34 +6,40 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import pytest
 from tests.bus.far_side import settle
-from tests.bus.near_side import INCARNATION, INSTANCE, PlayedClient, bus_in_memory, secret_of, sizes
+from tests.bus.near_side import INSTANCE, PlayedClient, bus_in_memory, secret_of, sizes
 
 from dynbus.bus.bus import Bus
-from dynbus.bus.errors import HandlerError
+from dynbus.bus.errors import HandlerError, PayloadTooLarge
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.protocol.stream_writer import StreamWriter
 from dynbus.bus.protocol.wire import MAX_FRAME_BYTES, End, Failed, Item, Items, Part
-from dynbus.bus.serving.control import ServerControl
-from dynbus.bus.serving.execution import Execution
-from dynbus.bus.serving.outbox import Outbox
-from dynbus.bus.serving.remote_client import RemoteClient
+from dynbus.bus.serving.outbox import EARLY_ENDS, ClientOutbox, Outbox
 from dynbus.testing import run
 
 
-class Sending(NamedTuple):
-    """An outbox and two clients that get what it sends."""
+class Sending:
+    """An outbox and two clients that get what it sends.
 
-    bus: Bus
-    server: MemoryBus
-    execution: Execution
-    outbox: Outbox
-    first: PlayedClient
-    second: PlayedClient
-    clients: tuple[RemoteClient, RemoteClient]
+    Attributes:
+        load: what it says of the instance.
+    """
+
+    def __init__(self, bus: Bus, server: MemoryBus, clients: tuple[PlayedClient, ...]) -> None:
+        self.bus = bus
+        self.server = server
+        self.load = 0
+        self.outbox = Outbox(bus, INSTANCE, lambda: self.load, self._does_not_fit)
+        self.first, self.second = clients
+        self.clients = [
+            ClientOutbox(
+                self.outbox, client.base, client.base, bus.replies.bounce(client.base[-2:])
+            )
+            for client in clients
+        ]
 
     def writer(self, number: int, client: int = 0) -> StreamWriter:
         return StreamWriter(
@@ -50,28 +56,20 @@ class Sending(NamedTuple):
         await asyncio.sleep(0)
         await settle(cast("Any", self.bus.data))
 
+    def _does_not_fit(
+        self, client: ClientOutbox, writer: StreamWriter, error: PayloadTooLarge
+    ) -> None:
+        writer.give_up(error, self.outbox.max_unit_bytes())
+        client.touch(writer)
+
 
 @asynccontextmanager
 async def sending() -> AsyncGenerator[Sending, None]:
     async with bus_in_memory() as (server, bus):
-        execution = Execution(bus, INSTANCE, lambda call: None)
-        outbox = Outbox(bus, INSTANCE, execution)
-        control = ServerControl(bus, "near", "Side", INSTANCE, execution, outbox)
-        clients = [PlayedClient(await server.connect(), name) for name in ("c1", "c2")]
+        clients = tuple([PlayedClient(await server.connect(), name) for name in ("c1", "c2")])
         for client in clients:
             await client.start()
-        first, second = (
-            RemoteClient(
-                control,
-                outbox,
-                client.base,
-                INCARNATION,
-                bus.replies.bounce(client.base[-2:]),
-                control.unread,
-            )
-            for client in clients
-        )
-        yield Sending(bus, server, execution, outbox, clients[0], clients[1], (first, second))
+        yield Sending(bus, server, clients)
         for client in clients:
             await client.connection.close()
 
@@ -80,7 +78,7 @@ def test_what_many_streams_have_in_one_turn_is_one_message() -> None:
     async def story() -> None:
         async with sending() as given:
             writers = [given.writer(number) for number in range(3)]
-            given.execution.load = 3
+            given.load = 3
 
             for writer in writers:
                 writer.push(b"a")
@@ -269,5 +267,36 @@ def test_a_flush_does_not_wait_for_the_end_of_the_turn() -> None:
             assert given.clients[0].dirty == []
             await given.settle()
             assert sizes(given.first.batches) == [1]
+
+    run(story())
+
+
+def test_one_flush_is_asked_for_however_much_there_is_to_send() -> None:
+    async def story() -> None:
+        async with sending() as given:
+            first, second = given.writer(0), given.writer(1)
+
+            for writer in (first, second, first):
+                writer.push(b"x")
+                given.clients[0].touch(writer)
+
+            assert given.clients[0].dirty == [first, second]
+            await given.settle()
+            assert sizes(given.first.batches) == [2]
+
+    run(story())
+
+
+def test_many_ends_in_one_turn_do_not_wait_for_the_last_of_them() -> None:
+    async def story() -> None:
+        async with sending() as given:
+            for number in range(2 * EARLY_ENDS - 1):
+                writer = given.writer(number)
+                writer.end()
+                given.clients[0].touch_ended(writer)
+
+            assert len(given.clients[0].dirty) == EARLY_ENDS - 1
+            await given.settle()
+            assert sizes(given.first.batches) == [EARLY_ENDS, EARLY_ENDS - 1]
 
     run(story())

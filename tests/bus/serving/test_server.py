@@ -42,7 +42,7 @@ from dynbus.bus.protocol.wire import (
     Resume,
     Unknown,
 )
-from dynbus.bus.serving.remote_client import client_key
+from dynbus.bus.serving.ledger import client_key
 from dynbus.testing import run
 
 
@@ -318,7 +318,7 @@ def test_a_request_of_another_form_is_answered_at_once_and_counted(options: dict
             assert f"(at {ADDRESS}@{INSTANCE})" in fields[headers.SERVICE_ERROR]
             assert handler.requests == []
             assert given.bus.drops == {DropReason.MALFORMED: 1}
-            assert given.instance.control.calls() == []
+            assert given.instance.ledger.calls() == []
 
     run(story())
 
@@ -340,7 +340,7 @@ def test_a_request_in_parts_runs_once_when_all_are_there(order: list[int]) -> No
             await given.client.heard(End)
 
             assert handler.requests == [b"abc"]
-            assert len(given.instance.control.partial) == 0
+            assert len(given.instance.ledger.partial) == 0
 
     run(story())
 
@@ -375,7 +375,7 @@ def test_a_request_whose_parts_are_too_large_together_is_refused() -> None:
             assert (failed.code, failed.started) == ("PayloadTooLarge", False)
             assert "max_request_bytes = 100" in failed.message
             assert handler.requests == []
-            assert len(given.instance.control.partial) == 0
+            assert len(given.instance.ledger.partial) == 0
 
     run(story())
 
@@ -396,7 +396,7 @@ def test_a_request_whose_parts_do_not_come_is_given_up_before_it_begins() -> Non
             assert (failed.code, failed.started, failed.retryable) == ("Unavailable", False, True)
             assert "parts of the request were lost" in failed.message
             assert handler.requests == []
-            assert len(given.instance.control.partial) == 0
+            assert len(given.instance.ledger.partial) == 0
 
     run(story())
 
@@ -414,7 +414,7 @@ def test_a_request_whose_time_is_over_before_it_is_whole_is_given_up() -> None:
             failed = await heard_failure(given)
 
             assert (failed.code, failed.started) == ("DeadlineExceeded", False)
-            assert len(given.instance.control.partial) == 0
+            assert len(given.instance.ledger.partial) == 0
 
     run(story())
 
@@ -430,7 +430,7 @@ def test_incomplete_requests_of_many_clients_give_way_to_a_new_one() -> None:
             await settle(given.client.connection)
             given.client.base = mine
 
-            assert given.instance.control.partial.size <= 400
+            assert given.instance.ledger.partial.size <= 400
             for part in (1, 2):
                 given.client.send(1, b"y" * 40, PART=f"{part}/2")
             await given.client.heard(End)
@@ -450,7 +450,7 @@ def test_a_request_that_misses_a_part_is_to_be_sent_anew() -> None:
             await given.client.say(Resume(1, secret_of(1), 1, 0))
 
             await until(lambda: given.client.control == [Unknown(1, secret_of(1), 1)])
-            assert given.instance.control.calls() == []
+            assert given.instance.ledger.calls() == []
             assert handler.requests == []
 
     run(story())
@@ -521,7 +521,7 @@ def test_clients_that_never_read_are_bounded_together_and_do_not_stop_one_that_d
                 for number in range(4):
                     client.send(number)
             await asyncio.sleep(0.2)
-            unread = given.instance.control.unread
+            unread = given.instance.ledger.unread
             held = unread.held
 
             given.client.send(1)
@@ -583,7 +583,7 @@ def test_a_client_that_never_takes_its_results_is_refused_while_others_are_serve
             # Once it has them it is served again.
             done = [(number, secret_of(number)) for number in range(8)]
             await lazy.say(Open([], done))
-            assert given.instance.control.unread.held < 300_000
+            assert given.instance.ledger.unread.held < 300_000
             lazy.send(9)
             await lazy.heard(End, 8 - len(refused) + 1)
             await lazy.connection.close()
@@ -773,13 +773,13 @@ def test_large_requests_that_wait_are_bounded_and_leave_room_to_other_clients() 
                 given.client.send(number, bytes(40_000))
             other.send(1, bytes(40_000))
             await settle(given.client.connection)
-            waiting = given.instance.control.unread.held
+            waiting = given.instance.ledger.unread.held
 
             gate.set()
             await other.heard(End)
             refused = [failed.code for failed in await given.client.heard(Failed)]
             await until(lambda: given.instance.load == 0)
-            requests = sum(call.waiting_bytes for call in given.instance.control.calls())
+            requests = sum(call.waiting_bytes for call in given.instance.ledger.calls())
             return waiting, refused, len(given.client.all(End)), requests
 
     waiting, refused, done, left = run(story())

@@ -13,7 +13,7 @@ from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.protocol.wire import Failed, Heartbeat, Open
-from dynbus.bus.serving.control import ARRIVAL_GRACE
+from dynbus.bus.serving.ledger import ARRIVAL_GRACE
 from dynbus.testing import run
 
 CALLS = 10
