@@ -5,6 +5,7 @@ from dynbus.bus.records.discovery import Instance
 
 from .calling.clients import Call, EndpointClient, with_options
 from .calling.options import call_options
+from .calling.relay import Arrival, Relay
 from .calling.routing import (
     ItemObserver,
     LeastLoaded,
@@ -28,6 +29,7 @@ from .serving.instance import ActorInstance
 __all__ = [
     "Actor",
     "ActorInstance",
+    "Arrival",
     "Call",
     "EndpointClient",
     "EndpointName",
@@ -38,6 +40,7 @@ __all__ = [
     "Load",
     "PowerOfTwo",
     "Random",
+    "Relay",
     "RoundRobin",
     "Route",
     "RouteObserver",

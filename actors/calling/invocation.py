@@ -7,7 +7,7 @@ carried out here, and whoever observes the call is told.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynbus.actors.declaring.codec import Misfit
@@ -230,31 +230,72 @@ class Invocation:
         Raises:
             DynbusError: how the call ended.
         """
+        call = self.call or await self.open()
+        while True:
+            try:
+                items = await call.items()
+                break
+            except DynbusError as error:
+                call = await self.open_again(error)
+            except BaseException as error:
+                self._end(error)
+                raise
+        if items:
+            self.arrived(items)
+        else:
+            self.finish(None)
+        return items
+
+    async def open(self) -> PendingCall:
+        """Send the request of a stream, over as many attempts as are safe.
+
+        Raises:
+            DynbusError: it could not be sent.
+        """
         try:
             while True:
-                call = self.call
                 try:
-                    if call is None:
-                        call = await self.begin()
-                    items = await call.items()
-                    break
+                    return await self.begin()
                 except DynbusError as error:
-                    if self.call is not None and self.call.reader.has_begun:
-                        if self.call.unreachable and self.call.error is error:
-                            self._pass_over(error, unreachable=True)
-                        raise
                     await self._prepare_retry(error)
         except BaseException as error:
             self._end(error)
             raise
-        if not items:
-            self._end(None)
-            return items
+
+    async def open_again(self, error: DynbusError) -> PendingCall:
+        """Send the request of a stream once more, after `error` ended it.
+
+        Raises:
+            DynbusError: the error itself, when it may not be; or that of a later attempt.
+        """
+        if self.has_begun:
+            self.finish(error)
+            raise error
+        try:
+            await self._prepare_retry(error)
+        except BaseException as last:
+            self._end(last)
+            raise
+        return await self.open()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of the results has arrived, so that the call is never repeated."""
+        return self.call is not None and self.call.reader.has_begun
+
+    def arrived(self, items: Sequence[bytes]) -> None:
+        """Tell the observers of items that have arrived."""
         if self._observation is not None:
             self._observation.items(len(items))
         if self._selection.observation is not None:
             self._selection.observation.arrived(items)
-        return items
+
+    def finish(self, error: DynbusError | None) -> None:
+        """A stream is over, and has ended so; once its items were read."""
+        call = self.call
+        if error is not None and call is not None and call.unreachable and call.error is error:
+            self._pass_over(error, unreachable=True)
+        self._end(error)
 
     def abandon(self, error: DynbusError | None = None) -> None:
         """Leave the call: the far side is cancelled, and what was not sent yet never is.

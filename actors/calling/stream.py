@@ -103,9 +103,8 @@ class Stream(AsyncGenerator[T, None]):
             self._size = len(data)
             try:
                 return self._decode_many([data])[0]  # type: ignore[no-any-return]
-            except Misfit as error:
-                self._fail(error)
-                return await self._refill()
+            except Misfit:
+                return await self._take([data])
         reader.ready = []
         return await self._take(raw)
 
@@ -121,6 +120,17 @@ class Stream(AsyncGenerator[T, None]):
     ) -> T:
         self._close()
         raise typ if isinstance(typ, BaseException) else typ()
+
+    def hand_over(self) -> tuple[Invocation, Callable[[Sequence[bytes]], list[Any]]]:
+        """Close the stream for somebody who reads in its place: the call, and how items are read.
+
+        Raises:
+            RuntimeError: it was iterated over already, or is closed.
+        """
+        if self._closed or self._invocation.call is not None:
+            raise RuntimeError(f"{self!r} is read already: make another call")
+        self._closed = True
+        return self._invocation, self._decode_many
 
     async def aclose(self) -> None:
         """Leave the stream; the far side stops."""
@@ -163,32 +173,16 @@ class Stream(AsyncGenerator[T, None]):
 
     async def _take(self, raw: list[bytes]) -> T:
         self._size = sum(map(len, raw))
-        try:
-            self._items = self._decode_many(raw)
-        except Misfit:
-            self._items = self._decode_to_misfit(raw)
-            if not self._items:
+        items, failure = decode_to_misfit(self._invocation, self._decode_many, raw)
+        if failure is not None:
+            # The far side stops, and the error follows what fits.
+            self._close(failure)
+            self._failure = failure
+            if not items:
                 return await self._refill()
+        self._items = items
         self._index = 1
-        return self._items[0]  # type: ignore[no-any-return]
-
-    def _decode_to_misfit(self, raw: list[bytes]) -> list[Any]:
-        """The items before the first that does not fit, which fails the stream after them."""
-        good: list[Any] = []
-        try:
-            for data in raw:
-                good += self._decode_many([data])
-        except Misfit as error:
-            self._fail(error)
-        return good
-
-    def _fail(self, error: Misfit) -> None:
-        """An item does not fit: the far side stops, and the error follows what fits."""
-        failure = InvalidResponse(
-            f"an item of {self._invocation.endpoint}: {error}", request_id=self.id
-        )
-        self._close(failure)
-        self._failure = failure
+        return items[0]  # type: ignore[no-any-return]
 
     def _close(self, error: InvalidResponse | None = None) -> None:
         self._closed = True
@@ -197,3 +191,22 @@ class Stream(AsyncGenerator[T, None]):
         self._index = 0
         self._failure = None
         self._invocation.abandon(error)
+
+
+def decode_to_misfit(
+    invocation: Invocation,
+    decode_many: Callable[[Sequence[bytes]], list[Any]],
+    raw: Sequence[bytes],
+) -> tuple[list[Any], InvalidResponse | None]:
+    """Items as values, up to the first that does not fit, and the error that it is."""
+    try:
+        return decode_many(raw), None
+    except Misfit:
+        good: list[Any] = []
+        try:
+            for data in raw:
+                good += decode_many([data])
+        except Misfit as error:
+            text = f"an item of {invocation.endpoint}: {error}"
+            return good, InvalidResponse(text, request_id=invocation.request_id)
+        return good, None

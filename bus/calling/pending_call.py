@@ -49,6 +49,8 @@ class PendingCall(CallProgress):
         doubt: the bounce token of the question whether it arrived at all; empty if unasked.
         unreachable: whether nobody took it, or its instance died.
         deadline_number: of its deadline, for whoever has armed it.
+        on_news: called in place of waking a task, whenever items have come or it has ended; for
+            whoever reads many calls at once.
     """
 
     __slots__ = (
@@ -58,6 +60,7 @@ class PendingCall(CallProgress):
         "deadline_number",
         "doubt",
         "endpoint",
+        "on_news",
         "remote",
         "request_id",
         "streaming",
@@ -86,6 +89,7 @@ class PendingCall(CallProgress):
         self.doubt = ""
         self.deadline_number: int | None = None
         self.unreachable = False
+        self.on_news: Callable[[], object] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._unlink: Callable[[], None] | None = None
 
@@ -171,6 +175,9 @@ class PendingCall(CallProgress):
 
     def wake(self) -> None:
         """Something has happened that the reader waits for."""
+        if self.on_news is not None:
+            self.on_news()
+            return
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None

@@ -1,0 +1,314 @@
+"""Reading many streams at once: one call for all that a message brought, and no task per stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+from dynbus.actors.declaring.brief_repr import brief_repr
+from dynbus.bus.calling.pending_call import PendingCall
+from dynbus.bus.errors import Cancelled, ConfigError, DynbusError
+
+from .invocation import Invocation
+from .stream import Stream, decode_to_misfit
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+
+class Arrival(NamedTuple, Generic[K, T]):
+    """What has arrived of one stream.
+
+    Attributes:
+        items: those that came since the last time, in order; there may be none at the end.
+        ended: whether nothing more will come.
+        error: how the stream ended, when it did not end well.
+    """
+
+    stream: RelayedStream[K]
+    items: Sequence[T]
+    ended: bool = False
+    error: DynbusError | None = None
+
+
+class Relay(Generic[K, T]):
+    """Reads many streams for somebody who passes their items on, such as a router or a gateway.
+
+    What one message of the bus brings, for however many streams, is one call of `deliver`. Leaving
+    the `with` block of a relay cancels every stream that is open.
+
+    Args:
+        deliver: called on the event loop with an `Arrival` for each stream that has news; it must
+            return at once. Then the items count as consumed, which grants the far side credit,
+            except those of a stream that is paused. When it raises, the streams that it was
+            called with are cancelled.
+    """
+
+    def __init__(self, deliver: Callable[[list[Arrival[K, T]]], object]) -> None:
+        self._deliver = deliver
+        self._open: set[RelayedStream[K]] = set()
+        self._news: list[RelayedStream[K]] = []
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Relay [{len(self._open)} streams]>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel every stream that is open; no other is opened."""
+        self._closed = True
+        for stream in list(self._open):
+            stream.cancel()
+
+    async def open(self, stream: AsyncIterable[T], key: K) -> RelayedStream[K]:
+        """Send the request of a stream; from now on its items are delivered.
+
+        Args:
+            stream: what a client's streaming method returned, not iterated over yet, or an untyped
+                call of a streaming endpoint, also a `raw` one.
+            key: what the stream is to be known by when it is delivered.
+
+        Raises:
+            ConfigError: it is no such stream.
+            RuntimeError: it was iterated over or relayed already.
+            Cancelled: the relay is closed.
+            DynbusError: the request could not be sent.
+        """
+        reading: Any = aiter(stream)
+        if not isinstance(reading, Stream):
+            raise ConfigError(
+                f"{brief_repr(stream)} cannot be relayed: give the stream that a client's method "
+                "returns"
+            )
+        relayed = RelayedStream(key, *reading.hand_over(), self._note, self._open.discard)
+        self._open.add(relayed)
+        if self._closed:
+            relayed.cancel()
+        await relayed.begin()
+        return relayed
+
+    def _note(self, stream: RelayedStream[K]) -> None:
+        """A stream has news: pass them on together with those of all others."""
+        if not self._news:
+            asyncio.get_running_loop().call_soon(self._pass_on)
+        self._news.append(stream)
+
+    def _pass_on(self) -> None:
+        streams, self._news = self._news, []
+        arrivals: list[Arrival[K, T]] = []
+        for stream in streams:
+            arrival = stream.take()
+            if arrival is not None:
+                arrivals.append(arrival)
+        if not arrivals:
+            return
+        try:
+            self._deliver(arrivals)
+        except Exception as error:
+            # What became of their items nobody knows; the other streams go on.
+            logger.exception("%r could not deliver", self)
+            for arrival in arrivals:
+                arrival.stream.cancel(error)
+            return
+        for arrival in arrivals:
+            arrival.stream.delivered()
+
+
+class RelayedStream(Generic[K]):
+    """One stream of a `Relay`. Leaving its `with` block cancels it, unless it has ended.
+
+    Attributes:
+        key: what it was opened with.
+        is_over: whether it has ended, or was cancelled.
+    """
+
+    __slots__ = (
+        "_call",
+        "_decode_many",
+        "_error",
+        "_has_news",
+        "_invocation",
+        "_note",
+        "_over",
+        "_paused",
+        "_undelivered",
+        "_unread_bytes",
+        "_waiting",
+        "is_over",
+        "key",
+    )
+
+    def __init__(
+        self,
+        key: K,
+        invocation: Invocation,
+        decode_many: Callable[[Sequence[bytes]], list[Any]],
+        note: Callable[[RelayedStream[K]], object],
+        over: Callable[[RelayedStream[K]], object],
+    ) -> None:
+        self.key = key
+        self.is_over = False
+        self._invocation = invocation
+        self._decode_many = decode_many
+        self._note = note
+        self._over = over
+        self._call: PendingCall | None = None
+        self._has_news = False
+        self._paused = False
+        self._unread_bytes = 0
+        self._undelivered: DynbusError | None = None
+        self._error: BaseException | None = None
+        self._waiting: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        state = "over" if self.is_over else "paused" if self._paused else "open"
+        return f"<RelayedStream {self._invocation.endpoint} {self.id} [{state}]>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    @property
+    def id(self) -> str:
+        """The request id."""
+        return self._invocation.request_id
+
+    @property
+    def instance_id(self) -> str:
+        """The instance that serves the stream."""
+        return self._invocation.instance_id
+
+    def pause(self) -> None:
+        """Let the items from the present delivery on not count as consumed, until `resume`.
+
+        The far side stops when it has used up its credit; what it has sent by then is delivered.
+        """
+        self._paused = True
+
+    def resume(self) -> None:
+        """Let the items that were delivered count as consumed."""
+        self._paused = False
+        self.delivered()
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        """Leave the stream: the far side stops, and nothing more is delivered.
+
+        Args:
+            error: what `ended` raises, in place of `Cancelled`.
+        """
+        if self.is_over:
+            return
+        self._finish(error or Cancelled("the relay left the stream", request_id=self.id))
+        self._invocation.abandon(error if isinstance(error, DynbusError) else None)
+
+    async def ended(self) -> None:
+        """Wait until the stream has ended and all of it was delivered.
+
+        Raises:
+            DynbusError: how it ended otherwise.
+            BaseException: what `deliver` raised.
+        """
+        while not self.is_over:
+            if self._waiting is None:
+                self._waiting = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._waiting)
+        if self._error is not None:
+            raise self._error
+
+    # Called by the relay -----------------------------------------------------------------
+
+    async def begin(self) -> None:
+        """Send the request."""
+        try:
+            self._listen(await self._invocation.open())
+        except BaseException as error:
+            self._finish(error)
+            raise
+
+    def take(self) -> Arrival[K, Any] | None:
+        """What has arrived since the last time, and its end; None for nothing."""
+        self._has_news = False
+        call = self._call
+        if self.is_over or call is None:
+            return None
+        if self._undelivered is not None:
+            self._finish(self._undelivered)
+            return Arrival(self, (), True, self._undelivered)
+        items: list[Any] = []
+        raw = call.reader.ready
+        if raw:
+            call.reader.ready = []
+            self._unread_bytes += len(raw[0]) if len(raw) == 1 else sum(map(len, raw))
+            invocation = self._invocation
+            if not invocation.is_direct:
+                invocation.arrived(raw)
+            items, failure = decode_to_misfit(invocation, self._decode_many, raw)
+            if failure is not None:
+                self.cancel(failure)
+                return Arrival(self, items, True, failure)
+        if call.is_open:
+            return Arrival(self, items)
+        error = call.error
+        if error is not None and not call.reader.has_begun:
+            self._invocation.runtime.bus.background.start(self._again, error, name="relay-retry")
+            return None
+        self._invocation.finish(error)
+        self._finish(error)
+        return Arrival(self, items, True, error)
+
+    def delivered(self) -> None:
+        """What was taken counts as consumed, unless the stream is paused."""
+        if self._unread_bytes and not self._paused:
+            if self._call is not None:
+                self._call.consumed(self._unread_bytes)
+            self._unread_bytes = 0
+
+    # Internals -----------------------------------------------------------------------------
+
+    def _listen(self, call: PendingCall) -> None:
+        self._call = call
+        call.on_news = self._on_news
+
+    def _on_news(self) -> None:
+        if not self._has_news:
+            self._has_news = True
+            self._note(self)
+
+    async def _again(self, error: DynbusError) -> None:
+        """Make the call once more, where nothing has come of it."""
+        try:
+            self._listen(await self._invocation.open_again(error))
+        except DynbusError as last:
+            self._undelivered = last
+            self._on_news()
+
+    def _finish(self, error: BaseException | None) -> None:
+        self.is_over = True
+        self._error = error
+        if self._call is not None:
+            self._call.on_news = None
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+        self._over(self)
