@@ -18,6 +18,7 @@ from typing import (
 
 from dynbus.actors.calling.options import ClientOptions, client_options
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import ComponentName, InstanceName, check_token
 
 from .handlers import SPEC, HandlerSpec
@@ -123,6 +124,10 @@ class Actor:
         """Give the instance its place; `ActorInstance` does this before `on_start`."""
         self._dynbus_runtime = runtime
         self._dynbus_name = name
+
+    def __dynbus_endpoint__(self, endpoint: Endpoint) -> Endpoint:
+        """What serves a handler: the endpoint made of it, or another in its place."""
+        return endpoint
 
     async def on_start(self) -> None:
         """Runs before the instance is announced; an exception here stops it."""

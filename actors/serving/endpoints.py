@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 def endpoints_of(actor: Actor) -> list[Endpoint]:
     """An endpoint for each handler of an actor's object."""
     specs = type(actor).__dynbus_handlers__
-    return [make_endpoint(getattr(actor, name), spec) for name, spec in specs.items()]
+    return [
+        actor.__dynbus_endpoint__(make_endpoint(getattr(actor, name), spec))
+        for name, spec in specs.items()
+    ]
 
 
 def make_endpoint(method: Callable[..., Any], spec: HandlerSpec) -> Endpoint:

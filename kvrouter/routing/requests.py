@@ -8,6 +8,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, cast
 
+import msgspec
 from pydantic import ConfigDict
 
 from dynbus.actors.calling.routing import RouteRequest
@@ -74,7 +75,7 @@ class RequestFields:
         Raises:
             InvalidRequest: it has no token ids, or a field of another kind.
         """
-        body = request.request
+        body = _opened(request)
         tokens = field_of(body, self.token_ids)
         if tokens is None:
             raise InvalidRequest(
@@ -113,6 +114,21 @@ class RequestFields:
                 started=False,
             ) from None
         return shape, lora_name
+
+
+def _opened(request: RouteRequest) -> Any:
+    """What was asked for, also where it is passed on as the JSON that came."""
+    body = request.request
+    if not isinstance(body, msgspec.Raw):
+        return body
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(
+            f"{request.endpoint}: the request is no JSON: {error}",
+            request_id=request.request_id,
+            started=False,
+        ) from None
 
 
 def _is_row(tokens: Any) -> bool:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import fields
-from typing import Any, TypeVar, Unpack, cast, get_type_hints
+from dataclasses import fields, replace
+from typing import Any, TypeVar, Unpack, get_type_hints
 
+import msgspec
 from pydantic import BaseModel
 
 from dynbus.actors import Actor, handler
 from dynbus.actors.calling.clients import EndpointClient
 from dynbus.actors.calling.stream import Stream
-from dynbus.actors.declaring.json_object import JsonObject
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.reply_port import ReplyPort
 
 from .config import RouterConfig, RouterSettings
 from .decision import tell
@@ -103,16 +105,44 @@ class RouterActor(Actor, abstract=True):
     @handler(idle_timeout=None)
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """What the chosen instance gives, item by item."""
+        found = await self._call(request)
+        if not isinstance(found, Stream):
+            yield msgspec.json.decode(found)
+            return
+        async with aclosing(found) as items:
+            async for item in items:
+                yield msgspec.json.decode(item)
+
+    def __dynbus_endpoint__(self, endpoint: Endpoint) -> Endpoint:
+        """Callers get `generate` as it is declared; what passes is read for its tokens alone."""
+        if endpoint.name != "generate" or type(self).generate is not RouterActor.generate:
+            return endpoint
+        decode = endpoint.decode
+        return replace(
+            endpoint,
+            decode=lambda data: msgspec.Raw(data) if data else decode(data),
+            invoke=self._relay,
+            by_port=True,
+        )
+
+    async def _relay(self, request: msgspec.Raw, port: ReplyPort) -> None:
+        """`generate`, with the request and the items passed on as they come."""
+        found = await self._call(request)
+        if not isinstance(found, Stream):
+            port.push(found)
+            return
+        async with aclosing(found) as items:
+            async for item in items:
+                if not port.push(item):
+                    await port.writable()
+                    if port.ended:
+                        return
+
+    async def _call(self, request: Any) -> Stream[bytes] | bytes:
         if self._client is None:
             raise RuntimeError("the router was not started")
-        answer = await self._client.generate(request)
-        if not isinstance(answer, Stream):
-            yield _plain(answer)
-            return
-        stream: Stream[Any] = cast(Any, answer)
-        async with aclosing(stream):
-            async for item in stream:
-                yield _plain(item)
+        found: Stream[bytes] | bytes = await self._client.generate(request).raw()
+        return found
 
     @handler
     async def decisions(self, request: DecisionQuery) -> list[dict[str, Any]]:
@@ -161,12 +191,3 @@ class PolicyReport(BaseModel):
 
     policy: str
     policies: list[str]
-
-
-def _plain(value: Any) -> Any:
-    """A value of an untyped call as what a handler may yield."""
-    if isinstance(value, JsonObject):
-        return {key: _plain(field) for key, field in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(element) for element in cast("Sequence[Any]", value)]
-    return value

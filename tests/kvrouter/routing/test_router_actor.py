@@ -7,9 +7,18 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import pytest
+from msgspec import Raw
 from pydantic import BaseModel
 
-from dynbus import Actor, ConfigError, DeadlineExceeded, DynbusError, call_options, handler
+from dynbus import (
+    Actor,
+    ConfigError,
+    DeadlineExceeded,
+    DynbusError,
+    InvalidRequest,
+    call_options,
+    handler,
+)
 from dynbus.actors.declaring.arguments import Text, build_arguments
 from dynbus.bus.clock import monotonic
 from dynbus.kvrouter import DecisionQuery, PolicyChoice, PolicyReport, RequestFields, RouterActor
@@ -290,3 +299,67 @@ def test_a_router_of_an_endpoint_that_answers_once_gives_that_answer() -> None:
             return [item async for item in kit.client(Front).generate(REQUEST)]
 
     assert run(story()) == [{"name": "a"}]
+
+
+class Odd(Actor, namespace="llm", component="Odd"):
+    """Tells its request as it came, and writes JSON as nobody else would."""
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        return {"kv_block_size": "16"}
+
+    @handler
+    async def generate(self, prompt: Raw) -> AsyncGenerator[Raw, None]:
+        yield prompt
+        yield Raw(b'{ "a":1.50 }')
+
+
+async def odd_front(kit: TestKit, front: type[RouterActor] = Front) -> Any:
+    await kit.start(Odd)
+    await kit.start(front, target="llm.Odd.generate", exact=False)
+    return await kit.caller.endpoint(f"llm.{front.__name__}.generate").client()
+
+
+def test_a_request_and_its_items_pass_as_the_bytes_that_came() -> None:
+    body = b'{"token_ids" : [1,2], "extra":1e2}'
+
+    async def story() -> list[bytes]:
+        async with TestKit() as kit:
+            client = await odd_front(kit)
+            return [item async for item in client.generate(body).raw()]
+
+    assert run(story()) == [body, b'{ "a":1.50 }']
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [(b"", "dict"), (b"{", "is no JSON"), (b"[1]", "no 'token_ids'"), (b"null", "no 'token_ids'")],
+)
+def test_a_request_that_cannot_be_read_is_refused(body: bytes, told: str) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            client = await odd_front(kit)
+            with pytest.raises(InvalidRequest, match=told):
+                await anext(aiter(client.generate(body)))
+
+    run(story())
+
+
+class Counting(RouterActor, namespace="llm"):
+    """Adds something of its own to what the engine gives."""
+
+    @handler
+    async def generate(self, request: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        number = 0
+        async for item in super().generate(request):
+            number += 1
+            yield item
+        yield {"items": number}
+
+
+def test_a_subclass_may_look_into_what_passes() -> None:
+    async def story() -> list[Any]:
+        async with TestKit() as kit:
+            client = await odd_front(kit, Counting)
+            return [dict(item) async for item in client.generate({"token_ids": [1]})]
+
+    assert run(story()) == [{"token_ids": (1,)}, {"a": 1.5}, {"items": 2}]
