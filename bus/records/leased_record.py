@@ -182,6 +182,8 @@ class LeasedRecord:
         lease = self.lease
         if not lease.written or lease.state in (LeaseState.CONFLICT, LeaseState.ENDED):
             return
+        # From here on nobody may count on it, since another may hold it before the answer comes.
+        lease.state = LeaseState.ENDED
         try:
             if not is_connected:
                 raise Unavailable("there is no connection")

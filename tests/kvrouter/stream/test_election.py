@@ -9,15 +9,11 @@ import anyio
 from tests.kvrouter.event_bus import eventually
 
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.transport import StoredMessage
-from dynbus.kvrouter.stream.election import ELECTION_STREAM, Candidacy, Election
+from dynbus.bus.protocol.names import kv_election_subject
+from dynbus.kvrouter.stream.election import ELECTION_STREAM, Election
 from dynbus.testing import run
 
 TTL = 3.0
-
-
-def record(holder: str, sequence: int) -> StoredMessage:
-    return StoredMessage("s", sequence, 0.0, {}, b'{"holder":"%s"}' % holder.encode())
 
 
 async def candidate(bus: MemoryBus, name: str, exits: AsyncExitStack) -> Election:
@@ -32,25 +28,21 @@ async def lost(election: Election, within: float) -> None:
         await anyio.sleep_forever()
 
 
-def test_a_candidate_is_elected_from_the_beginning_of_its_write_for_the_ttl() -> None:
-    candidacy = Candidacy("a", TTL)
+def test_a_candidate_does_not_write_over_another_one_nor_over_what_it_cannot_read() -> None:
+    async def story(data: bytes) -> tuple[bytes, bool]:
+        bus = MemoryBus()
+        async with AsyncExitStack() as exits:
+            jetstream = (await bus.connect()).jetstream
+            await jetstream.ensure_stream(ELECTION_STREAM)
+            await jetstream.publish(kv_election_subject("demo", "Engine"), data)
+            election = await candidate(bus, "a", exits)
+            await asyncio.sleep(3 * TTL)
+            stored = await jetstream.last(ELECTION_STREAM.name, "$KV.>")
+            assert stored is not None
+            return stored.data, election.is_elected
 
-    assert candidacy.found(None)
-    candidacy.stored(7, begun=10.0)
-
-    assert candidacy.is_elected(12.9)
-    assert not candidacy.is_elected(13.0)
-    assert candidacy.revision == 7
-
-
-def test_a_candidate_does_not_write_over_another_one_but_over_itself_and_markers() -> None:
-    candidacy = Candidacy("a", TTL)
-
-    assert not candidacy.found(record("b", 4))
-    assert candidacy.found(record("a", 5))
-    assert candidacy.found(StoredMessage("s", 6, 0.0, {"KV-Operation": "DEL"}, b""))
-    assert candidacy.revision == 6
-    assert not candidacy.found(StoredMessage("s", 8, 0.0, {}, b"\xff"))
+    for other in (b'{"holder":"b"}', b"\xff"):
+        assert run(story(other)) == (other, False)
 
 
 def test_of_three_candidates_one_is_elected_and_stays_so() -> None:
@@ -113,31 +105,53 @@ def test_one_that_is_not_fit_any_longer_steps_back() -> None:
     run(story())
 
 
-def test_the_elected_one_survives_that_everything_stored_is_gone() -> None:
-    async def story() -> float:
+def test_the_elected_one_writes_its_record_again_when_everything_stored_is_gone() -> None:
+    async def story() -> bytes:
         bus = MemoryBus()
         async with AsyncExitStack() as exits:
             election = await candidate(bus, "a", exits)
             await eventually(lambda: election.is_elected)
             bus.jetstream.delete(ELECTION_STREAM.name)
-            await lost(election, within=TTL)
-            return await eventually(lambda: election.is_elected)
+            await asyncio.sleep(TTL)
+            assert election.is_elected
+            stored = await bus.connections[0].jetstream.last(ELECTION_STREAM.name, "$KV.>")
+            assert stored is not None
+            return stored.data
 
-    assert run(story()) <= TTL / 3 + 0.1
+    assert run(story()) == b'{"holder":"a"}'
 
 
-def test_one_is_elected_again_after_the_bucket_met_a_full_disk() -> None:
-    async def story() -> bool:
+def test_nobody_is_elected_while_its_record_is_being_withdrawn() -> None:
+    async def story() -> tuple[bool, bool]:
+        bus = MemoryBus()
+        connection = await bus.connect()
+        election = Election(connection.jetstream, "demo", "Engine", "a", ttl=TTL)
+        await election.__aenter__()
+        await eventually(lambda: election.is_elected)
+        with bus.delay(">", 0.2):
+            closing = asyncio.create_task(election.close())
+            await asyncio.sleep(0.1)
+            during, is_done = election.is_elected, closing.done()
+            await closing
+        return during, is_done
+
+    assert run(story()) == (False, False)
+
+
+def test_the_bucket_is_made_again_in_memory_after_it_met_a_full_disk() -> None:
+    async def story() -> None:
         bus = MemoryBus()
         async with AsyncExitStack() as exits:
             election = await candidate(bus, "a", exits)
             await eventually(lambda: election.is_elected)
+            jetstream = bus.connections[0].jetstream
 
             bus.jetstream.break_store(ELECTION_STREAM.name, "no space left on device")
-            await lost(election, within=2 * TTL)
-            await eventually(lambda: election.is_elected, within=2 * TTL)
+            await asyncio.sleep(3 * TTL)
 
-            config = await bus.connections[0].jetstream.stream_config(ELECTION_STREAM.name)
-            return config.in_memory
+            config = await jetstream.stream_config(ELECTION_STREAM.name)
+            assert config.in_memory
+            assert await jetstream.last(ELECTION_STREAM.name, "$KV.>") is not None
+            assert election.is_elected
 
-    assert run(story())
+    run(story())
