@@ -4,6 +4,7 @@ from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.records.discovery import Instance
 
 from .calling.clients import Call, EndpointClient, with_options
+from .calling.dependencies import depends
 from .calling.options import call_options
 from .calling.relay import Arrival, Relay
 from .calling.routing import (
@@ -20,11 +21,9 @@ from .calling.routing import (
     Routing,
 )
 from .calling.stream import Stream
-from .declaring.actor import Actor, depends
 from .declaring.handlers import handler
 from .declaring.json_object import JsonObject
-from .runtime import Runtime
-from .serving.instance import ActorInstance
+from .runtime import Actor, ActorInstance, Runtime
 
 __all__ = [
     "Actor",

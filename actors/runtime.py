@@ -1,39 +1,186 @@
-"""`Runtime`: one process on the bus, with the instances it runs and the clients it gives."""
+"""`Runtime`: one process on the bus; and `Actor`, whose instances it runs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import logging
-from collections.abc import Generator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, cast, overload
+from typing import Any, Self, TypeVar, Unpack, overload
 
+import anyio
+
+from dynbus.bus.background import Background
 from dynbus.bus.bus import Bus
-from dynbus.bus.calling.caller import Caller
-from dynbus.bus.cleanup import finish
-from dynbus.bus.clock import monotonic
 from dynbus.bus.config import BusConfig, load_config
+from dynbus.bus.context import inside_instance
 from dynbus.bus.errors import ConfigError, Unavailable
-from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
-from dynbus.bus.records.discovery import Discovery
-from dynbus.bus.transport import ConnectionState
+from dynbus.bus.protocol.endpoint import Endpoint
+from dynbus.bus.protocol.names import ComponentName, EndpointName, InstanceName, check_token
 
-from .calling.clients import EndpointClient, client_class
+from .calling.client_side import ClientSide
+from .calling.clients import EndpointAddress, Namespace, typed_client
 from .calling.options import ClientOptions, client_options
-from .calling.routing import Routing, make_router
-from .declaring.actor import Actor, address_of
-from .declaring.arguments import parameters_of
+from .calling.routing import Routing
+from .declaring.actor import DeclaredActor, address_of, check_startable
+from .declaring.arguments import build_arguments, parameters_of
 from .declaring.brief_repr import brief_repr
-from .serving.instance import ActorInstance, inside_on_stop, stop_all
+from .serving.endpoints import endpoints_of_functions, endpoints_of_object
+from .serving.instance import ServedInstance, inside_on_stop, new_instance_id, stop_all
 
 logger = logging.getLogger(__name__)
 
-A = TypeVar("A", bound=Actor)
+A = TypeVar("A", bound="Actor")
+S = TypeVar("S", bound=ServedInstance)
 
 
-class Runtime:
+class Actor(DeclaredActor, abstract=True):
+    """A class whose `@handler` methods are served on the bus.
+
+    Class arguments:
+        namespace: the deployment or model that it belongs to; inherited when left out.
+        component: its name on the bus, unless it runs as a node of another name; the class name
+            unless given.
+        abstract: True for a base class that is never started itself.
+        on_crash: what `dynbus run` does when an instance ends by itself: `"restart"`, after a
+            pause and for ever, or `"escalate"`, which ends the run; inherited when left out.
+
+    Constructor arguments of a subclass are configuration: they can be set from YAML, the
+    command line and the environment.
+    """
+
+    _dynbus_instance: ActorInstance | None = None
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime that this instance runs in.
+
+        Raises:
+            RuntimeError: before `on_start`.
+        """
+        return self.__dynbus_instance__.runtime
+
+    @property
+    def instance_id(self) -> str:
+        """The id of this instance; empty before it is started."""
+        return self._dynbus_instance.id if self._dynbus_instance is not None else ""
+
+    @property
+    def __dynbus_instance__(self) -> ActorInstance:
+        if self._dynbus_instance is None:
+            raise RuntimeError(
+                f"{type(self).__name__} is not started: the bus can be used from on_start on"
+            )
+        return self._dynbus_instance
+
+    @property
+    def __dynbus_name__(self) -> InstanceName:
+        """Where this instance is on the bus.
+
+        Raises:
+            RuntimeError: before `on_start`.
+        """
+        return self.__dynbus_instance__.name
+
+    def __dynbus_endpoint__(self, endpoint: Endpoint) -> Endpoint:
+        """What serves a handler: the endpoint made of it, or another in its place."""
+        return endpoint
+
+    async def on_start(self) -> None:
+        """Runs before the instance is announced; an exception here stops it."""
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        """What the instance says of itself to whoever finds it, routers above all.
+
+        Asked once, after `on_start` and before the instance is announced. At most 32 keys and
+        4096 bytes; an exception here stops the instance.
+        """
+        return {}
+
+    async def on_stop(self) -> None:
+        """Runs after the drain, when no call is left; in the task in which `on_start` ran."""
+
+    def report_broken(self, reason: str) -> None:
+        """Say that this instance cannot serve any longer, for example since its engine has died.
+
+        It is withdrawn at once: calls go to other instances, those that are open here end with
+        `Draining`, which is retryable, that of the handler which says so too, and `on_stop` runs.
+        `dynbus run` starts the actor again as after a crash. In a program of your own the
+        instance stays stopped, and its `broken` has the reason.
+
+        To be called from any thread; more calls change nothing.
+
+        Raises:
+            RuntimeError: before `on_start`.
+        """
+        self.__dynbus_instance__.report_broken(reason)
+
+
+class ActorInstance(ServedInstance):
+    """A started actor. Made by `Runtime.start`; `stop` ends it gracefully.
+
+    Args:
+        instance_id: a random one unless given.
+        id_is_random: nobody else can have the given id, so nobody is asked for it.
+        node: the name under which it is called; the class's component unless given.
+        namespace: where it runs; the class's own unless given.
+
+    Attributes:
+        actor: the user's object.
+        runtime: in which it runs.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        actor: type[Actor],
+        arguments: dict[str, Any],
+        instance_id: str,
+        *,
+        id_is_random: bool = False,
+        node: str = "",
+        namespace: str = "",
+    ) -> None:
+        check_startable(actor, namespace=namespace)
+        self.runtime = runtime
+        name = address_of(actor, node=node, namespace=namespace).instance(
+            instance_id or new_instance_id()
+        )
+        with inside_instance(name):
+            self.actor = actor(**build_arguments(actor, arguments))
+            made = endpoints_of_object(self.actor, actor.__dynbus_handlers__)
+            endpoints = list(map(self.actor.__dynbus_endpoint__, made))
+        super().__init__(
+            runtime.bus,
+            runtime.background,
+            name,
+            endpoints,
+            self.actor,
+            id_was_given=bool(instance_id) and not id_is_random,
+            ended=runtime.forget,
+        )
+        self.actor._dynbus_instance = self  # pyright: ignore[reportPrivateUsage]
+
+
+class _Endpoints:
+    """What stands behind endpoints that are served without a class."""
+
+    def __init__(self, metadata: Mapping[str, str] | None) -> None:
+        self._metadata = metadata or {}
+
+    async def on_start(self) -> None:
+        """There is nothing to start."""
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        return self._metadata
+
+    async def on_stop(self) -> None:
+        """There is nothing to stop."""
+
+
+class Runtime(ClientSide):
     """One process on the bus. Use it as `async with Runtime.connect() as runtime`.
 
     A runtime that was awaited instead is closed by `close`, or by an `async with` of its own.
@@ -48,14 +195,10 @@ class Runtime:
     """
 
     def __init__(self, bus: Bus) -> None:
-        self.bus = bus
-        self.caller = Caller(bus)
-        self.discovery = Discovery(bus, self.caller.is_heard)
-        self.instances: dict[str, ActorInstance] = {}
+        super().__init__(bus)
+        self.instances: dict[str, ServedInstance] = {}
         self.broken: dict[str, str] = {}
-        self._connected = asyncio.Event()
-        self._connected.set()
-        self._closed = False
+        self.background = Background("the runtime", self._on_background_failure)
         self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -72,7 +215,8 @@ class Runtime:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await finish(self.close())
+        with anyio.CancelScope(shield=True):
+            await self.close()
         if error is None:
             self.bus.check()
 
@@ -102,9 +246,14 @@ class Runtime:
     async def over(cls, bus: Bus) -> Runtime:
         """A runtime on connections that exist; closing it closes them."""
         runtime = cls(bus)
-        bus.data.on_state(runtime._on_state)
         bus.on_failure(runtime._on_failure)
-        await runtime.caller.start()
+        await runtime.background.open()
+        try:
+            await runtime.begin_calling()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await runtime.background.close()
+            raise
         return runtime
 
     # Clients -------------------------------------------------------------------------------
@@ -134,8 +283,7 @@ class Runtime:
         """
         address = _address(actor, node, namespace)
         own = client_options(options, f"client({actor.__name__})")
-        self.discovery.begin()
-        return cast(A, client_class(actor)(self, actor, address, make_router(routing), own))
+        return typed_client(self, actor, address, routing, own)
 
     def namespace(self, name: str) -> Namespace:
         """Where untyped clients begin: `runtime.namespace(n).component(c).endpoint(e)`."""
@@ -163,12 +311,10 @@ class Runtime:
             ConfigError: that is no component.
         """
         if not isinstance(namespace, str):
-            namespace, component = _address(namespace)
-        elif not component:
-            namespace, component = ComponentName.parse(namespace)
-        self.discovery.begin()
-        found = self.discovery.view.instances(namespace, component, monotonic())
-        return [instance.id for instance in found]
+            return self.known_ids(_address(namespace))
+        if component:
+            return self.known_ids(ComponentName(namespace, component))
+        return self.known_ids(ComponentName.parse(namespace))
 
     # Instances -----------------------------------------------------------------------------
 
@@ -210,7 +356,7 @@ class Runtime:
         )
         return await self.serve(instance)
 
-    async def serve(self, instance: ActorInstance) -> ActorInstance:
+    async def serve(self, instance: S) -> S:
         """Start an instance that was made for this runtime.
 
         Raises:
@@ -227,12 +373,63 @@ class Runtime:
             raise
         return instance
 
+    @asynccontextmanager
+    async def serve_endpoints(
+        self,
+        namespace: str,
+        component: str,
+        endpoints: Mapping[str, Any],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        instance_id: str = "",
+        grace: float | None = None,
+    ) -> AsyncGenerator[ServedInstance]:
+        """Serve functions as an instance of a component, without an actor class.
+
+        It is announced when the block is entered. At its end it is drained: it is found no more,
+        and its calls have `grace` seconds to finish.
+
+        Args:
+            endpoints: typed `async def` functions by the names of their endpoints, or methods
+                that are bound to an object. They take a request and `context` and are annotated
+                like handlers; `@handler(...)` gives them options.
+            metadata: what the instance says of itself, see `Actor.instance_metadata`.
+            instance_id: a name of your own instead of a random one.
+            grace: seconds; None for the configured ones.
+
+        Yields:
+            The instance, whose `report_broken` withdraws it, and whose `stopped` tells that it has
+            ended.
+
+        Raises:
+            ConfigError: a name, a function or the metadata is not usable, or the id is taken.
+            Unavailable: the runtime is closed.
+        """
+        self._check_open()
+        if instance_id:
+            check_token("instance_id", instance_id)
+        instance = ServedInstance(
+            self.bus,
+            self.background,
+            ComponentName.of(namespace, component).instance(instance_id or new_instance_id()),
+            endpoints_of_functions(endpoints),
+            _Endpoints(metadata),
+            id_was_given=bool(instance_id),
+            ended=self.forget,
+        )
+        await self.serve(instance)
+        try:
+            yield instance
+        finally:
+            with anyio.CancelScope(shield=True):
+                await instance.stop(grace)
+
     def _check_open(self) -> None:
         self.bus.check()
         if self._closing is not None:
             raise Unavailable("the runtime is closed", started=False)
 
-    def forget(self, instance: ActorInstance) -> None:
+    def forget(self, instance: ServedInstance) -> None:
         """An instance has stopped."""
         self.instances.pop(instance.id, None)
 
@@ -241,26 +438,6 @@ class Runtime:
         await stop_all(self.instances.values(), grace)
 
     # Connection ----------------------------------------------------------------------------
-
-    @property
-    def is_connected(self) -> bool:
-        return self._connected.is_set()
-
-    async def wait_connected(self, timeout: float | None) -> None:
-        """Wait until the bus can be reached.
-
-        Raises:
-            Unavailable: it cannot within `timeout` seconds, or the runtime is closed.
-        """
-        self.bus.check()
-        if self._closed:
-            raise Unavailable("the runtime is closed", started=False)
-        limit = self.bus.config.connect_timeout
-        try:
-            async with asyncio.timeout(limit if timeout is None else min(timeout, limit)):
-                await self._connected.wait()
-        except TimeoutError:
-            raise Unavailable("the bus cannot be reached", started=False) from None
 
     async def close(self) -> None:
         """Stop every instance, end every call, and leave the bus; more calls change nothing.
@@ -284,10 +461,9 @@ class Runtime:
     async def _close(self) -> None:
         async with AsyncExitStack() as then:
             then.push_async_callback(self.bus.close)
-            then.push_async_callback(self.discovery.close)
-            then.push_async_callback(self.caller.close)
+            then.push_async_callback(self.background.close)
+            then.push_async_callback(self.end_calling)
             await self.stop()
-            self._closed = True
 
     def _on_failure(self) -> None:
         # Nobody can count on calls that go on without the work beside them.
@@ -297,11 +473,8 @@ class Runtime:
         # Told already: whoever does not wait for the end has nothing to retrieve.
         closing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    def _on_state(self, state: ConnectionState) -> None:
-        if state is ConnectionState.CONNECTED:
-            self._connected.set()
-        else:
-            self._connected.clear()
+    def _on_background_failure(self, error: BaseException) -> None:
+        self._on_failure()
 
 
 class Connecting:
@@ -335,58 +508,9 @@ class Connecting:
         try:
             return await self._kind.over(bus)
         except BaseException:
-            await finish(bus.close())
+            with anyio.CancelScope(shield=True):
+                await bus.close()
             raise
-
-
-class Namespace:
-    """A namespace of the bus."""
-
-    def __init__(self, runtime: Runtime, name: str) -> None:
-        self._runtime = runtime
-        self.name = name
-
-    def component(self, name: str) -> Component:
-        return Component(self._runtime, self.name, check_token("component", name))
-
-
-class Component:
-    """One kind of actor in a namespace."""
-
-    def __init__(self, runtime: Runtime, namespace: str, name: str) -> None:
-        self._runtime = runtime
-        self.namespace = namespace
-        self.name = name
-
-    def endpoint(self, name: str) -> EndpointAddress:
-        return EndpointAddress(self._runtime, EndpointName.of(self.namespace, self.name, name))
-
-
-class EndpointAddress:
-    """One endpoint of a component."""
-
-    def __init__(self, runtime: Runtime, name: EndpointName) -> None:
-        self._runtime = runtime
-        self.name = name
-
-    async def client(
-        self, *, routing: Routing | None = None, **options: Unpack[ClientOptions]
-    ) -> EndpointClient:
-        """An untyped client, once the instances that exist now are known.
-
-        Args:
-            routing: the name of a policy, or a `Router`; round robin unless given.
-            options: `timeout`, `wait`, `priority`, `retries` and `metadata` of every call of
-                the client, see `call_options`.
-
-        Raises:
-            ConfigError: `routing` or an option is not usable.
-            Unavailable: the instances cannot be read.
-        """
-        own = client_options(options, f"client of {self.name}")
-        self._runtime.discovery.begin()
-        await self._runtime.discovery.wait_synchronized(self._runtime.bus.config.connect_timeout)
-        return EndpointClient(self._runtime, self.name, make_router(routing), own)
 
 
 def _address(actor: Any, node: str = "", namespace: str = "") -> ComponentName:

@@ -21,17 +21,16 @@ import asyncio
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
+import anyio
+
 from dynbus.bus.bus import Bus
-from dynbus.bus.cleanup import finish
 from dynbus.bus.config import load_config
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.telemetry.telemetry import Telemetry
 
 from .calling.options import ClientOptions
 from .calling.routing import Routing
-from .declaring.actor import Actor
-from .runtime import Runtime
-from .serving.instance import ActorInstance
+from .runtime import Actor, ActorInstance, Runtime
 
 A = TypeVar("A", bound=Actor)
 
@@ -62,6 +61,7 @@ class TestKit:
         self._config = load_config(settings, environment={})
         self._caller: Runtime | None = None
         self._runtimes: list[Runtime] = []
+        self._closing: asyncio.Task[None] | None = None
         self.started: dict[str, ActorInstance] = {}
 
     async def __aenter__(self) -> TestKit:
@@ -77,7 +77,10 @@ class TestKit:
         if not self.bus.running:
             self.bus.start()
         # The caller goes first: nobody waits then, and the drains are short.
-        await finish(self._close())
+        # A task of its own: whoever cancels the block again does not undo it.
+        self._closing = asyncio.get_running_loop().create_task(self._close())
+        with anyio.CancelScope(shield=True):
+            await asyncio.shield(self._closing)
 
     @property
     def caller(self) -> Runtime:

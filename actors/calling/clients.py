@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from inspect import Parameter
-from typing import TYPE_CHECKING, Any, Final, Never, TypeVar, cast
+from typing import Any, Final, Never, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
-from dynbus.actors.declaring.actor import Actor
+from dynbus.actors.declaring.actor import DeclaredActor
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.actors.declaring.codec import Misfit
 from dynbus.actors.declaring.handlers import HandlerSpec
@@ -16,14 +16,21 @@ from dynbus.bus.context import Context
 from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
 
+from .client_side import ClientSide
 from .invocation import Invocation
-from .options import DEFAULT, NONE, CallOptions, Default, checked, current_options, refuse_unknown
-from .routing import Router, RoutingName, make_router
+from .options import (
+    DEFAULT,
+    NONE,
+    CallOptions,
+    ClientOptions,
+    Default,
+    checked,
+    client_options,
+    current_options,
+    refuse_unknown,
+)
+from .routing import Router, Routing, RoutingName, make_router
 from .stream import Stream
-
-if TYPE_CHECKING:
-    from dynbus.actors.runtime import Runtime
-
 
 WAIT_TIMEOUT: Final = 60.0
 """Seconds that `wait_for_instances` waits unless told."""
@@ -114,13 +121,13 @@ class EndpointClient:
 
     def __init__(
         self,
-        runtime: Runtime,
+        side: ClientSide,
         endpoint: EndpointName,
         router: Router,
         options: CallOptions = NONE,
     ) -> None:
         self.endpoint = endpoint
-        self._runtime = runtime
+        self._side = side
         self._router = router
         self._options = options
         self._routers: dict[RoutingName, Router] = {}
@@ -155,7 +162,7 @@ class EndpointClient:
 
     def instance_ids(self) -> list[str]:
         """The instances that are known now."""
-        return self._runtime.instance_ids(self.endpoint.namespace, self.endpoint.component)
+        return self._side.known_ids(self.endpoint.component_name)
 
     async def wait_for_instances(
         self, timeout: float | None = WAIT_TIMEOUT, *, count: int = 1
@@ -168,7 +175,7 @@ class EndpointClient:
         Raises:
             NoInstances: there are not as many in time.
         """
-        found = await self._runtime.discovery.wait(self.endpoint, count, timeout)
+        found = await self._side.discovery.wait(self.endpoint, count, timeout)
         return [instance.id for instance in found]
 
     def _policy(self, name: RoutingName) -> Router:
@@ -179,9 +186,7 @@ class EndpointClient:
 
     def _with_options(self, options: CallOptions) -> EndpointClient:
         """This client with other options; both route in turn."""
-        made = EndpointClient(
-            self._runtime, self.endpoint, self._router, options.over(self._options)
-        )
+        made = EndpointClient(self._side, self.endpoint, self._router, options.over(self._options))
         made._routers = self._routers
         return made
 
@@ -190,7 +195,7 @@ class EndpointClient:
         if instance:
             options = CallOptions(instance=instance).over(options)
         invocation = Invocation(
-            self._runtime,
+            self._side,
             self.endpoint,
             router,
             request,
@@ -201,6 +206,56 @@ class EndpointClient:
             options=options,
         )
         return Call(invocation)
+
+
+class Namespace:
+    """A namespace of the bus."""
+
+    def __init__(self, side: ClientSide, name: str) -> None:
+        self._side = side
+        self.name = name
+
+    def component(self, name: str) -> Component:
+        return Component(self._side, self.name, check_token("component", name))
+
+
+class Component:
+    """One kind of actor in a namespace."""
+
+    def __init__(self, side: ClientSide, namespace: str, name: str) -> None:
+        self._side = side
+        self.namespace = namespace
+        self.name = name
+
+    def endpoint(self, name: str) -> EndpointAddress:
+        return EndpointAddress(self._side, EndpointName.of(self.namespace, self.name, name))
+
+
+class EndpointAddress:
+    """One endpoint of a component."""
+
+    def __init__(self, side: ClientSide, name: EndpointName) -> None:
+        self._side = side
+        self.name = name
+
+    async def client(
+        self, *, routing: Routing | None = None, **options: Unpack[ClientOptions]
+    ) -> EndpointClient:
+        """An untyped client, once the instances that exist now are known.
+
+        Args:
+            routing: the name of a policy, or a `Router`; round robin unless given.
+            options: `timeout`, `wait`, `priority`, `retries` and `metadata` of every call of
+                the client, see `call_options`.
+
+        Raises:
+            ConfigError: `routing` or an option is not usable.
+            Unavailable: the instances cannot be read.
+        """
+        own = client_options(options, f"client of {self.name}")
+        self._side.discovery.begin()
+        await self._side.discovery.wait_synchronized(self._side.bus.config.connect_timeout)
+        return EndpointClient(self._side, self.name, make_router(routing), own)
 
 
 class ActorClient:
@@ -217,30 +272,30 @@ class ActorClient:
         "_endpoints",
         "_options",
         "_router",
-        "_runtime",
+        "_side",
     )
 
-    _actor: type[Actor]
+    _actor: type[DeclaredActor]
     _address: ComponentName
     _endpoints: Mapping[str, EndpointName]
     _options: CallOptions
     _router: Router
-    _runtime: Runtime
+    _side: ClientSide
 
     def __init__(
         self,
-        runtime: Runtime,
-        actor: type[Actor],
+        side: ClientSide,
+        actor: type[DeclaredActor],
         address: ComponentName,
+        endpoints: Mapping[str, EndpointName],
         router: Router,
-        options: CallOptions = NONE,
+        options: CallOptions,
     ) -> None:
         set_own = super().__setattr__
-        set_own("_runtime", runtime)
+        set_own("_side", side)
         set_own("_actor", actor)
         set_own("_address", address)
-        handlers = actor.__dynbus_handlers__.values()
-        set_own("_endpoints", {spec.name: address.endpoint(spec.name) for spec in handlers})
+        set_own("_endpoints", endpoints)
         set_own("_router", router)
         set_own("_options", options)
 
@@ -262,9 +317,10 @@ class ActorClient:
     def _with_options(self, options: CallOptions) -> ActorClient:
         """This client with other options; both route in turn."""
         return type(self)(
-            self._runtime,
+            self._side,
             self._actor,
             self._address,
+            self._endpoints,
             self._router,
             options.over(self._options),
         )
@@ -278,7 +334,8 @@ class ActorClient:
         return f"{actor.__name__}.{name} is not a handler{where}; a client has only: {handlers}"
 
 
-C = TypeVar("C", bound=Actor | EndpointClient)
+A = TypeVar("A", bound=DeclaredActor)
+C = TypeVar("C", bound=DeclaredActor | EndpointClient)
 
 
 def with_options(
@@ -328,10 +385,29 @@ def with_options(
     return cast(C, made)
 
 
-_classes: WeakKeyDictionary[type[Actor], type[ActorClient]] = WeakKeyDictionary()
+def typed_client(
+    side: ClientSide,
+    actor: type[A],
+    address: ComponentName,
+    routing: Routing | None,
+    options: CallOptions,
+) -> A:
+    """A client of the instances at `address`, with the methods of the handlers of `actor`.
+
+    Raises:
+        ConfigError: `routing` is not usable, or an annotation of a handler is not.
+    """
+    handlers = actor.__dynbus_handlers__.values()
+    endpoints = {spec.name: address.endpoint(spec.name) for spec in handlers}
+    made = client_class(actor)(side, actor, address, endpoints, make_router(routing), options)
+    side.discovery.begin()
+    return cast(A, made)
 
 
-def client_class(actor: type[Actor]) -> type[ActorClient]:
+_classes: WeakKeyDictionary[type[DeclaredActor], type[ActorClient]] = WeakKeyDictionary()
+
+
+def client_class(actor: type[DeclaredActor]) -> type[ActorClient]:
     """The class of typed clients of an actor; made once per actor class.
 
     Raises:
@@ -343,7 +419,7 @@ def client_class(actor: type[Actor]) -> type[ActorClient]:
     return made
 
 
-def _make_client_class(actor: type[Actor]) -> type[ActorClient]:
+def _make_client_class(actor: type[DeclaredActor]) -> type[ActorClient]:
     methods: dict[str, Any] = {}
     for attribute, spec in actor.__dynbus_handlers__.items():
         spec.check()
@@ -406,7 +482,7 @@ def _invoker(spec: HandlerSpec) -> Callable[..., Invocation]:
             except Misfit as error:
                 raise InvalidRequest(f"{endpoint}: {error}", started=False) from None
         return Invocation(
-            client._runtime,  # pyright: ignore[reportPrivateUsage]
+            client._side,  # pyright: ignore[reportPrivateUsage]
             endpoint,
             client._router,  # pyright: ignore[reportPrivateUsage]
             value,

@@ -21,13 +21,13 @@ from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.tokens import jitter, random_id
 from dynbus.bus.records.discovery import EXPIRY_GRACE, SUSPECT_SECONDS
 
+from .client_side import ClientSide
 from .options import DEFAULT, CallOptions
 from .retry_policy import FailedAttempt, GiveUp, PauseThenRetry, RetryPolicy, is_away
 from .routing import NO_METADATA, Router
 from .selection import Selection
 
 if TYPE_CHECKING:
-    from dynbus.actors.runtime import Runtime
     from dynbus.bus.telemetry.telemetry import CallObservation
 
 
@@ -61,12 +61,12 @@ class Invocation:
         "instance_id",
         "options",
         "request_id",
-        "runtime",
+        "side",
     )
 
     def __init__(
         self,
-        runtime: Runtime,
+        side: ClientSide,
         endpoint: EndpointName,
         router: Router,
         request: Any,
@@ -80,7 +80,7 @@ class Invocation:
         parent: Context | None = None,
     ) -> None:
         parent = parent or current_context()
-        self.runtime = runtime
+        self.side = side
         self.endpoint = endpoint
         self.data = data
         self.options = options
@@ -95,7 +95,7 @@ class Invocation:
         self._may_have_started = False
         self._retry_policy: RetryPolicy | None = None
         self._selection = Selection(
-            runtime, endpoint, router, request, self.request_id, parent, streaming
+            side, endpoint, router, request, self.request_id, parent, streaming
         )
         self._fields: dict[str, str] | None = None
         self._metadata: Mapping[str, str] = NO_METADATA
@@ -156,9 +156,9 @@ class Invocation:
         fields = self._fields
         if fields is None:
             fields = self._fields = self._head_fields()
-        runtime, selection = self.runtime, self._selection
-        if not runtime.is_connected:
-            await runtime.wait_connected(self._time_left())
+        side, selection = self.side, self._selection
+        if not side.is_connected:
+            await side.wait_connected(self._time_left())
             self._check_not_left()
         # Until one is chosen a failure is no instance's, and no reason to try the next.
         self.instance_id = self.options.instance or ""
@@ -183,7 +183,7 @@ class Invocation:
             bool(selection.streaming),
             fields,
         )
-        call = runtime.caller.begin(head, instance_id, self.data)
+        call = side.caller.begin(head, instance_id, self.data)
         self.call = call
         if self._parent is not None:
             call.follow(self._parent)
@@ -352,7 +352,7 @@ class Invocation:
             and not unreachable
             and not error.started
             and isinstance(error, Unavailable),
-            settling=self.runtime.discovery.view.is_settling(monotonic()),
+            settling=self.side.discovery.view.is_settling(monotonic()),
             others=selection.has_untried(self.instance_id),
             waits=self._wait_left() > 0,
         )
@@ -378,8 +378,8 @@ class Invocation:
         seconds = SUSPECT_SECONDS
         if error.started:
             # Only a renewal can show that it is back, and its record lives no longer than this.
-            seconds = self.runtime.bus.config.lease_ttl + EXPIRY_GRACE
-        self.runtime.discovery.suspect(
+            seconds = self.side.bus.config.lease_ttl + EXPIRY_GRACE
+        self.side.discovery.suspect(
             self.endpoint.namespace,
             self.endpoint.component,
             self.instance_id,
@@ -441,7 +441,7 @@ class Invocation:
 
     def _observe(self) -> Mapping[str, str]:
         """Let telemetry begin to observe the call; the trace headers to send along."""
-        telemetry, parent = self.runtime.bus.telemetry, self._parent
+        telemetry, parent = self.side.bus.telemetry, self._parent
         if telemetry is None:
             return parent.trace_headers() if parent is not None else {}
         self._observation = telemetry.client_call(

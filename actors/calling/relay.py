@@ -272,7 +272,7 @@ class RelayedStream(Generic[K]):
             return Arrival(self, items)
         error = call.error
         if error is not None and not call.reader.has_begun:
-            self._invocation.runtime.bus.background.start(self._again, error, name="relay-retry")
+            self._invocation.side.bus.background.start(self._again, error, name="relay-retry")
             return None
         self._invocation.finish(error)
         self._finish(error)

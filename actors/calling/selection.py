@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.bus.clock import monotonic
@@ -24,13 +24,11 @@ from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.records.discovery import Instance, InstanceView
 
+from .client_side import ClientSide
 from .endpoint_kind import first_kind, wrong_kind
 from .options import check_metadata
 from .route_observation import EVENTS, RouteObservation
 from .routing import OWN_POLICIES, ROUTE_TIMEOUT, Load, Route, Router, RouteRequest
-
-if TYPE_CHECKING:
-    from dynbus.actors.runtime import Runtime
 
 
 class Selection:
@@ -56,7 +54,7 @@ class Selection:
         "_request",
         "_request_id",
         "_router",
-        "_runtime",
+        "_side",
         "_tried",
         "metadata",
         "observation",
@@ -65,7 +63,7 @@ class Selection:
 
     def __init__(
         self,
-        runtime: Runtime,
+        side: ClientSide,
         endpoint: EndpointName,
         router: Router,
         request: Any,
@@ -76,7 +74,7 @@ class Selection:
         self.streaming = streaming
         self.observation: RouteObservation | None = None
         self.metadata: str | None = None
-        self._runtime = runtime
+        self._side = side
         self._endpoint = endpoint
         self._router = router
         self._request = request
@@ -273,7 +271,7 @@ class Selection:
 
     @property
     def _view(self) -> InstanceView:
-        return self._runtime.discovery.view
+        return self._side.discovery.view
 
     def _known(self) -> list[Instance]:
         endpoint = self._endpoint
@@ -284,14 +282,14 @@ class Selection:
         return self._view.find(endpoint.namespace, endpoint.component, instance_id)
 
     def _load(self, instance_id: str) -> Load:
-        caller = self._runtime.caller
+        caller = self._side.caller
         place = (self._endpoint.namespace, self._endpoint.component, instance_id)
         return Load(caller.in_flight(*place), caller.load(*place))
 
     async def _wait(self, wait: float, left: float | None) -> list[Instance]:
         try:
             async with asyncio.timeout(left):
-                return await self._runtime.discovery.wait(
+                return await self._side.discovery.wait(
                     self._endpoint, 1, wait if left is None else min(wait, left)
                 )
         except TimeoutError:

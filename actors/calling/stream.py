@@ -141,7 +141,7 @@ class Stream(AsyncGenerator[T, None]):
             return
         try:
             # Garbage is collected on whatever thread happens to allocate, the lane's too.
-            self._invocation.runtime.bus.loop.call_soon_threadsafe(self._invocation.abandon)
+            self._invocation.side.bus.loop.call_soon_threadsafe(self._invocation.abandon)
         except RuntimeError:
             # The loop is closed, and the connection with it: the far side sees that.
             return

@@ -16,12 +16,11 @@ import click
 from pydantic import BaseModel
 
 from dynbus.actors.calling.options import call_options
-from dynbus.actors.declaring.actor import Actor
 from dynbus.actors.declaring.handlers import handler
 from dynbus.actors.running.child_messages import WorkerSettings
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.supervisor import Supervisor
-from dynbus.actors.runtime import Runtime
+from dynbus.actors.runtime import Actor, Runtime
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import json_option, nats_option, print_json, print_table
 from dynbus.bus.config import BusConfig, load_config

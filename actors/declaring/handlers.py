@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, TypeVar, overload
@@ -212,6 +212,7 @@ def handler(
 ) -> Any:
     """Make an `async def` method of an `Actor` callable over the bus.
 
+    It also gives options to a function that `Runtime.serve_endpoints` serves without a class.
     A method that yields streams its items; one that returns is unary. It takes one request
     (or none) and may take `context: Context | None = None` besides.
 
@@ -234,7 +235,10 @@ def handler(
         streaming = _check_kind(method)
         label = method.__qualname__
         signature = inspect.signature(method)
-        parameter = _request_parameter(label, signature)
+        parameters = list(signature.parameters.values())
+        if not parameters and _is_in_class(method):
+            raise ConfigError(f"{label} takes no self: a handler is a method of an Actor")
+        parameter = _request_parameter(label, parameters[1:])
         _check_return(label, signature, streaming)
         default = None if streaming else DEFAULT_TIMEOUT
         spec = HandlerSpec(
@@ -257,6 +261,54 @@ def handler(
     return decorate if function is None else decorate(function)
 
 
+def spec_of(name: str, function: Callable[..., Any]) -> HandlerSpec:
+    """The handler that an async function, or a method that is bound to its object, is by itself.
+
+    Options that `@handler` gives it hold.
+
+    Raises:
+        ConfigError: it is not usable as a handler, or the name is not legal.
+    """
+    check_token("endpoint", name)
+    declared = getattr(function, SPEC, None)
+    if not isinstance(declared, HandlerSpec):
+        declared = _plain_spec(function)
+    signature = inspect.signature(function)
+    spec = replace(
+        declared,
+        name=name,
+        function=function,
+        parameter=_request_parameter(declared.label, list(signature.parameters.values())),
+        takes_context="context" in signature.parameters,
+    )
+    spec.check()
+    return spec
+
+
+def _plain_spec(function: Callable[..., Any]) -> HandlerSpec:
+    """The options of a function without `@handler`."""
+    streaming = _check_kind(function)
+    label = function.__qualname__
+    _check_return(label, inspect.signature(function), streaming)
+    return HandlerSpec(
+        function=function,
+        name="",
+        streaming=streaming,
+        parameter=None,
+        takes_context=False,
+        concurrency=DEFAULT_CONCURRENCY,
+        queue=DEFAULT_QUEUE,
+        timeout=None if streaming else DEFAULT_TIMEOUT,
+        idle_timeout=DEFAULT_IDLE_TIMEOUT,
+        idempotent=False,
+        migration_limit=0,
+    )
+
+
+def _is_in_class(function: Callable[..., Any]) -> bool:
+    return function.__qualname__.rpartition(".")[0].rpartition(".")[2] not in ("", "<locals>")
+
+
 def _check_kind(method: Any) -> bool:
     label = getattr(method, "__qualname__", repr(method))
     if inspect.isasyncgenfunction(method):
@@ -271,12 +323,11 @@ def _check_kind(method: Any) -> bool:
     )
 
 
-def _request_parameter(label: str, signature: inspect.Signature) -> inspect.Parameter | None:
-    """The parameter behind `self` that is not the context; None without one."""
-    parameters = list(signature.parameters.values())
-    if not parameters:
-        raise ConfigError(f"{label} takes no self: a handler is a method of an Actor")
-    requests = [parameter for parameter in parameters[1:] if parameter.name != "context"]
+def _request_parameter(
+    label: str, parameters: Sequence[inspect.Parameter]
+) -> inspect.Parameter | None:
+    """The one of a handler's parameters that is not the context; None without one."""
+    requests = [parameter for parameter in parameters if parameter.name != "context"]
     for parameter in requests:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             shown = parameter.replace(annotation=parameter.empty)

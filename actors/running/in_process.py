@@ -15,11 +15,16 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
-from dynbus.actors.declaring.actor import Actor, address_of
+from dynbus.actors.declaring.actor import address_of
 from dynbus.actors.declaring.restart_policy import OnCrash, RestartPolicy
-from dynbus.actors.runtime import Runtime
-from dynbus.actors.serving.instance import STOP_TIMEOUT, ActorInstance, InstanceBroken, stop_all
-from dynbus.actors.serving.lifecycle import InstanceState
+from dynbus.actors.runtime import Actor, ActorInstance, Runtime
+from dynbus.actors.serving.instance import (
+    STOP_TIMEOUT,
+    InstanceBroken,
+    InstanceState,
+    ServedInstance,
+    stop_all,
+)
 from dynbus.bus import exit_codes
 from dynbus.bus.blocked_loop import OWN_FOLDERS
 from dynbus.bus.cleanup import finish
@@ -294,8 +299,9 @@ async def _drain(runtime: Runtime, ending: Ending) -> None:
         hurry.cancel()
 
 
-def _dependency_depth(instance: ActorInstance) -> int:
-    return dependency_depth(type(instance.actor))
+def _dependency_depth(instance: ServedInstance) -> int:
+    # What an actor serves beside itself depends on nobody that is known.
+    return dependency_depth(type(instance.actor)) if isinstance(instance, ActorInstance) else 0
 
 
 async def _stop_at_once(runtime: Runtime, ending: Ending) -> None:

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final, NamedTuple, TypeVar
 
-from dynbus.actors.declaring.actor import Actor, address_of, check_startable
+from dynbus.actors.declaring.actor import address_of, check_startable
+from dynbus.actors.runtime import Actor
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import ComponentName

@@ -249,7 +249,8 @@ class Worker:
         return exit_codes.OK
 
     async def _started(self, runtime: Runtime) -> None:
-        (instance,) = runtime.instances.values()
+        # What the actor itself serves beside comes after it.
+        instance = next(iter(runtime.instances.values()))
         self._announced = True
         self._channel.send(InstanceReady(instance.id))
         # On the lane: it goes on while a handler blocks this loop, and ends with the lane.

@@ -1,28 +1,40 @@
-"""What the bus needs of each handler of an actor's object."""
+"""What the bus needs of each handler: of an object's methods, or of plain functions."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from dynbus.actors.declaring.actor import Actor
 from dynbus.actors.declaring.codec import AnyCodec
-from dynbus.actors.declaring.handlers import HandlerSpec
+from dynbus.actors.declaring.handlers import HandlerSpec, spec_of
 from dynbus.bus.context import context
-from dynbus.bus.errors import InvalidResponse
+from dynbus.bus.errors import ConfigError, InvalidResponse
 from dynbus.bus.protocol.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
 
-def endpoints_of(actor: Actor) -> list[Endpoint]:
-    """An endpoint for each handler of an actor's object."""
-    specs = type(actor).__dynbus_handlers__
+def endpoints_of_object(served: object, specs: Mapping[str, HandlerSpec]) -> list[Endpoint]:
+    """An endpoint for each handler of an object.
+
+    Args:
+        specs: the handlers by the attributes that have them.
+    """
+    return [make_endpoint(getattr(served, name), spec) for name, spec in specs.items()]
+
+
+def endpoints_of_functions(functions: Mapping[str, Callable[..., Any]]) -> list[Endpoint]:
+    """An endpoint for each of some typed functions, or bound methods, by its name.
+
+    Raises:
+        ConfigError: there is none, or one of them is no handler; the message says what to do.
+    """
+    if not functions:
+        raise ConfigError("there is no endpoint to serve: give a function for each name")
     return [
-        actor.__dynbus_endpoint__(make_endpoint(getattr(actor, name), spec))
-        for name, spec in specs.items()
+        make_endpoint(function, spec_of(name, function)) for name, function in functions.items()
     ]
 
 

@@ -1,24 +1,30 @@
-"""One running actor: its object, its server and its lease."""
+"""One instance on the bus: its endpoints, its lease, its life, and the object behind it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import logging
+import math
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, cast
+from enum import Enum
+from typing import Any, Final, Protocol, cast
 
-from dynbus.actors.declaring.actor import Actor, address_of, check_startable
-from dynbus.actors.declaring.arguments import build_arguments
-from dynbus.bus.cleanup import finish
+import anyio
+
+from dynbus.bus.background import Background, Work
+from dynbus.bus.bus import Bus
 from dynbus.bus.clock import unix_time
 from dynbus.bus.context import inside_instance
 from dynbus.bus.errors import ConfigError, Draining, DynbusError, Unavailable
+from dynbus.bus.protocol.endpoint import Endpoint
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.records.leased_record import LeaseState
 from dynbus.bus.records.leases import LeaseKeeper
@@ -26,17 +32,11 @@ from dynbus.bus.serving.server import InstanceServer
 from dynbus.bus.serving.services import ServiceResponder
 from dynbus.bus.transport import ConnectionState
 
-from .endpoints import endpoints_of
-from .lifecycle import InstanceState, Lifecycle
-
-if TYPE_CHECKING:
-    from dynbus.actors.runtime import Runtime
-
 logger = logging.getLogger(__name__)
 
 BARRIER_RETRY: Final = 0.5
 STOP_TIMEOUT: Final = 30.0
-"""Seconds that `on_stop` may take; also a start that is cancelled."""
+"""Seconds that `on_stop` may take; also an `on_start` that is cancelled."""
 HURRIED_TIMEOUT: Final = 0.5
 """The same once the instance was told to stop at once."""
 CANCEL_TIMEOUT: Final = 1.0
@@ -50,6 +50,47 @@ inside_on_stop: ContextVar[bool] = ContextVar("dynbus_inside_on_stop", default=F
 """Whether this code runs within an `on_stop`, which must not wait for its own end."""
 
 
+class InstanceState(Enum):
+    """Where an instance is in its life."""
+
+    NEW = "new"
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+TRANSITIONS: Final = {
+    InstanceState.NEW: frozenset({InstanceState.STARTING}),
+    InstanceState.STARTING: frozenset({InstanceState.READY, InstanceState.STOPPED}),
+    InstanceState.READY: frozenset({InstanceState.DRAINING, InstanceState.STOPPED}),
+    InstanceState.DRAINING: frozenset({InstanceState.STOPPED}),
+    InstanceState.STOPPED: frozenset[InstanceState](),
+}
+
+
+class Lifecycle:
+    """The current state, which changes along the table only."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state = InstanceState.NEW
+
+    def __repr__(self) -> str:
+        return f"<Lifecycle {self.state.value}>"
+
+    def to(self, state: InstanceState) -> None:
+        """Move on.
+
+        Raises:
+            RuntimeError: the table has no such step.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"an instance cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+
 def new_instance_id() -> str:
     """A random instance id."""
     return secrets.token_hex(8)
@@ -59,68 +100,87 @@ class InstanceBroken(Exception):
     """Raised when an instance has reported that it is broken.
 
     Attributes:
-        reason: as its actor gave it.
+        reason: as its owner gave it.
     """
 
-    def __init__(self, instance: ActorInstance) -> None:
+    def __init__(self, instance: ServedInstance) -> None:
         self.reason = instance.broken
         super().__init__(f"{instance.name} is broken: {self.reason}")
 
 
-class ActorInstance:
-    """A started actor. Made by `Runtime.start`; `stop` ends it gracefully.
+class Served(Protocol):
+    """What an instance asks of the object behind its endpoints."""
+
+    async def on_start(self) -> None:
+        """Runs before the instance is announced; an exception here stops it."""
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        """What is announced of the instance; asked once, after `on_start`."""
+        ...
+
+    async def on_stop(self) -> None:
+        """Runs after the drain, when no call is left."""
+
+
+class ServedInstance:
+    """One instance on the bus, from its start to its end.
 
     Args:
-        instance_id: a random one unless given.
-        node: the name under which it is called; the class's component unless given.
-        namespace: where it runs; the class's own unless given.
-        id_is_random: nobody else can have the given id, so nobody is asked for it.
+        background: owns the work of the instance; open until it has ended.
+        served: the object behind the endpoints. Its `on_start` and `on_stop` run in one task, so
+            that a task group or cancel scope may be entered in one and left in the other.
+        id_was_given: others could have the id too, so they are asked for it.
+        ended: called with the instance when it has stopped after it was ready.
 
     Attributes:
-        actor: the user's object.
-        id: the instance id, unique on the bus.
         name: where it is on the bus.
-        broken: why it cannot serve any longer, as `Actor.report_broken` said; empty while it can.
+        broken: why it cannot serve any longer, as `report_broken` was told; empty while it can.
         stopped: set when it has ended, `on_stop` included.
     """
 
     def __init__(
         self,
-        runtime: Runtime,
-        actor: type[Actor],
-        arguments: dict[str, Any],
-        instance_id: str,
+        bus: Bus,
+        background: Background,
+        name: InstanceName,
+        endpoints: Iterable[Endpoint],
+        served: Served,
         *,
-        id_is_random: bool = False,
-        node: str = "",
-        namespace: str = "",
+        id_was_given: bool = False,
+        ended: Callable[[ServedInstance], object],
     ) -> None:
-        check_startable(actor, namespace=namespace)
-        self.id = instance_id or new_instance_id()
-        self.name = address_of(actor, node=node, namespace=namespace).instance(self.id)
-        with inside_instance(self.name):
-            self.actor = actor(**build_arguments(actor, arguments))
-            self.actor.__dynbus_bind__(runtime, self.name)
-            self.server = InstanceServer(runtime.bus, *self.name, endpoints_of(self.actor))
+        self.name = name
+        self.server = InstanceServer(bus, *name, endpoints)
         self.lifecycle = Lifecycle()
         self.broken = ""
         self.stopped = asyncio.Event()
-        self._runtime = runtime
-        self._id_was_given = bool(instance_id) and not id_is_random
+        self._bus = bus
+        self._background = background
+        self._object = _ObjectLife(served, name, self._object_was_cancelled)
+        self._served = served
+        self._id_was_given = id_was_given
+        self._on_end = ended
         self._keeper: LeaseKeeper | None = None
         self._services: ServiceResponder | None = None
-        self._stopping: asyncio.Task[None] | None = None
-        self._resuming: asyncio.Task[None] | None = None
-        self._take_over: asyncio.Task[None] | None = None
+        self._resuming: Work | None = None
         self._end_listening: list[Callable[[], None]] = []
-        self._starting: asyncio.Timeout | None = None
+        self._opening = anyio.CancelScope()
         self._start_ended = asyncio.Event()
         self._start_refused = False
-        self._start_was_left = False
-        self._hurried = asyncio.Event()
+        self._start_failure: BaseException | None = None
+        self._stop_asked = asyncio.Event()
+        self._stop_failure: BaseException | None = None
+        self._grace = 0.0
+        # Whether nobody waits for the stop who would be told what it raised.
+        self._stops_alone = False
 
     def __repr__(self) -> str:
-        return f"<ActorInstance [{self.lifecycle.state.value}] {self.server!r}>"
+        return f"<{type(self).__name__} [{self.lifecycle.state.value}] {self.server!r}>"
+
+    @property
+    def id(self) -> str:
+        """The instance id, unique on the bus."""
+        return self.name.instance_id
 
     @property
     def state(self) -> InstanceState:
@@ -131,94 +191,164 @@ class ActorInstance:
 
         Raises:
             Unavailable: `stop` was called meanwhile; nothing is left behind then.
-            InstanceBroken: the actor has reported that it is broken; nor then.
+            InstanceBroken: the instance has been reported as broken; nor then.
             Exception: what `on_start` raised; nor then.
         """
-        with inside_instance(self.name):
-            await self._start()
-
-    async def _start(self) -> None:
         self.lifecycle.to(InstanceState.STARTING)
+        variables = contextvars.copy_context()
+        self._background.start(self._live, variables, name=f"the life of {self.name}")
         try:
-            try:
-                async with asyncio.timeout(None) as self._starting:
-                    await self._open()
-            finally:
-                self._starting = None
-            self._check_not_refused()
-        except BaseException as error:
-            try:
-                await finish(self._withdraw())
-            finally:
-                self.lifecycle.to(InstanceState.STOPPED)
-                self._start_ended.set()
-            if isinstance(error, TimeoutError):
-                self._check_not_refused()
+            await self._start_ended.wait()
+        except asyncio.CancelledError:
+            self._opening.cancel()
+            with anyio.CancelScope(shield=True):
+                await self._start_ended.wait()
+            if self.state is InstanceState.READY:
+                # It was ready in the same moment, and its owner will not hear of it.
+                self._stop_unattended(0.0)
+                with anyio.CancelScope(shield=True):
+                    await self.stopped.wait()
             raise
-        self.lifecycle.to(InstanceState.READY)
-        self._start_ended.set()
-        logger.info("%s is ready", self.name)
+        if self._start_failure is not None:
+            raise self._start_failure
 
     async def stop(self, grace: float | None = None) -> None:
         """Unannounce, let calls finish within `grace` seconds, end the rest, run `on_stop`.
 
         A second call with another grace waits for the first, except from within an `on_stop`.
         One that is still starting is cancelled.
+
+        Raises:
+            Exception: what `on_stop` raised.
         """
-        if self._stopping is not None and inside_on_stop.get():
+        state = self.state
+        if state is InstanceState.STARTING:
+            self._refuse_start()
+            await self._start_ended.wait()
             return
-        if self._stopping is None:
-            if self.lifecycle.state is InstanceState.STARTING:
-                await self._cancel_start()
-                return
-            if self.lifecycle.state is not InstanceState.READY:
-                return
-            self.lifecycle.to(InstanceState.DRAINING)
-            seconds = self._runtime.bus.config.drain_grace if grace is None else grace
-            with inside_instance(self.name):
-                self._stopping = asyncio.get_running_loop().create_task(self._stop(seconds))
-        await asyncio.shield(self._stopping)
+        if state is InstanceState.READY:
+            self._ask_to_stop(self._bus.config.drain_grace if grace is None else grace)
+        elif state is not InstanceState.DRAINING or inside_on_stop.get():
+            return
+        await self.stopped.wait()
+        if self._stop_failure is not None:
+            raise self._stop_failure
 
     def stop_now(self) -> None:
         """End what is still running in a drain, `on_stop` after `HURRIED_TIMEOUT` seconds."""
-        self._hurried.set()
+        self._object.hurry()
         self.server.draining = True
         self.server.end_all(lambda: Draining("the instance was stopped"))
 
-    def withdraw_broken(self, reason: str) -> None:
-        """Leave the bus now, since the actor cannot serve; see `Actor.report_broken`."""
-        state = self.lifecycle.state
-        if self.broken or state is InstanceState.STOPPED:
-            return
-        self.broken = reason or "it gave no reason"
-        logger.error("%s; it is withdrawn", InstanceBroken(self))
-        if state is InstanceState.STARTING:
-            if self._starting is not None:
-                self._starting.reschedule(asyncio.get_running_loop().time())
-            return
-        self.server.draining = True
-        self.server.end_all(lambda: Draining(f"the instance is broken: {self.broken}"))
-        if state is InstanceState.READY:
-            self.lifecycle.to(InstanceState.DRAINING)
-            self._stopping = asyncio.get_running_loop().create_task(self._withdraw_and_end())
-            self._stopping.add_done_callback(self._log_stop)
+    def report_broken(self, reason: str) -> None:
+        """Say that the instance cannot serve any longer; it is withdrawn at once.
 
-    def _log_stop(self, stopping: asyncio.Task[None]) -> None:
-        if not stopping.cancelled() and (error := stopping.exception()) is not None:
-            logger.error("%r did not stop cleanly", self, exc_info=error)
+        Calls go to other instances, those that are open here end with `Draining`, which is
+        retryable, and `on_stop` runs. To be called from any thread; more calls change nothing.
+        """
+        if threading.get_ident() == self._bus.thread:
+            self._withdraw_broken(reason)
+        else:
+            self._bus.to_main(self._withdraw_broken, reason)
 
-    async def _open(self) -> None:
+    # Its life ------------------------------------------------------------------------------
+
+    async def _live(self, variables: contextvars.Context) -> None:
+        """From `on_start` to the end of `on_stop`, in the background: nobody's to cancel."""
+        try:
+            with self._opening:
+                await self._open(variables)
+                # What was to be cancelled may have swallowed that.
+                self._check_not_refused()
+            if self._opening.cancelled_caught:
+                self._check_not_refused()
+                raise Unavailable(f"the start of {self.id} was cancelled", started=False)
+        except BaseException as error:
+            self._start_failure = error
+            self._object.abandon()
+            try:
+                with anyio.CancelScope(shield=True):
+                    await self._withdraw()
+            except Exception as failure:
+                logger.error("%s was not withdrawn cleanly", self.name, exc_info=failure)
+            finally:
+                self.lifecycle.to(InstanceState.STOPPED)
+                self._start_ended.set()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return
+        self.lifecycle.to(InstanceState.READY)
+        self._start_ended.set()
+        logger.info("%s is ready", self.name)
+        await self._stop_asked.wait()
+        try:
+            await self._close()
+        except BaseException as error:
+            self._stop_failure = error
+            if self._stops_alone:
+                logger.error("%r did not stop cleanly", self, exc_info=error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            self.lifecycle.to(InstanceState.STOPPED)
+            self._on_end(self)
+            self.stopped.set()
+            logger.info("%s is stopped", self.name)
+
+    async def _open(self, variables: contextvars.Context) -> None:
         """Make ready and announce."""
-        keeper = self._keeper = await self._runtime.bus.lane.run(self._make_keeper())
-        await self.actor.on_start()
-        # It may have swallowed the cancellation.
+        keeper = self._keeper = await self._bus.lane.run(self._make_keeper())
+        await self._object.start(variables)
         self._check_not_refused()
-        keeper.describe(announced_metadata(self.actor))
+        keeper.describe(announced_metadata(self._served))
         await self.server.start()
-        self._end_listening.append(self._runtime.bus.data.on_state(self._on_state))
+        self._end_listening.append(self._bus.data.on_state(self._on_state))
         self._services = ServiceResponder(self.server, self._service_metadata())
         await self._services.start()
-        await self._runtime.bus.lane.run(keeper.announce())
+        await self._bus.lane.run(keeper.announce())
+
+    async def _close(self) -> None:
+        try:
+            if not self.broken:
+                await self._drain()
+        finally:
+            # Whatever broke, a stopped instance must not stay announced.
+            try:
+                await self._withdraw()
+            finally:
+                await self._object.stop()
+
+    async def _drain(self) -> None:
+        keeper = self._keeper
+        if keeper is not None:
+            self._bus.lane.call(lambda: keeper.change(draining=True))
+        if self.server.load:
+            logger.info(
+                "%s: calls that run or wait: %d; they have %g s to finish",
+                self.name,
+                self.server.load,
+                round(self._grace, 1),
+            )
+        await self.server.drain(self._grace)
+
+    async def _withdraw(self) -> None:
+        for end in self._end_listening:
+            end()
+        if self._resuming is not None:
+            self._resuming.cancel()
+        if self._services is not None:
+            self._services.stop()
+        try:
+            if self._keeper is not None:
+                await self._bus.lane.run(self._keeper.end())
+        finally:
+            await self.server.stop()
+
+    # Its end -------------------------------------------------------------------------------
+
+    def _refuse_start(self) -> None:
+        self._start_refused = True
+        self._opening.cancel()
 
     def _check_not_refused(self) -> None:
         if self.broken:
@@ -226,30 +356,51 @@ class ActorInstance:
         if self._start_refused:
             raise Unavailable(f"{self.id} was stopped while it started", started=False) from None
 
-    async def _cancel_start(self) -> None:
-        """Cancel the start in progress and wait until it has ended, once for `STOP_TIMEOUT`."""
-        if self._start_was_left:
+    def _ask_to_stop(self, grace: float) -> None:
+        self.lifecycle.to(InstanceState.DRAINING)
+        self._grace = grace
+        self._stop_asked.set()
+
+    def _stop_unattended(self, grace: float) -> None:
+        self._stops_alone = True
+        if self.state is InstanceState.STARTING:
+            self._refuse_start()
+        elif self.state is InstanceState.READY:
+            self._ask_to_stop(grace)
+
+    def _withdraw_broken(self, reason: str) -> None:
+        state = self.state
+        if self.broken or state in (InstanceState.NEW, InstanceState.STOPPED):
             return
-        self._start_refused = True
-        if self._starting is not None:
-            self._starting.reschedule(asyncio.get_running_loop().time())
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT):
-                await self._start_ended.wait()
-        except TimeoutError:
-            self._start_was_left = True
-            logger.error("the start of %s did not end within %g s", self.id, STOP_TIMEOUT)
+        self.broken = reason or "it gave no reason"
+        logger.error("%s; it is withdrawn", InstanceBroken(self))
+        if state is InstanceState.STARTING:
+            self._opening.cancel()
+            return
+        self.server.draining = True
+        self.server.end_all(lambda: Draining(f"the instance is broken: {self.broken}"))
+        self._stop_unattended(0.0)
+
+    def _object_was_cancelled(self) -> None:
+        self._withdraw_broken("a task group or cancel scope of its on_start was cancelled")
+
+    def _taken_over(self) -> None:
+        """Another process holds our id, since we were away for longer than our lease: two that
+        serve under one id would run every request twice."""
+        logger.error("%s is served by another process; this instance stops", self.id)
+        self._stop_unattended(0.0)
+
+    # Its lease -----------------------------------------------------------------------------
 
     async def _make_keeper(self) -> LeaseKeeper:
         """The keeper of the lease; to be called on the control lane."""
-        bus = self._runtime.bus
-        server = self.server
+        bus = self._bus
         record = InstanceRecord(
             namespace=self.name.namespace,
             component=self.name.component,
             instance_id=self.id,
             incarnation=bus.incarnation,
-            endpoints={name: served.endpoint.kind for name, served in server.served.items()},
+            endpoints={name: served.endpoint.kind for name, served in self.server.served.items()},
             started=unix_time(),
             address=f"{socket.gethostname()}:{os.getpid()}",
         )
@@ -274,77 +425,7 @@ class ActorInstance:
         level = logging.DEBUG if state in (LeaseState.HELD, LeaseState.ENDED) else logging.WARNING
         logger.log(level, "the lease of %s is %s", self.id, state.value)
         if state is LeaseState.CONFLICT:
-            self._runtime.bus.loop.call_soon_threadsafe(self._taken_over)
-
-    def _taken_over(self) -> None:
-        """Another process holds our id, since we were away for longer than our lease: two that
-        serve under one id would run every request twice."""
-        logger.error("%s is served by another process; this instance stops", self.id)
-        self._take_over = asyncio.get_running_loop().create_task(stop_all([self], 0.0))
-
-    async def _stop(self, grace: float) -> None:
-        keeper = self._keeper
-        if keeper is not None:
-            self._runtime.bus.lane.call(lambda: keeper.change(draining=True))
-        if self.server.load:
-            logger.info(
-                "%s: calls that run or wait: %d; they have %g s to finish",
-                self.name,
-                self.server.load,
-                round(grace, 1),
-            )
-        try:
-            await self.server.drain(grace)
-        finally:
-            # Whatever broke, a stopped instance must not stay announced.
-            await self._withdraw_and_end()
-
-    async def _withdraw_and_end(self) -> None:
-        try:
-            await self._withdraw()
-        finally:
-            await self._end()
-
-    async def _end(self) -> None:
-        try:
-            await self._run_on_stop()
-        finally:
-            self.lifecycle.to(InstanceState.STOPPED)
-            self._runtime.forget(self)
-            self.stopped.set()
-            logger.info("%s is stopped", self.name)
-
-    async def _run_on_stop(self) -> None:
-        """Run `on_stop` to its end, or for as long as `_stop_time`."""
-
-        async def on_stop() -> None:
-            inside_on_stop.set(True)
-            await self.actor.on_stop()
-
-        # A task of its own: one that swallows its cancellation is left behind, not waited for.
-        task = asyncio.get_running_loop().create_task(on_stop())
-        time_over = asyncio.get_running_loop().create_task(self._stop_time())
-        try:
-            await asyncio.wait({task, time_over}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                seconds = HURRIED_TIMEOUT if self._hurried.is_set() else STOP_TIMEOUT
-                logger.error("on_stop of %s was cancelled after %g s", self.id, seconds)
-                task.cancel()
-                await asyncio.wait({task}, timeout=CANCEL_TIMEOUT)
-        finally:
-            task.cancel()
-            time_over.cancel()
-        if not task.done():
-            logger.error("on_stop of %s goes on in spite of its cancellation", self.id)
-        elif not task.cancelled():
-            task.result()
-
-    async def _stop_time(self) -> None:
-        """Last for as long as `on_stop` may."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_TIMEOUT):
-                await self._hurried.wait()
-                await asyncio.sleep(HURRIED_TIMEOUT)
+            self._bus.loop.call_soon_threadsafe(self._taken_over)
 
     def _on_state(self, state: ConnectionState) -> None:
         keeper = self._keeper
@@ -354,63 +435,178 @@ class ActorInstance:
             self._resuming.cancel()
             self._resuming = None
         if state is ConnectionState.CONNECTED:
-            self._resuming = asyncio.get_running_loop().create_task(self._resume(keeper))
+            self._resuming = self._background.start(
+                self._resume, keeper, name=f"the return of {self.name}"
+            )
         else:
             # The lane may be back before requests can arrive; a record must not say otherwise.
-            self._runtime.bus.lane.call(keeper.pause)
+            self._bus.lane.call(keeper.pause)
 
     async def _resume(self, keeper: LeaseKeeper) -> None:
         """Renew once the server knows the subscriptions again, however long that takes."""
         while True:
             try:
-                await self._runtime.bus.data.barrier()
+                await self._bus.data.barrier()
                 break
             except DynbusError as error:
                 logger.warning("%s does not hear requests yet: %s", self.id, error)
-                await asyncio.sleep(BARRIER_RETRY)
-        self._runtime.bus.lane.call(keeper.resume)
-
-    async def _withdraw(self) -> None:
-        for end in self._end_listening:
-            end()
-        if self._resuming is not None:
-            self._resuming.cancel()
-        if self._services is not None:
-            self._services.stop()
-        try:
-            if self._keeper is not None:
-                await self._runtime.bus.lane.run(self._keeper.end())
-        finally:
-            await self.server.stop()
+                await anyio.sleep(BARRIER_RETRY)
+        self._bus.lane.call(keeper.resume)
 
     def _service_metadata(self) -> dict[str, str]:
         return {
             "dynbus.namespace": self.name.namespace,
-            "dynbus.incarnation": self._runtime.bus.incarnation,
+            "dynbus.incarnation": self._bus.incarnation,
         }
 
 
-async def stop_all(instances: Iterable[ActorInstance], grace: float | None = None) -> None:
+class _ObjectLife:
+    """The task in which an instance's object starts and stops.
+
+    It is a task of asyncio's own. The object is the user's code, which is cancelled once, so that
+    what it awaits to clean up is not cancelled too, and is left behind where it swallows that.
+
+    Args:
+        cancelled: called when what `on_start` has entered cancels the task.
+    """
+
+    def __init__(self, served: Served, name: InstanceName, cancelled: Callable[[], object]) -> None:
+        self._served = served
+        self._name = name
+        self._cancelled = cancelled
+        self._started = asyncio.Event()
+        self._stop_asked = asyncio.Event()
+        self._hurried = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._left = False
+
+    async def start(self, variables: contextvars.Context) -> None:
+        """Run `on_start`; when this is cancelled, so is that, for `STOP_TIMEOUT` at most.
+
+        Raises:
+            Exception: what it raised.
+        """
+        loop = asyncio.get_running_loop()
+        task = self._task = loop.create_task(
+            self._run(), name=f"the object of {self._name}", context=variables
+        )
+        try:
+            await self._started.wait()
+        except asyncio.CancelledError:
+            self._left = True
+            task.cancel()
+            with anyio.move_on_after(STOP_TIMEOUT, shield=True):
+                await self._started.wait()
+            if not self._started.is_set():
+                logger.error(
+                    "the start of %s did not end within %g s", self._name.instance_id, STOP_TIMEOUT
+                )
+            raise
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self) -> None:
+        """Run `on_stop` to its end, or for `STOP_TIMEOUT`, less once it is hurried.
+
+        Raises:
+            Exception: what it raised.
+        """
+        task = self._task
+        if task is None:
+            return
+        self._stop_asked.set()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._end_hurried, tasks.cancel_scope)
+            with anyio.move_on_after(STOP_TIMEOUT):
+                await asyncio.wait({task})
+            tasks.cancel_scope.cancel()
+        if not task.done():
+            seconds = HURRIED_TIMEOUT if self._hurried.is_set() else STOP_TIMEOUT
+            logger.error("on_stop of %s was cancelled after %g s", self._name.instance_id, seconds)
+            task.cancel()
+            with anyio.move_on_after(CANCEL_TIMEOUT):
+                await asyncio.wait({task})
+            if not task.done():
+                logger.error(
+                    "on_stop of %s goes on in spite of its cancellation", self._name.instance_id
+                )
+                return
+        if self._failure is not None and not isinstance(self._failure, asyncio.CancelledError):
+            raise self._failure
+
+    def abandon(self) -> None:
+        """End without `on_stop`, since the instance does not start."""
+        self._left = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def hurry(self) -> None:
+        """Let `on_stop` take no more than `HURRIED_TIMEOUT`."""
+        self._hurried.set()
+
+    async def _end_hurried(self, wait: anyio.CancelScope) -> None:
+        await self._hurried.wait()
+        await anyio.sleep(HURRIED_TIMEOUT)
+        wait.cancel()
+
+    async def _run(self) -> None:
+        with inside_instance(self._name):
+            try:
+                await self._served.on_start()
+            except BaseException as error:  # noqa: BLE001 - whoever starts it raises it
+                self._failure = error
+                return
+            finally:
+                self._started.set()
+            if self._left:
+                return
+            await self._wait_for_stop()
+            inside_on_stop.set(True)
+            try:
+                await self._served.on_stop()
+            except BaseException as error:  # noqa: BLE001 - whoever stops it raises it
+                self._failure = error
+
+    async def _wait_for_stop(self) -> None:
+        try:
+            await self._stop_asked.wait()
+        except asyncio.CancelledError:
+            if anyio.current_effective_deadline() != -math.inf:
+                # The loop itself comes to its end.
+                raise
+            # A task group that `on_start` has entered has failed; `on_stop` leaves it.
+            self._cancelled()
+            with anyio.CancelScope(shield=True):
+                await self._stop_asked.wait()
+
+
+async def stop_all(instances: Iterable[ServedInstance], grace: float | None = None) -> None:
     """Stop instances gracefully, all at once; what one of them raises is logged.
 
     Args:
         grace: seconds; None for the configured ones.
     """
-    stopped = list(instances)
-    ended = await asyncio.gather(*(one.stop(grace) for one in stopped), return_exceptions=True)
-    for instance, error in zip(stopped, ended, strict=True):
-        if isinstance(error, Exception):
+
+    async def stop(instance: ServedInstance) -> None:
+        try:
+            await instance.stop(grace)
+        except (Exception, SystemExit) as error:
             logger.error("%r did not stop cleanly", instance, exc_info=error)
 
+    async with anyio.create_task_group() as tasks:
+        for instance in list(instances):
+            tasks.start_soon(stop, instance)
 
-def announced_metadata(actor: Actor) -> dict[str, str]:
-    """What an actor's object says of itself in discovery.
+
+def announced_metadata(served: Served) -> dict[str, str]:
+    """What an object says of its instance in discovery.
 
     Raises:
         ConfigError: it is no mapping of strings to strings, or too large.
     """
-    found: Any = actor.instance_metadata()
-    label = f"{type(actor).__name__}.instance_metadata()"
+    found: Any = served.instance_metadata()
+    label = f"{type(served).__name__}.instance_metadata()"
     if not isinstance(found, Mapping):
         if inspect.iscoroutine(found):
             found.close()

@@ -149,6 +149,11 @@ class EndpointName(NamedTuple):
     def __str__(self) -> str:
         return f"{self.namespace}.{self.component}.{self.endpoint}"
 
+    @property
+    def component_name(self) -> ComponentName:
+        """The component that the endpoint is of."""
+        return ComponentName(self.namespace, self.component)
+
     def at(self, instance_id: str) -> str:
         """The subject of this endpoint on one instance."""
         return f"{self.namespace}.{self.component}.{self.endpoint}.{instance_id}"

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, field_validator
 
-from dynbus.actors.declaring.actor import Actor
 from dynbus.actors.declaring.arguments import Text, build_arguments, defaults
 from dynbus.actors.running.configuration import (
     ActorOption,
@@ -20,7 +19,7 @@ from dynbus.actors.running.configuration import (
     split_options,
 )
 from dynbus.actors.running.loader import DeclaredNode, Node
-from dynbus.actors.runtime import Runtime
+from dynbus.actors.runtime import Actor, Runtime
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from dynbus import Actor, InvalidRequest, InvalidResponse, handler
-from dynbus.actors.serving.endpoints import endpoints_of, make_endpoint
+from dynbus.actors.serving.endpoints import endpoints_of_object, make_endpoint
 from dynbus.bus.context import Context, enter_context
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.testing import run
@@ -112,7 +112,7 @@ def test_a_request_that_is_taken_by_name_alone_is_given_by_name() -> None:
 
 
 def test_every_handler_of_an_actor_has_an_endpoint() -> None:
-    made = endpoints_of(Asking())
+    made = endpoints_of_object(Asking(), Asking.__dynbus_handlers__)
 
     assert {one.name: one.kind for one in made} == {
         "ask": "unary",

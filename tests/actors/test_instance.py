@@ -19,8 +19,8 @@ from dynbus import (
     call_options,
     handler,
 )
-from dynbus.actors.serving.instance import ActorInstance, InstanceBroken
-from dynbus.actors.serving.lifecycle import InstanceState
+from dynbus.actors.runtime import ActorInstance
+from dynbus.actors.serving.instance import InstanceBroken, InstanceState
 from dynbus.bus.clock import monotonic
 from dynbus.testing import TestKit, run
 

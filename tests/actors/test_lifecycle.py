@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from dynbus.actors.serving.lifecycle import TRANSITIONS, InstanceState, Lifecycle
+from dynbus.actors.serving.instance import TRANSITIONS, InstanceState, Lifecycle
 
 NEW, STARTING, READY, DRAINING, STOPPED = InstanceState
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dynbus.actors.declaring.actor import Actor
 from dynbus.actors.running.loader import (
     DeclaredNode,
     ImportFailed,
@@ -21,6 +20,7 @@ from dynbus.actors.running.loader import (
     resolve,
     with_dependencies,
 )
+from dynbus.actors.runtime import Actor
 from dynbus.bus.errors import ConfigError
 
 HEAD = "from dynbus import Actor, depends, handler\n"

@@ -19,8 +19,7 @@ from dynbus import (
     handler,
 )
 from dynbus.actors.calling.clients import WAIT_TIMEOUT
-from dynbus.actors.serving.instance import STOP_TIMEOUT
-from dynbus.actors.serving.lifecycle import InstanceState
+from dynbus.actors.serving.instance import STOP_TIMEOUT, InstanceState
 from dynbus.bus.clock import monotonic
 from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.bus.nats.server_process import RunningServer, free_port

@@ -14,7 +14,8 @@ from typing import Any, cast
 import pytest
 from tests.conditions import eventually
 
-from dynbus.actors.declaring.actor import Actor, address_of, depends
+from dynbus.actors.calling.dependencies import depends
+from dynbus.actors.declaring.actor import address_of
 from dynbus.actors.declaring.handlers import handler
 from dynbus.actors.running import in_process as serving
 from dynbus.actors.running.in_process import (
@@ -27,7 +28,7 @@ from dynbus.actors.running.in_process import (
     users_traceback,
 )
 from dynbus.actors.running.loader import ImportFailed, dependency_depth, load_targets
-from dynbus.actors.runtime import Runtime
+from dynbus.actors.runtime import Actor, Runtime
 from dynbus.actors.serving import instance
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from dynbus.actors.declaring.actor import Actor
 from dynbus.actors.declaring.arguments import Text
 from dynbus.actors.declaring.handlers import handler
 from dynbus.actors.declaring.restart_policy import OnCrash
@@ -30,6 +29,7 @@ from dynbus.actors.running.child_messages import (
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.loader import resolve
 from dynbus.actors.running.supervisor import Supervisor
+from dynbus.actors.runtime import Actor
 from dynbus.actors.serving.instance import CANCEL_TIMEOUT, STOP_TIMEOUT
 from dynbus.bus import exit_codes
 from dynbus.bus.clock import monotonic, run

@@ -208,7 +208,10 @@ def test_a_kit_is_closed_however_often_its_block_is_cancelled() -> None:
             await asyncio.sleep(0.1)
             task.cancel()
         await asyncio.wait({task})
-        return [one.state.value for one in kits[0].started.values()]
+        (started,) = kits[0].started.values()
+        async with asyncio.timeout(5.0):
+            await started.stopped.wait()
+        return [started.state.value]
 
     assert run(story()) == ["stopped"]
 

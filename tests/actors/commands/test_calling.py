@@ -13,9 +13,8 @@ import pytest
 from pydantic import BaseModel
 
 from dynbus.actors.commands.call import CallRequest, describe_error, execute
-from dynbus.actors.declaring.actor import Actor
 from dynbus.actors.declaring.handlers import handler
-from dynbus.actors.runtime import Runtime
+from dynbus.actors.runtime import Actor, Runtime
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import HandlerError, Overloaded, Unavailable
 from dynbus.bus.nats.server_process import RunningServer, free_port
