@@ -3,10 +3,9 @@
 `zmq_subscriber` reads the sockets and needs the extra `dynbus[zmq]`; nothing else here does.
 """
 
-from .bridge import EngineBridge, RankStream
+from .bridge import EngineBridge, KvSink, RankStream
 from .extra_keys import multimodal_hash
 from .messages import QuarantineReason
-from .sink import KvSink
 from .status import BridgeStatus
 from .translation import BlockSizeMismatch
 

@@ -7,8 +7,8 @@ not raise; what it could not use is in its status, and logged once for each reas
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Final, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal, Protocol
 
 from dynbus.bus.clock import monotonic
 from dynbus.kvrouter.events import AllBlocksCleared, KvEvent
@@ -25,8 +25,7 @@ from .messages import (
     decode_payload,
 )
 from .numbering import Arrival, Numbering
-from .sink import KvSink
-from .status import BridgeStatus, Counters, worst_level
+from .status import BridgeStatus, Counters, RankKnowledge, worst_level
 from .translation import Translation
 
 logger = logging.getLogger(__name__)
@@ -37,6 +36,25 @@ EXPIRE_AFTER: Final = 30.0
 """Seconds without a connection after which what an engine held is taken for gone."""
 
 _REPLAYING: Final = "the engine's earlier messages are being read"
+
+
+class KvSink(Protocol):
+    """What takes the KV-cache events of one engine, rank by rank and in order.
+
+    Its methods return at once: the bridge that calls them must never fall behind its engine.
+    """
+
+    def publish(self, events: Sequence[KvEvent], *, dp_rank: int) -> None:
+        """Take the next events of a rank."""
+        ...
+
+    def reset(self, dp_rank: int) -> None:
+        """Forget what was published of a rank: it is not known any longer what the rank holds."""
+        ...
+
+    def set_awareness(self, awareness: CacheAwareness, *, dp_rank: int) -> None:
+        """Take how far the events of a rank can be relied on from now on."""
+        ...
 
 
 class EngineBridge:
@@ -179,15 +197,9 @@ class RankStream:
         self._bridge = bridge
         self._given_rank = dp_rank
         self._numbering = Numbering()
-        self._connection: str | None = "not connected to the engine yet"
         self._disconnected_at: float | None = None
-        self._history: str | None = "nothing is known yet of what the engine holds"
-        # Why there may be messages that were not read.
-        self._behind: str | None = None
+        self._known = RankKnowledge()
         self._is_replaying = False
-        self._asks_reports = False
-        self._unread = 0
-        self._orphans = 0
         self._told_mismatch = False
         self._told: tuple[int, CacheAwareness] | None = None
         self.dp_rank = dp_rank
@@ -197,34 +209,7 @@ class RankStream:
     @property
     def awareness(self) -> CacheAwareness:
         """How far the events of this rank can be relied on, and why not further."""
-        reason = self._why_degraded()
-        if reason is not None:
-            return CacheAwareness(AwarenessLevel.DEGRADED, reason)
-        if groups := self.translation.unmodelled:
-            # A window's or a state's blocks are not looked at: all that is known is a bound.
-            return CacheAwareness(
-                AwarenessLevel.APPROXIMATE,
-                f"the engine reuses at most what is told: groups that are not modelled ({groups})",
-            )
-        return EXACT
-
-    def _why_degraded(self) -> str | None:
-        if self.translation.mismatch is not None:
-            return str(self.translation.mismatch)
-        if self._connection is not None:
-            return self._connection
-        if self._behind is not None:
-            return self._behind
-        if self._history is not None:
-            return self._history
-        if self.translation.without_prefix_group:
-            kinds = ", ".join(sorted(self.translation.filtered))
-            return f"the engine tells only of KV-cache groups that hold no whole prefix ({kinds})"
-        if self._unread:
-            return f"{self._unread} of its events could not be used"
-        if self._orphans:
-            return f"{self._orphans} stored events go on prefixes that are not known"
-        return None
+        return self._known.awareness(self.translation)
 
     def _tell(self) -> None:
         """Tell the sink what has changed of that."""
@@ -240,10 +225,10 @@ class RankStream:
 
     def ask_reports(self) -> bool:
         """Whether the engine is to report what it reuses; from then on it is taken to do so."""
-        if self._connection is not None or (self._history is None and not self._orphans):
+        if not self._known.lacks_blocks:
             return False
-        if not self._asks_reports:
-            self._asks_reports = True
+        if not self._known.asks_reports:
+            self._known.asks_reports = True
             self.translation.report_hits()
         return True
 
@@ -257,8 +242,8 @@ class RankStream:
 
     def connected(self) -> None:
         """A connection to an engine stands, perhaps to another one than before."""
-        self._connection = self._disconnected_at = None
-        self._behind = _REPLAYING
+        self._known.connection = self._disconnected_at = None
+        self._known.behind = _REPLAYING
         self._numbering.connected()
         self._tell()
 
@@ -267,7 +252,7 @@ class RankStream:
         now = self._bridge.clock()
         if self._disconnected_at is None:
             self._disconnected_at = now
-        self._connection = why
+        self._known.connection = why
         expire_after = self._bridge.expire_after
         if self._numbering.last >= 0 and now - self._disconnected_at > expire_after:
             self._reset(f"{why} for {expire_after:g} s")
@@ -275,7 +260,7 @@ class RankStream:
 
     def cannot_replay(self) -> None:
         """After `connected`, without a way to ask: what was known may be another engine's."""
-        self._behind = None
+        self._known.behind = None
         if self._numbering.last >= 0:
             self._reset("the engine was connected anew, and has no replay endpoint to ask")
         self._tell()
@@ -290,11 +275,11 @@ class RankStream:
             arrival = Arrival.NEXT if number == 0 else Arrival.GAP
         if arrival is Arrival.GAP:
             self._bridge.counters.gaps += 1
-            self._behind = _REPLAYING
+            self._known.behind = _REPLAYING
         elif arrival is Arrival.NEXT:
             self._use(number, payload)
             # Nothing lies between it and what is known.
-            self._behind = None
+            self._known.behind = None
         self._tell()
         return arrival is not Arrival.GAP
 
@@ -315,13 +300,13 @@ class RankStream:
             self._bridge.counters.lost += lost
             if first:
                 self._reset(f"its messages {first} to {number - 1} are lost")
-            self._history = (
+            self._known.history = (
                 f"messages {first} to {number - 1} of the engine are lost, and with them blocks "
                 "that it may hold"
             )
         self._use(number, payload)
         if not self._is_replaying:
-            self._behind = None
+            self._known.behind = None
         self._tell()
 
     # Replay ---------------------------------------------------------------------------------
@@ -329,7 +314,7 @@ class RankStream:
     def begin_replay(self) -> int:
         """The number from which to ask."""
         self._is_replaying = True
-        self._behind = _REPLAYING
+        self._known.behind = _REPLAYING
         self._tell()
         return self._numbering.begin_replay()
 
@@ -356,9 +341,9 @@ class RankStream:
             return True
         if self._numbering.last < 0:
             # It has said nothing, ever.
-            self._history = None
+            self._known.history = None
         self._is_replaying = False
-        self._behind = None
+        self._known.behind = None
         self._tell()
         return False
 
@@ -366,10 +351,10 @@ class RankStream:
         """There is no answer, or none that ends."""
         self._bridge.warn(f"replay: {self.dp_rank}", f"rank {self.dp_rank or 0}: {why}")
         self._is_replaying = False
-        self._behind = why
+        self._known.behind = why
         if not self._numbering.is_same_engine:
             self._reset(why)
-            self._behind = None
+            self._known.behind = None
         self._tell()
 
     # ----------------------------------------------------------------------------------------
@@ -381,7 +366,7 @@ class RankStream:
 
     def _use(self, number: int, payload: bytes) -> None:
         if number == 0:
-            self._history = None
+            self._known.history = None
         self._numbering.take(number, payload)
         self._bridge.counters.messages += 1
         batch = decode_payload(payload)
@@ -398,16 +383,11 @@ class RankStream:
             except Quarantined as quarantined:
                 self._quarantine(quarantined)
             if isinstance(event, EngineCleared):
-                self._history = None
-                self._unread = self._orphans = 0
-                self._asks_reports = False
-            elif self._history is None:
-                self._orphans += self.translation.unknown_parents - orphans
-        if self._asks_reports and self.translation.turned_over:
-            # What was not known is known by its use since, or it was evicted.
-            self._asks_reports = False
-            self._history = None
-            self._orphans = 0
+                self._known.begin_anew(None)
+            elif self._known.history is None:
+                self._known.orphans += self.translation.unknown_parents - orphans
+        if self._known.asks_reports and self.translation.turned_over:
+            self._known.turned_over()
         if self.translation.mismatch is not None:
             self._refuse()
         elif events:
@@ -433,7 +413,7 @@ class RankStream:
 
     def _quarantine(self, quarantined: Quarantined) -> None:
         # A type that is not known says nothing that was ever used.
-        self._unread += quarantined.reason is not QuarantineReason.UNKNOWN_TYPE
+        self._known.unread += quarantined.reason is not QuarantineReason.UNKNOWN_TYPE
         self._bridge.quarantine(self.dp_rank or 0, quarantined)
 
     def _refuse(self) -> None:
@@ -448,9 +428,7 @@ class RankStream:
         self._bridge.warn(f"reset: {rank}", f"rank {rank} is forgotten: {why}")
         self._numbering.begin_anew()
         self.translation.forget()
-        self._history = f"forgotten: {why}"
-        self._asks_reports = False
-        self._unread = self._orphans = 0
+        self._known.begin_anew(f"forgotten: {why}")
         self._told_mismatch = False
         self._bridge.counters.resets += 1
         self._bridge.sink.reset(rank)

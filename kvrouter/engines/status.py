@@ -1,4 +1,4 @@
-"""What a bridge tells of itself: its counters, and whether its events are exact."""
+"""What a bridge tells of itself: its counters, and whether its events are exact, and why not."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from dynbus.kvrouter.stream.awareness import AwarenessLevel
+from dynbus.kvrouter.stream.awareness import EXACT, AwarenessLevel, CacheAwareness
 
 from .messages import QuarantineReason
-from .translation import BlockSizeMismatch
+from .translation import BlockSizeMismatch, Translation
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +75,68 @@ class Counters:
     events: Counter[str] = field(default_factory=Counter[str])
     quarantined: Counter[QuarantineReason] = field(default_factory=Counter[QuarantineReason])
     last_event: float | None = None
+
+
+@dataclass(slots=True)
+class RankKnowledge:
+    """What is known of a rank's cache, and why that is not all of it.
+
+    Attributes:
+        connection: why the engine cannot be heard; None while it can.
+        behind: why there may be messages that were not read; None when there are none.
+        history: why the engine may hold blocks of which it told before; None when it holds none.
+        unread: events since then that could not be used.
+        orphans: stored events since then that go on prefixes that are not known.
+        asks_reports: whether the engine is to report what it reuses, which makes up for that.
+    """
+
+    connection: str | None = "not connected to the engine yet"
+    behind: str | None = None
+    history: str | None = "nothing is known yet of what the engine holds"
+    unread: int = 0
+    orphans: int = 0
+    asks_reports: bool = False
+
+    def begin_anew(self, history: str | None) -> None:
+        """What was known is void; see `history`."""
+        self.history = history
+        self.unread = self.orphans = 0
+        self.asks_reports = False
+
+    def turned_over(self) -> None:
+        """What was not known is known by its use since, or it was evicted."""
+        self.history = None
+        self.orphans = 0
+        self.asks_reports = False
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether an engine that can be heard holds blocks that are not known here."""
+        return self.connection is None and (self.history is not None or self.orphans > 0)
+
+    def awareness(self, translation: Translation) -> CacheAwareness:
+        """How far the rank's events can be relied on, and why not further."""
+        reason = self._why_degraded(translation)
+        if reason is not None:
+            return CacheAwareness(AwarenessLevel.DEGRADED, reason)
+        if groups := translation.unmodelled:
+            # A window's or a state's blocks are not looked at: all that is known is a bound.
+            return CacheAwareness(
+                AwarenessLevel.APPROXIMATE,
+                f"the engine reuses at most what is told: groups that are not modelled ({groups})",
+            )
+        return EXACT
+
+    def _why_degraded(self, translation: Translation) -> str | None:
+        if translation.mismatch is not None:
+            return str(translation.mismatch)
+        if known := self.connection or self.behind or self.history:
+            return known
+        if translation.without_prefix_group:
+            kinds = ", ".join(sorted(translation.filtered))
+            return f"the engine tells only of KV-cache groups that hold no whole prefix ({kinds})"
+        if self.unread:
+            return f"{self.unread} of its events could not be used"
+        if self.orphans:
+            return f"{self.orphans} stored events go on prefixes that are not known"
+        return None
