@@ -12,7 +12,7 @@ from dynbus.bus.commands.terminal import json_option, nats_option
 
 if TYPE_CHECKING:
     from .kv_access import Where
-    from .kv_points import PointRequest
+    from .kv_arguments import PointRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -139,7 +139,7 @@ def show(
     dynbus kv show --namespace llm --block-size 16 "$(cat tokens.json)"
     """
     from .kv_access import run
-    from .kv_prefix import Prefix, parse_prefix
+    from .kv_arguments import Prefix, parse_prefix
     from .kv_reports import print_holders
 
     try:
@@ -179,7 +179,7 @@ def at(time_text: str | None, sequence: int | None, to_text: str | None, **place
     dynbus kv at --namespace llm --seq 1200 --to now --json
     """
     from .kv_access import run
-    from .kv_points import parse_points
+    from .kv_arguments import parse_points
     from .kv_reports import print_changes, print_past
 
     try:

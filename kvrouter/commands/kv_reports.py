@@ -28,7 +28,7 @@ from .kv_access import (
     leases_of,
     past_index,
 )
-from .kv_prefix import Prefix
+from .kv_arguments import Prefix
 
 # Reports ----------------------------------------------------------------------------------
 

@@ -17,9 +17,8 @@ from dynbus.bus.protocol.wire import InstanceRecord, encode_record
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.transport import NoStream
 from dynbus.kvrouter.commands.kv import kv
+from dynbus.kvrouter.commands.kv_arguments import parse_points, parse_prefix, parse_time
 from dynbus.kvrouter.commands.kv_contents import rank_rows
-from dynbus.kvrouter.commands.kv_points import parse_points, parse_time
-from dynbus.kvrouter.commands.kv_prefix import parse_prefix
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent, Tier, encode_events
 from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
