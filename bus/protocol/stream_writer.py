@@ -208,13 +208,14 @@ class StreamWriter:
         if pushed < self._free_until:
             return True
         self.count_pushed()
-        if not self.blocked:
-            return True
-        self._on_blocked(self)
-        return False
+        if self.blocked:
+            self._on_blocked(self)
+            return False
+        self._set_free_until()
+        return True
 
     def count_pushed(self) -> None:
-        """Count what was pushed since the last time as kept; for whoever sends, once a turn.
+        """Count what was pushed since the last time as kept, as `take` does.
 
         Few and small items are not worth counting one by one.
         """
@@ -287,6 +288,7 @@ class StreamWriter:
                 return None
             self.taken_bytes = size
             self._next_unsent = first + 1
+            self._count_taken(sequence, 1, size)
             return Item(self.number, self.secret, self.attempt, sequence, data)
         items: list[bytes] = units[first:]  # type: ignore[assignment]
         size = sum(map(len, items)) + UNIT_OVERHEAD * count
@@ -294,6 +296,7 @@ class StreamWriter:
             return None
         self.taken_bytes = size
         self._next_unsent = first + count
+        self._count_taken(sequence, count, size)
         return Items(self.number, self.secret, self.attempt, sequence, items)
 
     def take_result(self, limit: int) -> End | None:
@@ -318,6 +321,7 @@ class StreamWriter:
 
         `taken_bytes` then tells how much of the limit they use; one unit may exceed it alone.
         """
+        self.count_pushed()
         frames: list[Items | Part | Terminal] = []
         fresh = self._units[self._next_unsent :]
         sequence = self._acknowledged + self._next_unsent
@@ -354,8 +358,8 @@ class StreamWriter:
         beyond what was sent is a broken reader's and is cut to what was sent.
         """
         self.granted = max(self.granted, min(granted, self.pushed_bytes + self._window))
-        self._set_free_until()
         self.acknowledge(received)
+        self._set_free_until()
 
     def acknowledge(self, received: int) -> None:
         """Drop the units below sequence `received`, as far as they were ever sent."""
@@ -371,6 +375,7 @@ class StreamWriter:
             del self._units[:drop]
             self._acknowledged += drop
             self._next_unsent = max(0, self._next_unsent - drop)
+            self._set_free_until()
 
     def resume(self, sequence: int) -> bool:
         """Hand out again everything from `sequence`; False when that is no longer kept."""
@@ -397,10 +402,24 @@ class StreamWriter:
         self._hold(-self.held_bytes)
         self._unread = ClientUnreadBytes(UnreadBytes())
 
+    def _count_taken(self, sequence: int, count: int, size: int) -> None:
+        """Count so many units from a sequence on that need `size` bytes of a limit."""
+        if self._counted_sequence == sequence:
+            self._counted_sequence = sequence + count
+            self._counted_bytes = self.pushed_bytes
+            self._hold(size + (UNIT_COST - UNIT_OVERHEAD) * count)
+        else:
+            self.count_pushed()
+
     def _hold(self, cost: int) -> None:
-        self.held_bytes += cost
-        self._unread.add(cost)
-        self._set_free_until()
+        """Keep so many bytes more for the reader."""
+        held = self.held_bytes = self.held_bytes + cost
+        # As `add` does: every message of a stream comes here.
+        unread = self._unread
+        unread.held += cost
+        unread.whole.free -= cost
+        if held > LEAST_PER_STREAM:
+            self._set_free_until()
 
     def _set_free_until(self) -> None:
         """Set up to which number of pushed bytes nothing can stand in the way."""

@@ -124,9 +124,10 @@ class Admission(Generic[T]):
         Args:
             client: whose turn it takes.
         """
-        if self.has_place:
+        if self.concurrency is None or len(self._running) < self.concurrency:
             self._overloaded = False
-            self._begin(call, now)
+            self._running[call] = now
+            self._ends = None
             return Entry(Verdict.RUN)
         waiting = _Waiting(client, now, deadline)
         if not self._can_be_done(waiting, now):
@@ -148,6 +149,14 @@ class Admission(Generic[T]):
             whole: whether its handler came to its own end; false when it was cut short.
         """
         self.durations.add(now - self._running.pop(call), whole=whole)
+        return self._next_turn(now)
+
+    def skip(self, call: T, now: float) -> Turn[T]:
+        """A call whose turn it is does not begin after all; returns the one that runs instead."""
+        del self._running[call]
+        return self._next_turn(now)
+
+    def _next_turn(self, now: float) -> Turn[T]:
         self._ends = None
         late: list[T] = []
         while self._waiting:
@@ -159,7 +168,7 @@ class Admission(Generic[T]):
                 continue
             if client in self._clients:
                 self._clients.move_to_end(client)
-            self._begin(following, now)
+            self._running[following] = now
             return Turn(following, late)
         return Turn(None, late)
 
@@ -191,10 +200,6 @@ class Admission(Generic[T]):
             # No known run is so short: one begins only where nobody waits.
             return self._wait(len(self._waiting), now)
         return max(first, self._wait(self._ahead(client), now) + needed - in_time)
-
-    def _begin(self, call: T, now: float) -> None:
-        self._running[call] = now
-        self._ends = None
 
     def _next(self) -> tuple[T, str]:
         """The call whose turn it is, and its client."""

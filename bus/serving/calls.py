@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dynbus.bus.context import Context
-from dynbus.bus.errors import DynbusError
+from dynbus.bus.errors import DynbusError, Overloaded
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes
@@ -100,6 +100,17 @@ class Call:
         if self.waiting_bytes:
             self.account.add(-self.waiting_bytes)
             self.waiting_bytes = 0
+
+
+def no_room(account: ClientUnreadBytes) -> Overloaded | None:
+    """Why a call of a client that does not take its results may not begin; None where it may."""
+    if not account.is_refused:
+        return None
+    return Overloaded(
+        f"{account.held} bytes of results wait for this client, and the instance has no room for "
+        "more: read the open streams first",
+        started=False,
+    )
 
 
 class ServedEndpoint:

@@ -33,15 +33,14 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.protocol.unread_bytes import LEAST_PER_STREAM
 
-from .admission import Verdict
+from .admission import Turn, Verdict
+from .calls import Call, no_room
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from dynbus.bus.bus import Bus
     from dynbus.bus.telemetry.telemetry import Telemetry
-
-    from .calls import Call
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +58,16 @@ class Execution:
     """The calls that run or wait at one instance.
 
     Args:
-        retired: called once with each call when it is over, whatever became of it.
+        retired: called once with each call when it is over, whatever became of it, and the time.
 
     Attributes:
         draining: whether new calls are refused.
         load: calls that run or wait.
     """
 
-    def __init__(self, bus: Bus, instance_id: str, retired: Callable[[Call], object]) -> None:
+    def __init__(
+        self, bus: Bus, instance_id: str, retired: Callable[[Call, float], object]
+    ) -> None:
         self.bus = bus
         self._retired = retired
         self.draining = False
@@ -169,7 +170,7 @@ class Execution:
     def refuse(self, call: Call, error: DynbusError) -> None:
         """End a call that was not admitted."""
         call.reply.fail(error)
-        self._retired(call)
+        self._retired(call, monotonic())
         served = call.served
         served.finished(0.0, error)
         if call.observation is not None:
@@ -194,7 +195,8 @@ class Execution:
 
     def _run(self, call: Call, now: float) -> None:
         call.began_at = call.reply.progressed_at = now
-        call.let_request_go()
+        if call.waiting_bytes:
+            call.let_request_go()
         endpoint = call.served.endpoint
         if endpoint.by_port:
             work = self._serve_port(call)
@@ -323,7 +325,7 @@ class Execution:
 
     def _left(self, call: Call) -> None:
         """A handler has been left, or will never be entered."""
-        if not call.ended:
+        if not call.reply.ended:
             call.reply.fail(Cancelled("the handler was cancelled"))
         if call.task is not None:
             # A callback of the task would cost a turn of the loop for each call.
@@ -331,14 +333,29 @@ class Execution:
         now = monotonic()
         self._settle(call, now)
         turn = call.served.admission.leave(call, now, whole=not _was_cut_short(call))
-        if turn.begins is not None:
-            self._run(turn.begins, now)
-        for late in turn.late:
-            self._turn_away(late, _TOO_LATE, now)
+        if turn.begins is not None or turn.late:
+            self._take(turn, now)
+
+    def _take(self, turn: Turn[Call], now: float) -> None:
+        """Run the call whose turn it is, unless there is no room for its results."""
+        while True:
+            for late in turn.late:
+                self._turn_away(late, _TOO_LATE, now)
+            call = turn.begins
+            if call is None:
+                return
+            refused = no_room(call.account)
+            if refused is None:
+                self._run(call, now)
+                return
+            call.reply.fail(refused)
+            self._settle(call, now)
+            turn = call.served.admission.skip(call, now)
 
     def _settle(self, call: Call, now: float) -> None:
         """Account for a call that neither runs nor waits any longer."""
-        call.let_request_go()
+        if call.waiting_bytes:
+            call.let_request_go()
         if call.deadline is not None:
             self._deadlines.disarm(*call.deadline)
             call.deadline = None
@@ -348,7 +365,7 @@ class Execution:
         call.served.finished(0.0 if call.began_at is None else now - call.began_at, error)
         if call.observation is not None:
             call.observation.end(error)
-        self._retired(call)
+        self._retired(call, now)
         if self.bus.telemetry is not None:
             self.bus.telemetry.in_flight(call.served.address, -1)
         self.load -= 1
@@ -357,7 +374,7 @@ class Execution:
 
     def _expire(self, call: Call) -> None:
         """The deadline of a call passed."""
-        if call.ended:
+        if call.reply.ended:
             return
         waited = call.task is None
         message = (
@@ -385,11 +402,11 @@ class Execution:
             self._settle(call, monotonic())
         else:
             # Parts of its request are still to come.
-            self._retired(call)
+            self._retired(call, monotonic())
 
     def cancel(self, call: Call, kill_after: float) -> None:
         """Stop a call, and kill it `kill_after` seconds later unless that is negative."""
-        if call.ended:
+        if call.reply.ended:
             return
         if self.bus.telemetry is not None:
             kind = "kill" if kill_after == 0 else "stop"
@@ -410,7 +427,7 @@ class Execution:
 
     def end_if_stuck(self, call: Call, now: float) -> None:
         """End a stream whose handler or reader has done nothing for too long."""
-        if call.ended or call.task is None or not call.served.endpoint.streaming:
+        if call.reply.ended or call.task is None or not call.served.endpoint.streaming:
             return
         idle = call.served.endpoint.idle_timeout
         reply = call.reply
@@ -439,8 +456,11 @@ def drives(frame: FrameType) -> bool:
 
 def _was_cut_short(call: Call) -> bool:
     """Whether its handler would have taken longer than it did."""
+    error = call.reply.error
+    if error is None:
+        return call.context.is_stopped()
     # What it was given up for may also have reached it through a sub-call.
-    return call.context.is_stopped() or isinstance(call.reply.error, DeadlineExceeded | Cancelled)
+    return isinstance(error, DeadlineExceeded | Cancelled) or call.context.is_stopped()
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

@@ -37,7 +37,7 @@ from dynbus.bus.protocol.wire import (
 )
 from dynbus.bus.telemetry.call_spans import covers
 
-from .calls import Call, ServedEndpoint
+from .calls import Call, ServedEndpoint, no_room
 from .partial_requests import PartialRequests
 from .remembered_requests import RememberedRequests
 from .request_digests import RequestDigests
@@ -427,13 +427,13 @@ class Ledger:
         """
         client, writer = call.client, call.writer
         client.calls[writer.number] = call
-        request = client.key, writer.number, writer.secret
-        if self._stopped.has(*request):
+        key, number, secret = client.key, writer.number, writer.secret
+        if self._stopped.has(key, number, secret):
             call.context.stop_generating()
         error: DynbusError | None = None
-        if self._refused.has(*request):
+        if self._refused.has(key, number, secret):
             error = Cancelled("the call was given up before it arrived", started=False)
-        elif self._lost.has(*request):
+        elif self._lost.has(key, number, secret):
             # Its sender was told so, and may have sent another; this error has it do that.
             error = Unavailable("the request came too late", started=False)
         if error is not None:
@@ -797,17 +797,6 @@ class Ledger:
     def _note_forgotten(self, client: RemoteClient, writer: StreamWriter, now: float) -> None:
         """A request that did begin is about to be forgotten, and its reader did not say so."""
         self._forgotten.add(client.key, writer.number, writer.secret, now)
-
-
-def no_room(unread: ClientUnreadBytes) -> Overloaded | None:
-    """Why a call of a client may not begin that does not take its results; None where it may."""
-    if not unread.is_refused:
-        return None
-    return Overloaded(
-        f"{unread.held} bytes of results wait for this client, and the instance has no room for "
-        "more: read the open streams first",
-        started=False,
-    )
 
 
 def _is_of(frame: Credit | Cancel | Resume, writer: StreamWriter) -> bool:

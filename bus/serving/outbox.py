@@ -128,14 +128,15 @@ class Outbox:
         limit = room = min(MAX_FRAME_BYTES, most)
         frames: list[Frame] = []
         oversized: list[StreamWriter] = []
-        for writer in writers:
-            writer.dirty = False
-            writer.count_pushed()
         if data.state is not ConnectionState.CONNECTED:
-            # It stays fresh, and follows when the connection is back.
+            for writer in writers:
+                # It stays fresh, and follows when the connection is back.
+                writer.dirty = False
+                writer.count_pushed()
             return
         for writer in writers:
-            frame = writer.take_items(room) or writer.take_result(room)
+            writer.dirty = False
+            frame = writer.take_result(room) if writer.ended else writer.take_items(room)
             if frame is not None:
                 frames.append(frame)
                 room -= writer.taken_bytes + FRAME_OVERHEAD

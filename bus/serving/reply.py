@@ -117,7 +117,8 @@ class Reply:
         self.progressed_at = monotonic()
         if self._bus.telemetry is not None:
             self._bus.telemetry.credit_stall(self._address, self.progressed_at - self.paused_since)
-        _wake(self._waiting)
+        if self._waiting is not None:
+            _wake(self._waiting)
 
     def observe(self, sent: Callable[[int], object]) -> None:
         """Have `sent` called with the number of items as they are pushed."""
@@ -140,7 +141,8 @@ class Reply:
         self.ended = True
         if self.paused:
             self.go_on()
-        _wake(self._closing)
+        if self._closing is not None:
+            _wake(self._closing)
 
 
 class Outgoing(Protocol):
@@ -286,8 +288,8 @@ async def _turn(bus: Bus, waiting: list[asyncio.Future[None]]) -> None:
             waiting.remove(waiter)
 
 
-def _wake(waiting: list[asyncio.Future[None]] | None) -> None:
-    for waiter in waiting or ():
+def _wake(waiting: list[asyncio.Future[None]]) -> None:
+    for waiter in waiting:
         if not waiter.done():
             waiter.set_result(None)
 

@@ -85,7 +85,6 @@ class InstanceServer:
             )
             for endpoint in endpoints
         }
-        self.execution = Execution(bus, instance_id, self._finished)
         self._outbox = Outbox(bus, instance_id, lambda: self.execution.load, self._does_not_fit)
         config = bus.config
         self.ledger = Ledger(
@@ -95,6 +94,7 @@ class InstanceServer:
             reply_prefixes=config.reply_prefixes,
             open_outgoing=self._open_outgoing,
         )
+        self.execution = Execution(bus, instance_id, self.ledger.finish)
         self._control = ServerControl(
             bus,
             control_subject(namespace, component, instance_id),
@@ -257,8 +257,8 @@ class InstanceServer:
             call = self._framed_call(served, context, client, number, secret, window, now)
             actions = self.ledger.begin(call)
             if actions:
+                # One that is not to begin is ended by that.
                 self._carry_out(actions)
-            if call.ended:
                 return
         elif part is None:
             # The rest of a request in parts is parts.
@@ -363,9 +363,6 @@ class InstanceServer:
                     control.tell_nothing_here(action)
                 case _:
                     control.send_failed(action.sender, action.frame)
-
-    def _finished(self, call: Call) -> None:
-        self.ledger.finish(call, monotonic())
 
     def _does_not_fit(
         self, outgoing: ClientOutbox, writer: StreamWriter, error: PayloadTooLarge

@@ -63,7 +63,7 @@ class Bench:
         self.execution.admit(call, data, now)
         return made
 
-    def _retired(self, call: Call) -> None:
+    def _retired(self, call: Call, _: float) -> None:
         self._made[call].retired += 1
 
 

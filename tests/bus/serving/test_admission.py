@@ -345,3 +345,17 @@ def test_the_limits_hold_and_every_call_is_told_of_once_whatever_happens(
         assert len(running) <= concurrency
         assert len(waiting) <= queue
         assert len(running) == concurrency or not waiting
+
+
+def test_a_call_whose_turn_came_and_that_does_not_begin_leaves_it_to_the_next() -> None:
+    admission: Admission[str] = Admission(1, None)
+    admission.enter("a", "one", 0.0, None)
+    for call in ("b", "c"):
+        admission.enter(call, "one", 0.0, None)
+    assert admission.leave("a", 1.0, whole=True).begins == "b"
+
+    turn = admission.skip("b", 1.0)
+
+    assert turn == Turn("c", [])
+    assert (admission.running, admission.waiting) == (1, 0)
+    assert len(admission.durations) == 1

@@ -591,6 +591,27 @@ def test_a_client_that_never_takes_its_results_is_refused_while_others_are_serve
     run(story())
 
 
+def test_calls_that_waited_do_not_begin_when_their_client_takes_no_results() -> None:
+    size, window = 200_000, 1 << 20
+
+    async def large(_: bytes) -> bytes:
+        return bytes(size)
+
+    async def story() -> None:
+        async with serving(endpoint(large, concurrency=1), instance_window=window) as given:
+            for number in range(20):
+                given.client.send(number)
+            await until(lambda: len(given.client.all(Failed) + given.client.all(End)) == 20)
+
+            refused = given.client.all(Failed)
+            assert {(frame.code, frame.started) for frame in refused} == {("Overloaded", False)}
+            assert len(given.client.all(End)) >= window // size
+            assert given.instance.ledger.unread.held < window + 2 * size
+            assert given.instance.load == 0
+
+    run(story())
+
+
 def test_what_was_lost_is_sent_again_after_the_end_until_it_is_acknowledged() -> None:
     async def story() -> None:
         async with serving(endpoint(count, streaming=True)) as given:
