@@ -77,6 +77,8 @@ class Bus:
         self.failure: BaseException | None = None
         self._failure_listeners: list[Callable[[], object]] = []
         lane.on_failure(partial(self.to_main, self._fail))
+        data.on_failure(self._fail)
+        lane.connection.on_failure(partial(self.to_main, self._fail))
 
     def __repr__(self) -> str:
         return f"<Bus {self.replies.client_id[:8]} [{self.data.state.value}]>"
@@ -89,7 +91,7 @@ class Bus:
             PermissionDenied: the server refuses the credentials or a reply subject.
             Unavailable: no server can be reached.
         """
-        from .nats.connecting import connect_as
+        from .nats.connection import connect_as
         from .telemetry.telemetry import Telemetry
 
         replies = ReplySubjects(config.principal, random_id())

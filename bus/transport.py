@@ -412,12 +412,17 @@ class Connection(Protocol):
         published while disconnected, and what comes for nobody any longer."""
         ...
 
+    def on_failure(self, listener: Callable[[BaseException], None]) -> None:
+        """Call `listener(error)` when what reads and watches for this connection has failed, so
+        that it is of no use any more."""
+        ...
+
     async def close(self) -> None:
         """Send what is buffered and close; more calls change nothing."""
         ...
 
 
-class Statistics(NamedTuple):
+class ConnectionCounts(NamedTuple):
     """What a connection has counted since it was opened."""
 
     reconnects: int

@@ -1,4 +1,5 @@
-"""The part that every connection has: its state, what it dropped, and who is told of both."""
+"""The part that every connection has: its state, what it dropped, the work beside its callers, and
+who is told of them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from .background import Background
 from .drops import DropReason
 from .errors import Unavailable
 from .transport import ConnectionState
@@ -15,7 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class WatchedConnection:
-    """A connection's state and drops, with listeners to both. Lives on one event loop."""
+    """A connection's state, drops and background work, with listeners. Lives on one event loop.
+
+    Attributes:
+        background: what reads and watches for the connection; it ends with it.
+    """
 
     def __init__(self, name: str, state: ConnectionState) -> None:
         self.name = name
@@ -23,6 +29,8 @@ class WatchedConnection:
         self._loop = asyncio.get_running_loop()
         self._listeners: list[Callable[[ConnectionState], None]] = []
         self._drop_listeners: list[Callable[[DropReason], None]] = []
+        self._failure_listeners: list[Callable[[BaseException], None]] = []
+        self.background = Background(name, self._fail)
         self._drops: Counter[DropReason] = Counter()
         self._callback_errors: int = 0
 
@@ -38,6 +46,13 @@ class WatchedConnection:
                 self._listeners.remove(listener)
 
         return end
+
+    def on_failure(self, listener: Callable[[BaseException], None]) -> None:
+        self._failure_listeners.append(listener)
+
+    def _fail(self, error: BaseException) -> None:
+        for listener in self._failure_listeners:
+            listener(error)
 
     def on_drop(self, listener: Callable[[DropReason], None]) -> None:
         self._drop_listeners.append(listener)

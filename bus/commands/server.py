@@ -10,8 +10,7 @@ from typing import NamedTuple, TypeVar
 import anyio
 
 from dynbus.bus.config import BusConfig, load_config
-from dynbus.bus.nats.connecting import connect_as
-from dynbus.bus.nats.connection import NatsConnection
+from dynbus.bus.nats.connection import NatsConnection, connect_as
 from dynbus.bus.protocol.names import ReplySubjects
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.telemetry.logs import configure_logging

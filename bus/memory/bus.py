@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final, TypeVar
 
@@ -20,11 +20,10 @@ import msgspec
 from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.transport import Message, NoStream, StreamFull, WrongLastSequence
 
-from .connection import MemoryConnection
+from .connection import MemoryConnection, MemorySubscription
 from .faults import Delay, Drop, Duplicate, Fault, Partition
 from .jetstream import JetStreamServer
 from .subjects import SubjectTree
-from .subscription import MemorySubscription
 
 FaultT = TypeVar("FaultT", bound=Fault)
 
@@ -55,7 +54,7 @@ class MemoryBus:
         self.random = random.Random(seed)
         self.running = True
         self.connections: list[MemoryConnection] = []
-        self.numbers = itertools.count(1)
+        self.numbers: Iterator[int] = itertools.count(1)
         self.jetstream = JetStreamServer()
         self._subscriptions: SubjectTree[MemorySubscription] = SubjectTree()
         self._faults: list[Fault] = []
@@ -155,6 +154,10 @@ class MemoryBus:
             if subscription.connection is connection:
                 self.remove(subscription)
         self.jetstream.detach(connection)
+
+    def leave(self, connection: MemoryConnection) -> None:
+        """Count a connection no longer."""
+        self.connections.remove(connection)
 
     def accept(self, sender: MemoryConnection, message: Message) -> None:
         """Carry out a publish."""

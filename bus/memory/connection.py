@@ -6,20 +6,17 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import ConfigError, DynbusError, PayloadTooLarge, Unavailable
-from dynbus.bus.transport import Callback, ConnectionState, Message, Statistics
+from dynbus.bus.transport import Callback, ConnectionCounts, ConnectionState, Message
 from dynbus.bus.watched_connection import WatchedConnection
 
-from .jetstream import MemoryJetStream
-from .subscription import MemorySubscription
-
-if TYPE_CHECKING:
-    from .bus import MemoryBus
+from .jetstream import JetStreamServer, MemoryJetStream
 
 T = TypeVar("T")
 
@@ -28,10 +25,65 @@ logger = logging.getLogger(__name__)
 LOW_BACKLOG: Final = 1024 * 1024
 
 
+class Server(Protocol):
+    """What a connection needs of the bus that it belongs to."""
+
+    name: str
+    max_payload: int
+    running: bool
+    numbers: Iterator[int]
+    jetstream: JetStreamServer
+
+    def add(self, subscription: MemorySubscription) -> None: ...
+    def remove(self, subscription: MemorySubscription) -> None: ...
+    def forget(self, connection: MemoryConnection) -> None: ...
+    def leave(self, connection: MemoryConnection) -> None: ...
+    def accept(self, sender: MemoryConnection, message: Message) -> None: ...
+    def disturb(self, message: Message, action: Callable[[], None]) -> None: ...
+    def store(self, message: Message, answer: Callable[[int | DynbusError], None]) -> None: ...
+
+
+class MemorySubscription:
+    """A subscription of a `MemoryConnection`."""
+
+    __slots__ = ("_callback", "active", "connection", "number", "queue", "subject")
+
+    def __init__(
+        self,
+        connection: MemoryConnection,
+        number: int,
+        subject: str,
+        queue: str,
+        callback: Callback,
+    ) -> None:
+        self.connection = connection
+        self.number = number
+        self.subject = subject
+        self.queue = queue
+        self.active = True
+        self._callback = callback
+
+    def unsubscribe(self) -> None:
+        if self.active:
+            self.active = False
+            self.connection.remove(self)
+
+    async def drain(self, *, timeout: float = 5.0) -> None:
+        if self.active:
+            self.connection.remove(self)
+            if self.connection.state is ConnectionState.CONNECTED:
+                with suppress(Unavailable):
+                    await self.connection.barrier(timeout=timeout)
+            self.active = False
+
+    def receive(self, message: Message) -> None:
+        self._callback(message)
+
+
 class MemoryConnection(WatchedConnection):
     """A connection to a `MemoryBus`; made by `MemoryBus.connect`."""
 
-    def __init__(self, bus: MemoryBus, name: str, number: int) -> None:
+    def __init__(self, bus: Server, name: str, number: int) -> None:
         super().__init__(name, ConnectionState.CONNECTED)
         self.inbox = f"_INBOX.{number}"
         self._bus = bus
@@ -73,9 +125,9 @@ class MemoryConnection(WatchedConnection):
     def jetstream(self) -> MemoryJetStream:
         return self._jetstream
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> ConnectionCounts:
         """What was counted since the connection was opened."""
-        return Statistics(
+        return ConnectionCounts(
             self._session,
             self._sent,
             self._received,
@@ -193,7 +245,7 @@ class MemoryConnection(WatchedConnection):
             return
         self._flush()
         self._end(ConnectionState.CLOSED)
-        self._bus.connections.remove(self)
+        self._bus.leave(self)
         for subscription in self._subscriptions.values():
             subscription.active = False
         self._subscriptions.clear()

@@ -1,7 +1,7 @@
 """JetStream without a server.
 
-`JetStreamServer` holds the streams of a `MemoryBus` and feeds their readers;
-`MemoryJetStream` is what a connection sees of it.
+`JetStreamServer` holds the streams of a `MemoryBus` and feeds their readers, which are
+`MemoryOrderedConsumer`s; `MemoryJetStream` is what a connection sees of it.
 """
 
 from __future__ import annotations
@@ -9,24 +9,134 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import Message, NoStream, StoredMessage, StreamConfig, StreamInfo
 
-from .consumer import MemoryOrderedConsumer
 from .stream import MemoryStream
 from .subjects import overlap
-
-if TYPE_CHECKING:
-    from .connection import MemoryConnection
 
 T = TypeVar("T")
 
 CONSUME_TIMEOUT: Final = 5.0
 CLOCK_STEP: Final = 1e-6
+
+
+class Link(Protocol):
+    """What JetStream needs of the connection over which it is used."""
+
+    @property
+    def max_payload(self) -> int: ...
+    def send(self, command: Callable[[], None], size: int = 0) -> None: ...
+    def deliver(self, delivery: Callable[[], None]) -> None: ...
+    def call(self, callback: Callable[[], None], what: str) -> None: ...
+    def check_size(self, message: Message) -> int: ...
+    async def request(
+        self,
+        message: Message,
+        serve: Callable[[Callable[[T | DynbusError], None]], None],
+        *,
+        timeout: float,
+    ) -> T: ...
+
+
+class _Feeder(Protocol):
+    """What a reader needs of the server."""
+
+    stalled: bool
+
+    def attach(self, reader: MemoryOrderedConsumer) -> None | NoStream: ...
+    def remove(self, reader: MemoryOrderedConsumer) -> None: ...
+
+
+class MemoryOrderedConsumer:
+    """Reads a stream in order; the connection and the server start it over.
+
+    Attributes:
+        generation: how often the server has begun to feed it; what an earlier start still
+            delivers is left out.
+    """
+
+    def __init__(
+        self,
+        connection: Link,
+        server: _Feeder,
+        stream: str,
+        on_message: Callable[[StoredMessage], None],
+        *,
+        pattern: str,
+        next_sequence: int,
+        last_per_subject: bool,
+        created: float | None,
+        on_restart: Callable[[], None] | None,
+        on_recreated: Callable[[], None] | None,
+        on_caught_up: Callable[[], None] | None,
+    ) -> None:
+        self.connection = connection
+        self.stream = stream
+        self.pattern = pattern
+        self.next_sequence = next_sequence
+        self.last_per_subject = last_per_subject
+        self.generation = 0
+        self._server = server
+        self._created = created
+        self._on_message = on_message
+        self._on_restart = on_restart
+        self._on_recreated = on_recreated
+        self._on_caught_up = on_caught_up
+        self._begun = False
+        self._stopped = False
+
+    def __repr__(self) -> str:
+        return f"<MemoryOrderedConsumer {self.stream} [next: {self.next_sequence}]>"
+
+    async def stop(self) -> None:
+        self._stopped = True
+        self._server.remove(self)
+
+    def restart(self) -> None:
+        """Have the server feed it anew, in later turns."""
+        if not self._stopped:
+            self.connection.send(self._attach)
+
+    def start_of(self, created: float) -> int:
+        """The first sequence that it wants of a stream made at `created`."""
+        return 1 if self._created not in (None, created) else self.next_sequence
+
+    def begin(self, created: float, generation: int) -> None:
+        """Take note of a start, before all that is delivered after it."""
+        if self._stopped or generation != self.generation:
+            return
+        if self._created not in (None, created):
+            self.next_sequence = 1
+            self._call(self._on_recreated)
+        self._created = created
+        if self._begun and self.last_per_subject:
+            self._call(self._on_restart)
+        self._begun = True
+
+    def receive(self, message: StoredMessage, generation: int) -> None:
+        """Take a delivery."""
+        if not self._stopped and generation == self.generation:
+            self.next_sequence = message.sequence + 1
+            self._call(partial(self._on_message, message))
+
+    def caught_up(self, generation: int) -> None:
+        """Take note that all that the stream held at the last start was delivered."""
+        if not self._stopped and generation == self.generation:
+            self._call(self._on_caught_up)
+
+    def _call(self, callback: Callable[[], None] | None) -> None:
+        if callback is not None:
+            self.connection.call(callback, self.stream)
+
+    def _attach(self) -> None:
+        if not (self._stopped or self._server.stalled):
+            # While its stream is missing it waits to be started when that is made.
+            self._server.attach(self)
 
 
 class _Cursor:
@@ -149,13 +259,13 @@ class JetStreamServer:
         deliver(partial(reader.caught_up, reader.generation))
         return None
 
-    def detach(self, connection: MemoryConnection) -> None:
+    def detach(self, connection: Link) -> None:
         """Stop feeding the readers of a connection."""
         for reader in list(self._cursors):
             if reader.connection is connection:
                 del self._cursors[reader]
 
-    def reattach(self, connection: MemoryConnection) -> None:
+    def reattach(self, connection: Link) -> None:
         """Start the readers of a connection that is back."""
         for reader in self._readers:
             if reader.connection is connection:
@@ -201,7 +311,7 @@ class MemoryJetStream:
 
     def __init__(
         self,
-        connection: MemoryConnection,
+        connection: Link,
         server: JetStreamServer,
         store: Callable[[Message, Callable[[int | DynbusError], None]], None],
     ) -> None:

@@ -1,23 +1,68 @@
-"""Requests to APIs of nats-server, and the replies that they wait for."""
+"""Requests to APIs of nats-server, the replies that they wait for, and JetStream's errors."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
+import msgspec
+
+from dynbus.bus.background import Background
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.protocol import headers as header_block
-from dynbus.bus.transport import Message
-
-if TYPE_CHECKING:
-    from .connection import NatsConnection
-
+from dynbus.bus.transport import (
+    Connection,
+    Message,
+    NoRoom,
+    NoStream,
+    StreamFull,
+    WrongLastSequence,
+)
 
 FIRST_REPEAT: Final = 0.5
 """Seconds after which a question is asked again; each pause is twice as long as the last."""
+
+
+WRONG_LAST_SEQUENCE: Final = 10071
+WRONG_LAST_SEQUENCE_CONSTANT: Final = 10164
+STREAM_NAME_IN_USE: Final = 10058
+STREAM_NOT_FOUND: Final = 10059
+MESSAGE_NOT_FOUND: Final = 10037
+NOT_STORED: Final = 10077
+NO_PEERS: Final = 10005
+ONE_SERVER: Final = 10074
+NO_ROOM: Final = (10023, 10047)
+REFUSED: Final = 10051
+
+
+class ServerLink(Connection, Protocol):
+    """What requests to a server need of the connection that they go over.
+
+    Attributes:
+        inbox: replies arrive below it.
+        background: where work beside the callers is done.
+    """
+
+    inbox: str
+    background: Background
+
+    async def wait_connected(self) -> None: ...
+    def drop(self, reason: DropReason) -> None: ...
+    def refusal_of(self, subject: str) -> str: ...
+    async def request(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        headers: bytes = b"",
+        timeout: float = 5.0,
+        repeat: bool = False,
+    ) -> Message: ...
 
 
 class NoResponders(Unavailable):
@@ -32,7 +77,7 @@ class _Waiting(NamedTuple):
 class ServerRequests:
     """The requests of one connection. All replies come to one subscription of its inbox."""
 
-    def __init__(self, connection: NatsConnection) -> None:
+    def __init__(self, connection: ServerLink) -> None:
         self._connection = connection
         self._waiting: dict[str, _Waiting] = {}
         self._numbers = itertools.count(1)
@@ -115,3 +160,73 @@ def unix_seconds(time: str) -> float:
         ValueError: it is none.
     """
     return datetime.fromisoformat(time).timestamp()
+
+
+class JetStreamError(DynbusError):
+    """Raised when the server refuses a JetStream request for a reason not named otherwise, or
+    gives an answer that cannot be read.
+
+    Attributes:
+        error_code: the server's own number; 0 for an answer that cannot be read.
+    """
+
+    code = "JetStreamError"
+
+    def __init__(self, message: str, error_code: int = 0) -> None:
+        super().__init__(message)
+        self.error_code = error_code
+
+
+def _raise_for(error: Mapping[str, Any], what: str) -> None:
+    code = int(error.get("err_code", 0))
+    text = f"{what}: {error.get('description', 'refused')}"
+    if code in (WRONG_LAST_SEQUENCE, WRONG_LAST_SEQUENCE_CONSTANT):
+        last = text.rpartition(" ")[2]
+        raise WrongLastSequence(text, int(last) if last.isdigit() else 0)
+    if code == STREAM_NOT_FOUND:
+        raise NoStream(text)
+    if code == NOT_STORED and "maximum " in text:
+        raise StreamFull(text)
+    if code in NO_ROOM or (code == NOT_STORED and "creating store" in text):
+        raise NoRoom(text)
+    raise JetStreamError(text, code)
+
+
+@contextmanager
+def reading(what: str) -> Generator[None, None, None]:
+    """Have an answer that cannot be read end `what` was asked with a `JetStreamError`."""
+    try:
+        yield
+    except (
+        msgspec.MsgspecError,
+        AttributeError,
+        LookupError,
+        OverflowError,
+        TypeError,
+        ValueError,
+    ) as error:
+        text = f"{what}: the server's answer cannot be read: {type(error).__name__}: {error}"
+        raise JetStreamError(text) from error
+
+
+def read_answer(data: bytes, what: str) -> dict[str, Any]:
+    with reading(what):
+        answer = msgspec.json.decode(data, type=dict[str, Any])
+        if "error" in answer:
+            _raise_for(answer["error"], what)
+    return answer
+
+
+async def call_jetstream(
+    link: ServerLink, call: str, request: Mapping[str, Any], *, timeout: float
+) -> dict[str, Any]:
+    """One call of `$JS.API`.
+
+    Raises:
+        NoStream, WrongLastSequence: the server refuses.
+        JetStreamError: it refuses for another reason, or its answer cannot be read.
+        Unavailable: it does not answer, or has no JetStream.
+    """
+    data = msgspec.json.encode(request) if request else b""
+    reply = await link.request(f"$JS.API.{call}", data, timeout=timeout, repeat=True)
+    return read_answer(reply.data, call)

@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+import anyio
 import msgspec
 
 from dynbus.bus.clock import monotonic
+from dynbus.bus.config import BusConfig
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
     ConfigError,
@@ -27,17 +29,13 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 from dynbus.bus.protocol.tokens import jitter
-from dynbus.bus.transport import Callback, ConnectionState, Message, Statistics
+from dynbus.bus.transport import Callback, ConnectionCounts, ConnectionState, Message
 from dynbus.bus.watched_connection import WatchedConnection
 
 from .api_requests import ServerRequests
 from .jetstream import NatsJetStream
-from .outage import Outage
-from .output import NatsOutput
-from .pings import Pings
 from .protocol import ProtocolViolation, ServerReader
-from .session import NatsSession, candidates, open_session
-from .subscription import NatsSubscription
+from .session import NatsOutput, NatsSession, Pings, candidates, open_session
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +43,79 @@ LOW_BACKLOG: Final = 1024 * 1024
 FIRST_RECONNECT_DELAY: Final = 0.05
 MAX_RECONNECT_DELAY: Final = 0.2
 REFUSED_RECONNECT_DELAY: Final = 5.0
-CANCEL_AGAIN: Final = 0.25
-CANCEL_TRIES: Final = 20
+CLOSE_SECONDS: Final = 5.0
 MAX_DENIED: Final = 1024
+FIRST_REPORT: Final = 5.0
+"""Seconds for which an outage is not spoken of: a server that is started again is back by then."""
+MAX_PAUSE: Final = 600.0
+"""Seconds between two reports of a long outage, at most."""
+
+
+class NatsSubscription:
+    """A subscription that each new session takes over.
+
+    Attributes:
+        ending: whether the server was told to send nothing more.
+    """
+
+    __slots__ = ("_connection", "callback", "ending", "number", "queue", "subject")
+
+    def __init__(
+        self, connection: NatsConnection, number: int, subject: str, queue: str, callback: Callback
+    ) -> None:
+        self._connection = connection
+        self.number = number
+        self.subject = subject
+        self.queue = queue
+        self.ending = False
+        self.callback = callback
+
+    def __repr__(self) -> str:
+        state = "ending" if self.ending else "open"
+        return f"<NatsSubscription {self.number} [{state} | {self.subject}, queue: {self.queue}]>"
+
+    def command(self) -> bytes:
+        """What asks the server for it."""
+        return f"SUB {self.subject} {self.queue} {self.number}\r\n".encode()
+
+    def unsubscribe(self) -> None:
+        self._connection.remove(self.number)
+
+    async def drain(self, *, timeout: float = 5.0) -> None:
+        self.ending = True
+        self._connection.stop_delivery(self.number)
+        # Without a session nothing is on its way, and the next one does not ask for this.
+        if self._connection.state is ConnectionState.CONNECTED:
+            try:
+                # What the server sent before it read this comes before its answer to a ping.
+                await self._connection.barrier(timeout=timeout)
+            except DynbusError as error:
+                logger.debug("%s: not drained: %s", self.subject, error)
+        self._connection.remove(self.number)
+
+
+class Outage:
+    """An outage that began at `lost_at`: when an operator is told that it goes on. No I/O here."""
+
+    def __init__(self, lost_at: float) -> None:
+        self._lost_at = lost_at
+        self._pause = FIRST_REPORT
+        self._next = lost_at + FIRST_REPORT
+
+    def __repr__(self) -> str:
+        return f"<Outage [since: {self._lost_at:.3f}, next report: {self._next:.3f}]>"
+
+    def lasted(self, now: float) -> float:
+        """Its seconds until now."""
+        return now - self._lost_at
+
+    def is_report_due(self, now: float) -> bool:
+        """Whether to say that it goes on; each time the pause until the next one doubles."""
+        if now < self._next:
+            return False
+        self._pause = min(self._pause * 2, MAX_PAUSE)
+        self._next = now + self._pause
+        return True
 
 
 class NatsConnection(WatchedConnection):
@@ -72,7 +140,6 @@ class NatsConnection(WatchedConnection):
         self._denied: dict[str, str] = {}
         self._lame_duck = False
         self._max_payload = 1024 * 1024
-        self._task: asyncio.Task[None] | None = None
         self._reconnects = 0
         self._sent = 0
         self._received = 0
@@ -110,9 +177,9 @@ class NatsConnection(WatchedConnection):
     def jetstream(self) -> NatsJetStream:
         return self._jetstream
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> ConnectionCounts:
         """What was counted since the connection was opened."""
-        return Statistics(
+        return ConnectionCounts(
             self._reconnects,
             self._sent,
             self._received,
@@ -244,18 +311,13 @@ class NatsConnection(WatchedConnection):
                     # The pong says that the server has taken all that was written.
                     await self._pings.send()
         self._set_state(ConnectionState.CLOSED)
-        if self._task is not None:
-            await self._end_task(self._task)
+        with anyio.move_on_after(CLOSE_SECONDS) as closing:
+            # nats-py swallows a cancellation in the middle of a handshake, so that it takes more
+            # than one.
+            await self.background.close()
+        if closing.cancelled_caught:
+            logger.error("%s: its work does not end", self.name)
         self._fail_waiters()
-
-    async def _end_task(self, task: asyncio.Task[None]) -> None:
-        # nats-py swallows a cancellation that hits it in the middle of a handshake.
-        for _ in range(CANCEL_TRIES):
-            task.cancel()
-            done, _pending = await asyncio.wait([task], timeout=CANCEL_AGAIN)
-            if done:
-                return
-        logger.error("%s: its task does not end", self.name)
 
     # Sessions -------------------------------------------------------------------------
 
@@ -266,9 +328,15 @@ class NatsConnection(WatchedConnection):
             PermissionDenied: the server refuses the credentials.
             Unavailable: no server could be reached within `timeout` seconds.
         """
-        session = await self._open_session(timeout)
+        await self.background.open()
+        try:
+            session = await self._open_session(timeout)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.background.close()
+            raise
         self._begin(session)
-        self._task = self._loop.create_task(self._run(session), name=f"nats-{self.name}")
+        self.background.start(self._run, session, name=f"nats {self.name}")
 
     async def _open_session(self, timeout: float) -> NatsSession:
         return await open_session(
@@ -320,7 +388,7 @@ class NatsConnection(WatchedConnection):
         delay = FIRST_RECONNECT_DELAY
         is_refusal_told = False
         while True:
-            await asyncio.sleep(delay * jitter.uniform(0.5, 1.0))
+            await anyio.sleep(delay * jitter.uniform(0.5, 1.0))
             delay = min(delay * 2, MAX_RECONNECT_DELAY)
             try:
                 session = await self._open_session(2.0)
@@ -479,3 +547,22 @@ async def connect(
     )
     await connection.open(timeout)
     return connection
+
+
+async def connect_as(config: BusConfig, *, name: str, inbox: str) -> NatsConnection:
+    """Open a connection to the servers of a configuration, with its credentials.
+
+    Args:
+        name, inbox: as `connect` takes them.
+
+    Raises:
+        PermissionDenied: the server refuses the credentials.
+        Unavailable: no server could be reached.
+    """
+    return await connect(
+        config.servers,
+        name=name,
+        inbox=inbox,
+        timeout=config.connect_timeout,
+        options={"user_credentials": config.credentials} if config.credentials else {},
+    )

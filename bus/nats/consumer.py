@@ -11,17 +11,17 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from dynbus.bus.cleanup import end_tasks
+import anyio
+
+from dynbus.bus.background import Work
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.protocol import headers as header_block
-from dynbus.bus.transport import ConnectionState, Message, StoredMessage
+from dynbus.bus.transport import ConnectionState, Message, StoredMessage, Subscription
 
-if TYPE_CHECKING:
-    from .connection import NatsConnection
-    from .subscription import NatsSubscription
+from .api_requests import ServerLink, call_jetstream
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class NatsOrderedConsumer:
 
     def __init__(
         self,
-        connection: NatsConnection,
+        connection: ServerLink,
         stream: str,
         on_message: Callable[[StoredMessage], None],
         *,
@@ -67,12 +67,12 @@ class NatsOrderedConsumer:
             not last_per_subject or created is not None or on_recreated is not None
         )
         self._caught_up = False
-        self._subscription: NatsSubscription | None = None
+        self._subscription: Subscription | None = None
         self._consumer = ""
         self._delivered = 0
         self._heard = 0.0
         self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._work: Work | None = None
         self._stop_listening: Callable[[], None] | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -88,20 +88,19 @@ class NatsOrderedConsumer:
         """
         await self._create(first=True)
         self._stop_listening = self._connection.on_state(self._on_state)
-        self._task = self._loop.create_task(self._watch(), name=f"consume-{self._stream}")
+        self._work = self._connection.background.start(self._watch, name=f"consume {self._stream}")
 
     async def stop(self) -> None:
-        if self._task is not None:
-            await end_tasks(self._task)
-            self._task = None
+        if self._work is not None:
+            await self._work.end()
         if self._stop_listening is not None:
             self._stop_listening()
         self._drop_subscription()
         if self._consumer and self._connection.state is ConnectionState.CONNECTED:
             name, self._consumer = self._consumer, ""
-            api = self._connection.jetstream.api
+            call = f"CONSUMER.DELETE.{self._stream}.{name}"
             try:
-                await api(f"CONSUMER.DELETE.{self._stream}.{name}", {}, timeout=1.0)
+                await call_jetstream(self._connection, call, {}, timeout=1.0)
             except DynbusError as error:
                 # The server forgets an idle ephemeral consumer by itself after 5 s.
                 logger.debug("consumer %s was not deleted: %s", name, error)
@@ -122,8 +121,7 @@ class NatsOrderedConsumer:
         inbox = f"{self._connection.inbox}c.{token}"
         call = f"CONSUMER.CREATE.{self._stream}.{token}.{self._subject or '>'}"
         request = {"stream_name": self._stream, "config": self._config(token, inbox)}
-        api = self._connection.jetstream.api
-        answer = await api(call, request, timeout=START_TIMEOUT)
+        answer = await call_jetstream(self._connection, call, request, timeout=START_TIMEOUT)
         if await self._stream_created() != before:
             raise Unavailable(f"stream {self._stream} was made again while it was looked at")
         self._created = before
@@ -169,12 +167,11 @@ class NatsOrderedConsumer:
     async def _watch(self) -> None:
         delay = RESTART_DELAY
         while True:
-            try:
-                async with asyncio.timeout(IDLE_HEARTBEAT):
-                    await self._wake.wait()
-            except TimeoutError:
-                if self._loop.time() - self._heard < IDLE_HEARTBEAT * MISSED_HEARTBEATS:
-                    continue
+            with anyio.move_on_after(IDLE_HEARTBEAT) as waiting:
+                await self._wake.wait()
+            silent = self._loop.time() - self._heard
+            if waiting.cancelled_caught and silent < IDLE_HEARTBEAT * MISSED_HEARTBEATS:
+                continue
             self._wake.clear()
             if self._connection.state is not ConnectionState.CONNECTED:
                 continue
@@ -183,7 +180,7 @@ class NatsOrderedConsumer:
                 delay = RESTART_DELAY
             except DynbusError as error:
                 logger.debug("consumer of %s not restarted: %s", self._stream, error)
-                await asyncio.sleep(delay)
+                await anyio.sleep(delay)
                 delay = min(2 * delay, MAX_RESTART_DELAY)
                 self._wake.set()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -17,10 +17,7 @@ from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import Message, NoStream, StoredMessage
 
-from .api_requests import FIRST_REPEAT, unix_seconds
-
-if TYPE_CHECKING:
-    from .connection import NatsConnection
+from .api_requests import FIRST_REPEAT, ServerLink, unix_seconds
 
 PAGE: Final = 1000
 """Messages that are asked for at a time."""
@@ -77,7 +74,7 @@ def _stored(fields: Mapping[str, str], data: bytes) -> StoredMessage:
 
 
 async def read_stream(
-    connection: NatsConnection, stream: str, subject: str, timeout: float
+    connection: ServerLink, stream: str, subject: str, timeout: float
 ) -> list[StoredMessage]:
     """What the stream holds of a subject, oldest first.
 
@@ -100,7 +97,7 @@ async def read_stream(
         raise Unavailable(f"no replica of {stream} answered within {timeout} s") from None
 
 
-async def _read_page(connection: NatsConnection, stream: str, subject: str, sequence: int) -> _Page:
+async def _read_page(connection: ServerLink, stream: str, subject: str, sequence: int) -> _Page:
     """One answer that is complete; the caller bounds the wait."""
     call = f"$JS.API.DIRECT.GET.{stream}"
     request: dict[str, Any] = {"seq": sequence, "batch": PAGE, "next_by_subj": subject or ">"}

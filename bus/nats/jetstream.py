@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
-
-import msgspec
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
 from dynbus.bus.protocol import headers as header_block
@@ -21,88 +18,31 @@ from dynbus.bus.transport import (
     NoStream,
     StoredMessage,
     StreamConfig,
-    StreamFull,
     StreamInfo,
     StreamLimits,
-    WrongLastSequence,
 )
 
-from .api_requests import NoResponders, unix_seconds
+from .api_requests import (
+    MESSAGE_NOT_FOUND,
+    NO_PEERS,
+    ONE_SERVER,
+    REFUSED,
+    STREAM_NAME_IN_USE,
+    JetStreamError,
+    NoResponders,
+    ServerLink,
+    call_jetstream,
+    read_answer,
+    reading,
+    unix_seconds,
+)
 from .consumer import NatsOrderedConsumer
 from .direct_get import read_stream
-
-if TYPE_CHECKING:
-    from .connection import NatsConnection
 
 logger = logging.getLogger(__name__)
 
 _NANOSECONDS: Final = 1_000_000_000
 _NO_SUBJECT: Final = "dynbus.nothing"
-_WRONG_LAST_SEQUENCE = 10071
-_WRONG_LAST_SEQUENCE_CONSTANT = 10164
-_STREAM_NAME_IN_USE = 10058
-_STREAM_NOT_FOUND = 10059
-_MESSAGE_NOT_FOUND = 10037
-_NOT_STORED = 10077
-_NO_PEERS = 10005
-_ONE_SERVER = 10074
-_NO_ROOM = (10023, 10047)
-_REFUSED = 10051
-
-
-class JetStreamError(DynbusError):
-    """Raised when the server refuses a JetStream request for a reason not named otherwise, or
-    gives an answer that cannot be read.
-
-    Attributes:
-        error_code: the server's own number; 0 for an answer that cannot be read.
-    """
-
-    code = "JetStreamError"
-
-    def __init__(self, message: str, error_code: int = 0) -> None:
-        super().__init__(message)
-        self.error_code = error_code
-
-
-def _raise_for(error: Mapping[str, Any], what: str) -> None:
-    code = int(error.get("err_code", 0))
-    text = f"{what}: {error.get('description', 'refused')}"
-    if code in (_WRONG_LAST_SEQUENCE, _WRONG_LAST_SEQUENCE_CONSTANT):
-        last = text.rpartition(" ")[2]
-        raise WrongLastSequence(text, int(last) if last.isdigit() else 0)
-    if code == _STREAM_NOT_FOUND:
-        raise NoStream(text)
-    if code == _NOT_STORED and "maximum " in text:
-        raise StreamFull(text)
-    if code in _NO_ROOM or (code == _NOT_STORED and "creating store" in text):
-        raise NoRoom(text)
-    raise JetStreamError(text, code)
-
-
-@contextmanager
-def _reading(what: str) -> Generator[None, None, None]:
-    """Have an answer that cannot be read end `what` was asked with a `JetStreamError`."""
-    try:
-        yield
-    except (
-        msgspec.MsgspecError,
-        AttributeError,
-        LookupError,
-        OverflowError,
-        TypeError,
-        ValueError,
-    ) as error:
-        text = f"{what}: the server's answer cannot be read: {type(error).__name__}: {error}"
-        raise JetStreamError(text) from error
-
-
-def _answer(data: bytes, what: str) -> dict[str, Any]:
-    with _reading(what):
-        answer = msgspec.json.decode(data, type=dict[str, Any])
-        if "error" in answer:
-            _raise_for(answer["error"], what)
-    return answer
 
 
 def stream_request(config: StreamConfig) -> dict[str, Any]:
@@ -138,7 +78,7 @@ def stream_request(config: StreamConfig) -> dict[str, Any]:
 class NatsJetStream:
     """The JetStream API of the server that a connection reaches."""
 
-    def __init__(self, connection: NatsConnection) -> None:
+    def __init__(self, connection: ServerLink) -> None:
         self._connection = connection
         self._left_as_is: set[str] = set()
 
@@ -147,18 +87,8 @@ class NatsJetStream:
         return self._connection.max_payload
 
     async def api(self, call: str, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:
-        """One call of `$JS.API`.
-
-        Raises:
-            NoStream, WrongLastSequence: the server refuses.
-            JetStreamError: it refuses for another reason, or its answer cannot be read.
-            Unavailable: it does not answer, or has no JetStream.
-        """
-        data = msgspec.json.encode(request) if request else b""
-        reply = await self._connection.request(
-            f"$JS.API.{call}", data, timeout=timeout, repeat=True
-        )
-        return _answer(reply.data, call)
+        """One call of `$JS.API`; see `call_jetstream`."""
+        return await call_jetstream(self._connection, call, request, timeout=timeout)
 
     async def ensure_stream(self, config: StreamConfig, *, timeout: float = 5.0) -> None:
         replicas = await self._create(config, timeout)
@@ -166,7 +96,7 @@ class NatsJetStream:
             return
         call = f"STREAM.INFO.{config.name}"
         info = await self.api(call, {}, timeout=timeout)
-        with _reading(call):
+        with reading(call):
             found: dict[str, Any] = info["config"]
             subjects = tuple(map(str, found.get("subjects") or ()))
             has = int(found.get("num_replicas") or 1)
@@ -198,11 +128,11 @@ class NatsJetStream:
                     raise
                 return 0
             except JetStreamError as error:
-                if error.error_code == _STREAM_NAME_IN_USE:
+                if error.error_code == STREAM_NAME_IN_USE:
                     return 0
-                if error.error_code == _ONE_SERVER and replicas > 1:
+                if error.error_code == ONE_SERVER and replicas > 1:
                     replicas = 1
-                elif error.error_code == _NO_PEERS and replicas > 1:
+                elif error.error_code == NO_PEERS and replicas > 1:
                     replicas -= 1
                 else:
                     raise
@@ -229,7 +159,7 @@ class NatsJetStream:
             try:
                 await self.api(f"STREAM.UPDATE.{name}", request, timeout=timeout)
             except DynbusError as error:
-                if isinstance(error, JetStreamError) and error.error_code == _NO_PEERS:
+                if isinstance(error, JetStreamError) and error.error_code == NO_PEERS:
                     continue
                 if isinstance(error, PermissionDenied):
                     self._left_as_is.add(name)
@@ -247,7 +177,7 @@ class NatsJetStream:
         try:
             await self.purge(stream, _NO_SUBJECT, timeout=timeout)
         except JetStreamError as error:
-            if error.error_code != _REFUSED:
+            if error.error_code != REFUSED:
                 raise
             return str(error)
         return ""
@@ -287,8 +217,8 @@ class NatsJetStream:
         except NoResponders:
             raise NoStream(f"no stream takes {subject}") from None
         what = f"publish to {subject}"
-        answer = _answer(reply.data, what)
-        with _reading(what):
+        answer = read_answer(reply.data, what)
+        with reading(what):
             return int(answer["seq"])
 
     async def last(
@@ -298,10 +228,10 @@ class NatsJetStream:
         try:
             answer = await self.api(call, {"last_by_subj": subject}, timeout=timeout)
         except JetStreamError as error:
-            if error.error_code == _MESSAGE_NOT_FOUND:
+            if error.error_code == MESSAGE_NOT_FOUND:
                 return None
             raise
-        with _reading(call):
+        with reading(call):
             message = answer["message"]
             return StoredMessage(
                 message["subject"],
@@ -315,13 +245,13 @@ class NatsJetStream:
         which = {"filter": subject} if subject else {}
         call = f"STREAM.PURGE.{stream}"
         answer = await self.api(call, which, timeout=timeout)
-        with _reading(call):
+        with reading(call):
             return int(answer["purged"])
 
     async def stream_info(self, stream: str, *, timeout: float = 5.0) -> StreamInfo:
         call = f"STREAM.INFO.{stream}"
         answer = await self.api(call, {}, timeout=timeout)
-        with _reading(call):
+        with reading(call):
             state = answer["state"]
             return StreamInfo(
                 int(state["messages"]),
@@ -336,7 +266,7 @@ class NatsJetStream:
     async def stream_config(self, stream: str, *, timeout: float = 5.0) -> StreamConfig:
         call = f"STREAM.INFO.{stream}"
         answer = await self.api(call, {}, timeout=timeout)
-        with _reading(call):
+        with reading(call):
             return _stream_config(answer["config"])
 
     async def consume(

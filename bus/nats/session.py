@@ -1,4 +1,4 @@
-"""One session with nats-server: which server, the handshake, and raw bytes after it.
+"""One session with nats-server: which server, the handshake, raw bytes after it, and pings.
 
 nats-py does TLS, credentials and the handshake; from then on it would read the connection
 itself, and that part is taken from it. Its private parts are touched in `NatsSession` only.
@@ -23,6 +23,10 @@ from dynbus.bus.protocol.tokens import jitter
 logger = logging.getLogger(__name__)
 
 READ_BYTES: Final = 256 * 1024
+EARLY_WRITE_BYTES: Final = 8192
+PING_INTERVAL: Final = 2.0
+MAX_SILENT_PINGS: Final = 2
+MAX_UNANSWERED_PINGS: Final = 5
 
 
 class NatsSession(nats.aio.client.Client):
@@ -114,6 +118,128 @@ class NatsSession(nats.aio.client.Client):
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None:
             writer.transport.abort()
+
+
+class NatsOutput:
+    """Collects what is written in one turn of the loop and hands it to the session at once.
+
+    Attributes:
+        session: the latest session; what is written before the first one waits.
+    """
+
+    __slots__ = ("_chunks", "_flush_scheduled", "_loop", "_size", "session")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._flush_scheduled = False
+        self.session: NatsSession | None = None
+
+    def __repr__(self) -> str:
+        return f"<NatsOutput [{self.backlog} bytes]>"
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that the operating system has not taken yet."""
+        session = self.session
+        return self._size + (session.write_buffer_size if session is not None else 0)
+
+    def write(self, data: bytes) -> None:
+        self._chunks.append(data)
+        self._size += len(data)
+        if self._size >= EARLY_WRITE_BYTES:
+            self._write_out()
+        elif not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Hand over what waits, now."""
+        self._flush_scheduled = False
+        self._write_out()
+
+    def clear(self) -> None:
+        """Forget what waits: its session is over."""
+        self._chunks.clear()
+        self._size = 0
+
+    def _write_out(self) -> None:
+        if self._chunks and self.session is not None:
+            data = b"".join(self._chunks)
+            self.clear()
+            self.session.write_now(data)
+
+
+class Pings:
+    """The pings of one connection, session by session. Lives on one loop.
+
+    Args:
+        write: sends bytes to the server, behind all that was written before.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, write: Callable[[bytes], None]) -> None:
+        self._loop = loop
+        self._write = write
+        self._pongs: list[asyncio.Future[None]] = []
+        self._silent = 0
+        self._unanswered = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Pings [waiting: {len(self._pongs)}, unanswered: {self._unanswered}]>"
+
+    def send(self) -> asyncio.Future[None]:
+        """Send one; its future is done when the server has taken all that was written before.
+
+        The future raises `ConnectionResetError` when the session ends first.
+        """
+        pong: asyncio.Future[None] = self._loop.create_future()
+        self._pongs.append(pong)
+        self._write(b"PING\r\n")
+        return pong
+
+    def watch(self, give_up: Callable[[], None]) -> None:
+        """Ping at every interval of a new session; `give_up` when the server is silent."""
+        self._silent = 0
+        self._unanswered = 0
+        self._timer = self._loop.call_later(PING_INTERVAL, self._tick, give_up)
+
+    def unwatch(self) -> None:
+        """The inverse of `watch`."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def heard(self) -> None:
+        """Bytes arrived."""
+        self._silent = 0
+
+    def answered(self) -> None:
+        """A pong arrived: the server answers pings in their order."""
+        self._unanswered = 0
+        if self._pongs:
+            pong = self._pongs.pop(0)
+            if not pong.done():
+                pong.set_result(None)
+
+    def lose(self) -> None:
+        """The session has ended, and nothing that was asked in it is answered any more."""
+        pongs, self._pongs = self._pongs, []
+        for pong in pongs:
+            if not pong.done():
+                pong.set_exception(ConnectionResetError())
+                pong.exception()
+
+    def _tick(self, give_up: Callable[[], None]) -> None:
+        # What arrives while no ping is answered comes over a link that is deaf the other way.
+        if self._silent >= MAX_SILENT_PINGS or self._unanswered >= MAX_UNANSWERED_PINGS:
+            give_up()
+            return
+        self._silent += 1
+        self._unanswered += 1
+        self.send()
+        self._timer = self._loop.call_later(PING_INTERVAL, self._tick, give_up)
 
 
 def candidates(

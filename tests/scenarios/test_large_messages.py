@@ -14,7 +14,7 @@ from tests.conditions import eventually
 from dynbus import HandlerError, InvalidRequest, PayloadTooLarge, Runtime, Unavailable, call_options
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer, run_server
-from dynbus.bus.transport import Statistics
+from dynbus.bus.transport import ConnectionCounts
 
 from .observation import leftovers
 from .stage import Stage, set_stage
@@ -44,7 +44,7 @@ def settings() -> dict[str, Any]:
     return {"max_request_bytes": LIMIT, "max_item_bytes": LIMIT}
 
 
-def statistics(runtime: Runtime) -> Statistics:
+def statistics(runtime: Runtime) -> ConnectionCounts:
     connection = runtime.bus.data
     assert isinstance(connection, NatsConnection)
     return connection.statistics()

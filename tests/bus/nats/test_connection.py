@@ -17,7 +17,7 @@ from tests.conditions import eventually
 from tests.proxy import Proxy
 
 from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
-from dynbus.bus.nats import outage
+from dynbus.bus.nats import connection as module
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.server_process import RunningServer, free_port, run_server
 from dynbus.bus.transport import ConnectionState, Message
@@ -124,8 +124,8 @@ async def test_the_loss_of_the_server_and_its_return_are_told_once_each_and_that
     proxy: Proxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, lasts: bool
 ) -> None:
     if lasts:
-        monkeypatch.setattr(outage, "FIRST_REPORT", 0.001)
-        monkeypatch.setattr(outage, "MAX_PAUSE", 0.001)
+        monkeypatch.setattr(module, "FIRST_REPORT", 0.001)
+        monkeypatch.setattr(module, "MAX_PAUSE", 0.001)
     caplog.set_level(logging.INFO, "dynbus.bus.nats.connection")
     async with connected(proxy.url) as connection:
         proxy.refuse()

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests.bus.servers import server_stopped
 
 from dynbus.bus.errors import Unavailable
-from dynbus.bus.nats.api_requests import unix_seconds
+from dynbus.bus.nats.api_requests import JetStreamError, unix_seconds
 from dynbus.bus.nats.connection import NatsConnection, connect
-from dynbus.bus.nats.jetstream import JetStreamError, stream_request
+from dynbus.bus.nats.jetstream import stream_request
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.bus.transport import Message, NoStream, StreamConfig, StreamLimits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.bus.nats.outage import FIRST_REPORT, MAX_PAUSE, Outage
+from dynbus.bus.nats.connection import FIRST_REPORT, MAX_PAUSE, Outage
 
 
 def test_a_short_outage_is_not_spoken_of() -> None:

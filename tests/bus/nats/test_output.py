@@ -7,8 +7,7 @@ from typing import cast
 
 import pytest
 
-from dynbus.bus.nats.output import EARLY_WRITE_BYTES, NatsOutput
-from dynbus.bus.nats.session import NatsSession
+from dynbus.bus.nats.session import EARLY_WRITE_BYTES, NatsOutput, NatsSession
 
 
 class RecordingSession:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from dynbus.bus.clock import monotonic
-from dynbus.bus.nats.pings import (
+from dynbus.bus.nats.session import (
     MAX_SILENT_PINGS,
     MAX_UNANSWERED_PINGS,
     PING_INTERVAL,

@@ -7,8 +7,7 @@ from typing import cast
 import pytest
 
 from dynbus.bus.errors import Unavailable
-from dynbus.bus.nats.connection import NatsConnection
-from dynbus.bus.nats.subscription import NatsSubscription
+from dynbus.bus.nats.connection import NatsConnection, NatsSubscription
 from dynbus.bus.transport import ConnectionState, Message
 
 
