@@ -1,7 +1,7 @@
 """One logical call: sending it to a chosen instance, and to the next where that is safe.
 
-`Selection` chooses the instance, `RetryPolicy` says what follows a failed attempt; both are
-carried out here, and whoever observes the call is told.
+`Selection` chooses the instance of each `Attempt`, `RetryPolicy` says what follows one that failed;
+both are carried out here, and telemetry observes the call as one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.tokens import jitter, random_id
 from dynbus.bus.records.discovery import EXPIRY_GRACE, SUSPECT_SECONDS
 
+from .attempt import Attempt
 from .client_side import ClientSide
 from .options import DEFAULT, CallOptions
 from .retry_policy import FailedAttempt, GiveUp, PauseThenRetry, RetryPolicy, is_away
@@ -42,7 +43,9 @@ class Invocation:
 
     __slots__ = (
         "_attempt",
+        "_attempts",
         "_deadline",
+        "_declared",
         "_fields",
         "_idempotent",
         "_left",
@@ -55,13 +58,13 @@ class Invocation:
         "_retry_policy",
         "_selection",
         "_wait_until",
-        "call",
         "data",
         "endpoint",
         "instance_id",
         "options",
         "request_id",
         "side",
+        "streaming",
     )
 
     def __init__(
@@ -86,17 +89,17 @@ class Invocation:
         self.options = options
         self.request_id = options.request_id or (parent.id if parent else random_id())
         self.instance_id = options.instance or ""
-        self.call: PendingCall | None = None
+        self.streaming = streaming
+        self._declared = streaming is not None
         self._idempotent = idempotent or bool(options.idempotency_key)
         self._migration_limit = migration_limit
         self._parent = parent
-        self._attempt = 0
+        self._attempt: Attempt | None = None
+        self._attempts = 0
         self._left = False
         self._may_have_started = False
         self._retry_policy: RetryPolicy | None = None
-        self._selection = Selection(
-            side, endpoint, router, request, self.request_id, parent, streaming
-        )
+        self._selection = Selection(side, endpoint, router, request, self.request_id, parent)
         self._fields: dict[str, str] | None = None
         self._metadata: Mapping[str, str] = NO_METADATA
         self._priority = 0
@@ -109,19 +112,16 @@ class Invocation:
         self._deadline = deadline
 
     @property
-    def streaming(self) -> bool | None:
-        """Whether the call is a stream; None for an untyped one before an instance tells."""
-        return self._selection.streaming
-
-    @streaming.setter
-    def streaming(self, streaming: bool) -> None:
-        self._selection.streaming = streaming
+    def call(self) -> PendingCall | None:
+        """What is open at the instance of the present attempt; None between two of them."""
+        return self._attempt.pending if self._attempt is not None else None
 
     @property
     def is_direct(self) -> bool:
         """Whether items may be read from `call` without passing here: nothing counts them."""
-        observation = self._selection.observation
-        return self._observation is None and (observation is None or not observation.sees_items)
+        return self._observation is None and not (
+            self._attempt is not None and self._attempt.sees_items
+        )
 
     async def learn_kind(self) -> None:
         """Find out whether the endpoint streams, from the records of its instances.
@@ -132,7 +132,7 @@ class Invocation:
             Cancelled: the call was left.
         """
         try:
-            await self._selection.learn_kind(
+            self.streaming = await self._selection.is_stream(
                 self.options.instance or "", self._wait_left(), self._time_left()
             )
             self._check_not_left()
@@ -142,7 +142,7 @@ class Invocation:
             self._end(error)
             raise
 
-    async def begin(self) -> PendingCall:
+    async def _begin(self) -> PendingCall:
         """Send the request to the instance that the router picks.
 
         Raises:
@@ -162,34 +162,28 @@ class Invocation:
             self._check_not_left()
         # Until one is chosen a failure is no instance's, and no reason to try the next.
         self.instance_id = self.options.instance or ""
-        instance_id = self.instance_id or await selection.choose(
-            self._wait_left(),
-            self._time_left(),
-            attempt=self._attempt + 1,
-            priority=self._priority,
-            metadata=self._metadata,
-        )
+        if self.instance_id:
+            attempt = Attempt(self.instance_id)
+        else:
+            attempt = await selection.choose(
+                self._wait_left(),
+                self._time_left(),
+                attempt=self._attempts + 1,
+                priority=self._priority,
+                metadata=self._metadata,
+            )
+        self._attempt = attempt
         self._check_not_left()
-        self.instance_id = instance_id
-        self._attempt += 1
-        selection.check_kind(instance_id)
-        if selection.metadata is not None:
-            fields = {**fields, headers.METADATA: selection.metadata}
+        self.instance_id = attempt.instance_id
+        self._attempts += 1
+        streaming = bool(self.streaming)
+        selection.check_kind(attempt.instance_id, streaming=streaming, declared=self._declared)
+        if attempt.metadata is not None:
+            fields = {**fields, headers.METADATA: attempt.metadata}
         head = CallHead(
-            self.endpoint,
-            self.request_id,
-            self._deadline,
-            self._attempt,
-            bool(selection.streaming),
-            fields,
+            self.endpoint, self.request_id, self._deadline, self._attempts, streaming, fields
         )
-        call = side.caller.begin(head, instance_id, self.data)
-        self.call = call
-        if self._parent is not None:
-            call.follow(self._parent)
-        if selection.observation is not None:
-            selection.observation.started()
-        return call
+        return attempt.send(side.caller, head, self.data, self._parent)
 
     async def unary(self, decode: Callable[[bytes], Any]) -> Any:
         """The result of a unary call, over as many attempts as are safe.
@@ -204,12 +198,12 @@ class Invocation:
         try:
             while True:
                 try:
-                    data = await (await self.begin()).result()
+                    data = await (await self._begin()).result()
                     break
                 except DynbusError as error:
                     await self._prepare_retry(error)
-            if self._selection.observation is not None:
-                self._selection.observation.arrived((data,))
+            if self._attempt is not None:
+                self._attempt.arrived((data,))
             try:
                 result = decode(data)
             except Misfit as error:
@@ -217,8 +211,8 @@ class Invocation:
                     f"the result of {self.endpoint}: {error}", request_id=self.request_id
                 ) from None
         except BaseException as error:
-            if self.call is not None:
-                self.call.abandon()
+            if (call := self.call) is not None:
+                call.abandon()
             self._end(error)
             raise
         self._end(None)
@@ -255,7 +249,7 @@ class Invocation:
         try:
             while True:
                 try:
-                    return await self.begin()
+                    return await self._begin()
                 except DynbusError as error:
                     await self._prepare_retry(error)
         except BaseException as error:
@@ -281,19 +275,19 @@ class Invocation:
     @property
     def has_begun(self) -> bool:
         """Whether anything of the results has arrived, so that the call is never repeated."""
-        return self.call is not None and self.call.reader.has_begun
+        return self._attempt is not None and self._attempt.has_begun
 
     def arrived(self, items: Sequence[bytes]) -> None:
         """Tell the observers of items that have arrived."""
         if self._observation is not None:
             self._observation.items(len(items))
-        if self._selection.observation is not None:
-            self._selection.observation.arrived(items)
+        if self._attempt is not None:
+            self._attempt.arrived(items)
 
     def finish(self, error: DynbusError | None) -> None:
         """A stream is over, and has ended so; once its items were read."""
-        call = self.call
-        if error is not None and call is not None and call.unreachable and call.error is error:
+        attempt = self._attempt
+        if error is not None and attempt is not None and attempt.was_unreachable(error):
             self._pass_over(error, unreachable=True)
         self._end(error)
 
@@ -312,7 +306,8 @@ class Invocation:
             call.abandon()
             if error is None and self._observation is not None:
                 self._observation.cancelled()
-        self._end_route(error or call.error)
+        if self._attempt is not None:
+            self._attempt.end(error or call.error)
         self._end(error)
 
     # Internals -----------------------------------------------------------------------------
@@ -324,15 +319,17 @@ class Invocation:
             DynbusError: the error itself, when none may.
             Cancelled: the call was left during the pause.
         """
-        # Before the next attempt is routed: a router that counts calls must not count both.
-        self._end_route(error)
-        call, selection = self.call, self._selection
-        self.call = None
+        attempt, self._attempt = self._attempt, None
+        selection = self._selection
+        if attempt is not None:
+            # Before the next one is routed: a router that counts calls must not count both.
+            attempt.end(error)
         if self._left:
             raise error
         self._may_have_started |= error.started
-        answered = call is not None and call.error is error
-        unreachable = call is not None and answered and call.unreachable
+        sent = attempt is not None and attempt.pending is not None
+        answered = attempt is not None and attempt.was_answered(error)
+        unreachable = attempt is not None and attempt.was_unreachable(error)
         if self._retry_policy is None:
             self._retry_policy = RetryPolicy(
                 idempotent=self._idempotent,
@@ -344,8 +341,8 @@ class Invocation:
             self._wait_until = None
         failed = FailedAttempt(
             error,
-            self._attempt,
-            sent=call is not None,
+            self._attempts,
+            sent=sent,
             routed=bool(self.instance_id and not self.options.instance),
             unreachable=unreachable,
             lost=answered
@@ -359,7 +356,7 @@ class Invocation:
         decision = self._retry_policy.decide(failed)
         if isinstance(decision, PauseThenRetry) and not decision.counted:
             await self._pause(decision, error)
-            self._attempt -= 1
+            self._attempts -= 1
             return
         if answered and is_away(failed):
             self._pass_over(error, unreachable=unreachable)
@@ -370,7 +367,7 @@ class Invocation:
             await self._pause(decision, error)
         else:
             if not decision.counted:
-                self._attempt -= 1
+                self._attempts -= 1
             selection.mark_tried(self.instance_id)
 
     def _pass_over(self, error: DynbusError, *, unreachable: bool) -> None:
@@ -418,14 +415,8 @@ class Invocation:
         observation, self._observation = self._observation, None
         if observation is not None:
             observation.end(error)
-        if self._selection.observation is not None:
-            self._end_route(error)
-
-    def _end_route(self, error: BaseException | None) -> None:
-        """Tell the router's observer how the attempt ended, once."""
-        observation, self._selection.observation = self._selection.observation, None
-        if observation is not None:
-            observation.ended(error)
+        if self._attempt is not None:
+            self._attempt.end(error)
 
     def _time_left(self) -> float | None:
         if self._deadline is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dynbus.actors.declaring.brief_repr import brief_repr
@@ -17,6 +17,7 @@ from dynbus.bus.errors import (
     ConfigError,
     DeadlineExceeded,
     DynbusError,
+    InvalidRequest,
     describe_exception,
     only_cause,
 )
@@ -24,10 +25,9 @@ from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.records.discovery import Instance, InstanceView
 
+from .attempt import EVENTS, Attempt, RouteObservation
 from .client_side import ClientSide
-from .endpoint_kind import first_kind, wrong_kind
 from .options import check_metadata
-from .route_observation import EVENTS, RouteObservation
 from .routing import OWN_POLICIES, ROUTE_TIMEOUT, Load, Route, Router, RouteRequest
 
 
@@ -36,19 +36,9 @@ class Selection:
 
     Args:
         request: as the caller gave it, for the router.
-        streaming: how the client's class declares the endpoint; None when only the instance's
-            record can tell (untyped calls).
-
-    Attributes:
-        streaming: whether the call is a stream; for an untyped one known once an instance is.
-        observation: of the last choice, when its router wants to be told how it goes. To be
-            ended and taken away by whoever makes the call.
-        metadata: the header value of the last choice, when its router gave metadata: that of
-            the call and its own. None for that of the call.
     """
 
     __slots__ = (
-        "_declared",
         "_endpoint",
         "_parent",
         "_request",
@@ -56,9 +46,6 @@ class Selection:
         "_router",
         "_side",
         "_tried",
-        "metadata",
-        "observation",
-        "streaming",
     )
 
     def __init__(
@@ -69,18 +56,13 @@ class Selection:
         request: Any,
         request_id: str,
         parent: Context | None,
-        streaming: bool | None,
     ) -> None:
-        self.streaming = streaming
-        self.observation: RouteObservation | None = None
-        self.metadata: str | None = None
         self._side = side
         self._endpoint = endpoint
         self._router = router
         self._request = request
         self._request_id = request_id
         self._parent = parent
-        self._declared = streaming is not None
         self._tried: set[str] = set()
 
     def __repr__(self) -> str:
@@ -107,8 +89,8 @@ class Selection:
         attempt: int,
         priority: int,
         metadata: Mapping[str, str],
-    ) -> str:
-        """The id of the instance that the router picks.
+    ) -> Attempt:
+        """An attempt at the instance that the router picks, not sent yet.
 
         Args:
             wait: seconds to wait for an instance when there is none.
@@ -121,7 +103,6 @@ class Selection:
             DeadlineExceeded: none was picked in time.
             DynbusError: what the router raised of the kind.
         """
-        self.metadata = None
         instances: Sequence[Instance] = self._known()
         if not instances:
             begun = monotonic()
@@ -141,20 +122,24 @@ class Selection:
             metadata,
         )
         router = self._router
-        answer: Any
         if type(router) in OWN_POLICIES:
-            answer = await router.route(request, instances)
-            return answer  # type: ignore[no-any-return]
+            picked: Any = await router.route(request, instances)
+            return Attempt(picked)
         answer = await self._route(request, instances, left)
-        if isinstance(answer, Route):
-            self._observe(answer)
-            if answer.metadata:
-                self.metadata = self._joined(metadata, answer.metadata)
-            answer = answer.instance_id
-        return self._check_offered(answer, instances)
+        if not isinstance(answer, Route):
+            return Attempt(self._check_offered(answer, instances))
+        observation = self._observe(answer)
+        try:
+            joined = self._joined(metadata, answer.metadata) if answer.metadata else None
+            chosen = self._check_offered(answer.instance_id, instances)
+        except BaseException as error:
+            if observation is not None:
+                observation.ended(error)
+            raise
+        return Attempt(chosen, observation, joined)
 
-    async def learn_kind(self, instance_id: str, wait: float, left: float | None) -> None:
-        """Find out whether an untyped call is a stream, from the records of instances.
+    async def is_stream(self, instance_id: str, wait: float, left: float | None) -> bool:
+        """Whether the endpoint streams, by the records of its instances.
 
         Args:
             instance_id: the instance whose record goes before those of others; or empty.
@@ -168,10 +153,14 @@ class Selection:
         named = self._find(instance_id)
         others = self._known() or (await self._wait(wait, left) if named is None else [])
         known = [named, *others] if named is not None else others
-        self.streaming = first_kind(known, self._endpoint) == "stream"
+        return first_kind(known, self._endpoint) == "stream"
 
-    def check_kind(self, instance_id: str) -> None:
+    def check_kind(self, instance_id: str, *, streaming: bool, declared: bool) -> None:
         """Refuse a call whose result would be lost, or never come.
+
+        Args:
+            streaming: how the call is made.
+            declared: whether the client's actor class says so, and not the way it is awaited.
 
         Raises:
             InvalidRequest: the instance's record says that it serves the other kind, or lists
@@ -183,8 +172,8 @@ class Selection:
         refusal = wrong_kind(
             instance,
             self._endpoint,
-            streaming=bool(self.streaming),
-            declared=self._declared,
+            streaming=streaming,
+            declared=declared,
             request_id=self._request_id,
         )
         if refusal is not None:
@@ -220,12 +209,12 @@ class Selection:
             failed = self._failed(f"raised {describe_exception(only_cause(error))}")
             raise failed from error
 
-    def _observe(self, route: Route) -> None:
+    def _observe(self, route: Route) -> RouteObservation | None:
         observer = route.observer
         if observer is None:
-            return
+            return None
         try:
-            self.observation = RouteObservation(observer)
+            return RouteObservation(observer)
         except AttributeError as error:
             raise self._failed(
                 f"gave an observer without the methods {', '.join(EVENTS)}: {error}"
@@ -299,3 +288,52 @@ class Selection:
                 request_id=self._request_id,
                 started=False,
             ) from None
+
+
+def kind_of(instance: Instance | None, endpoint: EndpointName) -> str | None:
+    """`unary` or `stream`, as an instance's record says; None when it does not."""
+    return instance.record.endpoints.get(endpoint.endpoint) if instance is not None else None
+
+
+def first_kind(instances: Iterable[Instance], endpoint: EndpointName) -> str | None:
+    """The kind that the first instance with the endpoint serves; None when none has it."""
+    kinds = (kind_of(instance, endpoint) for instance in instances)
+    return next((kind for kind in kinds if kind is not None), None)
+
+
+def wrong_kind(
+    instance: Instance,
+    endpoint: EndpointName,
+    *,
+    streaming: bool,
+    declared: bool,
+    request_id: str,
+) -> InvalidRequest | None:
+    """Why an instance cannot take a call: its result would be lost, or never come; else None.
+
+    Args:
+        streaming: how the call is made.
+        declared: whether the client's actor class says so, and not the way it is awaited.
+    """
+    kind = kind_of(instance, endpoint)
+    wanted = "stream" if streaming else "unary"
+    if kind == wanted:
+        return None
+    if kind is None:
+        known = instance.record.endpoints
+        if not known:
+            return None
+        message = (
+            f"{endpoint.namespace}.{endpoint.component} has no endpoint "
+            f"{endpoint.endpoint!r}; it has {', '.join(sorted(known))}"
+        )
+    elif declared:
+        message = (
+            f"{endpoint} is declared {wanted} by the client's actor class, "
+            f"but instance {instance.id} serves it as {kind}"
+        )
+    elif streaming:
+        message = f"{endpoint} answers once: await the call"
+    else:
+        message = f"{endpoint} answers with a stream: iterate over the call"
+    return InvalidRequest(message, request_id=request_id, started=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynbus import EndpointName, Instance
-from dynbus.actors.calling.endpoint_kind import first_kind, kind_of, wrong_kind
+from dynbus.actors.calling.selection import first_kind, kind_of, wrong_kind
 from dynbus.bus.protocol.wire import InstanceRecord
 
 ENDPOINT = EndpointName("demo", "Worker", "work")

@@ -1,4 +1,7 @@
-"""What a router's observer is told of one attempt: each event once, and nothing of its failures."""
+"""One attempt at a call: the request to one instance, and whoever is told how it goes.
+
+`Invocation` is the call, which may take several of them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from dynbus.bus.calling.caller import Caller
+from dynbus.bus.calling.pending_call import CallHead, PendingCall
+from dynbus.bus.context import Context
 from dynbus.bus.errors import Cancelled, DynbusError
 
 from .routing import RouteObserver
@@ -14,6 +20,77 @@ from .routing import RouteObserver
 logger = logging.getLogger(__name__)
 
 EVENTS: Final = ("started", "first_item", "ended")
+
+
+class Attempt:
+    """One request of a call, from the choice of its instance to its end.
+
+    Attributes:
+        instance_id: where it goes.
+        metadata: the header value of this request, when its router gave metadata: that of the call
+            and its own. None for that of the call.
+        pending: what is open at the instance; None before the request is sent.
+    """
+
+    __slots__ = ("_observation", "instance_id", "metadata", "pending")
+
+    def __init__(
+        self,
+        instance_id: str,
+        observation: RouteObservation | None = None,
+        metadata: str | None = None,
+    ) -> None:
+        self.instance_id = instance_id
+        self.metadata = metadata
+        self.pending: PendingCall | None = None
+        self._observation = observation
+
+    def __repr__(self) -> str:
+        return f"<Attempt at {self.instance_id} [{'sent' if self.pending else 'not sent'}]>"
+
+    def send(
+        self, caller: Caller, head: CallHead, data: bytes, parent: Context | None
+    ) -> PendingCall:
+        """Send the request; what is open at the instance from now on.
+
+        Raises:
+            PayloadTooLarge, Unavailable: nothing was sent.
+        """
+        pending = self.pending = caller.begin(head, self.instance_id, data)
+        if parent is not None:
+            pending.follow(parent)
+        if self._observation is not None:
+            self._observation.started()
+        return pending
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of the results has arrived."""
+        return self.pending is not None and self.pending.reader.has_begun
+
+    @property
+    def sees_items(self) -> bool:
+        """Whether the router's observer wants the next items."""
+        return self._observation is not None and self._observation.sees_items
+
+    def was_answered(self, error: DynbusError) -> bool:
+        """Whether the request was sent and ended with this error."""
+        return self.pending is not None and self.pending.error is error
+
+    def was_unreachable(self, error: DynbusError) -> bool:
+        """Whether it ended with this error since nobody listens at the instance any longer."""
+        return self.pending is not None and self.pending.error is error and self.pending.unreachable
+
+    def arrived(self, items: Sequence[bytes]) -> None:
+        """Tell the router's observer of items, or of the unary result."""
+        if self._observation is not None:
+            self._observation.arrived(items)
+
+    def end(self, error: BaseException | None) -> None:
+        """Tell the router's observer how the attempt ended; more calls change nothing."""
+        observation, self._observation = self._observation, None
+        if observation is not None:
+            observation.ended(error)
 
 
 class RouteObservation:
