@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import fields, replace
 from typing import Any, TypeVar, Unpack, get_type_hints
@@ -13,18 +13,41 @@ from pydantic import BaseModel
 
 from dynbus.actors import Actor, handler
 from dynbus.actors.calling.clients import EndpointClient
+from dynbus.actors.calling.relay import Arrival, Relay, RelayedStream
 from dynbus.actors.calling.stream import Stream
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.protocol.reply_port import ReplyPort
+from dynbus.bus.protocol.reply_port import ReplyPort, push_all
 
 from .config import RouterConfig, RouterSettings
 from .decision import tell
 from .router import KvRouter, open_router
 
 C = TypeVar("C", bound=Callable[..., None])
+
+
+class _Passage:
+    """Where the items of one stream go, and those that its reader has no room for yet."""
+
+    __slots__ = ("held", "port")
+
+    def __init__(self, port: ReplyPort) -> None:
+        self.port = port
+        self.held: list[bytes] = []
+
+    def take(self, items: Iterable[bytes]) -> None:
+        """Pass items on as far as there is room."""
+        self.held.extend(items)
+        if not self.port.paused:
+            self.held = [item for _, item in push_all((self.port, item) for item in self.held)]
+
+    async def flush(self) -> None:
+        """Pass on what is held, until the call has ended."""
+        while self.held and not self.port.ended:
+            await self.port.writable()
+            self.take(())
 
 
 def _spelled_out(constructor: C) -> C:
@@ -77,6 +100,7 @@ class RouterActor(Actor, abstract=True):
         self._exits = AsyncExitStack()
         self._router: KvRouter | None = None
         self._client: EndpointClient | None = None
+        self._streams: Relay[_Passage, bytes] = Relay(self._deliver)
 
     async def on_start(self) -> None:
         """Open the router, and refuse instances that do not fit together."""
@@ -99,6 +123,7 @@ class RouterActor(Actor, abstract=True):
             self._exits = exits.pop_all()
 
     async def on_stop(self) -> None:
+        self._streams.close()
         await self._exits.aclose()
 
     # How long a call may wait for an item is the engine's to say, whose limits hold.
@@ -131,12 +156,31 @@ class RouterActor(Actor, abstract=True):
         if not isinstance(found, Stream):
             port.push(found)
             return
-        async with aclosing(found) as items:
-            async for item in items:
-                if not port.push(item):
-                    await port.writable()
-                    if port.ended:
-                        return
+        passage = _Passage(port)
+        with await self._streams.open(found, key=passage) as stream:
+            await stream.ended()
+            await passage.flush()
+
+    def _deliver(self, arrivals: list[Arrival[_Passage, bytes]]) -> None:
+        for stream, items, _, _ in arrivals:
+            passage = stream.key
+            was_held = bool(passage.held)
+            passage.take(items)
+            if passage.port.ended:
+                stream.cancel()
+            elif passage.held and not was_held:
+                stream.pause()
+                self.runtime.bus.background.start(self._flush, stream, name=f"relay {stream.id}")
+
+    async def _flush(self, stream: RelayedStream[_Passage]) -> None:
+        """Let a stream go on when its reader has taken what is held of it."""
+        try:
+            await stream.key.flush()
+        except DynbusError as error:
+            stream.cancel(error)
+        if stream.key.port.ended:
+            stream.cancel()
+        stream.resume()
 
     async def _call(self, request: Any) -> Stream[bytes] | bytes:
         if self._client is None:

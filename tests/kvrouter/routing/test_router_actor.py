@@ -363,3 +363,56 @@ def test_a_subclass_may_look_into_what_passes() -> None:
             return [dict(item) async for item in client.generate({"token_ids": [1]})]
 
     assert run(story()) == [{"token_ids": (1,)}, {"a": 1.5}, {"items": 2}]
+
+
+class Flood(Actor, namespace="llm", component="Flood"):
+    """Gives more than its reader has room for."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        return {"kv_block_size": "16"}
+
+    @handler
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[dict[str, Any], None]:
+        for number in range(100):
+            self.given = number
+            yield {"number": number, "text": "x" * 60_000}
+
+
+async def flooded(kit: TestKit) -> tuple[Flood, Any]:
+    """An engine that was stopped by a caller who took one item and no more, and the stream."""
+    engine = (await kit.start(Flood)).actor
+    assert isinstance(engine, Flood)
+    await kit.start(Front, target="llm.Flood.generate", exact=False)
+    stream = kit.client(Front).generate(REQUEST)
+    assert (await anext(stream))["number"] == 0
+    before = -1
+    while before != engine.given:
+        before = engine.given
+        await asyncio.sleep(1.0)
+    return engine, stream
+
+
+def test_an_engine_waits_for_a_caller_that_reads_slowly_and_nothing_is_lost() -> None:
+    async def story() -> tuple[int, list[int]]:
+        async with TestKit() as kit:
+            engine, stream = await flooded(kit)
+            return engine.given, [item["number"] async for item in stream]
+
+    given, numbers = run(story())
+
+    assert given < 60
+    assert numbers == list(range(1, 100))
+
+
+def test_a_caller_that_leaves_while_items_wait_for_it_ends_the_engines_work() -> None:
+    async def story() -> int:
+        async with TestKit() as kit:
+            engine, stream = await flooded(kit)
+            await stream.aclose()
+            await asyncio.sleep(1.0)
+            return engine.given
+
+    assert run(story()) < 60
