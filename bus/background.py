@@ -154,9 +154,17 @@ class Openable:
     A subclass writes all of its life in `_open`. A task of its own enters that context manager,
     holds it and leaves it, so it may use task groups and cancel scopes of anyio, and whoever is
     cancelled while they open or close it leaves nothing behind.
+
+    Args:
+        background: fails with what fails while it is open. Without it nobody knows of that before
+            `close` raises it.
     """
 
-    _host: asyncio.Task[None] | None = None
+    def __init__(self, background: Background | None = None) -> None:
+        self._background = background
+        self._scope = anyio.CancelScope()
+        self._closing = asyncio.Event()
+        self._host: asyncio.Task[None] | None = None
 
     def _open(self) -> AbstractAsyncContextManager[None]:
         raise NotImplementedError
@@ -164,8 +172,6 @@ class Openable:
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[None] = loop.create_future()
-        self._scope = anyio.CancelScope()
-        self._closing = asyncio.Event()
         self._host = loop.create_task(self._hold(opened), name=repr(self))
         try:
             await asyncio.wait({self._host, opened}, return_when=asyncio.FIRST_COMPLETED)
@@ -203,6 +209,8 @@ class Openable:
         try:
             with self._scope:
                 async with self._open():
+                    if self._background is not None:
+                        self._background.start(self._watch, name=f"watch over {self!r}")
                     opened.set_result(None)
                     await self._closing.wait()
         except BaseExceptionGroup as group:
@@ -210,3 +218,9 @@ class Openable:
             if opened.done():
                 logger.error("%r failed", self, exc_info=error)
             raise error from None
+
+    async def _watch(self) -> None:
+        assert self._host is not None
+        await asyncio.wait({self._host})
+        if not self._closing.is_set():
+            self._host.result()

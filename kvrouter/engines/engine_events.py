@@ -10,7 +10,7 @@ from typing import Literal, Self
 import anyio
 
 from dynbus.actors import Actor
-from dynbus.bus.background import Openable
+from dynbus.bus.background import Background, Openable
 from dynbus.kvrouter.stream.event_stream import EventStream
 from dynbus.kvrouter.stream.publisher import KvEventPublisher
 
@@ -33,6 +33,7 @@ class EngineEvents(Openable):
         publisher: not entered yet; it is entered and closed here.
         block_size: tokens of a block, as routers hash them.
         lora_names: names of the adapters that the engine gives by number only.
+        background: see `Openable`.
 
     Raises:
         ValueError: an endpoint of the source cannot be connected to.
@@ -48,7 +49,9 @@ class EngineEvents(Openable):
         *,
         block_size: int,
         lora_names: Mapping[int, str] | None = None,
+        background: Background | None = None,
     ) -> None:
+        super().__init__(background)
         check_source(source)
         self.publisher = publisher
         self.bridge = EngineBridge(publisher, block_size=block_size, lora_names=lora_names)
@@ -74,7 +77,13 @@ class EngineEvents(Openable):
         """
         ranks = (0,) if source.ranks is None else source.ranks
         publisher = KvEventPublisher.of(actor, ranks=ranks, stream=stream)
-        return cls(publisher, source, block_size=block_size, lora_names=lora_names)
+        return cls(
+            publisher,
+            source,
+            block_size=block_size,
+            lora_names=lora_names,
+            background=actor.runtime.bus.background,
+        )
 
     @asynccontextmanager
     async def _open(self) -> AsyncGenerator[None]:

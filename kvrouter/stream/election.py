@@ -70,6 +70,7 @@ class Election(Openable):
         is_fit: Callable[[], bool] = lambda: True,
         ttl: float = DEFAULT_TTL,
     ) -> None:
+        super().__init__()
         self._jetstream = jetstream
         self._holder = holder
         self._record = LeasedRecord(

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynbus.actors import Runtime
-from dynbus.bus.background import Openable
+from dynbus.bus.background import Background, Openable
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol.names import check_token, kv_event_subject, kv_resync_subject
@@ -105,6 +105,7 @@ class IndexFollower(Openable):
             the stream unless given.
         plan: who is asked when.
         approximates: whether the router stands in for instances that send no events.
+        background: see `Openable`.
 
     Raises:
         ConfigError: a name is not usable, or the stream is another namespace's.
@@ -123,7 +124,9 @@ class IndexFollower(Openable):
         max_blocks: int = DEFAULT_MAX_BLOCKS,
         plan: ResyncPlan | None = None,
         approximates: bool = False,
+        background: Background | None = None,
     ) -> None:
+        super().__init__(background)
         self._connection = connection
         self.namespace = check_token("namespace", namespace)
         self.component = check_token("component", component)
@@ -177,6 +180,7 @@ class IndexFollower(Openable):
             instances=partial(live_instances, runtime, namespace, component),
             stream=stream,
             max_blocks=max_blocks,
+            background=runtime.bus.background,
         )
 
     @asynccontextmanager

@@ -20,7 +20,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from dynbus.actors import Actor
-from dynbus.bus.background import Openable
+from dynbus.bus.background import Background, Openable
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, DynbusError, PayloadTooLarge, Unavailable
 from dynbus.bus.protocol import headers
@@ -249,6 +249,7 @@ class KvEventPublisher(Openable):
             held nothing.
         make_log: what numbers and batches a rank's events.
         process_status: where operators see how far the events can be relied on.
+        background: see `Openable`.
 
     Raises:
         ConfigError: a name or rank is not usable, or the stream is another namespace's.
@@ -267,7 +268,9 @@ class KvEventPublisher(Openable):
         max_handed_bytes: int = DEFAULT_HANDED_BYTES,
         make_log: Callable[[int], EventLog] | None = None,
         process_status: ProcessStatus | None = None,
+        background: Background | None = None,
     ) -> None:
+        super().__init__(background)
         self._process_status = process_status
         self._shown = ""
         self._connection = connection
@@ -314,6 +317,7 @@ class KvEventPublisher(Openable):
             ranks=ranks,
             stream=stream,
             process_status=actor.runtime.bus.status,
+            background=actor.runtime.bus.background,
         )
 
     @asynccontextmanager

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import anyio
 import anyio.lowlevel
 
-from dynbus.bus.background import Openable
+from dynbus.bus.background import Background, Openable
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol.names import kv_event_subject
@@ -178,6 +178,7 @@ class SnapshotWriter(Openable):
         store: where snapshots go; the default one of the namespace unless given.
         holder: names this router; no other may have it.
         ttl: seconds after which another router takes over from one that died.
+        background: see `Openable`.
     """
 
     def __init__(
@@ -189,7 +190,9 @@ class SnapshotWriter(Openable):
         plan: SnapshotPlan | None = None,
         holder: str | None = None,
         ttl: float = DEFAULT_TTL,
+        background: Background | None = None,
     ) -> None:
+        super().__init__(background)
         self._jetstream = jetstream
         self._follower = follower
         self._store = store or SnapshotStore(jetstream, follower.namespace)

@@ -192,7 +192,16 @@ async def warm_follower(
                 index=start.index,
                 position=start.position,
                 max_blocks=max_blocks,
+                background=runtime.bus.background,
             )
         )
-        await exits.enter_async_context(SnapshotWriter(jetstream, follower, store=store, plan=plan))
+        await exits.enter_async_context(
+            SnapshotWriter(
+                jetstream,
+                follower,
+                store=store,
+                plan=plan,
+                background=runtime.bus.background,
+            )
+        )
         yield follower

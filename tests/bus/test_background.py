@@ -139,7 +139,8 @@ async def test_after_a_failure_nothing_starts_and_the_cause_is_named() -> None:
 class Door(Openable):
     """Notes what becomes of it."""
 
-    def __init__(self, *, fails: bool = False) -> None:
+    def __init__(self, *, fails: bool = False, background: Background | None = None) -> None:
+        super().__init__(background)
         self.events: list[str] = []
         self.reached = asyncio.Event()
         self.may_open = asyncio.Event()
@@ -220,3 +221,33 @@ async def test_what_is_open_and_fails_is_cleaned_up_and_raises_when_it_is_closed
         await door.close()
 
     assert "<Door> failed" in caplog.text
+
+
+async def test_what_is_open_and_fails_fails_the_background_that_it_was_given() -> None:
+    owner = Owner()
+    async with owner.background as background:
+        door = Door(fails=True, background=background)
+        door.may_open.set()
+        await door.__aenter__()
+        while not owner.failures:
+            await anyio.lowlevel.checkpoint()
+
+    assert [str(failure) for failure in owner.failures] == ["broken"]
+    with pytest.raises(ValueError, match="broken"):
+        await door.close()
+
+
+async def test_what_cannot_be_opened_is_no_failure_of_the_background() -> None:
+    owner = Owner()
+
+    class Locked(Openable):
+        @asynccontextmanager
+        async def _open(self) -> AsyncGenerator[None]:
+            raise ValueError("locked")
+            yield
+
+    async with owner.background as background:
+        with pytest.raises(ValueError, match="locked"):
+            await Locked(background).__aenter__()
+
+    assert owner.failures == []
