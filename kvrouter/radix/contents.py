@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from .prefix_tree import PrefixTree
-from .records import DEPTH_BITS, MAX_DEPTH
-from .runs import Holder, Run
+from .runs import REMOVED, Holder, NamedBlocks, Run
 
 Words = NDArray[np.uint64]
+
+
+class HeldColumns(NamedTuple):
+    """Blocks of a holder, column by column.
+
+    Attributes:
+        names: the engine's hash of each.
+        depths: how many blocks are before each on its path.
+        runs: where neighbours were stored, see `NamedBlocks.run`.
+        counts: of each run, how many blocks of it follow each other here.
+    """
+
+    names: Words
+    depths: Words
+    runs: list[Run]
+    counts: NDArray[np.int64]
 
 
 def held_names(holder: Holder) -> Words:
@@ -17,33 +35,52 @@ def held_names(holder: Holder) -> Words:
     return np.fromiter(holder.held, dtype=np.uint64, count=len(holder.held))
 
 
-def held_blocks(tree: PrefixTree, holder: Holder) -> tuple[Words, Words]:
+def held_columns(holder: Holder, limit: int) -> Iterator[HeldColumns]:
+    """What a holder has, some `limit` blocks at a time. It must not change meanwhile."""
+    values = iter(holder.held.values())
+    seen: set[NamedBlocks] = set()
+    while some := dict.fromkeys(islice(values, limit)):
+        new = [named for named in some if named not in seen]
+        seen.update(new)
+        yield _columns(new)
+
+
+def _columns(several: list[NamedBlocks]) -> HeldColumns:
+    names = list(chain.from_iterable(named.names for named in several))
+    counts = np.array([len(named.names) for named in several], dtype=np.int64)
+    firsts = np.array([named.start for named in several], dtype=np.int64)
+    before = np.cumsum(counts) - counts
+    depths = np.repeat(firsts - before, counts) + np.arange(len(names))
+    if REMOVED in names:
+        is_held = np.array([name != REMOVED for name in names])
+        depths = depths[is_held]
+        counts = np.add.reduceat(is_held, before, dtype=np.int64)
+        names = [name for name in names if name != REMOVED]
+    found = np.array(names, dtype=np.uint64)
+    return HeldColumns(found, depths.astype(np.uint64), [one.run for one in several], counts)
+
+
+def held_blocks(holder: Holder) -> tuple[Words, Words]:
     """The engine's hash and the block hash of each held block."""
-    held = holder.held
-    count = len(held)
-    if not count:
+    if not holder.held:
         return np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.uint64)
-    locations = np.fromiter(held.values(), dtype=np.int64, count=count)
-    depths = locations & MAX_DEPTH
-    numbers = locations >> DEPTH_BITS
-    # Blocks that were stored together are neighbours in `held`, and in one run.
-    firsts = np.concatenate(([0], np.flatnonzero(np.diff(numbers)) + 1))
-    columns = _Columns()
-    which = [columns.place(tree.runs[number]) for number in numbers[firsts].tolist()]
-    places = np.repeat(np.array(which), np.diff(np.append(firsts, count)))
-    ends, tails = np.array(columns.ends), np.array(columns.tails)
+    names, depths, runs, counts = next(held_columns(holder, holder.blocks))
+    rows = _RunRows()
+    places = np.repeat(np.array([rows.place(run) for run in runs]), counts)
+    depths = depths.astype(np.int64)
+    ends, tails = np.array(rows.ends), np.array(rows.tails)
     while (moved := np.flatnonzero(depths >= ends[places])).size:
         places[moved] = tails[places[moved]]
-    blocks = np.frombuffer(b"".join(columns.blocks), dtype="<u8")
-    return held_names(holder), blocks[np.array(columns.shifts)[places] + depths].astype(np.uint64)
+    blocks = np.frombuffer(b"".join(rows.blocks), dtype="<u8")
+    return names, blocks[np.array(rows.shifts)[places] + depths].astype(np.uint64)
 
 
-class _Columns:
-    """The runs that locations lead to, and their tails, as columns.
+class _RunRows:
+    """Runs and their tails, a row each.
 
     Attributes:
         ends: the depth behind the last block of each.
-        tails: the place of the run that goes on behind that.
+        tails: the row of the run that goes on behind that.
         shifts: what to add to a depth to find its block in `blocks`, joined.
     """
 
@@ -52,15 +89,15 @@ class _Columns:
         self.tails: list[int] = []
         self.shifts: list[int] = []
         self.blocks: list[bytearray] = []
-        self._places: dict[int, int] = {}
+        self._rows: dict[int, int] = {}
         self._joined = 0
 
     def place(self, run: Run) -> int:
-        """Where a run is in the columns."""
-        known = self._places.get(run.id)
+        """The row of a run."""
+        known = self._rows.get(run.id)
         if known is not None:
             return known
-        place = self._places[run.id] = len(self.ends)
+        row = self._rows[run.id] = len(self.ends)
         following: Run | None = run
         while following is not None:
             self.ends.append(following.end)
@@ -69,4 +106,4 @@ class _Columns:
             self._joined += following.end - following.start
             following = following.tail
             self.tails.append(len(self.ends))
-        return place
+        return row

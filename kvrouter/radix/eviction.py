@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from .holdings import forget
-from .prefix_tree import PrefixTree
-from .records import DEPTH_BITS
-from .runs import Holder, Run
+from .prefix_tree import PrefixTree, run_at
+from .runs import REMOVED, Holder, Run
 
 
 class Victim(NamedTuple):
@@ -69,7 +66,7 @@ def evict(tree: PrefixTree, holder: Holder, victims: Sequence[Victim], most: int
             most -= _held(run, number)
     if not own:
         return 0
-    forgotten = _forget_names(tree, holder, own, _leading_to(own.values()))
+    forgotten = _forget_names(holder, own, _leading_to(own.values()))
     for run in own.values():
         holder.detached -= _detached(run, number)
         forget(run, number)
@@ -98,31 +95,25 @@ def _detached(run: Run, number: int) -> int:
     return sum(end - start for start, end in spans)
 
 
-def _forget_names(
-    tree: PrefixTree, holder: Holder, victims: Mapping[int, Run], leading: Container[int]
-) -> int:
+def _forget_names(holder: Holder, victims: Mapping[int, Run], leading: Container[int]) -> int:
     """Take the blocks of some runs from a holder's names; returns how many.
 
     Args:
-        leading: the runs whose locations may lead to one of them.
+        leading: the runs from which one of them may be reached by tails.
     """
     held = holder.held
-    numbers = np.fromiter(held.values(), dtype=np.int64, count=len(held)) >> DEPTH_BITS
-    # Blocks that were stored together are neighbours: few stretches are looked at closely.
-    bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
-    names = list(held)
-    for start, number, end in zip(
-        bounds[:-1], numbers[bounds[:-1]].tolist(), bounds[1:], strict=True
-    ):
-        if number in leading:
-            for name in names[start:end]:
-                if tree.run_at(held[name]).id in victims:
+    before = len(held)
+    for named in dict.fromkeys(held.values()):
+        if named.run.id in leading:
+            for at, name in enumerate(named.names[:]):
+                if name != REMOVED and run_at(named.run, named.start + at).id in victims:
                     del held[name]
-    return len(names) - len(held)
+                    named.remove(at)
+    return before - len(held)
 
 
 def _leading_to(runs: Iterable[Run]) -> set[int]:
-    """The numbers of runs whose locations may lead to one of `runs`: its own, and from above."""
+    """The numbers of runs from which one of `runs` may be reached by tails, its own among them."""
     found: set[int] = set()
     for run in runs:
         above = run

@@ -22,8 +22,7 @@ from .eviction import Victim, choose_victims, evict
 from .fair_share import fair_share
 from .holdings import count_tiers
 from .labels import LabelledHolders
-from .prefix_tree import PrefixTree
-from .records import MOST_LOOKED_AT
+from .prefix_tree import MOST_LOOKED_AT, PrefixTree
 from .runs import Holder
 
 SWEEP_BLOCKS: Final = 256

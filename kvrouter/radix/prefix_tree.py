@@ -12,18 +12,27 @@ The invariant: `ends[holder] = e` in a run says that the holder has the blocks [
 it and all blocks before the run. Blocks that it has behind a hole are kept as `detached`
 intervals; when the hole is filled they count again.
 
-A holder finds its blocks by the engine's own hashes. A location is `run id << DEPTH_BITS |
-depth`. When a run is split, its lower part is its `tail`, so that old locations lead to it.
+A holder finds its blocks by the engine's own hashes, which name up to 32 neighbours in a run
+together. When a run is split, its lower part is its `tail`: names of blocks beyond the end of
+their run lead to it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Final
 
+from .freed_memory import give_back
 from .holdings import cut, forget, mark, remove_copy, split_detached
-from .records import DEPTH_BITS, MAX_DEPTH, MOST_LOOKED_AT
-from .runs import Holder, Run, common_bytes
+from .runs import MOST_NAMED, Holder, NamedBlocks, Run, common_bytes
+
+MOST_LOOKED_AT: Final = 200_000
+"""Runs to look at for the holes that a message makes and fills: a fifth of a second at most."""
+
+
+GIVE_BACK: Final = 1 << 17
+"""From so many blocks that were swept on their memory goes back to the system."""
 
 
 class PrefixTree:
@@ -37,6 +46,7 @@ class PrefixTree:
         self.next_run = 1
         self.next_holder = 1
         self._leaving: list[Holder] = []
+        self._swept = 0
 
     @property
     def run_count(self) -> int:
@@ -65,13 +75,24 @@ class PrefixTree:
             number = holder.number
             held = holder.held
             while held and limit > 0:
-                _, location = held.popitem()
+                _, named = held.popitem()
                 limit -= 1
-                run = self._find_run(location)
-                if run is not None and forget(run, number):
-                    self.trim(run)
+                self._swept += 1
+                if not named.names:
+                    continue
+                run: Run | None = named.run
+                end = named.start + len(named.names)
+                # Once for all of its names.
+                named.names.clear()
+                while run is not None and run.start < end:
+                    if forget(run, number):
+                        self.trim(run)
+                    run = run.tail
             if not held:
                 self._leaving.pop()
+        if not self._leaving and self._swept >= GIVE_BACK:
+            self._swept = 0
+            give_back()
 
     # Storing --------------------------------------------------------------------------
 
@@ -101,9 +122,9 @@ class PrefixTree:
             return self._store_singly(holder, parents, bounds, engine_hashes, blocks)
         number = holder.number
         orphans: list[int] = []
-        locations: list[int] = []
-        saved = 0  # blocks whose location is in `held` already
-        unsaved_ends: dict[int, int] = {}
+        values: list[NamedBlocks] = []
+        saved = 0  # blocks that are in `held` already
+        named: NamedBlocks | None = None  # has `last`, at its end
         last: int | None = None  # the engine's hash of block `depth - 1` of `run`
         run, depth = self.root, 0
         start = bounds[0]
@@ -112,21 +133,21 @@ class PrefixTree:
             if start == end:
                 continue
             if parent is None:
-                run, depth = self.root, 0
+                run, depth, named = self.root, 0, None
             elif parent != last:
-                location = unsaved_ends.get(parent) or held.get(parent)
-                if location is None:
-                    # It may lie in the middle of a chain that was not saved yet.
-                    held.update(zip(engine_hashes[saved:start], locations, strict=True))
-                    saved = start
-                    locations.clear()
-                    location = held.get(parent)
-                if location is None:
+                if values:
+                    held.update(zip(engine_hashes[saved:start], values, strict=True))
+                    values.clear()
+                saved = start
+                named = held.get(parent)
+                if named is None:
                     orphans.append(chain)
                     saved = start = end
                     last = None
                     continue
-                run, depth = self.run_at(location), (location & MAX_DEPTH) + 1
+                run, depth = self.locate(named, parent)
+                depth += 1
+            names = engine_hashes[start:end]
             if (
                 depth == run.end
                 and run.children is None
@@ -134,17 +155,17 @@ class PrefixTree:
                 and not holder.detached
             ):
                 run.blocks += blocks[start * 8 : end * 8]
-                stop = run.end = run.ends[number] = depth + end - start
+                run.end = run.ends[number] = depth + end - start
                 run.stamp += 1
-                base = run.id << DEPTH_BITS
-                locations += range(base | depth, base | stop)
+                named = _name(named, run, depth, names, values)
+                depth = run.end
             else:
-                run, stop = self._place(holder, run, depth, blocks[start * 8 : end * 8], locations)
-            last = engine_hashes[end - 1]
-            unsaved_ends[last] = locations[-1]
-            depth = stop
+                run, depth, named = self._place(
+                    holder, run, depth, blocks[start * 8 : end * 8], names, named, values
+                )
+            last = names[-1]
             start = end
-        held.update(zip(engine_hashes[saved:start], locations, strict=True))
+        held.update(zip(engine_hashes[saved:start], values, strict=True))
         return orphans
 
     def _store_singly(
@@ -177,13 +198,13 @@ class PrefixTree:
     def _store_one(
         self, holder: Holder, before: int | None, engine_hash: int, block: bytes
     ) -> None:
-        run, depth = self.root, 0
+        held = holder.held
+        run, depth, named = self.root, 0, None
         if before is not None:
-            run, depth = self._locate(holder, before)
+            named = held[before]
+            run, depth = self.locate(named, before)
             depth += 1
-        locations: list[int] = []
-        self._place(holder, run, depth, block, locations)
-        holder.held[engine_hash] = locations[0]
+        _, _, held[engine_hash] = self._place(holder, run, depth, block, [engine_hash], named, [])
 
     def _holds_after(
         self, holder: Holder, before: int | None, engine_hash: int, block: bytes
@@ -191,7 +212,7 @@ class PrefixTree:
         """Whether this hash already names this very block after `before`."""
         if engine_hash not in holder.held or (before is not None and before not in holder.held):
             return False
-        run, depth = self._locate(holder, engine_hash)
+        run, depth = self.locate(holder.held[engine_hash], engine_hash)
         at = (depth - run.start) * 8
         if not run.blocks.startswith(block, at):
             return False
@@ -199,17 +220,29 @@ class PrefixTree:
             return depth == 0
         if depth == 0:
             return False
-        previous, previous_depth = self._locate(holder, before)
+        previous, previous_depth = self.locate(holder.held[before], before)
         if previous_depth != depth - 1:
             return False
         return previous is (run if depth > run.start else run.parent)
 
     def _place(
-        self, holder: Holder, run: Run, depth: int, blocks: bytes, locations: list[int]
-    ) -> tuple[Run, int]:
+        self,
+        holder: Holder,
+        run: Run,
+        depth: int,
+        blocks: bytes,
+        names: list[int],
+        named: NamedBlocks | None,
+        values: list[NamedBlocks],
+    ) -> tuple[Run, int, NamedBlocks]:
         """Put `blocks` below block `depth - 1` of `run`, whatever is there already.
 
-        Returns the run of the last one, and the depth below it.
+        Args:
+            named: what has the name of block `depth - 1`.
+            values: where the value of each name in `Holder.held` is added.
+
+        Returns:
+            The run of the last block, the depth below it, and what has its name.
         """
         number = holder.number
         connected = run is self.root or run.ends.get(number, -1) >= depth
@@ -225,13 +258,13 @@ class PrefixTree:
             stop = depth + length // 8
             if length:
                 mark(holder, run, depth, stop, connected)
-                base = run.id << DEPTH_BITS
-                locations += range(base | depth, base | stop)
+                named = _name(named, run, depth, names[at // 8 : (at + length) // 8], values)
             at += length
             depth = stop
             if at < size and depth < run.end:
                 self._split(run, depth)
-        return run, depth
+        assert named is not None
+        return run, depth, named
 
     def _enter(self, run: Run, blocks: bytes, at: int) -> Run:
         """The run that holds `blocks[at:]` below the end of `run`, or at least begins so."""
@@ -283,11 +316,14 @@ class PrefixTree:
         held = holder.held
         unknown = 0
         for engine_hash in engine_hashes:
-            location = held.pop(engine_hash, None)
-            if location is None:
+            named = held.pop(engine_hash, None)
+            if named is None:
                 unknown += 1
                 continue
-            run, depth = self.run_at(location), location & MAX_DEPTH
+            at = named.names.index(engine_hash)
+            depth = named.start + at
+            run = run_at(named.run, depth)
+            named.remove(at)
             if run.copies is not None and remove_copy(run, number, depth):
                 continue
             last = run.ends.get(number) == depth + 1
@@ -325,24 +361,11 @@ class PrefixTree:
 
     # Finding --------------------------------------------------------------------------
 
-    def run_at(self, location: int) -> Run:
-        """The run of a location that its holder holds."""
-        run = self._find_run(location)
-        assert run is not None
-        return run
-
-    def _find_run(self, location: int) -> Run | None:
-        run = self.runs.get(location >> DEPTH_BITS)
-        depth = location & MAX_DEPTH
-        while run is not None and depth >= run.end:
-            run = run.tail
-        return run
-
-    def _locate(self, holder: Holder, engine_hash: int) -> tuple[Run, int]:
-        location = holder.held[engine_hash]
-        run, depth = self.run_at(location), location & MAX_DEPTH
-        holder.held[engine_hash] = run.id << DEPTH_BITS | depth
-        return run, depth
+    def locate(self, named: NamedBlocks, name: int) -> tuple[Run, int]:
+        """The run and the depth of a block that has a name there."""
+        named.run = run_at(named.run, named.start)
+        depth = named.start + named.names.index(name)
+        return run_at(named.run, depth), depth
 
     def descend(self, blocks: bytes) -> tuple[list[Run], int]:
         """The runs that these blocks lead through, and how many of the blocks are in the tree.
@@ -387,3 +410,43 @@ class PrefixTree:
             run = waiting.popleft()
             yield run
             waiting += (run.children or {}).values()
+
+
+def run_at(run: Run, depth: int) -> Run:
+    """The run of a held block that was stored in `run`, or what it leads to."""
+    while depth >= run.end:
+        assert run.tail is not None
+        run = run.tail
+    return run
+
+
+def _name(
+    named: NamedBlocks | None, run: Run, depth: int, names: list[int], values: list[NamedBlocks]
+) -> NamedBlocks:
+    """Name the blocks of a run from `depth` on.
+
+    Args:
+        named: to go on with, where these blocks follow those that it has.
+        values: where for each name what has it is added.
+
+    Returns:
+        What has the last name.
+    """
+    at = 0
+    if named is not None and named.run is run and named.start + len(named.names) == depth:
+        at = MOST_NAMED - len(named.names)
+        if at >= len(names):
+            named.names += names
+            values += [named] * len(names)
+            return named
+        if at > 0:
+            named.names += names[:at]
+            values += [named] * at
+        else:
+            at = 0
+    for first in range(at, len(names), MOST_NAMED):
+        some = names[first : first + MOST_NAMED]
+        named = NamedBlocks(run, depth + first, some)
+        values += [named] * len(some)
+    assert named is not None
+    return named

@@ -14,9 +14,6 @@ from .intervals import Interval
 DEPTH_BITS: Final = 24
 MAX_DEPTH: Final = (1 << DEPTH_BITS) - 1
 
-MOST_LOOKED_AT: Final = 200_000
-"""Runs to look at for the holes that a message makes and fills: a fifth of a second at most."""
-
 _RUN_LIMIT: Final = 1 << (64 - DEPTH_BITS)
 _HOLDER_LIMIT: Final = 1 << 31
 _COPIES_LIMIT: Final = 1 << 31

@@ -8,6 +8,13 @@ from .intervals import Intervals
 
 BLOCK_BYTES: Final = 8
 
+MOST_NAMED: Final = 64
+"""Blocks in one `NamedBlocks`: a name is searched among so many."""
+
+
+REMOVED: Final = -1
+"""In place of a name; a name is not negative."""
+
 
 class Run:
     """Blocks `[start, end)` below `parent`, which branch nowhere.
@@ -55,6 +62,34 @@ class Run:
         return f"<Run {self.id} [{self.start}:{self.end} | holders: {len(self.ends)}]>"
 
 
+class NamedBlocks:
+    """Neighbouring blocks of a holder and the engine's hashes that name them.
+
+    One object for up to `MOST_NAMED` blocks, in place of a location for each: what a block costs
+    is its name, its entry in `Holder.held` and its place here.
+
+    Attributes:
+        run: where the first one was stored. Those beyond its end are in its tail.
+        start: the depth of the first one.
+        names: the engine's hash of each; `REMOVED` where the block is held no longer, and
+            never at the end.
+    """
+
+    __slots__ = ("names", "run", "start")
+
+    def __init__(self, run: Run, start: int, names: list[int]) -> None:
+        self.run = run
+        self.start = start
+        self.names = names
+
+    def remove(self, at: int) -> None:
+        """Forget the name of one block."""
+        names = self.names
+        names[at] = REMOVED
+        while names and names[-1] == REMOVED:
+            names.pop()
+
+
 class Holder:
     """One cache: what it holds, by the hashes of its engine.
 
@@ -68,7 +103,7 @@ class Holder:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.held: dict[int, int] = {}
+        self.held: dict[int, NamedBlocks] = {}
         self.detached = 0
         self.looked_at = 0
 

@@ -6,8 +6,8 @@ sequence answer alike, and stay alike with the messages that follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import islice, repeat
 from typing import Final
 
 import msgspec
@@ -16,10 +16,11 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 from dynbus.kvrouter.events import EPOCH_LIMIT, ID_LIMIT, Tier
 
+from .contents import held_columns
 from .index import RadixIndex, Rank, RankState
 from .prefix_tree import PrefixTree
-from .records import CacheRecord, RunRecord, check_records
-from .runs import Holder, Run
+from .records import DEPTH_BITS, MAX_DEPTH, CacheRecord, RunRecord, Words, check_records
+from .runs import MOST_NAMED, Holder, NamedBlocks, Run
 
 MAGIC: Final = b"dynbus-kv-index\x01"
 CHECKSUM_BYTES: Final = 16
@@ -105,10 +106,11 @@ class IndexDump:
         holders: list[CacheRecord] = []
         for tier, holder in state.holders.items():
             engine_hashes, locations = bytearray(), bytearray()
-            names, places = iter(holder.held), iter(holder.held.values())
-            for _ in range(0, holder.blocks, SLICE_BLOCKS):
-                engine_hashes += _packed(islice(names, SLICE_BLOCKS))
-                locations += _packed(islice(places, SLICE_BLOCKS))
+            for names, depths, runs, counts in held_columns(holder, SLICE_BLOCKS):
+                numbers = np.array([run.id for run in runs], dtype=np.uint64)
+                places = np.repeat(numbers << np.uint64(DEPTH_BITS), counts) | depths
+                engine_hashes += names.astype("<u8", copy=False).tobytes()
+                locations += places.astype("<u8", copy=False).tobytes()
                 yield
             holders.append(CacheRecord(holder.number, tier, bytes(engine_hashes), bytes(locations)))
         record = _RankRecord(
@@ -121,10 +123,6 @@ class IndexDump:
             state.stated,
         )
         self._add(msgspec.msgpack.encode(record))
-
-
-def _packed(numbers: Iterable[int]) -> bytes:
-    return np.fromiter(numbers, dtype="<u8").tobytes()
 
 
 def _array_head(count: int) -> bytes:
@@ -203,11 +201,21 @@ def _load(
     holders: list[Holder] = []
     for cache in caches:
         holder = Holder(cache.number)
-        engine_hashes, locations = cache.arrays()
-        holder.held = dict(zip(engine_hashes.tolist(), locations.tolist(), strict=True))
+        _name_blocks(tree, holder, *cache.arrays())
         holder.detached = detached.get(cache.number, 0)
         holders.append(holder)
     return holders
+
+
+def _name_blocks(tree: PrefixTree, holder: Holder, engine_hashes: Words, locations: Words) -> None:
+    names, places = engine_hashes.tolist(), locations.tolist()
+    # Where the next block is no neighbour.
+    breaks = (np.flatnonzero(np.diff(locations) != 1) + 1).tolist()
+    for start, end in zip([0, *breaks], [*breaks, len(names)], strict=True):
+        for first in range(start, end, MOST_NAMED):
+            run, depth = tree.runs[places[first] >> DEPTH_BITS], places[first] & MAX_DEPTH
+            some = names[first : min(first + MOST_NAMED, end)]
+            holder.held.update(zip(some, repeat(NamedBlocks(run, depth, some))))
 
 
 def _add_records(tree: PrefixTree, runs: Sequence[RunRecord]) -> None:

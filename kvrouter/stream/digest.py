@@ -66,7 +66,7 @@ def index_digest(index: RadixIndex, rank: Rank) -> CacheDigest:
         return CacheDigest(0, 0)
     digest = 0
     for tier, holder in state.holders.items():
-        digest += block_digest(*held_blocks(index.tree, holder), tier)
+        digest += block_digest(*held_blocks(holder), tier)
     return CacheDigest(state.blocks, digest & MASK)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.kvrouter.naive_caches import packed
 
+from dynbus.kvrouter.radix import eviction
 from dynbus.kvrouter.radix.eviction import choose_victims, evict
-from dynbus.kvrouter.radix.prefix_tree import PrefixTree
+from dynbus.kvrouter.radix.prefix_tree import PrefixTree, run_at
 from dynbus.kvrouter.radix.runs import Holder, Run
 
 
@@ -86,29 +88,25 @@ def test_holders_of_one_leaf_forget_it_one_after_the_other() -> None:
     assert len(tree.runs) == 1
 
 
-class _Counting(PrefixTree):
-    """Counts which locations are followed one by one."""
+def test_the_names_of_few_blocks_that_stay_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[int] = []
 
-    followed = 0
+    def counting(run: Run, depth: int) -> Run:
+        followed.append(depth)
+        return run_at(run, depth)
 
-    def run_at(self, location: int) -> Run:
-        self.followed += 1
-        return super().run_at(location)
-
-
-def test_the_locations_of_few_blocks_that_stay_are_followed() -> None:
-    tree = _Counting()
+    monkeypatch.setattr(eviction, "run_at", counting)
+    tree = PrefixTree()
     holder, other = tree.add_holder(), tree.add_holder()
     for number in range(1000):
         chain(tree, holder, list(range(100 * number + 1, 100 * number + 65)))
-    tree.followed = 0
     victims = choose_victims(tree, {holder.number, other.number}, 6400)
 
     forgotten = [evict(tree, one, victims, 6400) for one in (holder, other)]
 
     assert forgotten == [6400, 0]
     assert len(holder.held) == 57_600
-    assert tree.followed == 6400
+    assert len(followed) == 6400
 
 
 def test_a_holder_forgets_the_oldest_until_it_is_enough() -> None:

@@ -155,9 +155,11 @@ class Story(RuleBasedStateMachine):
 
     @rule()
     def go_on_from_a_snapshot(self) -> None:
+        self.index, _ = load_index(dump_index(self.index, 1), max_blocks=self.max_blocks)
+        # What was evicted is told only while the index is full, so not of the one before.
         data = dump_index(self.index, 1)
-        self.index, _ = load_index(data, max_blocks=self.max_blocks)
-        assert dump_index(self.index, 1) == data
+        again, _ = load_index(data, max_blocks=self.max_blocks)
+        assert dump_index(again, 1) == data
 
     @invariant()
     def it_holds_what_was_told(self) -> None:
