@@ -6,6 +6,8 @@ Wall time, and the time that its thread had a core: they differ by what else the
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
 from time import perf_counter, thread_time
 
 import click
@@ -23,6 +25,8 @@ from dynbus.kvrouter.routing.queue import SchedulingRequest
 from dynbus.kvrouter.routing.scheduler import KvScheduler
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.follower import Position
+
+from .workload import Prompt, make_workload
 
 RUNNING = 8
 """Requests that run on each instance meanwhile."""
@@ -54,31 +58,50 @@ class FilledIndex:
 @click.option("--tokens", type=click.IntRange(16), default=8192, show_default=True)
 @click.option("--block-size", type=click.IntRange(1), default=16, show_default=True)
 @click.option("--decisions", type=click.IntRange(100), default=3000, show_default=True)
-def main(instances: int, tokens: int, block_size: int, decisions: int) -> None:
+@click.option("--python-dynamo", help="The Python with ai-dynamo-runtime, to compare with it.")
+def main(
+    instances: int, tokens: int, block_size: int, decisions: int, python_dynamo: str | None
+) -> None:
     """Measure decisions on prompts that share a prefix with what all instances hold."""
-    random = np.random.default_rng(0)
-    prompts = [random.integers(0, 1 << 17, tokens, dtype=np.uint32) for _ in range(64)]
-    for prompt in prompts[1:]:
-        prompt[: tokens // 4] = prompts[0][: tokens // 4]
+    workload = make_workload(instances, tokens, block_size)
     follower = FilledIndex()
     profiles = [_profile(f"instance-{number}", block_size) for number in range(instances)]
     ids = dict.fromkeys((profile.instance for profile in profiles), 0)
-    for prompt in prompts:
+    for prompt, counts in zip(workload.prompts, workload.held.tolist(), strict=True):
         blocks = block_hashes(prompt, block_size).tolist()
-        for profile in profiles:
-            held = int(random.integers(0, len(blocks) + 1))
+        for profile, held in zip(profiles, counts, strict=True):
             if held:
                 ids[profile.instance] = follower.store(
                     profile.instance, ids[profile.instance], blocks[:held]
                 )
     scheduler = KvScheduler(follower=follower)
-    spent = _measure(scheduler, prompts, block_size, profiles, decisions)
+    spent = _measure(scheduler, workload.prompts, block_size, profiles, decisions)
     title = f"us, {tokens} tokens over {instances} instances"
     table = Table("", "p50", "p99", "p50 on a core", "p99 on a core", title=title)
     for name, values in spent.items():
         p50, p99 = np.percentile(np.array(values) * 1e6, [50, 99], axis=0)
         table.add_row(name, *(f"{value:,.0f}" for value in (p50[0], p99[0], p50[1], p99[1])))
-    Console().print(table)
+    console = Console()
+    if python_dynamo is None:
+        console.print(table)
+        return
+    peer = _dynamo(python_dynamo, instances, tokens, block_size, decisions)
+    theirs = np.percentile(np.array(peer) * 1e6, [50, 99])
+    table.add_row("Dynamo's hash and find", *(f"{value:,.0f}" for value in theirs), "", "")
+    console.print(table)
+    whole = np.percentile(np.array([wall for wall, _ in spent["whole"]]) * 1e6, [50, 99])
+    console.print(
+        f"whole: p50 {whole[0] / theirs[0]:.1f} times Dynamo's hash and find, "
+        f"p99 {whole[1] / whole[0]:.1f} times p50"
+    )
+
+
+def _dynamo(python: str, *arguments: int) -> list[float]:
+    """Seconds that Dynamo's hashes and look-up take; it does nothing else of a decision here."""
+    command = [python, "-m", "benchmarks.routing_decision.dynamo_peer", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    found: list[float] = json.loads(done.stdout)
+    return found
 
 
 def _profile(instance: str, block_size: int) -> InstanceProfile:
@@ -88,7 +111,7 @@ def _profile(instance: str, block_size: int) -> InstanceProfile:
 
 def _measure(
     scheduler: KvScheduler,
-    prompts: list[np.ndarray[tuple[int], np.dtype[np.uint32]]],
+    prompts: list[Prompt],
     block_size: int,
     profiles: list[InstanceProfile],
     decisions: int,
