@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +17,20 @@ from anyio.abc import TaskGroup
 from .errors import Unavailable, describe_exception, only_cause
 
 logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def task_group() -> AsyncGenerator[TaskGroup]:
+    """A task group of anyio that raises a single failure as itself, not in a group."""
+    failure: BaseException | None = None
+    try:
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        failure = only_cause(group)
+    if failure is not None:
+        # Out here, so that its context stays what it is.
+        raise failure
 
 
 class Work:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack
 from statistics import quantiles
-from typing import Any, Final
+from typing import Final
 
+import anyio
 import click
 from pydantic import BaseModel
 
@@ -22,6 +22,7 @@ from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.supervisor import Supervisor
 from dynbus.actors.runtime import Actor, Runtime
 from dynbus.bus import exit_codes
+from dynbus.bus.background import task_group
 from dynbus.bus.commands.terminal import json_option, nats_option, print_json, print_table
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import Unavailable
@@ -117,37 +118,31 @@ def measure(url: str | None, duration: float) -> dict[str, float]:
 
 async def _measure(config: BusConfig, duration: float) -> dict[str, float]:
     url = ",".join(config.servers)
-    async with AsyncExitStack() as stack:
-        supervisor = Supervisor(
-            [Assignment(Echo, {}, 1)],
-            WorkerSettings({"servers": url}, "console", "error"),
-            drain_grace=2.0,
-        )
-        running = asyncio.ensure_future(supervisor.run())
+    supervisor = Supervisor(
+        [Assignment(Echo, {}, 1)],
+        WorkerSettings({"servers": url}, "console", "error"),
+        drain_grace=2.0,
+    )
+    (child,) = supervisor.children
 
-        async def end() -> None:
-            supervisor.drain()
-            await asyncio.wait({running})
+    async def supervise() -> None:
+        await supervisor.run()
+        if supervisor.failure is not None:
+            raise Unavailable(f"the echo actor did not start: {supervisor.failure.message}")
 
-        await stack.enter_async_context(embedded_if_local(config, fresh=False))
-        stack.push_async_callback(end)
+    async with embedded_if_local(config, fresh=False), task_group() as tasks:
+        tasks.start_soon(supervise)
         supervisor.begin()
-        await _ready(supervisor, running)
-        runtime = await stack.enter_async_context(Runtime.connect(url, name="dynbus-bench"))
-        with call_options(instance=supervisor.children[0].instance_id, timeout=60.0):
-            return await _all_figures(runtime, duration)
-
-
-async def _ready(supervisor: Supervisor, running: asyncio.Future[int]) -> None:
-    ready = asyncio.ensure_future(supervisor.children[0].has_been_ready.wait())
-    try:
-        waited: set[asyncio.Future[Any]] = {ready, running}
-        await asyncio.wait(waited, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
-            why = supervisor.failure.message if supervisor.failure else "it took too long"
-            raise Unavailable(f"the echo actor did not start: {why}")
-    finally:
-        ready.cancel()
+        try:
+            with anyio.fail_after(START_SECONDS):
+                await child.has_been_ready.wait()
+        except TimeoutError:
+            raise Unavailable("the echo actor did not start: it took too long") from None
+        async with Runtime.connect(url, name="dynbus-bench") as runtime:
+            with call_options(instance=child.instance_id, timeout=60.0):
+                figures = await _all_figures(runtime, duration)
+        supervisor.drain()
+    return figures
 
 
 async def _all_figures(runtime: Runtime, duration: float) -> dict[str, float]:

@@ -11,12 +11,16 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import anyio
+from anyio.abc import TaskGroup
+
 from dynbus.bus import exit_codes
-from dynbus.bus.cleanup import finish
+from dynbus.bus.background import task_group
 from dynbus.bus.errors import ConfigError
 
 from .interrupts import Interrupts
@@ -81,7 +85,8 @@ class _Reloader:
         self._signals = 0
         self._signalled = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._stopping: asyncio.subprocess.Process | None = None
+        self._checking: anyio.CancelScope | None = None
 
     async def run(self) -> int:
         config = load_bus_config(self._options, os.environ)
@@ -100,63 +105,63 @@ class _Reloader:
             watch_filter=PythonFilter(extra_extensions=suffixes),
             stop_event=self._signalled,
         )
-        alive_end, inner_end = _pipe()
-        try:
-            await self._start(inner_end)
-            async for changed in changes:
-                names = ", ".join(sorted({Path(path).name for _, path in changed}))
-                if await self._can_be_loaded(names):
-                    logger.info(
-                        "%s changed: reloading: running calls have %g s", names, STOP_SECONDS
-                    )
-                    await self._stop_for_change()
-                    if not self._signalled.is_set():
-                        await self._start(inner_end)
-                if self._signalled.is_set():
-                    break
-            return await self._last_code()
-        finally:
-            try:
-                await finish(self._leave_none())
-            finally:
-                os.close(alive_end)
-                os.close(inner_end)
+        with _pipe() as inner_end:
+            async with task_group() as tasks:
+                try:
+                    await self._start(inner_end, tasks)
+                    async for changed in changes:
+                        names = ", ".join(sorted({Path(path).name for _, path in changed}))
+                        if await self._can_be_loaded(names):
+                            logger.info(
+                                "%s changed: reloading: running calls have %g s",
+                                names,
+                                STOP_SECONDS,
+                            )
+                            await self._stop_for_change()
+                            if not self._signalled.is_set():
+                                await self._start(inner_end, tasks)
+                        if self._signalled.is_set():
+                            break
+                    return await self._last_code()
+                finally:
+                    if self._process is not None and self._process.returncode is None:
+                        with anyio.CancelScope(shield=True):
+                            await self._stop_for_change()
 
-    async def _start(self, inner_end: int) -> None:
-        self._process = await _dynbus(
-            inner_arguments(self._options.arguments, inner_end), pass_fds=(inner_end,)
-        )
-        self._watching = asyncio.create_task(self._tell_end(self._process))
+    async def _start(self, inner_end: int, tasks: TaskGroup) -> None:
+        # A process that is being made cannot be ended yet.
+        with anyio.CancelScope(shield=True):
+            process = self._process = await _dynbus(
+                inner_arguments(self._options.arguments, inner_end), pass_fds=(inner_end,)
+            )
+        tasks.start_soon(self._tell_end, process)
         if self._signalled.is_set():
             self._signal(signal.SIGTERM)  # it came when there was nobody yet to be told
 
     async def _tell_end(self, process: asyncio.subprocess.Process) -> None:
         """Say what happens next when the run ends by itself."""
         code = await process.wait()
-        if not self._signalled.is_set():
-            logger.error(
-                "the run has ended with exit code %d; it is started again when a file changes", code
-            )
+        if self._stopping is not process and not self._signalled.is_set():
+            logger.error("the run ended with exit code %d; it restarts when a file changes", code)
 
     async def _can_be_loaded(self, names: str) -> bool:
         """Load the changed files in a fresh process, which prints why where that fails."""
         process = await _dynbus(
             check_arguments(self._options.arguments), stdout=asyncio.subprocess.DEVNULL
         )
-        ended = asyncio.ensure_future(process.wait())
-        signalled = asyncio.ensure_future(self._signalled.wait())
         try:
-            waited: set[asyncio.Future[Any]] = {ended, signalled}
-            await asyncio.wait(waited, timeout=CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            with anyio.move_on_after(CHECK_SECONDS) as self._checking:
+                if not self._signalled.is_set():
+                    await process.wait()
         finally:
-            signalled.cancel()
             if process.returncode is None:
                 process.kill()
-            code = await finish(_result(ended))
+            with anyio.CancelScope(shield=True):
+                code = await process.wait()
         if code == exit_codes.OK or self._signalled.is_set():
             return code == exit_codes.OK
         if self._process is not None and self._process.returncode is None:
-            goes_on = "the version before it goes on serving"
+            goes_on = "the previous version keeps serving"
         else:
             goes_on = "nothing is served"
         logger.error("%s changed and cannot be loaded: %s; waiting for a mend", names, goes_on)
@@ -165,6 +170,8 @@ class _Reloader:
     def _forward(self) -> None:
         self._signals += 1
         self._signalled.set()
+        if self._checking is not None:
+            self._checking.cancel()
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -173,9 +180,7 @@ class _Reloader:
 
     async def _stop_for_change(self) -> None:
         """Drain the run; after `STOP_SECONDS` stop it at once, and kill what is left then."""
-        assert self._process is not None
-        if self._watching is not None:
-            self._watching.cancel()
+        self._stopping = self._process
         for number, seconds in (
             (signal.SIGTERM, STOP_SECONDS),
             (signal.SIGTERM, END_SECONDS),
@@ -194,24 +199,12 @@ class _Reloader:
         # By the signal itself: it came before the run could hear it, and nothing was served.
         return exit_codes.OK if code == -signal.SIGTERM else code
 
-    async def _leave_none(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-        if self._process is not None and self._process.returncode is None:
-            await self._stop_for_change()
-
     async def _ended_within(self, seconds: float) -> bool:
         assert self._process is not None
-        try:
-            async with asyncio.timeout(seconds):
-                await self._process.wait()
-        except TimeoutError:
-            return False
-        return True
-
-
-async def _result(task: asyncio.Future[int]) -> int:
-    return await task
+        with anyio.move_on_after(seconds):
+            await self._process.wait()
+            return True
+        return False
 
 
 async def _dynbus(arguments: Iterable[str], **options: Any) -> asyncio.subprocess.Process:
@@ -227,7 +220,12 @@ async def _dynbus(arguments: Iterable[str], **options: Any) -> asyncio.subproces
     )
 
 
-def _pipe() -> tuple[int, int]:
-    """(our end, the run's end): the run reads the end of ours when we die."""
+@contextmanager
+def _pipe() -> Generator[int]:
+    """The run's end of a pipe, on which it reads the end of ours when we die."""
     reader, writer = os.pipe()
-    return writer, reader
+    try:
+        yield reader
+    finally:
+        os.close(writer)
+        os.close(reader)

@@ -28,7 +28,7 @@ from dynbus.actors.running.supervisor import Supervisor
 from dynbus.actors.runtime import Runtime
 from dynbus.actors.serving.instance import InstanceBroken
 from dynbus.bus import exit_codes
-from dynbus.bus.cleanup import finish
+from dynbus.bus.background import task_group
 from dynbus.bus.commands.terminal import error_line, json_option, nats_option, notice
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.lane import new_event_loop
@@ -208,9 +208,9 @@ async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | N
         stack.enter_context(interrupts)
         if options.parent_fd is not None:
             interrupts.stop_when_closed(options.parent_fd)
+        tasks = await stack.enter_async_context(task_group())
         # Before the server is there: its start and the imports of the children take as long.
-        running = asyncio.ensure_future(supervisor.run())
-        stack.push_async_callback(_cancelled, running)
+        tasks.start_soon(supervisor.run)
         if options.health is not None:
             from .aggregated_metrics import registry_of
 
@@ -226,9 +226,9 @@ async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | N
             _tell_health(server)
         await stack.enter_async_context(embedded_if_local(plan.config, fresh=options.fresh))
         supervisor.begin()
-        code = await running
-    failed = code not in (exit_codes.OK, exit_codes.INTERRUPTED)
-    return (supervisor.failure if failed else None), code
+        await supervisor.ended.wait()
+    failed = supervisor.exit_code not in (exit_codes.OK, exit_codes.INTERRUPTED)
+    return (supervisor.failure if failed else None), supervisor.exit_code
 
 
 def _in_process(plan: Plan, options: RunOptions) -> tuple[Failure | None, int]:
@@ -344,12 +344,6 @@ def _telemetry(otlp_endpoint: str | None, metrics: bool) -> Callable[[], object]
     return telemetry.configure(
         service_name="dynbus", otlp_endpoint=otlp_endpoint, prometheus=metrics
     ).shutdown
-
-
-async def _cancelled(task: asyncio.Future[int]) -> None:
-    """Wait for the end of a task, cancelled unless it has ended."""
-    task.cancel()
-    await finish(asyncio.wait({task}))
 
 
 def _print_failure(failure: Failure) -> None:

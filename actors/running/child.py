@@ -13,14 +13,17 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import anyio
 import msgspec
 
 from dynbus.actors.declaring.arguments import Text
 from dynbus.bus import exit_codes
+from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
 
 from .child_messages import (
@@ -40,6 +43,9 @@ from .in_process import Assignment, Failure
 from .loader import dependency_depth, reference
 
 MAX_REPORT: Final = 64 * 1024 * 1024
+STOP_SECONDS: Final = 2.0
+"""Seconds that a child has to end after the last word; then it is killed."""
+LAST_WORDS_SECONDS: Final = 1.0
 GROUP_SECONDS: Final = 3.0
 """Seconds that what a process started has to be gone after it: its guard kills it."""
 GROUP_POLL: Final = 0.02
@@ -95,24 +101,59 @@ class Child:
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
-    async def run(self, spawning: asyncio.Lock, loaded: Callable[[], None]) -> int:
+    async def run(
+        self, spawning: asyncio.Lock, loaded: Callable[[], Coroutine[Any, Any, None]]
+    ) -> int:
         """Run one process to its end, and that of all that it started.
+
+        When it is cancelled, it ends the process first.
 
         Returns its exit code, negative for a signal.
 
         Args:
             spawning: held while the process is made.
-            loaded: called when it waits for `StartInstance`.
+            loaded: run when it waits for `StartInstance`.
 
         Raises:
             OSError: there is no process, since none could be made.
         """
         self.state, self.failure, self.ready_at = ChildState.LOADING, None, None
+        async with spawning:
+            # A process that is being made cannot be ended yet.
+            with anyio.CancelScope(shield=True):
+                reader = await self._open()
+        process, heard = self._process, asyncio.Event()
+        assert process is not None
+
+        async def ended() -> int:
+            code = await process.wait()
+            self.state = ChildState.ENDED
+            # What it said last; processes that it left behind may keep the socket open.
+            with anyio.move_on_after(LAST_WORDS_SECONDS):
+                await heard.wait()
+            self.state = ChildState.ENDED  # whatever that was
+            await self._group_ended(process.pid)
+            return code
+
+        try:
+            async with task_group() as tasks:
+                tasks.start_soon(self._read, reader, partial(tasks.start_soon, loaded), heard)
+                code = await self._wait_or_end(ended)
+                tasks.cancel_scope.cancel()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            if self._metrics is not None:
+                self._metrics.cancel()
+        return code
+
+    async def _open(self) -> asyncio.StreamReader:
+        """Make a process, and tell it what it is to load."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                async with spawning:
-                    self._process = await _spawn(theirs.fileno(), self.label)
+                self._process = await _spawn(theirs.fileno(), self.label)
             reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPORT)
         except BaseException:
             ours.close()
@@ -121,21 +162,22 @@ class Child:
         self.send(self._load)
         if self._last_word is not None:
             self.send(self._last_word)
-        reading = asyncio.ensure_future(self._read(reader, loaded))
+        return reader
+
+    async def _wait_or_end(self, ended: Callable[[], Awaitable[int]]) -> int:
+        """Wait until the process has ended; when that is cancelled, bring it about."""
         try:
-            code = await self._process.wait()
-            self.state = ChildState.ENDED
-            # What it said last; processes that it left behind may keep the socket open.
-            await asyncio.wait({reading}, timeout=1.0)
-            self.state = ChildState.ENDED  # whatever that was
-            await self._group_ended(self._process.pid)
-        finally:
-            reading.cancel()
-            self._writer.close()
-            self._writer = None
-            if self._metrics is not None:
-                self._metrics.cancel()
-        return code
+            return await ended()
+        except asyncio.CancelledError:
+            self.send(StopInstance())
+            with anyio.move_on_after(STOP_SECONDS, shield=True):
+                await ended()
+            if self.pid is not None:
+                logger.error("%s (process %s) did not end and was killed", self.label, self.pid)
+                self.kill()
+                with anyio.move_on_after(STOP_SECONDS, shield=True):
+                    await ended()
+            raise
 
     def collect_metrics(self) -> asyncio.Future[str]:
         """Ask the process for its metrics page; cancelled when it ends before it answers.
@@ -175,9 +217,11 @@ class Child:
                     "processes that %s (process %d) started go on after it", self.label, pid
                 )
                 return
-            await asyncio.sleep(GROUP_POLL)
+            await anyio.sleep(GROUP_POLL)
 
-    async def _read(self, reader: asyncio.StreamReader, loaded: Callable[[], None]) -> None:
+    async def _read(
+        self, reader: asyncio.StreamReader, loaded: Callable[[], object], heard: asyncio.Event
+    ) -> None:
         decoder = msgspec.json.Decoder(Report)
         try:
             while line := await reader.readline():
@@ -188,8 +232,10 @@ class Child:
             text = f"{self.label} sent what is no report: {error}"
             self.failure = Failure(exit_codes.START_FAILED, text)
             self.kill()
+        finally:
+            heard.set()
 
-    def _take(self, report: Report, loaded: Callable[[], None]) -> None:
+    def _take(self, report: Report, loaded: Callable[[], object]) -> None:
         if isinstance(report, ActorLoaded):
             self.state = ChildState.LOADED
             loaded()

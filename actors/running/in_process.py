@@ -12,8 +12,12 @@ import random
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
+
+import anyio
 
 from dynbus.actors.declaring.actor import address_of
 from dynbus.actors.declaring.restart_policy import OnCrash, RestartPolicy
@@ -26,8 +30,8 @@ from dynbus.actors.serving.instance import (
     stop_all,
 )
 from dynbus.bus import exit_codes
+from dynbus.bus.background import task_group
 from dynbus.bus.blocked_loop import OWN_FOLDERS
-from dynbus.bus.cleanup import finish
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import (
     ConfigError,
@@ -109,17 +113,28 @@ class Ending:
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
         self.grace: float | None = None
+        self._cut_short: anyio.CancelScope | None = None
 
     def drain(self, grace: float | None = None) -> None:
         """End tidily within `grace` seconds; None takes the configured ones."""
         if not self.asked.is_set():
             self.grace = grace
             self.asked.set()
+            if self._cut_short is not None:
+                self._cut_short.cancel()
 
     def stop(self) -> None:
         """End at once."""
         self.drain(0.0)
         self.at_once.set()
+
+    @contextmanager
+    def cuts_short(self) -> Generator[None]:
+        """Cancel the block when the end is asked for; one such block runs at a time."""
+        with anyio.CancelScope() as self._cut_short:
+            if self.asked.is_set():
+                self._cut_short.cancel()
+            yield
 
 
 class StartFailed(Exception):
@@ -155,48 +170,67 @@ async def serve(
         StartFailed: user code raised.
         Exception: what work of the bus raised that goes on in the background.
     """
+    # In a task of its own, which is cancelled once however often this one is.
+    async with task_group() as tasks:
+        tasks.start_soon(
+            partial(_serve, assignments, bus, ending, started, stopping, restart=restart)
+        )
+
+
+async def _serve(
+    assignments: Sequence[Assignment],
+    bus: Mapping[str, Any],
+    ending: Ending,
+    started: Callable[[Runtime], Awaitable[None]],
+    stopping: Callable[[Runtime], Awaitable[None]] | None,
+    *,
+    restart: bool,
+) -> None:
     addresses = list(dict.fromkeys(str(each.address) for each in assignments))
     # A process of its own is named by what it serves.
     name = addresses[0] if len(addresses) == 1 else "dynbus-run"
-    runtime = await _unless(ending, Runtime.connect(name=name, **bus))
+    runtime: Runtime | None = None
+    with ending.cuts_short():
+        runtime = await Runtime.connect(name=name, **bus)
     if runtime is None:
         return
     runtime.bus.on_failure(ending.stop)
     try:
-        instances = await _unless(ending, _start_all(runtime, assignments, started))
-        if instances is not None:
-            await _keep_all(runtime, instances, ending, restart=restart)
+        with ending.cuts_short():
+            instances = await _abandonable(_start_all(runtime, assignments, started))
+            await _keep_all(runtime, instances, restart=restart)
         await _drain(runtime, ending)
         if stopping is not None:
             await stopping(runtime)
     finally:
-        await finish(runtime.close())
+        with anyio.CancelScope(shield=True):
+            await runtime.close()
     if runtime.bus.failure is not None:
         raise runtime.bus.failure
 
 
-async def _unless(ending: Ending, work: Awaitable[T]) -> T | None:
-    """The result of `work`; None when the end is asked for before, which cancels it."""
-    task = asyncio.ensure_future(work)
-    asked = asyncio.ensure_future(ending.asked.wait())
+async def _abandonable(work: Coroutine[Any, Any, T]) -> T:
+    """Do what runs users' code, which may swallow its cancellation: it is abandoned then.
+
+    In a bare task, since a task group would wait for it without end.
+    """
+    task = asyncio.get_running_loop().create_task(work)
     try:
-        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        asked.cancel()
-        await finish(_cancel(task))
-    return None if not task.done() or task.cancelled() else task.result()
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        with anyio.move_on_after(STOP_TIMEOUT, shield=True):
+            await asyncio.wait({task})
+        if not task.done():
+            logger.error("a start goes on %g s after it was cancelled: it is left", STOP_TIMEOUT)
+            task.add_done_callback(_log_failure)
+            raise
+        if task.cancelled():
+            raise
+    return task.result()
 
 
-async def _cancel(task: asyncio.Future[Any]) -> None:
-    """Cancel a task unless it has ended; one that swallows that is left after `STOP_TIMEOUT`."""
-    task.cancel()
-    await asyncio.wait({task}, timeout=STOP_TIMEOUT)
-    if not task.done():
-        logger.error("a start goes on %g s after it was cancelled: it is left", STOP_TIMEOUT)
-        task.add_done_callback(_log_failure)
-
-
-def _log_failure(task: asyncio.Future[Any]) -> None:
+def _log_failure(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a start that was left has failed", exc_info=error)
 
@@ -224,40 +258,19 @@ async def _start_all(
 async def _keep_all(
     runtime: Runtime,
     instances: Sequence[tuple[Assignment, ActorInstance]],
-    ending: Ending,
     *,
     restart: bool,
 ) -> None:
-    """Wait until the end is asked for, and start again what breaks meanwhile.
+    """Start again what breaks, until this is cancelled.
 
     Raises:
         InstanceBroken: one broke that is not to be started again.
     """
-    asked = asyncio.ensure_future(ending.asked.wait())
-    keeping = [
-        asyncio.create_task(
-            _keep(runtime, assignment, instance, restart and assignment.on_crash == "restart")
-        )
-        for assignment, instance in instances
-    ]
-    left: set[asyncio.Future[Any]] = {asked, *keeping}
-    try:
-        while not asked.done():
-            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            for each in done:
-                error = each.exception()
-                if error is not None and not asked.done():
-                    raise error
-    finally:
-        asked.cancel()
-        await finish(_cancel_all(keeping))
-
-
-async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
-    await asyncio.gather(*map(_cancel, tasks))
-    for task in tasks:
-        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            logger.debug("at the end of the run: %s", error)
+    async with task_group() as tasks:
+        for assignment, instance in instances:
+            again = restart and assignment.on_crash == "restart"
+            tasks.start_soon(_keep, runtime, assignment, instance, again)
+        await anyio.sleep_forever()
 
 
 async def _keep(
@@ -274,10 +287,10 @@ async def _keep(
         pause = policy.pause_after(monotonic() - began, random.random())
         runtime.broken[former := instance.id] = str(error)
         logger.warning("%s: %s is started again in %.1f s", error, address, pause)
-        await asyncio.sleep(pause)
+        await anyio.sleep(pause)
         began = monotonic()
         try:
-            instance = await runtime.serve(assignment.instance(runtime))
+            instance = await _abandonable(runtime.serve(assignment.instance(runtime)))
         except Exception as failure:
             logger.exception("%s did not start again", address)
             error, began = failure, monotonic()
@@ -291,12 +304,11 @@ async def _drain(runtime: Runtime, ending: Ending) -> None:
     """Stop what others depend on last, all of it within one grace period."""
     grace = runtime.bus.config.drain_grace if ending.grace is None else ending.grace
     deadline = monotonic() + grace
-    hurry = asyncio.ensure_future(_stop_at_once(runtime, ending))
-    try:
+    async with task_group() as tasks:
+        tasks.start_soon(_stop_at_once, runtime, ending)
         for instances in dependents_first(runtime.instances.values(), _dependency_depth):
             await stop_all(instances, max(0.0, deadline - monotonic()))
-    finally:
-        hurry.cancel()
+        tasks.cancel_scope.cancel()
 
 
 def _dependency_depth(instance: ServedInstance) -> int:

@@ -9,25 +9,25 @@ later is started again, after a pause that doubles, for ever, while the others g
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
+
+import anyio
 
 from dynbus.actors.declaring.restart_policy import RestartPolicy
 from dynbus.actors.serving.instance import CANCEL_TIMEOUT, STOP_TIMEOUT
 from dynbus.bus import exit_codes
-from dynbus.bus.cleanup import finish
+from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
 
 from .child import Child, ChildState, exit_text
-from .child_messages import DrainInstance, StartInstance, StopInstance, WorkerSettings
+from .child_messages import DrainInstance, StartInstance, WorkerSettings
 from .in_process import Assignment, Failure, failure_of
 from .loader import dependents_first
 
-STOP_SECONDS: Final = 2.0
-"""Seconds that a child has to end after the last word; then it is killed."""
 LEAVING_SECONDS: Final = 5.0
 """Seconds for withdrawing from the bus and for leaving it."""
 DRAIN_SLACK: Final = STOP_TIMEOUT + CANCEL_TIMEOUT + LEAVING_SECONDS
@@ -43,6 +43,10 @@ class Supervisor:
 
     Args:
         drain_grace: seconds that all children together have to end tidily.
+
+    Attributes:
+        failure: why the run cannot go on; None while it can.
+        ended: set when no child is left.
 
     Raises:
         ConfigError: another process could not find one of the classes.
@@ -66,9 +70,10 @@ class Supervisor:
         self._policy = policy
         self._begun = asyncio.Event()
         self._asked = asyncio.Event()
-        self._at_once = asyncio.Event()
+        self._at_once = False
+        self._draining: anyio.CancelScope | None = None
         self._spawning = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.ended = asyncio.Event()
 
     def __repr__(self) -> str:
         ready = sum(child.state is ChildState.READY for child in self.children)
@@ -85,7 +90,9 @@ class Supervisor:
     def stop(self) -> None:
         """Ask for the end at once."""
         self._asked.set()
-        self._at_once.set()
+        self._at_once = True
+        if self._draining is not None:
+            self._draining.cancel()
 
     async def run(self) -> int:
         """Run the children until the end is asked for or one has failed for good.
@@ -94,12 +101,21 @@ class Supervisor:
         child is left when this returns or raises.
         """
         try:
-            self._tasks = {asyncio.create_task(self._keep(child)) for child in self.children}
-            await self._asked.wait()
-            await self._end()
+            async with task_group() as tasks:
+                for child in self.children:
+                    tasks.start_soon(self._keep, child, name=child.label)
+                await self._asked.wait()
+                await self._drain()
+                tasks.cancel_scope.cancel()
         finally:
-            await finish(self._leave_none())
-        if self._at_once.is_set():
+            self._asked.set()
+            self.ended.set()
+        return self.exit_code
+
+    @property
+    def exit_code(self) -> int:
+        """That of the run, once it has ended."""
+        if self._at_once:
             return exit_codes.INTERRUPTED
         return self.failure.code if self.failure is not None else exit_codes.OK
 
@@ -141,30 +157,21 @@ class Supervisor:
     # One child -----------------------------------------------------------------------------
 
     async def _keep(self, child: Child) -> None:
-        starting: set[asyncio.Task[None]] = set()
-
-        def loaded() -> None:
-            task = asyncio.ensure_future(self._start(child))
-            starting.add(task)
-            task.add_done_callback(starting.discard)
-
         try:
-            await self._keep_running(child, loaded)
+            await self._keep_running(child)
         except Exception as error:  # noqa: BLE001 - a child that nobody keeps must not go unnoticed
             text = f"{child.label} cannot be kept: {type(error).__name__}: {error}"
             self._fail(Failure(exit_codes.FAILURE, text, failure_of(error).traceback))
         finally:
-            for task in starting:
-                task.cancel()
             child.state = ChildState.ENDED
             child.ended.set()
 
-    async def _keep_running(self, child: Child, loaded: Callable[[], None]) -> None:
+    async def _keep_running(self, child: Child) -> None:
         """Run a child until the end is asked for, or it has failed for good."""
         policy = self._policy()
         while not self._asked.is_set():
             try:
-                why = exit_text(await child.run(self._spawning, loaded))
+                why = exit_text(await child.run(self._spawning, partial(self._start, child)))
             except OSError as error:
                 why = f"its process could not be started: {error}"
             if self._asked.is_set():
@@ -189,16 +196,16 @@ class Supervisor:
             )
             child.crash = why + times
             child.state = ChildState.RESTARTING
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._asked.wait()
+            with anyio.move_on_after(pause):
+                await self._asked.wait()
 
     async def _start(self, child: Child) -> None:
         """Start a child that has loaded, once the server and its dependencies are there."""
         await self._begun.wait()
         depth = child.dependency_depth
         below = [other for other in self.children if other.dependency_depth < depth]
-        await _all_set(other.has_been_ready for other in below)
+        for other in below:
+            await other.has_been_ready.wait()
         child.send(StartInstance())
 
     def _fail(self, failure: Failure) -> None:
@@ -208,47 +215,16 @@ class Supervisor:
                 self._grace = min(self._grace, FAILED_GRACE)
         self._asked.set()
 
-    # The end -------------------------------------------------------------------------------
-
-    async def _end(self) -> None:
+    async def _drain(self) -> None:
         """Drain, dependencies last, until all have ended or time is over."""
         deadline = monotonic() + self._grace
-        stopping = asyncio.ensure_future(_all_set([self._at_once]))
-        try:
+        with anyio.CancelScope() as self._draining:
+            if self._at_once:
+                return
             for children in dependents_first(self.children, lambda child: child.dependency_depth):
                 left = max(0.0, deadline - monotonic())
                 for child in children:
                     child.end(DrainInstance(left))
-                ended = asyncio.ensure_future(_all_set(child.ended for child in children))
-                await asyncio.wait(
-                    {ended, stopping},
-                    timeout=left + DRAIN_SLACK,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                ended.cancel()
-        finally:
-            stopping.cancel()
-
-    async def _leave_none(self) -> None:
-        """Tell what still runs to end at once, and kill it when it does not."""
-        self._asked.set()
-        if not self._tasks:
-            return
-        for child in self.children:
-            child.end(StopInstance())
-        await asyncio.wait(self._tasks, timeout=STOP_SECONDS)
-        for child in self._alive():
-            logger.error("%s (process %s) did not end and was killed", child.label, child.pid)
-            child.kill()
-        await asyncio.wait(self._tasks, timeout=STOP_SECONDS)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _alive(self) -> list[Child]:
-        return [child for child in self.children if child.pid is not None]
-
-
-async def _all_set(events: Iterable[asyncio.Event]) -> None:
-    for event in list(events):
-        await event.wait()
+                with anyio.move_on_after(left + DRAIN_SLACK):
+                    for child in children:
+                        await child.ended.wait()

@@ -24,9 +24,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Final
 
+import anyio
 import msgspec
 
 from dynbus.actors.declaring.actor import check_startable
@@ -253,23 +255,21 @@ class Worker:
         instance = next(iter(runtime.instances.values()))
         self._announced = True
         self._channel.send(InstanceReady(instance.id))
+        lane = runtime.bus.lane
         # On the lane: it goes on while a handler blocks this loop, and ends with the lane.
-        runtime.bus.lane.call(self._watch_health, runtime)
+        lane.call(
+            partial(lane.background.start, self._watch_health, runtime, name="health of the worker")
+        )
 
-    def _watch_health(self, runtime: Runtime) -> None:
-        loop = asyncio.get_running_loop()
+    async def _watch_health(self, runtime: Runtime) -> None:
         known: dict[str, str] = {}
         told: dict[str, str] = {}
-
-        def look() -> None:
-            nonlocal known, told
+        while True:
             found, details = problems_of(runtime), runtime.bus.status.read()
             if found.keys() != known.keys() or details != told:
                 known, told = found, details
                 self._channel.send(HealthChanged(found, details))
-            loop.call_later(HEALTH_INTERVAL, look)
-
-        look()
+            await anyio.sleep(HEALTH_INTERVAL)
 
     def _obey(self, command: Command) -> None:
         assert self._ending is not None

@@ -50,7 +50,11 @@ def child_of(target: str, url: str) -> Child:
 async def loaded(child: Child) -> AsyncGenerator[asyncio.Task[int], None]:
     """The child's process, once it waits for `StartInstance`; at the end it is gone."""
     waiting = asyncio.Event()
-    running = asyncio.create_task(child.run(asyncio.Lock(), waiting.set))
+
+    async def loaded() -> None:
+        waiting.set()
+
+    running = asyncio.create_task(child.run(asyncio.Lock(), loaded))
     try:
         async with asyncio.timeout(SPAWNED_WITHIN):
             await waiting.wait()
@@ -124,6 +128,10 @@ async def test_a_killed_child_has_ended_by_a_signal_and_is_told_nothing_more(
     assert child.pid is None
 
 
+async def nothing() -> None:
+    return
+
+
 @pytest.mark.anyio
 async def test_a_word_that_was_said_before_the_process_is_there_reaches_it(
     nats_server: RunningServer, actors: str
@@ -132,7 +140,7 @@ async def test_a_word_that_was_said_before_the_process_is_there_reaches_it(
     spawning = asyncio.Lock()
 
     async with spawning:
-        running = asyncio.create_task(child.run(spawning, lambda: None))
+        running = asyncio.create_task(child.run(spawning, nothing))
         await asyncio.sleep(0)  # now it waits for its turn
         child.end(StopInstance())
 

@@ -487,7 +487,11 @@ class LastingChild(Child):
         self._told = 0.0
         self.state = ChildState.READY
         self.has_been_ready.set()
-        return await self._end
+        return await self._wait_or_end(self._ended)
+
+    async def _ended(self) -> int:
+        await asyncio.wait({self._end})
+        return self._end.result()
 
     @property
     def pid(self) -> int | None:

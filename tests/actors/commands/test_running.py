@@ -18,9 +18,6 @@ from dynbus.actors.commands.run import (
     _can_expose as can_expose,  # pyright: ignore[reportPrivateUsage]
 )
 from dynbus.actors.commands.run import (
-    _cancelled as cancelled,  # pyright: ignore[reportPrivateUsage]
-)
-from dynbus.actors.commands.run import (
     _in_process as in_process,  # pyright: ignore[reportPrivateUsage]
 )
 from dynbus.actors.commands.run import (
@@ -105,32 +102,6 @@ def test_a_task_that_swallows_its_cancellation_keeps_no_process_that_has_run(
 
     assert codes == [exit_codes.START_FAILED]
     assert "dynbus: the model is missing" in capsys.readouterr().err
-
-
-def test_a_task_is_waited_for_however_often_who_waits_is_cancelled() -> None:
-    async def story() -> tuple[bool, bool]:
-        free = asyncio.Event()
-
-        async def slow_to_end() -> int:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                await free.wait()
-            return 0
-
-        task = asyncio.ensure_future(slow_to_end())
-        await asyncio.sleep(0)
-        waiting = asyncio.ensure_future(cancelled(task))
-        for _ in range(3):
-            await asyncio.sleep(0.01)
-            waiting.cancel()
-        await asyncio.sleep(0.01)
-        early = waiting.done()
-        free.set()
-        await asyncio.wait({waiting})
-        return early, task.cancelled()
-
-    assert asyncio.run(story()) == (False, True)
 
 
 def test_metrics_are_left_out_where_a_package_above_their_exporter_is_missing(
