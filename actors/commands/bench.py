@@ -23,13 +23,11 @@ from dynbus.actors.running.supervisor import Supervisor
 from dynbus.actors.runtime import Actor, Runtime
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
+from dynbus.bus.commands.server import embedded_if_local, prepare
 from dynbus.bus.commands.terminal import json_option, nats_option, print_json, print_table
-from dynbus.bus.config import BusConfig, load_config
+from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import Unavailable
 from dynbus.bus.lane import new_event_loop
-from dynbus.bus.telemetry.logs import configure_logging
-
-from .local_server import embedded_if_local
 
 WARMUP_SECONDS: Final = 0.3
 CALLERS: Final = 64
@@ -48,9 +46,9 @@ FIGURES: Final = (
 
 _HELP: Final = """Measure calls and streams over your own server.
 
-    An echo actor is served in a process of its own and called from this one. What is measured
-    includes both of them, so run it where your actors will run. With no server at a loopback
-    URL an embedded one is started.
+    An echo actor is served in a process of its own and called from this one. The figures
+    include both of them, so run it where your actors will run. With no server at a
+    loopback URL, dynbus starts an embedded one.
 
     \b
     dynbus bench
@@ -110,10 +108,9 @@ def measure(url: str | None, duration: float) -> dict[str, float]:
     Raises:
         ConfigError, Unavailable, PermissionDenied: the server cannot be used.
     """
-    configure_logging("console", "error")
-    given = {"servers": url} if url else {}
+    config = prepare(url)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(_measure(load_config(given), duration))
+        return runner.run(_measure(config, duration))
 
 
 async def _measure(config: BusConfig, duration: float) -> dict[str, float]:
@@ -137,7 +134,7 @@ async def _measure(config: BusConfig, duration: float) -> dict[str, float]:
             with anyio.fail_after(START_SECONDS):
                 await child.has_been_ready.wait()
         except TimeoutError:
-            raise Unavailable("the echo actor did not start: it took too long") from None
+            raise Unavailable(f"the echo actor was not ready within {START_SECONDS:g} s") from None
         async with Runtime.connect(url, name="dynbus-bench") as runtime:
             with call_options(instance=child.instance_id, timeout=60.0):
                 figures = await _all_figures(runtime, duration)

@@ -16,13 +16,13 @@ from dynbus.actors.calling.options import call_options
 from dynbus.actors.calling.stream import Stream
 from dynbus.actors.runtime import Runtime
 from dynbus.bus import exit_codes
+from dynbus.bus.commands.server import prepare
 from dynbus.bus.commands.terminal import error_line, nats_option, notice
-from dynbus.bus.config import check_variables
 from dynbus.bus.errors import ConfigError, DynbusError, HandlerError, Overloaded, Unavailable
 from dynbus.bus.lane import new_event_loop
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.telemetry.logs import configure_logging, redact_url
+from dynbus.bus.telemetry.logs import redact_url
 
 MAX_STDIN_BYTES: Final = 64 * 1024 * 1024
 
@@ -136,9 +136,8 @@ def execute(request: CallRequest) -> int:
         BrokenPipeError: nobody reads standard output any longer; the call was cancelled.
         KeyboardInterrupt: Ctrl-C; the call was cancelled.
     """
-    configure_logging("console", "error")
     try:
-        check_variables(os.environ)
+        prepare(request.nats)
     except ConfigError as error:
         return _print_failure(error, request, exit_codes.exit_code(error))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:

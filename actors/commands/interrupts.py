@@ -60,7 +60,7 @@ class Interrupts:
         def wait() -> None:
             while os.read(fd, 1):
                 pass
-            logger.warning("the process that this run belongs to is gone: it stops at once")
+            logger.warning("the process that this run belongs to has died: stopping at once")
             self._steps.clear()
             self._take(self._stop)
 
@@ -82,4 +82,4 @@ class Interrupts:
         self._drain()
         if self._told:
             # How many calls run, and how long they have, is for the instances to say.
-            logger.info("draining: no more calls are taken; Ctrl-C again stops at once")
+            logger.info("draining: taking no more calls; press Ctrl-C again to stop at once")

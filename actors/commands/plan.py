@@ -102,7 +102,7 @@ def make_plan(options: RunOptions, environment: Mapping[str, str]) -> Plan:
     assignments = [Assignment(node.actor, *settings[node], node=node.name) for node in nodes]
     if not any(assignment.workers for assignment in assignments):
         names = ", ".join(node.name for node in nodes)
-        raise ConfigError(f"nothing is left to run: workers = 0 for {names}: give one of them 1")
+        raise ConfigError(f"nothing to run: workers = 0 for {names}; set one of them to 1 or more")
     return Plan(assignments, bus.values, config, misspelt_variables(nodes, environment))
 
 
@@ -152,8 +152,8 @@ def check_otlp_endpoint(url: str | None) -> None:
     """
     if url is not None and not url.startswith(("http://", "https://")):
         raise ConfigError(
-            f"--otlp-endpoint {url} is no URL of a collector: write http://HOST:PORT, for example "
-            "http://localhost:4317"
+            f"--otlp-endpoint {url} is not the URL of a collector: write http://HOST:PORT, for "
+            "example http://localhost:4317"
         )
 
 

@@ -21,10 +21,10 @@ from anyio.abc import TaskGroup
 
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
+from dynbus.bus.commands.server import embedded_if_local
 from dynbus.bus.errors import ConfigError
 
 from .interrupts import Interrupts
-from .local_server import embedded_if_local
 from .plan import RunOptions, load_bus_config
 
 STOP_SECONDS: Final = 3.0
@@ -113,7 +113,7 @@ class _Reloader:
                         names = ", ".join(sorted({Path(path).name for _, path in changed}))
                         if await self._can_be_loaded(names):
                             logger.info(
-                                "%s changed: reloading: running calls have %g s",
+                                "%s changed: reloading; running calls have %g s to finish",
                                 names,
                                 STOP_SECONDS,
                             )
@@ -164,7 +164,9 @@ class _Reloader:
             goes_on = "the previous version keeps serving"
         else:
             goes_on = "nothing is served"
-        logger.error("%s changed and cannot be loaded: %s; waiting for a mend", names, goes_on)
+        logger.error(
+            "%s changed but cannot be loaded: %s; waiting for the next change", names, goes_on
+        )
         return False
 
     def _forward(self) -> None:

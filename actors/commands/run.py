@@ -29,6 +29,7 @@ from dynbus.actors.runtime import Runtime
 from dynbus.actors.serving.instance import InstanceBroken
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
+from dynbus.bus.commands.server import embedded_if_local
 from dynbus.bus.commands.terminal import error_line, json_option, nats_option, notice
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.lane import new_event_loop
@@ -36,7 +37,6 @@ from dynbus.bus.telemetry.health import METRICS_REMEDY, HealthServer, Status
 from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
 from .interrupts import Interrupts
-from .local_server import embedded_if_local
 from .plan import Plan, RunOptions, health_address, is_installed, make_plan, print_plan
 from .reload import watch_and_run
 
@@ -63,16 +63,16 @@ _HELP: Final = """Serve the actors of TARGETs, one process per instance.
       actors.py:Shouter     one of them
       package.module:Name   one of an installed module
 
-    All that they depend on is started with them. With no server at a loopback URL an embedded
-    nats-server is started, with its data in .dynbus; it ends with the last run that uses it.
-    The first Ctrl-C or SIGTERM drains: no more calls are taken, and those that run may finish.
-    The second stops at once.
+    Their dependencies start with them. With no server at a loopback URL, dynbus starts an embedded
+    nats-server, with its data in .dynbus; it ends with the last run that uses it.
+    The first Ctrl-C or SIGTERM drains the run: it takes no more calls and lets running ones finish.
+    The second stops it at once.
 
     \b
     dynbus run actors.py
     dynbus run actors.py --Splitter.separator=, --Splitter.workers=2
     dynbus run actors.py:Shouter other.py -f config.yaml
-    dynbus run actors.py --Splitter.workers=0     it runs elsewhere
+    dynbus run actors.py --Splitter.workers=0     Splitter runs elsewhere
     dynbus run actors.py --reload --log-level debug
     dynbus run actors.py --dry-run
 
@@ -84,8 +84,8 @@ _HELP: Final = """Serve the actors of TARGETs, one process per instance.
       bus:
         drain_grace: 10
 
-    The command line wins over the environment (DYNBUS_Splitter__separator), that over the file,
-    that over the constructor's default.
+    The command line overrides the environment (DYNBUS_Splitter__separator), the environment the
+    file, and the file the constructor's default.
     """
 
 logger = logging.getLogger(__name__)
@@ -123,12 +123,12 @@ class _RunCommand(click.Command):
     help="Constructor arguments and bus settings.",
 )
 @nats_option
-@click.option("--in-process", is_flag=True, help="All instances in this one process.")
+@click.option("--in-process", is_flag=True, help="Run all instances in this one process.")
 @click.option(
-    "--reload", is_flag=True, help="Start anew whenever a Python file has changed and loads."
+    "--reload", is_flag=True, help="Restart whenever a Python file has changed and loads."
 )
 @click.option("--fresh", is_flag=True, help="Empty the embedded server's data first.")
-@click.option("--dry-run", is_flag=True, help="Only print what would be started.")
+@click.option("--dry-run", is_flag=True, help="Only print what the run would start.")
 @json_option
 @click.option(
     "--log-format",

@@ -214,7 +214,9 @@ class Child:
         while _group_lives(pid):
             if monotonic() > deadline:
                 logger.error(
-                    "processes that %s (process %d) started go on after it", self.label, pid
+                    "processes that %s (process %d) started still run after it ended",
+                    self.label,
+                    pid,
                 )
                 return
             await anyio.sleep(GROUP_POLL)
@@ -229,7 +231,7 @@ class Child:
         except ConnectionError:
             pass  # it has ended, which `run` waits for
         except (msgspec.DecodeError, ValueError) as error:  # a ValueError: over `MAX_REPORT`
-            text = f"{self.label} sent what is no report: {error}"
+            text = f"{self.label} sent an invalid report: {error}"
             self.failure = Failure(exit_codes.START_FAILED, text)
             self.kill()
         finally:

@@ -167,9 +167,9 @@ def actor_settings(
     for key, section in file.keys.items():
         if key == BUS_KEY:
             continue
-        node = names.find(key, file.place(key), "; a further node has a key `class`")
+        node = names.find(key, file.place(key), "; a further node needs a key `class`")
         if node in taken:
-            raise ConfigError(f"{file.place(key)} is the same actor as {taken[node]}: join them")
+            raise ConfigError(f"{file.place(key)} and {taken[node]} are the same actor: merge them")
         taken[node] = key
         given[node].take_section(file, key, section)
     for variable_name, value in environment.items():
@@ -242,13 +242,13 @@ class _Names(Mapping[str, list[Node]]):
             return found[0]
         if found:
             raise ConfigError(
-                f"{source}: {name} stands for several actors of this run: write one of "
+                f"{source}: {name} is the class of several nodes: write one of "
                 f"{', '.join(map(self.name_of, found))}"
             )
         known = dict.fromkeys(self.name_of(node) for nodes in self.values() for node in nodes)
         near = suggestion(name, self)
         raise ConfigError(
-            f"{source}: {name} is no actor of this run{near}; there are: {', '.join(known)}"
+            f"{source}: this run has no actor {name}{near}; it has {', '.join(known)}"
             f"{'' if near else hint}"
         )
 
@@ -322,7 +322,7 @@ class _Given:
         first, _, rest = key.partition(".")
         if key == CLASS_KEY:
             raise ConfigError(
-                f"{source}: the class of a node is given in the YAML file: NAME: {{class: {text}}}"
+                f"{source}: only the YAML file gives a node its class: NAME: {{class: {text}}}"
             )
         if first == SERVICE_KEY:
             self._take_service(rest, Text(text), source)

@@ -222,7 +222,9 @@ async def _abandonable(work: Coroutine[Any, Any, T]) -> T:
         with anyio.move_on_after(STOP_TIMEOUT, shield=True):
             await asyncio.wait({task})
         if not task.done():
-            logger.error("a start goes on %g s after it was cancelled: it is left", STOP_TIMEOUT)
+            logger.error(
+                "a start still runs %g s after its cancellation: abandoning it", STOP_TIMEOUT
+            )
             task.add_done_callback(_log_failure)
             raise
         if task.cancelled():
@@ -232,7 +234,7 @@ async def _abandonable(work: Coroutine[Any, Any, T]) -> T:
 
 def _log_failure(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a start that was left has failed", exc_info=error)
+        logger.error("an abandoned start has failed", exc_info=error)
 
 
 async def _start_all(
@@ -286,13 +288,13 @@ async def _keep(
             raise error
         pause = policy.pause_after(monotonic() - began, random.random())
         runtime.broken[former := instance.id] = str(error)
-        logger.warning("%s: %s is started again in %.1f s", error, address, pause)
+        logger.warning("%s; restarting %s in %.1f s", error, address, pause)
         await anyio.sleep(pause)
         began = monotonic()
         try:
             instance = await _abandonable(runtime.serve(assignment.instance(runtime)))
         except Exception as failure:
-            logger.exception("%s did not start again", address)
+            logger.exception("%s failed to restart", address)
             error, began = failure, monotonic()
             continue
         del runtime.broken[former]
@@ -441,11 +443,9 @@ def leave_behind(code: int, say: Callable[[], None] | None = None) -> None:
     """End this process now, although user code goes on in it, and say so."""
     names = ", ".join(thread.name for thread in running_threads())
     if names:
-        logger.error(
-            "what runs in a thread cannot be cancelled: it is left behind (threads: %s)", names
-        )
+        logger.error("abandoning threads that still run, since nothing can cancel them: %s", names)
     else:
-        logger.error("a task goes on although it was cancelled: it is left behind")
+        logger.error("abandoning a task that ignores its cancellation")
     if say is not None:
         say()
     sys.stdout.flush()

@@ -167,7 +167,7 @@ class Target(NamedTuple):
             raise ConfigError(f"{self.text!r}: there is no {self.name!r}; its actors are: {names}")
         if not (isinstance(found, type) and issubclass(found, Actor)):
             raise ConfigError(
-                f"{self.text!r}: {self.name} is no actor: write class {self.name}(Actor, ...)"
+                f"{self.text!r}: {self.name} is not an actor: write class {self.name}(Actor, ...)"
             )
         check_startable(found)
         return found
@@ -295,7 +295,7 @@ def resolve(text: str) -> type[Actor]:
     for part in name.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, Actor)):
-        raise ConfigError(f"{text} is no actor")
+        raise ConfigError(f"{text} is not an actor")
     return found
 
 
@@ -362,7 +362,7 @@ def _imported(module: ModuleType) -> str:
 
 def _not_a_target(text: str) -> str:
     return (
-        f"{text!r} is no target: write actors.py, actors.py:Name, actors:Name or "
+        f"{text!r} is not a target: write actors.py, actors.py:Name, actors:Name or "
         "package.module:Name"
     )
 

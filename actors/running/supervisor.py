@@ -160,7 +160,7 @@ class Supervisor:
         try:
             await self._keep_running(child)
         except Exception as error:  # noqa: BLE001 - a child that nobody keeps must not go unnoticed
-            text = f"{child.label} cannot be kept: {type(error).__name__}: {error}"
+            text = f"{child.label} cannot be supervised: {type(error).__name__}: {error}"
             self._fail(Failure(exit_codes.FAILURE, text, failure_of(error).traceback))
         finally:
             child.state = ChildState.ENDED
@@ -191,7 +191,7 @@ class Supervisor:
             pause = policy.pause_after(lived, random.random())
             times = f" ({policy.crashes} times in a row)" if policy.crashes > 1 else ""
             logger.warning(
-                "%s ended%s: %s; it is started again in %.1f s%s",
+                "%s ended%s: %s; restarting in %.1f s%s",
                 *(child.label, times, why, pause, f"\n{trace}" if trace else ""),
             )
             child.crash = why + times

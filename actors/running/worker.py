@@ -287,7 +287,7 @@ class Worker:
     def _leave_blocked_start(self) -> None:
         if self._ending is None or not self._ending.asked.is_set():
             logger.error(
-                "the start of %s blocks its loop, which hears nothing: it is left behind",
+                "the start of %s blocks its event loop and cannot be stopped: abandoning it",
                 self._label,
             )
             os._exit(exit_codes.OK)
@@ -303,7 +303,7 @@ class Worker:
 
             page = generate_latest().decode()
         except Exception:
-            logger.exception("the metrics of this process cannot be collected")
+            logger.exception("cannot collect the metrics of this process")
         self._channel.send(MetricsCollected(page))
 
     def _fail(self, error: BaseException) -> int:
@@ -317,7 +317,7 @@ class Worker:
         self._loop.call_soon_threadsafe(self._ending.drain)
 
     def _on_orphaned(self) -> None:
-        logger.warning("dynbus run is gone: its instance ends")
+        logger.warning("dynbus run has died: stopping its instance")
         if self._loop is not None and self._ending is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._ending.stop)

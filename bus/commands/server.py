@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple, TypeVar
@@ -10,11 +11,14 @@ from typing import NamedTuple, TypeVar
 import anyio
 
 from dynbus.bus.config import BusConfig, load_config
+from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.connection import NatsConnection, connect_as
 from dynbus.bus.protocol.names import ReplySubjects
 from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.telemetry.logs import configure_logging
+from dynbus.bus.telemetry.logs import configure_logging, redact_url
 from dynbus.bus.transport import Message
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -101,3 +105,36 @@ async def connected(config: BusConfig, name: str) -> AsyncGenerator[Server]:
     finally:
         with anyio.CancelScope(shield=True):
             await connection.close()
+
+
+@asynccontextmanager
+async def embedded_if_local(config: BusConfig, *, fresh: bool) -> AsyncGenerator[None]:
+    """The embedded server, where the only URL is a loopback one; nothing elsewhere.
+
+    Raises:
+        ConfigError: `fresh` is asked of a server that is not embedded; see `embedded_server`.
+    """
+    # Only those who may start a server need what starts one.
+    from dynbus.bus.nats.embedded import embedded_server
+
+    url = config.servers[0]
+    if len(config.servers) > 1 or not _is_local(url):
+        if fresh:
+            where = redact_url(", ".join(config.servers))
+            raise ConfigError(
+                f"--fresh empties the embedded server's data; {where} is not embedded"
+            )
+        yield
+        return
+    async with embedded_server(url, fresh=fresh) as server:
+        logger.info("%s", redact_url(server.description))
+        yield
+
+
+def _is_local(url: str) -> bool:
+    from dynbus.bus.nats.server_process import Address
+
+    try:
+        return not url.startswith("tls:") and Address.parse(url).is_loopback
+    except ConfigError:
+        return False  # a websocket, or something that the client will refuse by its name

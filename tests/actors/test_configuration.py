@@ -146,12 +146,12 @@ INTEGER = "Input should be a valid integer, unable to parse string as an integer
     [
         (
             {"file": {"Spliter": {}}},
-            "config.yaml: Spliter: Spliter is no actor of this run (did you mean Splitter?); "
-            "there are: Splitter",
+            "config.yaml: Spliter: this run has no actor Spliter (did you mean Splitter?); "
+            "it has Splitter",
         ),
         (
             {"options": (option("x", "1", "Other"),)},
-            "--Other.x: Other is no actor of this run; there are: Splitter",
+            "--Other.x: this run has no actor Other; it has Splitter",
         ),
         (
             {"file": {"Splitter": {"seperator": ","}}},
@@ -498,27 +498,27 @@ def test_a_node_may_be_called_by_its_class_where_it_is_the_only_one_of_it() -> N
     [
         (
             {"file": {"Splitter": {"count": 1}}},
-            "config.yaml: Splitter: Splitter stands for several actors of this run: write one of "
+            "config.yaml: Splitter: Splitter is the class of several nodes: write one of "
             "prefill, de-code",
         ),
         (
             {"environment": {"DYNBUS_Splitter__count": "1"}},
-            "DYNBUS_Splitter__count: Splitter stands for several actors of this run: write one of "
+            "DYNBUS_Splitter__count: Splitter is the class of several nodes: write one of "
             "prefill, de-code",
         ),
         (
             {"file": {"prefil": {"count": 1}}},
-            "config.yaml: prefil: prefil is no actor of this run (did you mean prefill?); there "
-            "are: prefill, de-code, split",
+            "config.yaml: prefil: this run has no actor prefil (did you mean prefill?); it has "
+            "prefill, de-code, split",
         ),
         (
             {"file": {"fast": {"count": 1}}},
-            "config.yaml: fast: fast is no actor of this run; there are: prefill, de-code, split; "
-            "a further node has a key `class`",
+            "config.yaml: fast: this run has no actor fast; it has prefill, de-code, split; "
+            "a further node needs a key `class`",
         ),
         (
             {"file": {"split": {}, "Split": {}}},
-            "config.yaml: Split is the same actor as split: join them",
+            "config.yaml: Split and split are the same actor: merge them",
         ),
         (
             {"file": {"prefill": {"count": "x"}}},
@@ -544,7 +544,7 @@ def test_the_class_of_a_node_is_given_in_the_file_alone() -> None:
         settings_of(NODES, option("class", "Splitter", "prefill"))
 
     assert str(caught.value) == (
-        "--prefill.class: the class of a node is given in the YAML file: NAME: {class: Splitter}"
+        "--prefill.class: only the YAML file gives a node its class: NAME: {class: Splitter}"
     )
 
 

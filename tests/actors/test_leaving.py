@@ -51,7 +51,7 @@ def test_threads_that_go_on_are_named(codes: list[int], caplog: pytest.LogCaptur
         idle.join(5.0)
 
     assert found == [thread]
-    assert "what runs in a thread cannot be cancelled: it is left behind (threads: " in caplog.text
+    assert "abandoning threads that still run, since nothing can cancel them: " in caplog.text
     assert "loading" in caplog.text
     assert "idle" not in caplog.text
     assert codes == [0]

@@ -176,10 +176,10 @@ def test_a_shared_dependency_comes_once() -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("", "is no target: write actors.py"),
-        ("service.py:", "is no target"),
-        ("service.py:a b", "is no target"),
-        ("my-service", "is no target"),
+        ("", "is not a target: write actors.py"),
+        ("service.py:", "is not a target"),
+        ("service.py:a b", "is not a target"),
+        ("my-service", "is not a target"),
         ("missing.py", "there is no file missing.py"),
         ("missing", "there is no module 'missing'"),
         ("missing.actors", "is it a file? then write missing/actors.py"),
@@ -190,7 +190,7 @@ def test_a_shared_dependency_comes_once() -> None:
         ("service", "is it a file"),
         ("my-service.py", "must be a Python identifier"),
         ("good.py:Missing", "there is no 'Missing'; its actors are: One"),
-        ("good.py:handler", "handler is no actor"),
+        ("good.py:handler", "handler is not an actor"),
         ("good.py:Base", "Base is abstract"),
         ("empty.py", "defines no actor: write class Name"),
         ("imports.py", "defines no actor of its own; One comes from good: run good:One"),

@@ -336,7 +336,7 @@ async def test_what_goes_wrong_in_supervising_a_child_ends_the_run_with_its_trac
 
     assert code == exit_codes.FAILURE
     assert supervisor.failure is not None
-    assert supervisor.failure.message == "supervised.Below/1 cannot be kept: LookupError: odd"
+    assert supervisor.failure.message == "supervised.Below/1 cannot be supervised: LookupError: odd"
     assert supervisor.failure.traceback.endswith("\nLookupError: odd\n")
 
 
@@ -353,7 +353,7 @@ async def test_a_child_that_cannot_be_understood_is_killed_and_named(
     assert code == exit_codes.START_FAILED
     assert supervisor.failure is not None
     assert supervisor.failure.message.startswith(
-        "supervised.Garbling/1 sent what is no report: JSON is malformed"
+        "supervised.Garbling/1 sent an invalid report: JSON is malformed"
     )
 
 
@@ -467,7 +467,9 @@ def test_a_child_that_keeps_crashing_is_started_for_ever_and_named_meanwhile(
     assert pauses[0] <= 0.25
     assert all(15.0 <= pause <= 30.1 for pause in pauses[8:])
     assert problems == {"supervised.Alone/1": "restarting: killed by SIGSEGV (12 times in a row)"}
-    assert "supervised.Alone/1 ended (12 times in a row): killed by SIGSEGV; it is" in caplog.text
+    assert (
+        "supervised.Alone/1 ended (12 times in a row): killed by SIGSEGV; restarting" in caplog.text
+    )
     assert code == exit_codes.INTERRUPTED
 
 

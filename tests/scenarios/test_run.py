@@ -201,7 +201,11 @@ def test_an_actor_whose_on_start_raises_ends_the_run_with_its_traceback_once(
     ("arguments", "code", "text"),
     [
         (("missing.py",), 3, "there is no file missing.py"),
-        (("actors.py", "--Spliter.x=1"), 3, "is no actor of this run (did you mean Splitter?)"),
+        (
+            ("actors.py", "--Spliter.x=1"),
+            3,
+            "no actor Spliter (did you mean Splitter?)",
+        ),
         (("actors.py", "--Splitter.x=1"), 3, "has no argument 'x'"),
         (("actors.py", "--Splitter.x"), 2, "--Splitter.x has no value"),
         (("actors.py", "--unknown"), 2, "No such option"),
@@ -394,7 +398,7 @@ def test_a_load_in_a_thread_is_left_behind_and_that_is_said(
     os.killpg(run.pid, number)
 
     assert run.wait(8.0) == 0
-    assert "what runs in a thread cannot be cancelled: it is left behind" in folder.output()
+    assert "abandoning threads that still run, since nothing can cancel them: " in folder.output()
     assert "calls that run" not in folder.output()
     assert "running calls" not in folder.output()
     assert folder.processes() == []
@@ -435,7 +439,7 @@ def test_an_instance_that_is_killed_is_started_again(folder: Folder) -> None:
     folder.wait_for(lambda: folder.output().count(" is ready") == 2)
     (successor,) = folder.workers()
     assert successor.pid != worker.pid
-    assert "demo.Slow/1 ended: killed by SIGKILL; it is started again in" in folder.output()
+    assert "demo.Slow/1 ended: killed by SIGKILL; restarting in" in folder.output()
 
 
 DIES_AGAIN = ACTORS.replace(
@@ -583,7 +587,7 @@ def test_the_good_version_goes_on_serving_until_a_mistake_is_mended(folder: Fold
     folder.start_ready("actors.py:Splitter", "--reload")
     (worker,) = folder.workers()
     (folder.path / "actors.py").write_text("def broken(:")
-    folder.wait_for(lambda: "the version before it goes on serving" in folder.output())
+    folder.wait_for(lambda: "the previous version keeps serving" in folder.output())
 
     meanwhile = folder.dynbus("call", "demo.Splitter.split", '"a"')
 
@@ -600,10 +604,7 @@ def test_a_reloading_run_that_begins_with_a_mistake_says_what_it_waits_for(folde
     (folder.path / "actors.py").write_text("def broken(:")
     folder.start("actors.py:Splitter", "--reload")
     folder.wait_for(
-        lambda: (
-            "the run has ended with exit code 3; it is started again when a file changes"
-            in folder.output()
-        )
+        lambda: "the run ended with exit code 3; it restarts when a file changes" in folder.output()
     )
 
     (folder.path / "actors.py").write_text("def still_broken(:")

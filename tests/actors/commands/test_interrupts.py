@@ -52,7 +52,7 @@ async def test_the_first_signal_drains_and_says_so(
 
     assert await heard(number, told=True) == ["drain"]
 
-    assert caplog.messages == ["draining: no more calls are taken; Ctrl-C again stops at once"]
+    assert caplog.messages == ["draining: taking no more calls; press Ctrl-C again to stop at once"]
 
 
 @pytest.mark.anyio
@@ -93,4 +93,4 @@ async def test_the_end_of_the_owner_stops_at_once_and_is_said(
 
     assert calls == []
     assert no_watchdog == [60.0]
-    assert caplog.messages == ["the process that this run belongs to is gone: it stops at once"]
+    assert caplog.messages == ["the process that this run belongs to has died: stopping at once"]

@@ -88,10 +88,13 @@ def test_a_plan_has_the_dependencies_first_and_what_each_gets() -> None:
         ({"config_file": "no.yaml"}, r"^--file no\.yaml: No such file or directory: give the"),
         ({"health": "nowhere"}, r"^--health: 'nowhere' is not an address: write HOST:PORT"),
         ({"health": "0.0.0.0:80"}, r"use 127\.0\.0\.1:80, or add --health-public$"),
-        ({"otlp_endpoint": "h:4317"}, r"^--otlp-endpoint h:4317 is no URL of a collector: write"),
+        (
+            {"otlp_endpoint": "h:4317"},
+            r"^--otlp-endpoint h:4317 is not the URL of a collector: ",
+        ),
         (
             {"actor_options": [ActorOption("Spliter", "x", "1")]},
-            r"^--Spliter\.x: Spliter is no actor of this run \(did you mean Splitter\?\)",
+            r"^--Spliter\.x: this run has no actor Spliter \(did you mean Splitter\?\)",
         ),
         (
             {
@@ -99,7 +102,7 @@ def test_a_plan_has_the_dependencies_first_and_what_each_gets() -> None:
                     ActorOption(name, "workers", "0") for name in ("Splitter", "Shouter")
                 ]
             },
-            r"^nothing is left to run: workers = 0 for Splitter, Shouter: give one of them 1$",
+            r"^nothing to run: workers = 0 for Splitter, Shouter; set one of them to 1 or more$",
         ),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynbus.actors.commands.local_server import embedded_if_local
+from dynbus.bus.commands.server import embedded_if_local
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError
 
