@@ -12,10 +12,10 @@ import random
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import anyio
 
@@ -23,7 +23,6 @@ from dynbus.actors.declaring.actor import address_of
 from dynbus.actors.declaring.restart_policy import OnCrash, RestartPolicy
 from dynbus.actors.runtime import Actor, ActorInstance, Runtime
 from dynbus.actors.serving.instance import (
-    STOP_TIMEOUT,
     InstanceBroken,
     InstanceState,
     ServedInstance,
@@ -46,8 +45,6 @@ from dynbus.bus.protocol.names import ComponentName
 from .loader import dependency_depth, dependents_first
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 LEAVE_SECONDS: Final = 2.0
 """Seconds that what goes on after the end of all instances may go on, threads above all, which
@@ -197,7 +194,7 @@ async def _serve(
     runtime.bus.on_failure(ending.stop)
     try:
         with ending.cuts_short():
-            instances = await _abandonable(_start_all(runtime, assignments, started))
+            instances = await _start_all(runtime, assignments, started)
             await _keep_all(runtime, instances, restart=restart)
         await _drain(runtime, ending)
         if stopping is not None:
@@ -207,34 +204,6 @@ async def _serve(
             await runtime.close()
     if runtime.bus.failure is not None:
         raise runtime.bus.failure
-
-
-async def _abandonable(work: Coroutine[Any, Any, T]) -> T:
-    """Do what runs users' code, which may swallow its cancellation: it is abandoned then.
-
-    In a bare task, since a task group would wait for it without end.
-    """
-    task = asyncio.get_running_loop().create_task(work)
-    try:
-        await asyncio.wait({task})
-    except asyncio.CancelledError:
-        task.cancel()
-        with anyio.move_on_after(STOP_TIMEOUT, shield=True):
-            await asyncio.wait({task})
-        if not task.done():
-            logger.error(
-                "a start still runs %g s after its cancellation: abandoning it", STOP_TIMEOUT
-            )
-            task.add_done_callback(_log_failure)
-            raise
-        if task.cancelled():
-            raise
-    return task.result()
-
-
-def _log_failure(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("an abandoned start has failed", exc_info=error)
 
 
 async def _start_all(
@@ -292,7 +261,7 @@ async def _keep(
         await anyio.sleep(pause)
         began = monotonic()
         try:
-            instance = await _abandonable(runtime.serve(assignment.instance(runtime)))
+            instance = await runtime.serve(assignment.instance(runtime))
         except Exception as failure:
             logger.exception("%s failed to restart", address)
             error, began = failure, monotonic()
