@@ -163,16 +163,11 @@ def check_otlp_extra() -> None:
     Raises:
         ConfigError: the extra is not installed.
     """
+    # Few runs need what `dynbus doctor` asks too.
+    from dynbus.bus.commands.diagnosis import is_installed
+
     if not all(map(is_installed, OTLP_MODULES)):
         raise ConfigError('--otlp-endpoint needs an extra: pip install "dynbus[otlp]"')
-
-
-def is_installed(module: str) -> bool:
-    """Whether a module can be found; the packages above it are imported."""
-    # What `dynbus doctor` asks too; imported here, since most runs need neither.
-    from dynbus.bus.commands.diagnosis import _is_there  # pyright: ignore[reportPrivateUsage]
-
-    return _is_there(module)
 
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:

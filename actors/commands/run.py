@@ -37,7 +37,7 @@ from dynbus.bus.telemetry.health import METRICS_REMEDY, HealthServer, Status
 from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
 from .interrupts import Interrupts
-from .plan import Plan, RunOptions, health_address, is_installed, make_plan, print_plan
+from .plan import Plan, RunOptions, health_address, make_plan, print_plan
 from .reload import watch_and_run
 
 if TYPE_CHECKING:
@@ -335,6 +335,8 @@ def _tell_health(server: HealthServer) -> None:
 
 
 def _can_expose() -> bool:
+    from dynbus.bus.commands.diagnosis import is_installed
+
     return all(map(is_installed, METRICS_MODULES))
 
 

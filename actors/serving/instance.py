@@ -255,6 +255,10 @@ class ServedInstance:
 
     async def _live(self, variables: contextvars.Context) -> None:
         """From `on_start` to the end of `on_stop`, in the background: nobody's to cancel."""
+        with inside_instance(self.name):
+            await self._open_and_close(variables)
+
+    async def _open_and_close(self, variables: contextvars.Context) -> None:
         try:
             with self._opening:
                 await self._open(variables)

@@ -243,14 +243,15 @@ def check_machine() -> list[Check]:
         checks.append(Check("embedded server", "ok", str(find_nats_server())))
     except ConfigError as error:
         checks.append(Check("embedded server", "warn", "missing", str(error)))
-    present = [name for name, modules in EXTRAS.items() if all(map(_is_there, modules))]
+    present = [name for name, modules in EXTRAS.items() if all(map(is_installed, modules))]
     missing = [name for name in EXTRAS if name not in present]
     hint = f"when needed: pip install 'dynbus[{','.join(missing)}]'" if missing else ""
     checks.append(Check("extras", "ok", ", ".join(present) or "none", hint))
     return checks
 
 
-def _is_there(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Whether a module can be found; the packages above it are imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

@@ -412,7 +412,7 @@ def test_a_start_that_blocks_its_loop_is_left_behind_and_that_is_said(folder: Fo
     os.killpg(run.pid, signal.SIGTERM)
 
     assert run.wait(10.0) == 0
-    assert "the start of demo.Loads/1 blocks its loop" in folder.output()
+    assert "the start of demo.Loads/1 blocks its event loop" in folder.output()
     assert folder.processes() == []
 
 
@@ -424,7 +424,7 @@ def test_a_thread_that_outlives_its_instance_does_not_keep_the_process(folder: F
     os.killpg(run.pid, signal.SIGTERM)
 
     assert run.wait(8.0) == 0
-    assert "what runs in a thread cannot be cancelled" in folder.output()
+    assert "abandoning threads that still run" in folder.output()
 
 
 # Restarting --------------------------------------------------------------------------------
