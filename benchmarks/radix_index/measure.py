@@ -42,7 +42,8 @@ class Side(NamedTuple):
 
 
 def dynbus_side() -> Side:
-    from dynbus.kvrouter import BlockStored, RadixIndex, block_hashes, encode_events
+    from dynbus.kvrouter import BlockStored, RadixIndex, block_hashes
+    from dynbus.kvrouter.events import encode_events
 
     index = RadixIndex()
     names = {instance: str(instance) for instance in range(1 << 10)}

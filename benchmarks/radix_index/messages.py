@@ -33,7 +33,7 @@ def read_messages(path: Path) -> list[tuple[int, bytes]]:
 
 def dynbus_messages(chains: Iterable[Chain], per_message: int) -> Iterator[tuple[int, bytes]]:
     """Messages of up to `per_message` events, those of one instance after the other."""
-    from dynbus.kvrouter import BlockStored, encode_events
+    from dynbus.kvrouter.events import BlockStored, encode_events
 
     by_instance: dict[int, list[Chain]] = {}
     for chain in chains:

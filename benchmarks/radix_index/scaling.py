@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from dynbus.kvrouter import BlockStored, RadixIndex, encode_events
+from dynbus.kvrouter import BlockStored, RadixIndex
+from dynbus.kvrouter.events import encode_events
 
 INSTANCES = 64
 ASKED = 64

@@ -1,1 +1,54 @@
-"""Choosing an instance by the prefixes that it holds and the load that it has."""
+"""Choosing an instance by the prefixes that it holds and the load that it has.
+
+A `KvRouter` routes the calls of a program, a `RouterActor` those of others. Both carry out what a
+`KvScheduler` decides, which needs neither the bus nor a clock: a simulation drives it as well.
+"""
+
+from . import profiles
+from .active_load import ActiveLoad, RankLoad
+from .caches import Follower
+from .config import RouterConfig, RouterSettings
+from .cost import Candidate, CostFunction, DynamoCost, KvCost, PrefixCounts, RequestShape
+from .decision import Decision, Outcome, Reason, ShadowChoice
+from .policies import COST_FUNCTIONS, Policy
+from .profiles import InstanceProfile, read_profile
+from .queue import SchedulingRequest, Ticket
+from .requests import Constraints, RequestFields
+from .router import KvRouter, open_router
+from .router_actor import DecisionQuery, PolicyChoice, PolicyReport, RouterActor
+from .scheduler import KvScheduler, SchedulerStatistics
+
+__all__ = [
+    "COST_FUNCTIONS",
+    "ActiveLoad",
+    "Candidate",
+    "Constraints",
+    "CostFunction",
+    "Decision",
+    "DecisionQuery",
+    "DynamoCost",
+    "Follower",
+    "InstanceProfile",
+    "KvCost",
+    "KvRouter",
+    "KvScheduler",
+    "Outcome",
+    "Policy",
+    "PolicyChoice",
+    "PolicyReport",
+    "PrefixCounts",
+    "RankLoad",
+    "Reason",
+    "RequestFields",
+    "RequestShape",
+    "RouterActor",
+    "RouterConfig",
+    "RouterSettings",
+    "SchedulerStatistics",
+    "SchedulingRequest",
+    "ShadowChoice",
+    "Ticket",
+    "open_router",
+    "profiles",
+    "read_profile",
+]

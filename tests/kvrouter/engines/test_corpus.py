@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
-from dynbus.kvrouter import RadixIndex, block_hashes, encode_events
+from dynbus.kvrouter import RadixIndex, block_hashes
 from dynbus.kvrouter.engines.messages import decode_payload
 from dynbus.kvrouter.engines.translation import Translation
-from dynbus.kvrouter.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from dynbus.kvrouter.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    encode_events,
+)
 
 from .frames import BLOCK_SIZE, DATA, DIALECTS, captured, encode, plain, stored_payload
 

@@ -21,7 +21,8 @@ from dynbus import (
 )
 from dynbus.actors.declaring.arguments import Text, build_arguments
 from dynbus.bus.clock import monotonic
-from dynbus.kvrouter import DecisionQuery, PolicyChoice, PolicyReport, RequestFields, RouterActor
+from dynbus.kvrouter import DecisionQuery, PolicyChoice, RequestFields, RouterActor
+from dynbus.kvrouter.routing import PolicyReport
 from dynbus.testing import TestKit, run
 
 

@@ -1,0 +1,34 @@
+"""What `dynbus.kvrouter` and its packages export."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+PACKAGES = ["", ".engines", ".radix", ".routing", ".stream"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_is_sorted_and_there(package: str) -> None:
+    module = importlib.import_module(f"dynbus.kvrouter{package}")
+
+    assert sorted(set(module.__all__)) == sorted(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_is_exported_says_what_it_is(package: str) -> None:
+    module = importlib.import_module(f"dynbus.kvrouter{package}")
+    named = [(name, getattr(module, name)) for name in module.__all__]
+
+    untold = [name for name, value in named if inspect.isclass(value) and not value.__doc__]
+
+    assert untold == []
+
+
+def test_what_users_write_is_not_many_names() -> None:
+    module = importlib.import_module("dynbus.kvrouter")
+
+    assert len(module.__all__) <= 21
