@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from inspect import Parameter
-from typing import Any, Final, Never, TypeVar, Unpack, cast
+from typing import Any, Final, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
 from dynbus.actors.declaring.actor import DeclaredActor
@@ -19,15 +19,13 @@ from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
 from .client_side import ClientSide
 from .invocation import Invocation
 from .options import (
-    DEFAULT,
     NONE,
     CallOptions,
     ClientOptions,
-    Default,
-    checked,
+    checked_options,
     client_options,
+    combined,
     current_options,
-    refuse_unknown,
 )
 from .routing import Router, Routing, RoutingName, make_router
 from .stream import Stream
@@ -186,14 +184,15 @@ class EndpointClient:
 
     def _with_options(self, options: CallOptions) -> EndpointClient:
         """This client with other options; both route in turn."""
-        made = EndpointClient(self._side, self.endpoint, self._router, options.over(self._options))
+        both = combined(options, self._options)
+        made = EndpointClient(self._side, self.endpoint, self._router, both)
         made._routers = self._routers
         return made
 
     def _call(self, request: Any, router: Router, *, instance: str = "") -> Call:
-        options = current_options().over(self._options)
+        options = combined(current_options(), self._options)
         if instance:
-            options = CallOptions(instance=instance).over(options)
+            options = combined({"instance": instance}, options)
         invocation = Invocation(
             self._side,
             self.endpoint,
@@ -322,7 +321,7 @@ class ActorClient:
             self._address,
             self._endpoints,
             self._router,
-            options.over(self._options),
+            combined(options, self._options),
         )
 
     def _refusal(self, name: str) -> str:
@@ -338,20 +337,7 @@ A = TypeVar("A", bound=DeclaredActor)
 C = TypeVar("C", bound=DeclaredActor | EndpointClient)
 
 
-def with_options(
-    client: C,
-    /,
-    *,
-    timeout: float | None | Default = DEFAULT,
-    wait: float | None = None,
-    instance: str | None = None,
-    request_id: str | None = None,
-    priority: int | None = None,
-    idempotency_key: str | None = None,
-    retries: int | None = None,
-    metadata: Mapping[str, str] | None = None,
-    **unknown: Never,
-) -> C:
+def with_options(client: C, /, **options: Unpack[CallOptions]) -> C:
     """A client whose calls have these options, of the same type as `client`, which stays as it is.
 
     It routes together with `client`. Its options go before those that `client` has, and
@@ -362,26 +348,14 @@ def with_options(
         ConfigError: `client` is no client or dependency, there is no such option, or a value is
             not usable.
     """
-    refuse_unknown(unknown, "with_options(client, ...)")
     given: Any = client
     if not isinstance(given, ActorClient | EndpointClient):
         raise ConfigError(
             f"with_options({brief_repr(client)}): give a client, such as runtime.client(Other) "
             "or self.other of a dependency"
         )
-    options = checked(
-        CallOptions(
-            timeout=timeout,
-            wait=wait,
-            instance=instance,
-            request_id=request_id,
-            priority=priority,
-            idempotency_key=idempotency_key,
-            retries=retries,
-            metadata=metadata,
-        )
-    )
-    made = given._with_options(options)  # pyright: ignore[reportPrivateUsage]
+    own = checked_options(options, "with_options(client, ...)")
+    made = given._with_options(own)  # pyright: ignore[reportPrivateUsage]
     return cast(C, made)
 
 
@@ -491,8 +465,9 @@ def _invoker(spec: HandlerSpec) -> Callable[..., Invocation]:
             timeout=timeout,
             idempotent=idempotent,
             migration_limit=spec.migration_limit,
-            options=current_options().over(
-                client._options  # pyright: ignore[reportPrivateUsage]
+            options=combined(
+                current_options(),
+                client._options,  # pyright: ignore[reportPrivateUsage]
             ),
             parent=parent,
         )

@@ -23,7 +23,7 @@ from dynbus.bus.records.discovery import EXPIRY_GRACE, SUSPECT_SECONDS
 
 from .attempt import Attempt
 from .client_side import ClientSide
-from .options import DEFAULT, CallOptions
+from .options import CallOptions
 from .retry_policy import FailedAttempt, GiveUp, PauseThenRetry, RetryPolicy, is_away
 from .routing import NO_METADATA, Router
 from .selection import Selection
@@ -87,11 +87,11 @@ class Invocation:
         self.endpoint = endpoint
         self.data = data
         self.options = options
-        self.request_id = options.request_id or (parent.id if parent else random_id())
-        self.instance_id = options.instance or ""
+        self.request_id = options.get("request_id") or (parent.id if parent else random_id())
+        self.instance_id = options.get("instance") or ""
         self.streaming = streaming
         self._declared = streaming is not None
-        self._idempotent = idempotent or bool(options.idempotency_key)
+        self._idempotent = idempotent or bool(options.get("idempotency_key"))
         self._migration_limit = migration_limit
         self._parent = parent
         self._attempt: Attempt | None = None
@@ -105,7 +105,7 @@ class Invocation:
         self._priority = 0
         self._observation: CallObservation | None = None
         self._wait_until: float | None = None
-        limit = timeout if options.timeout is DEFAULT else options.timeout
+        limit = options.get("timeout", timeout)
         deadline = monotonic() + limit if isinstance(limit, int | float) else None
         if parent is not None and parent.deadline is not None:
             deadline = parent.deadline if deadline is None else min(deadline, parent.deadline)
@@ -133,7 +133,7 @@ class Invocation:
         """
         try:
             self.streaming = await self._selection.is_stream(
-                self.options.instance or "", self._wait_left(), self._time_left()
+                self.options.get("instance") or "", self._wait_left(), self._time_left()
             )
             self._check_not_left()
         except BaseException as error:
@@ -161,7 +161,7 @@ class Invocation:
             await side.wait_connected(self._time_left())
             self._check_not_left()
         # Until one is chosen a failure is no instance's, and no reason to try the next.
-        self.instance_id = self.options.instance or ""
+        self.instance_id = self.options.get("instance") or ""
         if self.instance_id:
             attempt = Attempt(self.instance_id)
         else:
@@ -333,7 +333,7 @@ class Invocation:
         if self._retry_policy is None:
             self._retry_policy = RetryPolicy(
                 idempotent=self._idempotent,
-                retries=self.options.retries,
+                retries=self.options.get("retries"),
                 migration_limit=self._migration_limit,
             )
         if error.started:
@@ -343,7 +343,7 @@ class Invocation:
             error,
             self._attempts,
             sent=sent,
-            routed=bool(self.instance_id and not self.options.instance),
+            routed=bool(self.instance_id and not self.options.get("instance")),
             unreachable=unreachable,
             lost=answered
             and not unreachable
@@ -386,7 +386,7 @@ class Invocation:
 
     def _wait_left(self) -> float:
         """Seconds that the call still waits for an instance, from its first look for one on."""
-        wait = self.options.wait
+        wait = self.options.get("wait")
         if not wait:
             return 0.0
         now = monotonic()
@@ -448,17 +448,16 @@ class Invocation:
         options, parent = self.options, self._parent
         fields = dict(self._observe())
         metadata = dict(parent.metadata) if parent is not None else {}
-        if options.metadata:
-            metadata |= options.metadata
+        metadata |= options.get("metadata") or {}
         if metadata:
             self._metadata = metadata
             fields[headers.METADATA] = headers.encode_metadata(metadata)
-        priority = options.priority
+        priority = options.get("priority")
         if priority is None and parent is not None:
             priority = parent.priority
         if priority:
             self._priority = priority
             fields[headers.PRIORITY] = str(priority)
-        if options.idempotency_key:
-            fields[headers.IDEMPOTENCY_KEY] = options.idempotency_key
+        if idempotency_key := options.get("idempotency_key"):
+            fields[headers.IDEMPOTENCY_KEY] = idempotency_key
         return fields

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Final, Never, TypedDict
+from typing import Any, Final, TypedDict, Unpack, cast
 
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
@@ -24,64 +23,25 @@ MAX_METADATA_BYTES: Final = 8192
 _SHORT_TEXT: Final = re.compile(r"[!-~]{0,128}")
 
 
-class Default:
-    """The type of `DEFAULT`, so that `None` can mean no limit."""
-
-    def __repr__(self) -> str:
-        return "DEFAULT"
-
-
-DEFAULT: Final = Default()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
-    """Options of calls; see `call_options`. What was not given is None, of `timeout` `DEFAULT`."""
-
-    timeout: float | None | Default = DEFAULT
-    wait: float | None = None
-    instance: str | None = None
-    request_id: str | None = None
-    priority: int | None = None
-    idempotency_key: str | None = None
-    retries: int | None = None
-    metadata: Mapping[str, str] | None = None
-
-    def over(self, others: CallOptions) -> CallOptions:
-        """These options, and `others` where they say nothing; metadata adds up.
-
-        Raises:
-            ConfigError: the metadata of both together is more than a call can carry.
-        """
-        if others is NONE:
-            return self
-        if self is NONE:
-            return others
-        given: dict[str, Any] = {
-            name: value
-            for name in CallOptions.__slots__
-            if (value := getattr(self, name)) is not None and value is not DEFAULT
-        }
-        if self.timeout is None:
-            given["timeout"] = None
-        if self.metadata and others.metadata:
-            given["metadata"] = {**others.metadata, **self.metadata}
-            check_metadata(given["metadata"])
-        return replace(others, **given)
-
-
-NONE: Final = CallOptions()
-
-
 class ClientOptions(TypedDict, total=False):
     """Options that every call of a client or a dependency may have; see `call_options`."""
 
     timeout: float | None
-    wait: float
-    priority: int
-    retries: int
-    metadata: Mapping[str, str]
+    wait: float | None
+    priority: int | None
+    retries: int | None
+    metadata: Mapping[str, str] | None
 
+
+class CallOptions(ClientOptions, total=False):
+    """Options of calls; see `call_options`. As a value it is not changed once it is checked."""
+
+    instance: str | None
+    request_id: str | None
+    idempotency_key: str | None
+
+
+NONE: Final[CallOptions] = {}
 
 _options: ContextVar[CallOptions] = ContextVar("dynbus_call_options")
 
@@ -89,6 +49,24 @@ _options: ContextVar[CallOptions] = ContextVar("dynbus_call_options")
 def current_options() -> CallOptions:
     """The options in force for calls made here."""
     return _options.get(NONE)
+
+
+def combined(options: CallOptions, others: CallOptions) -> CallOptions:
+    """The options, and `others` where they say nothing; metadata adds up.
+
+    Raises:
+        ConfigError: the metadata of both together is more than a call can carry.
+    """
+    if not others:
+        return options
+    if not options:
+        return others
+    both: CallOptions = {**others, **options}
+    above, below = options.get("metadata"), others.get("metadata")
+    if above and below:
+        metadata = both["metadata"] = {**below, **above}
+        check_metadata(metadata)
+    return both
 
 
 def client_options(given: ClientOptions, where: str) -> CallOptions:
@@ -107,35 +85,25 @@ def client_options(given: ClientOptions, where: str) -> CallOptions:
             raise ConfigError(
                 f"{where} has no option {name!r}{hint}; its options are {', '.join(known)}"
             )
-    return checked(CallOptions(**given)) if given else NONE
+    return _checked(given)
 
 
-def refuse_unknown(names: Iterable[str], where: str) -> None:
-    """Refuse options of a call that there are not.
+def checked_options(given: CallOptions, where: str) -> CallOptions:
+    """The options of a call as a value, which keeps nothing that the caller may change.
 
-    Raises:
-        ConfigError: `names` has one.
-    """
-    for name in names:
-        raise ConfigError(
-            f"{where} has no option {name!r}{suggestion(name, _ALL)}; its options are "
-            f"{', '.join(_ALL)}"
-        )
-
-
-def checked(options: CallOptions) -> CallOptions:
-    """The options themselves, when every value is usable; `NONE` for those that say nothing.
+    Args:
+        where: how messages name the call that was given them.
 
     Raises:
-        ConfigError: a value is not usable.
+        ConfigError: there is no such option, or a value is not usable.
     """
-    _check(options)
-    if options == NONE:
-        return NONE
-    if options.metadata is not None:
-        # Whoever gave it may go on to change it.
-        return replace(options, metadata=dict(options.metadata))
-    return options
+    for name in given:
+        if name not in _ALL:
+            raise ConfigError(
+                f"{where} has no option {name!r}{suggestion(name, _ALL)}; its options are "
+                f"{', '.join(_ALL)}"
+            )
+    return _checked(given)
 
 
 class OptionsBlock:
@@ -162,7 +130,7 @@ class OptionsBlock:
                 "runs while it waits there, other callers' calls too; give them to a client "
                 "instead, as in with_options(client, timeout=2.0)"
             )
-        options = self._given.over(current_options())
+        options = combined(self._given, current_options())
         self._token = _options.set(options)
         return options
 
@@ -185,18 +153,7 @@ class OptionsBlock:
             ) from error
 
 
-def call_options(
-    *,
-    timeout: float | None | Default = DEFAULT,
-    wait: float | None = None,
-    instance: str | None = None,
-    request_id: str | None = None,
-    priority: int | None = None,
-    idempotency_key: str | None = None,
-    retries: int | None = None,
-    metadata: Mapping[str, str] | None = None,
-    **unknown: Never,
-) -> OptionsBlock:
+def call_options(**options: Unpack[CallOptions]) -> OptionsBlock:
     """Options for every call that is begun inside the `with`, in this task and its children.
 
     They go before those of the client (`with_options`, `runtime.client`, `depends`), and those
@@ -221,56 +178,49 @@ def call_options(
         ConfigError: there is no such option, a value is not usable, or the block would be open
             around a `yield`.
     """
-    refuse_unknown(unknown, "call_options(...)")
-    return OptionsBlock(
-        checked(
-            CallOptions(
-                timeout=timeout,
-                wait=wait,
-                instance=instance,
-                request_id=request_id,
-                priority=priority,
-                idempotency_key=idempotency_key,
-                retries=retries,
-                metadata=metadata,
-            )
-        )
-    )
+    return OptionsBlock(checked_options(options, "call_options(...)"))
 
 
-_ALL: Final = CallOptions.__slots__
+_ALL: Final = CallOptions.__annotations__
 
 
-def _check(options: CallOptions) -> None:
+def _checked(given: Mapping[str, Any]) -> CallOptions:
     # Not everyone runs a type checker, so the types are looked at as well.
-    timeout: Any = options.timeout
-    if timeout is not DEFAULT and timeout is not None and not _is_number(timeout, above=0):
+    options: dict[str, Any] = {
+        name: value for name, value in given.items() if value is not None or name == "timeout"
+    }
+    timeout = options.get("timeout")
+    if timeout is not None and not _is_number(timeout, above=0):
         raise ConfigError(
             f"timeout={timeout!r} must be more than 0 and at most {MAX_SECONDS:g} seconds, "
             "or None for no limit"
         )
-    wait: Any = options.wait
-    if wait is not None and not (_is_number(wait) and wait >= 0):
+    wait = options.get("wait", 0.0)
+    if not (_is_number(wait) and wait >= 0):
         raise ConfigError(f"wait={wait!r} must be 0 or more seconds")
-    if options.instance is not None:
-        check_token("instance", options.instance)
+    if "instance" in options:
+        check_token("instance", options["instance"])
     for name in ("request_id", "idempotency_key"):
-        text: Any = getattr(options, name)
-        if text is not None and not (isinstance(text, str) and _SHORT_TEXT.fullmatch(text)):
+        text = options.get(name, "")
+        if not (isinstance(text, str) and _SHORT_TEXT.fullmatch(text)):
             raise ConfigError(
                 f"{name}={str(text)[:140]!r} must be at most 128 printable ASCII characters "
                 "without spaces"
             )
-    retries: Any = options.retries
-    if retries is not None and not (isinstance(retries, int) and retries >= 0):
+    retries = options.get("retries", 0)
+    if not (isinstance(retries, int) and retries >= 0):
         raise ConfigError(f"retries={retries!r} must be a whole number, 0 or more")
-    priority: Any = options.priority
-    if priority is not None and not (isinstance(priority, int) and -9999 <= priority <= 99999):
+    priority = options.get("priority", 0)
+    if not (isinstance(priority, int) and -9999 <= priority <= 99999):
         raise ConfigError(f"priority={priority!r} must be a whole number from -9999 to 99999")
-    metadata: Any = options.metadata
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise ConfigError(f"metadata={metadata!r} must be a mapping of strings to strings")
-    check_metadata(options.metadata or {})
+    if "metadata" in options:
+        metadata: Any = options["metadata"]
+        if not isinstance(metadata, Mapping):
+            raise ConfigError(f"metadata={metadata!r} must be a mapping of strings to strings")
+        # Whoever gave it may go on to change it.
+        options["metadata"] = own = dict(metadata)
+        check_metadata(own)
+    return cast("CallOptions", options)
 
 
 def check_metadata(metadata: Mapping[Any, Any]) -> None:

@@ -334,7 +334,7 @@ def test_a_manager_of_one_s_own_may_set_options_for_a_block() -> None:
     with tenant("a"):
         inside = current_options()
 
-    assert inside.metadata == {"tenant": "a"}
+    assert inside["metadata"] == {"tenant": "a"}
     assert current_options() == CallOptions()
 
 
@@ -441,8 +441,8 @@ def test_metadata_of_block_and_client_together_is_bounded() -> None:
         (
             {"timout": 3},
             "with_options(client, ...) has no option 'timout' (did you mean timeout?); its "
-            "options are timeout, wait, instance, request_id, priority, idempotency_key, retries, "
-            "metadata",
+            "options are timeout, wait, priority, retries, metadata, instance, request_id, "
+            "idempotency_key",
         ),
         (
             {"instance": ""},
