@@ -14,7 +14,7 @@ WAY_BACK: Final = 0.05
 """The share of a call's time that is left for its result to reach the caller."""
 
 
-class Verdict(Enum):
+class Admittance(Enum):
     """What happens to a call that arrives."""
 
     RUN = "run"
@@ -32,7 +32,7 @@ class Entry(NamedTuple, Generic[T]):
         displaced: a call that waited and is refused in its place.
     """
 
-    verdict: Verdict
+    admittance: Admittance
     displaced: T | None = None
 
 
@@ -128,19 +128,19 @@ class Admission(Generic[T]):
             self._overloaded = False
             self._running[call] = now
             self._ends = None
-            return Entry(Verdict.RUN)
+            return Entry(Admittance.RUN)
         waiting = _Waiting(client, now, deadline)
         if not self._can_be_done(waiting, now):
-            return Entry(Verdict.LATE)
+            return Entry(Admittance.LATE)
         displaced: T | None = None
         if self.queue is not None and len(self._waiting) >= self.queue:
             displaced = self._newest_of_most(client)
             if displaced is None:
-                return Entry(Verdict.FULL)
+                return Entry(Admittance.FULL)
             self.withdraw(displaced)
         self._waiting[call] = waiting
         self._clients.setdefault(client, OrderedDict())[call] = None
-        return Entry(Verdict.WAIT, displaced)
+        return Entry(Admittance.WAIT, displaced)
 
     def leave(self, call: T, now: float, *, whole: bool) -> Turn[T]:
         """A running call ended; returns the one that runs in its place.

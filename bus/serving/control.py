@@ -20,7 +20,7 @@ from dynbus.bus.protocol.names import is_safe_reply
 from dynbus.bus.protocol.wire import Batch, Failed, Frame, Heartbeat, Open, encode_batch
 from dynbus.bus.telemetry.call_spans import CALL_BYTES, span_room, split_calls
 
-from .ledger import Action, Ledger, NothingHere, Question, RemoteClient, Sender, client_key
+from .ledger import Action, Inquiry, Ledger, NothingHere, RemoteClient, Sender, client_key
 from .requests import PlainCancel, read_cancel
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ServerControl:
         )
         self._cancels: Inbox[PlainCancel] = Inbox(self._cancel_plain, bus.to_main)
         # Questions after requests that may have arrived, but were not read yet.
-        self._unsure: list[Question] = []
+        self._unsure: list[Inquiry] = []
         self._making_sure: Work | None = None
         self._bus = bus
         self._ledger = ledger
@@ -156,13 +156,13 @@ class ServerControl:
         )
         self._carry_out(actions)
 
-    def make_sure(self, question: Question) -> None:
+    def make_sure(self, inquiry: Inquiry) -> None:
         """Look again when all that the server had for us is read."""
         if len(self._unsure) >= UNSURE:
             # It is asked again at the next heartbeats.
             self._bus.drop(DropReason.EXCESS)
             return
-        self._unsure.append(question)
+        self._unsure.append(inquiry)
         if self._making_sure is None or self._making_sure.ended:
             self._making_sure = self._bus.background.start(
                 self._answer_unsure, name=f"questions at {self._subject}"
@@ -177,12 +177,12 @@ class ServerControl:
                 # Whoever misses an answer asks again at its next heartbeats.
                 logger.debug("%s cannot tell what has arrived: %s", self._subject, error)
                 continue
-            for count, question in enumerate(unsure, 1):
+            for count, inquiry in enumerate(unsure, 1):
                 try:
-                    self._carry_out(self._ledger.answer(question, monotonic()))
+                    self._carry_out(self._ledger.answer(inquiry, monotonic()))
                 except Exception:
-                    # Whatever is wrong with one question, the others are to be answered.
-                    logger.exception("%s: a question could not be answered", self._subject)
+                    # Whatever is wrong with one inquiry, the others are to be answered.
+                    logger.exception("%s: an inquiry could not be answered", self._subject)
                 if count % ANSWERS_PER_TURN == 0:
                     await asyncio.sleep(0)
 

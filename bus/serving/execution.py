@@ -33,7 +33,7 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.protocol.unread_bytes import LEAST_PER_STREAM
 
-from .admission import Turn, Verdict
+from .admission import Admittance, Turn
 from .calls import Call, no_room
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ class Execution:
             self.refuse(call, self._overloaded(call, _NO_ROOM, now))
             return
         verdict, displaced = served.admission.enter(call, call.turn_taker, now, deadline)
-        if verdict in (Verdict.FULL, Verdict.LATE):
-            why = _TOO_LATE if verdict is Verdict.LATE else ""
+        if verdict in (Admittance.FULL, Admittance.LATE):
+            why = _TOO_LATE if verdict is Admittance.LATE else ""
             self.refuse(call, self._overloaded(call, why, now))
             return
         if displaced is not None:
@@ -152,7 +152,7 @@ class Execution:
         if deadline is not None:
             expire = partial(self._expire, call)
             call.deadline = self._deadlines.arm(deadline, now, expire), expire
-        if verdict is Verdict.RUN:
+        if verdict is Admittance.RUN:
             self._run(call, now)
         else:
             call.hold_request(len(data))
@@ -202,6 +202,8 @@ class Execution:
             work = self._serve_port(call)
         else:
             work = self._stream(call) if endpoint.streaming else self._answer(call)
+        # Not a task group's: entering a scope costs each call more than its bookkeeping here, and a
+        # kill must reach one handler before its first step.
         task = self.bus.loop.create_task(work, context=self._variables.copy())
         call.task = task
         self._tasks.add(task)

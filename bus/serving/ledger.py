@@ -62,14 +62,14 @@ ARRIVAL_GRACE: Final = 2.0
 KILL_AFTER: Final = 1.0
 MAX_KILL_AFTER: Final = 60.0
 FLIGHT_SECONDS: Final = 0.25
-"""How long a question may have been on its way, and its request seem to be sent the later."""
+"""How long an inquiry may have been on its way, and its request seem to be sent the later."""
 NOT_KEPT: Final = "the call began here, and nothing of it is kept any longer"
 
 
 # What is to be done --------------------------------------------------------------------------
 
 
-class Drop(NamedTuple):
+class Dropped(NamedTuple):
     """Count something that came as dropped."""
 
     reason: DropReason
@@ -136,12 +136,12 @@ class SendFailed(NamedTuple):
 
 
 class MakeSure(NamedTuple):
-    """Ask `Ledger.answer` once all that had arrived before this question is read."""
+    """Ask `Ledger.answer` once all that had arrived before this inquiry is read."""
 
-    question: Question
+    inquiry: Inquiry
 
 
-Action = Drop | Refuse | Abort | Stop | GoOn | Send | Tell | NothingHere | SendFailed | MakeSure
+Action = Dropped | Refuse | Abort | Stop | GoOn | Send | Tell | NothingHere | SendFailed | MakeSure
 
 
 # What is known -------------------------------------------------------------------------------
@@ -161,11 +161,11 @@ class Sender(NamedTuple):
     key: str
 
 
-class Question(NamedTuple):
+class Inquiry(NamedTuple):
     """A client asks for what it misses of a call that may not have arrived.
 
     Attributes:
-        at: when the question arrived, on the monotonic clock.
+        at: when the inquiry arrived, on the monotonic clock.
     """
 
     sender: Sender
@@ -393,32 +393,34 @@ class Ledger:
 
     # Requests ----------------------------------------------------------------------------
 
-    def client(self, base: str, incarnation: str, now: float) -> RemoteClient | Drop:
+    def client(self, base: str, incarnation: str, now: float) -> RemoteClient | Dropped:
         """The client of a request; a drop for one that may not be answered."""
         key = client_key(base, incarnation)
         client = self.clients.get(key)
         if client is None:
             if base.count(".") != 2 or not is_safe_reply(base, self._reply_prefixes):
-                return Drop(DropReason.UNSAFE_REPLY)
+                return Dropped(DropReason.UNSAFE_REPLY)
             if len(self.clients) >= CLIENTS:
                 # It is told that its request is not here when it asks, and sends it again.
-                return Drop(DropReason.EXCESS)
+                return Dropped(DropReason.EXCESS)
             unread = ClientUnreadBytes(self.unread)
             outgoing = self._open_outgoing(key, base)
             client = self.clients[key] = RemoteClient(base, incarnation, unread, outgoing, now)
         elif client.base != base:
-            return Drop(DropReason.CLIENT_ID_TAKEN)
+            return Dropped(DropReason.CLIENT_ID_TAKEN)
         client.heard_at = now
         return client
 
-    def known(self, client: RemoteClient, number: int, secret: bytes) -> FramedCall | Drop | None:
+    def known(
+        self, client: RemoteClient, number: int, secret: bytes
+    ) -> FramedCall | Dropped | None:
         """What a request is part of; a drop for one that was here before, None for a new one."""
         call = client.calls.get(number)
         if call is None:
-            return Drop(DropReason.STALE) if number in client.kept else None
+            return Dropped(DropReason.STALE) if number in client.kept else None
         if call.in_parts and call.writer.secret == secret:
             return call
-        return Drop(DropReason.STALE)
+        return Dropped(DropReason.STALE)
 
     def begin(self, call: FramedCall) -> list[Action]:
         """Take in the call of a new request; what is returned ends it where it may not begin.
@@ -437,7 +439,7 @@ class Ledger:
             # Its sender was told so, and may have sent another; this error has it do that.
             error = Unavailable("the request came too late", started=False)
         if error is not None:
-            return [Drop(DropReason.REFUSED), Refuse(call, error)]
+            return [Dropped(DropReason.REFUSED), Refuse(call, error)]
         refused = no_room(client.unread)
         return [] if refused is None else [Refuse(call, refused)]
 
@@ -534,9 +536,9 @@ class Ledger:
         elif isinstance(frame, Cancel):
             actions = self._cancel(client, sender, frame, now)
         elif isinstance(frame, Resume):
-            actions = self._ask(client, Question(sender, frame, at))
+            actions = self._ask(client, Inquiry(sender, frame, at))
         else:
-            return [Drop(DropReason.UNEXPECTED)]
+            return [Dropped(DropReason.UNEXPECTED)]
         if client is not None and client.short_of_room:
             actions += self.room(client)
         return actions
@@ -604,7 +606,7 @@ class Ledger:
     def _credit(self, client: RemoteClient | None, frame: Credit) -> list[Action]:
         writer = client.writer(frame.number) if client is not None else None
         if client is None or writer is None or not _is_of(frame, writer):
-            return [Drop(DropReason.STALE)]
+            return [Dropped(DropReason.STALE)]
         writer.credit(frame.granted, frame.received)
         call = client.calls.get(frame.number)
         if call is None or not call.reply.paused:
@@ -627,7 +629,7 @@ class Ledger:
             memory.add(sender.key, frame.number, frame.secret, now)
             return []
         if not _is_of(frame, writer):
-            return [Drop(DropReason.STALE)]
+            return [Dropped(DropReason.STALE)]
         call = client.calls.get(frame.number)
         if call is None:
             return []
@@ -647,71 +649,69 @@ class Ledger:
 
     # Questions after what is missing -----------------------------------------------------
 
-    def _ask(self, client: RemoteClient | None, question: Question) -> list[Action]:
+    def _ask(self, client: RemoteClient | None, inquiry: Inquiry) -> list[Action]:
         """Send again what a reader misses, or say that nothing of it is here."""
-        frame = question.frame
+        frame = inquiry.frame
         writer = client.writer(frame.number) if client is not None else None
         if client is None or writer is None:
             # Questions come on the lane. They overtake requests that wait in the other connection
             # while this process has more to do than it can.
-            return [MakeSure(question)]
+            return [MakeSure(inquiry)]
         if not _is_of(frame, writer):
-            return [Drop(DropReason.STALE)]
+            return [Dropped(DropReason.STALE)]
         call = client.calls.get(frame.number)
         if call is not None and call.in_parts:
-            return [MakeSure(question)]
-        return self._resume(client, writer, question)
+            return [MakeSure(inquiry)]
+        return self._resume(client, writer, inquiry)
 
-    def answer(self, question: Question, now: float) -> list[Action]:
-        """Answer a question now that all requests which came before it were read."""
-        sender, frame, _ = question
+    def answer(self, inquiry: Inquiry, now: float) -> list[Action]:
+        """Answer an inquiry now that all requests which came before it were read."""
+        sender, frame, _ = inquiry
         client = self.clients.get(sender.key)
         writer = client.writer(frame.number) if client is not None else None
         if client is None or writer is None:
-            return [self._say_unknown(question, now)]
+            return [self._say_unknown(inquiry, now)]
         if not _is_of(frame, writer):
-            return [Drop(DropReason.STALE)]
+            return [Dropped(DropReason.STALE)]
         call = client.calls.get(frame.number)
         if call is not None and call.in_parts:
             # Parts of the request were lost: it has not begun, and is to be sent anew.
             self.forget(call)
             writer.forget()
             call.context.kill()
-            return [self._say_unknown(question, now)]
-        return self._resume(client, writer, question)
+            return [self._say_unknown(inquiry, now)]
+        return self._resume(client, writer, inquiry)
 
-    def _resume(
-        self, client: RemoteClient, writer: StreamWriter, question: Question
-    ) -> list[Action]:
-        if not writer.resume(question.frame.resume_from):
-            return [self._say_begun(question, NOT_KEPT)]
+    def _resume(self, client: RemoteClient, writer: StreamWriter, inquiry: Inquiry) -> list[Action]:
+        if not writer.resume(inquiry.frame.resume_from):
+            return [self._say_begun(inquiry, NOT_KEPT)]
         return [Send(client, writer)] if writer.has_fresh else []
 
-    def _say_unknown(self, question: Question, now: float) -> Action:
+    def _say_unknown(self, inquiry: Inquiry, now: float) -> Action:
         """Tell a client that its request is not here, and never accept it any more.
 
         It is said only where it is proven: whoever hears it may send the request again.
         """
-        sender, frame, _ = question
+        sender, frame, _ = inquiry
         request = sender.key, frame.number, frame.secret
         if self._forgotten.has(*request):
-            return self._say_begun(question, NOT_KEPT)
-        if not self._would_know(question) or not self._lost.add(*request, now):
-            return self._say_begun(question, "the instance cannot tell whether the call began")
+            return self._say_begun(inquiry, NOT_KEPT)
+        if not self._would_know(inquiry) or not self._lost.add(*request, now):
+            return self._say_begun(inquiry, "the instance cannot tell whether the call began")
         return Tell(sender, Unknown(frame.number, frame.secret, frame.attempt))
 
-    def _would_know(self, question: Question) -> bool:
-        """Whether the request of a question would be known, had it begun at this instance's id."""
+    def _would_know(self, inquiry: Inquiry) -> bool:
+        """Whether the request of an inquiry would be known, had it begun at this instance's id."""
         forgotten = self._forgotten.complete_since
-        if question.frame.age is None:
+        if inquiry.frame.age is None:
             return forgotten < self._heard_since
-        sent_at = question.at - question.frame.age
-        # An instance takes longer to start than a question to arrive.
+        sent_at = inquiry.at - inquiry.frame.age
+        # An instance takes longer to start than an inquiry to arrive.
         return sent_at > self._heard_since and sent_at - FLIGHT_SECONDS > forgotten
 
-    def _say_begun(self, question: Question, text: str) -> Action:
+    def _say_begun(self, inquiry: Inquiry, text: str) -> Action:
         """End a call at its client, as one that did begin here or may have."""
-        frame = question.frame
+        frame = inquiry.frame
         kind = StreamLost if frame.resume_from else UnknownOutcome
         failed = failed_frame(
             frame.number,
@@ -720,7 +720,7 @@ class Ledger:
             frame.resume_from,
             kind(text, hop=self.hop),
         )
-        return SendFailed(question.sender, failed)
+        return SendFailed(inquiry.sender, failed)
 
     # Time and the connection -------------------------------------------------------------
 

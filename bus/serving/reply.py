@@ -14,6 +14,7 @@ from dynbus.bus.protocol.stream_writer import StreamWriter
 from dynbus.bus.protocol.tokens import random_id
 
 if TYPE_CHECKING:
+    from dynbus.bus.background import Work
     from dynbus.bus.bus import Bus
 
 PLAIN_WINDOW: Final = 128 * 1024
@@ -219,7 +220,7 @@ class PlainReply(Reply):
         self._subject = subject
         self._sent = 0
         self._untaken = 0
-        self._barrier: asyncio.Task[None] | None = None
+        self._barrier: Work | None = None
         self._broken: DynbusError | None = None
         # Readers see the bounce subject; none must be able to guess those of others.
         self._bounce = bus.replies.bounce(f"p{random_id()}")
@@ -258,7 +259,9 @@ class PlainReply(Reply):
         self._untaken += len(item)
         if self._untaken >= PLAIN_WINDOW and not self.paused:
             self.pause()
-            self._barrier = self._bus.loop.create_task(self._wait_until_taken())
+            self._barrier = self._bus.background.start(
+                self._wait_until_taken, name=f"results for {self._subject}"
+            )
         return not self.paused
 
     async def _wait_until_taken(self) -> None:

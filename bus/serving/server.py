@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import anyio
+
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
@@ -33,7 +35,7 @@ from .execution import Execution, calls_told
 from .ledger import (
     Abort,
     Action,
-    Drop,
+    Dropped,
     FramedCall,
     GoOn,
     Ledger,
@@ -170,10 +172,9 @@ class InstanceServer:
         # Plain clients do not try again, so what is on its way to us is still served.
         await _drain_all(self._queue_subscriptions)
         self.draining = True
-        try:
-            async with asyncio.timeout(grace):
-                await self.execution.idle()
-        except TimeoutError:
+        with anyio.move_on_after(grace) as limit:
+            await self.execution.idle()
+        if limit.cancelled_caught:
             logger.warning(
                 "%s.%s@%s: %s after %g s of draining; they are ended",
                 *(self.namespace, self.component, self.instance_id),
@@ -245,11 +246,11 @@ class InstanceServer:
         secret, window, incarnation = read_framing(framing)
         context = self._context(served, fields, now)
         client = self.ledger.client(base, incarnation, now)
-        if isinstance(client, Drop):
+        if isinstance(client, Dropped):
             self.bus.drop(client.reason)
             return
         call = self.ledger.known(client, number, secret)
-        if isinstance(call, Drop):
+        if isinstance(call, Dropped):
             self.bus.drop(call.reason)
             return
         part = fields.get(headers.PART)
@@ -353,10 +354,10 @@ class InstanceServer:
                     execution.abort(call, error)
                 case Refuse(call, error):
                     execution.refuse(call, error)
-                case Drop(reason):
+                case Dropped(reason):
                     self.bus.drop(reason)
-                case MakeSure(question):
-                    control.make_sure(question)
+                case MakeSure(inquiry):
+                    control.make_sure(inquiry)
                 case Tell(sender, frame):
                     control.tell(sender, frame)
                 case NothingHere():
@@ -397,4 +398,21 @@ def _nothing() -> None:
 
 
 async def _drain_all(subscriptions: Iterable[Subscription]) -> None:
-    await asyncio.gather(*(subscription.drain(timeout=1.0) for subscription in subscriptions))
+    """Drain each of them, whatever becomes of the others.
+
+    Raises:
+        DynbusError: what the first of those raised that could not be drained.
+    """
+    errors: list[DynbusError] = []
+
+    async def drain(subscription: Subscription) -> None:
+        try:
+            await subscription.drain(timeout=1.0)
+        except DynbusError as error:
+            errors.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        for subscription in subscriptions:
+            tasks.start_soon(drain, subscription)
+    if errors:
+        raise errors[0]

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.bus.serving.admission import Admission, Entry, Turn, Verdict
+from dynbus.bus.serving.admission import Admission, Admittance, Entry, Turn
 
 from .virtual_handler import Call, VirtualHandler, outcomes
 
-RUN, WAIT, FULL, LATE = Verdict
+RUN, WAIT, FULL, LATE = Admittance
 
 
-def enter(admission: Admission[str], *calls: str) -> list[Verdict]:
+def enter(admission: Admission[str], *calls: str) -> list[Admittance]:
     """Let calls in that have no deadline; each begins with its client's letter."""
-    return [admission.enter(call, call[0], 0.0, None).verdict for call in calls]
+    return [admission.enter(call, call[0], 0.0, None).admittance for call in calls]
 
 
 def leave_all(admission: Admission[str], call: str) -> list[str]:
@@ -118,7 +118,7 @@ def test_in_a_full_queue_the_newest_call_of_who_has_most_makes_place(concurrency
     )
 
     assert first == Entry(WAIT, newest)
-    assert second.verdict is WAIT
+    assert second.admittance is WAIT
     # Both have two places now.
     assert third == Entry(FULL)
     assert admission.waiting == 4
@@ -202,9 +202,9 @@ def test_a_call_whose_turn_comes_too_late_is_refused_then_and_the_next_runs() ->
         admission.enter("known", "a", number, None)
         admission.leave("known", number + 1.0, whole=True)
     admission.enter("a1", "a", 10.0, None)
-    assert admission.enter("a2", "a", 10.0, 12.5).verdict is WAIT
-    assert admission.enter("b1", "b", 10.0, 12.5).verdict is LATE
-    assert admission.enter("b2", "b", 10.0, 60.0).verdict is WAIT
+    assert admission.enter("a2", "a", 10.0, 12.5).admittance is WAIT
+    assert admission.enter("b1", "b", 10.0, 12.5).admittance is LATE
+    assert admission.enter("b2", "b", 10.0, 60.0).admittance is WAIT
 
     # It takes longer than it ever did.
     turn = admission.leave("a1", 12.0, whole=True)

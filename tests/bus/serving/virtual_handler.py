@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final, NamedTuple
 
-from dynbus.bus.serving.admission import Admission, Verdict
+from dynbus.bus.serving.admission import Admission, Admittance
 
 REFUSED: Final = ("full", "late", "displaced")
 
@@ -70,9 +70,9 @@ class VirtualHandler:
         )
         if displaced is not None:
             displaced.outcome = "displaced"
-        if verdict is Verdict.RUN:
+        if verdict is Admittance.RUN:
             self._begin(call)
-        elif verdict is Verdict.WAIT:
+        elif verdict is Admittance.WAIT:
             self._at(call.deadline, call, "expired")
         else:
             call.outcome = verdict.value
@@ -127,7 +127,7 @@ class VirtualHandler:
                 None if math.isinf(allowed) else probe.deadline,
             )
             assert displaced is None
-            if verdict in (Verdict.RUN, Verdict.WAIT):
+            if verdict in (Admittance.RUN, Admittance.WAIT):
                 return self.now - begun
 
     def _begin(self, call: Call) -> None:
