@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from enum import Enum
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from .durations import KNOWN_RUNS, Durations
 
@@ -46,6 +46,10 @@ class Turn(NamedTuple, Generic[T]):
 
     begins: T | None
     late: list[T]
+
+
+_RUNS: Final[Entry[Any]] = Entry(Admittance.RUN)
+_NOBODY: Final[Turn[Any]] = Turn(None, [])
 
 
 class _Waiting:
@@ -128,7 +132,7 @@ class Admission(Generic[T]):
             self._overloaded = False
             self._running[call] = now
             self._ends = None
-            return Entry(Admittance.RUN)
+            return _RUNS
         waiting = _Waiting(client, now, deadline)
         if not self._can_be_done(waiting, now):
             return Entry(Admittance.LATE)
@@ -149,7 +153,8 @@ class Admission(Generic[T]):
             whole: whether its handler came to its own end; false when it was cut short.
         """
         self.durations.add(now - self._running.pop(call), whole=whole)
-        return self._next_turn(now)
+        self._ends = None
+        return self._next_turn(now) if self._waiting else _NOBODY
 
     def skip(self, call: T, now: float) -> Turn[T]:
         """A call whose turn it is does not begin after all; returns the one that runs instead."""

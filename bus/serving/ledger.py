@@ -376,6 +376,8 @@ class Ledger:
         # Those that began here, and of which nothing else is known any longer.
         self._forgotten = RequestDigests()
         self._heard_since = float("inf")
+        # Every request asks them, and almost always there is nothing in them.
+        self._has_memories = False
 
     def __repr__(self) -> str:
         return f"<Ledger {self.hop} [{len(self.clients)} clients, {len(self.plain)} plain calls]>"
@@ -393,55 +395,65 @@ class Ledger:
 
     # Requests ----------------------------------------------------------------------------
 
-    def client(self, base: str, incarnation: str, now: float) -> RemoteClient | Dropped:
-        """The client of a request; a drop for one that may not be answered."""
-        key = client_key(base, incarnation)
-        client = self.clients.get(key)
+    def find(
+        self, base: str, incarnation: str, number: int, secret: bytes, now: float
+    ) -> RemoteClient | FramedCall | Dropped:
+        """What a request belongs to.
+
+        Returns:
+            The client of a new request; the call of a further part; a drop for a request that may
+            not be answered, or was here before.
+        """
+        client = self.clients.get(client_key(base, incarnation))
         if client is None:
-            if base.count(".") != 2 or not is_safe_reply(base, self._reply_prefixes):
-                return Dropped(DropReason.UNSAFE_REPLY)
-            if len(self.clients) >= CLIENTS:
-                # It is told that its request is not here when it asks, and sends it again.
-                return Dropped(DropReason.EXCESS)
-            unread = ClientUnreadBytes(self.unread)
-            outgoing = self._open_outgoing(key, base)
-            client = self.clients[key] = RemoteClient(base, incarnation, unread, outgoing, now)
-        elif client.base != base:
+            return self._new_client(base, incarnation, now)
+        if client.base != base:
             return Dropped(DropReason.CLIENT_ID_TAKEN)
         client.heard_at = now
+        call = client.calls.get(number)
+        if call is not None and call.in_parts and call.writer.secret == secret:
+            return call
+        if call is not None or number in client.kept:
+            return Dropped(DropReason.STALE)
         return client
 
-    def known(
-        self, client: RemoteClient, number: int, secret: bytes
-    ) -> FramedCall | Dropped | None:
-        """What a request is part of; a drop for one that was here before, None for a new one."""
-        call = client.calls.get(number)
-        if call is None:
-            return Dropped(DropReason.STALE) if number in client.kept else None
-        if call.in_parts and call.writer.secret == secret:
-            return call
-        return Dropped(DropReason.STALE)
+    def _new_client(self, base: str, incarnation: str, now: float) -> RemoteClient | Dropped:
+        if base.count(".") != 2 or not is_safe_reply(base, self._reply_prefixes):
+            return Dropped(DropReason.UNSAFE_REPLY)
+        if len(self.clients) >= CLIENTS:
+            # It is told that its request is not here when it asks, and sends it again.
+            return Dropped(DropReason.EXCESS)
+        key = client_key(base, incarnation)
+        unread = ClientUnreadBytes(self.unread)
+        outgoing = self._open_outgoing(key, base)
+        client = self.clients[key] = RemoteClient(base, incarnation, unread, outgoing, now)
+        return client
 
     def begin(self, call: FramedCall) -> list[Action]:
         """Take in the call of a new request; what is returned ends it where it may not begin.
 
         A call that was asked to stop before it came may begin, and is asked again here.
         """
-        client, writer = call.client, call.writer
-        client.calls[writer.number] = call
-        key, number, secret = client.key, writer.number, writer.secret
-        if self._stopped.has(key, number, secret):
-            call.context.stop_generating()
-        error: DynbusError | None = None
-        if self._refused.has(key, number, secret):
-            error = Cancelled("the call was given up before it arrived", started=False)
-        elif self._lost.has(key, number, secret):
-            # Its sender was told so, and may have sent another; this error has it do that.
-            error = Unavailable("the request came too late", started=False)
+        client = call.client
+        client.calls[call.writer.number] = call
+        error = self._said_before(call) if self._has_memories else None
         if error is not None:
             return [Dropped(DropReason.REFUSED), Refuse(call, error)]
-        refused = no_room(client.unread)
-        return [] if refused is None else [Refuse(call, refused)]
+        if self.unread.free <= 0 and (refused := no_room(client.unread)) is not None:
+            return [Refuse(call, refused)]
+        return []
+
+    def _said_before(self, call: FramedCall) -> DynbusError | None:
+        """Why a request may not begin by what was said before it came."""
+        request = call.client.key, call.writer.number, call.writer.secret
+        if self._stopped.has(*request):
+            call.context.stop_generating()
+        if self._refused.has(*request):
+            return Cancelled("the call was given up before it arrived", started=False)
+        if self._lost.has(*request):
+            # Its sender was told so, and may have sent another; this error has it do that.
+            return Unavailable("the request came too late", started=False)
+        return None
 
     def part(
         self, call: FramedCall, index: int, count: int, data: bytes
@@ -563,6 +575,7 @@ class Ledger:
                 writer = client.writer(number)
                 if writer is None:
                     # A request that is still on its way, or waits in front of a blocked loop.
+                    self._has_memories = True
                     self._refused.add(client.key, number, secret, now)
                 elif writer.secret == secret:
                     actions += self._release(client, number)
@@ -626,6 +639,7 @@ class Ledger:
         if client is None or writer is None:
             # A request that is still on its way, or waits in front of a blocked loop.
             memory = self._stopped if frame.kill_after < 0 else self._refused
+            self._has_memories = True
             memory.add(sender.key, frame.number, frame.secret, now)
             return []
         if not _is_of(frame, writer):
@@ -696,6 +710,7 @@ class Ledger:
         request = sender.key, frame.number, frame.secret
         if self._forgotten.has(*request):
             return self._say_begun(inquiry, NOT_KEPT)
+        self._has_memories = True
         if not self._would_know(inquiry) or not self._lost.add(*request, now):
             return self._say_begun(inquiry, "the instance cannot tell whether the call began")
         return Tell(sender, Unknown(frame.number, frame.secret, frame.attempt))
@@ -749,6 +764,7 @@ class Ledger:
         """
         for memory in (self._refused, self._stopped, self._lost, self._forgotten):
             memory.forget_old(now)
+        self._has_memories = bool(self._refused or self._stopped or self._lost)
         actions: list[Action] = []
         for key, client in list(self.clients.items()):
             for number in client.outdated(now, cut_off=cut_off):

@@ -29,6 +29,9 @@ class RememberedRequests:
     def __repr__(self) -> str:
         return f"<RememberedRequests [{self._count} of {len(self._clients)} clients]>"
 
+    def __len__(self) -> int:
+        return self._count
+
     def add(self, client_id: str, number: int, secret: bytes, now: float) -> None:
         """Remember a request.
 
@@ -49,9 +52,6 @@ class RememberedRequests:
 
     def has(self, client_id: str, number: int, secret: bytes) -> bool:
         """Whether this very request is remembered."""
-        # Every request asks, and almost always there are none.
-        if not self._clients:
-            return False
         requests = self._clients.get(client_id)
         return requests is not None and requests.get(number, (b"", 0.0))[0] == secret
 

@@ -63,6 +63,10 @@ class RequestDigests:
         counts = [each.count for each in (self._new, self._old) if each is not None]
         return f"<RequestDigests [{sum(counts)} requests]>"
 
+    def __bool__(self) -> bool:
+        """Whether any request may be in it."""
+        return self._new is not None or self._old is not None
+
     def add(self, client_id: str, number: int, secret: bytes, now: float) -> bool:
         """Take in a request; False when that was too much, and it is not known from then on."""
         self.forget_old(now)
@@ -79,8 +83,7 @@ class RequestDigests:
 
     def has(self, client_id: str, number: int, secret: bytes) -> bool:
         """Whether a request was added; seldom also for one that was not."""
-        # Every request asks, and almost always there are none.
-        if self._new is None and self._old is None:
+        if not self:
             return False
         words = self._digest(client_id, number, secret)
         return any(each is not None and each.has(words) for each in (self._new, self._old))

@@ -245,26 +245,24 @@ class InstanceServer:
         base, number = read_reply(message.reply)
         secret, window, incarnation = read_framing(framing)
         context = self._context(served, fields, now)
-        client = self.ledger.client(base, incarnation, now)
-        if isinstance(client, Dropped):
-            self.bus.drop(client.reason)
-            return
-        call = self.ledger.known(client, number, secret)
-        if isinstance(call, Dropped):
-            self.bus.drop(call.reason)
-            return
+        found = self.ledger.find(base, incarnation, number, secret, now)
         part = fields.get(headers.PART)
-        if call is None:
-            call = self._framed_call(served, context, client, number, secret, window, now)
+        if isinstance(found, RemoteClient):
+            call = self._framed_call(served, context, found, number, secret, window, now)
             actions = self.ledger.begin(call)
             if actions:
                 # One that is not to begin is ended by that.
                 self._carry_out(actions)
                 return
+        elif isinstance(found, Dropped):
+            self.bus.drop(found.reason)
+            return
         elif part is None:
             # The rest of a request in parts is parts.
             self.bus.drop(DropReason.STALE)
             return
+        else:
+            call = found
         if part is None:
             self.execution.admit(call, message.data, now)
             return

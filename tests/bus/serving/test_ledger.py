@@ -93,9 +93,13 @@ class Books:
         self.ledger.note_subscribed(0.0)
 
     def client(self, now: float = 1.0) -> RemoteClient:
-        client = self.ledger.client(BASE, INCARNATION, now)
+        client = self.ledger.clients.get(SENDER.key) or self.find(0, now)
         assert isinstance(client, RemoteClient)
         return client
+
+    def find(self, number: int, now: float = 1.0, base: str = BASE) -> Any:
+        """What a request belongs to."""
+        return self.ledger.find(base, INCARNATION, number, secret_of(number), now)
 
     def call(self, number: int, now: float = 1.0, granted: int = 100_000) -> FramedCall:
         """The call of a request; the ledger does not know it yet."""
@@ -147,14 +151,14 @@ def test_a_client_s_subjects_follow_from_its_base() -> None:
 
 @pytest.mark.parametrize("base", ["orders.created.x", "_R.ann", "_R.ann.c1.f"])
 def test_a_client_that_may_not_be_answered_there_is_none(base: str) -> None:
-    assert Books().ledger.client(base, INCARNATION, 1.0) == Dropped(DropReason.UNSAFE_REPLY)
+    assert Books().find(1, base=base) == Dropped(DropReason.UNSAFE_REPLY)
 
 
 def test_nobody_takes_the_id_of_another_with_another_principal() -> None:
     books = Books()
     books.client()
 
-    taken = books.ledger.client("_R.bob.c1", INCARNATION, 1.0)
+    taken = books.find(1, base="_R.bob.c1")
 
     assert taken == Dropped(DropReason.CLIENT_ID_TAKEN)
 
@@ -201,14 +205,13 @@ def test_a_call_that_ended_is_told_of_from_the_second_heartbeat_on() -> None:
 def test_a_request_is_taken_in_once_while_it_runs_and_while_its_result_is_kept() -> None:
     books = Books()
     call = books.begin(1)
-    client = books.client()
 
-    running = books.ledger.known(client, 1, secret_of(1))
+    running = books.find(1)
     books.end(call)
-    kept = books.ledger.known(client, 1, secret_of(1))
+    kept = books.find(1)
 
     assert running == kept == Dropped(DropReason.STALE)
-    assert books.ledger.known(client, 2, secret_of(2)) is None
+    assert books.find(2) is books.client()
 
 
 @pytest.mark.parametrize(("kill_after", "begins"), [(-1.0, True), (0.0, False), (1.0, False)])
@@ -236,11 +239,12 @@ def test_a_request_in_parts_is_whole_when_all_are_there() -> None:
     call = books.begin(1)
 
     assert books.ledger.part(call, 2, 2, b"b") == (None, [])
-    assert books.ledger.known(books.client(), 1, secret_of(1)) is call
-    assert books.ledger.known(books.client(), 1, secret_of(2)) == Dropped(DropReason.STALE)
+    assert books.find(1) is call
+    other = books.ledger.find(BASE, INCARNATION, 1, secret_of(2), 1.0)
+    assert other == Dropped(DropReason.STALE)
     assert books.ledger.part(call, 1, 2, b"a") == (b"ab", [])
 
-    assert books.ledger.known(books.client(), 1, secret_of(1)) == Dropped(DropReason.STALE)
+    assert books.find(1) == Dropped(DropReason.STALE)
     assert len(books.ledger.partial) == 0
 
 
@@ -541,10 +545,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def request(self, number: int) -> None:
-        client = self.books.client(self.now)
-        known = self.ledger.known(client, number, secret_of(number))
-        if known is not None:
-            assert isinstance(known, Dropped)
+        if isinstance(self.books.find(number, self.now), Dropped):
             return
         call = self.books.call(number, self.now)
         self.running.append(call)
