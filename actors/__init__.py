@@ -1,7 +1,7 @@
 """Actors: classes whose handlers are served on the bus, and the clients that call them."""
 
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.records.discovery import Instance
+from dynbus.bus.records.instance_view import Instance
 
 from .calling.clients import Call, EndpointClient, with_options
 from .calling.dependencies import depends

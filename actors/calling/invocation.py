@@ -19,7 +19,7 @@ from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.tokens import jitter, random_id
-from dynbus.bus.records.discovery import EXPIRY_GRACE, SUSPECT_SECONDS
+from dynbus.bus.records.instance_view import EXPIRY_GRACE, SUSPECT_SECONDS
 
 from .attempt import Attempt
 from .client_side import ClientSide
@@ -372,17 +372,16 @@ class Invocation:
 
     def _pass_over(self, error: DynbusError, *, unreachable: bool) -> None:
         """Have nobody choose the instance for a while: it is away, or has fallen silent."""
+        discovery = self.side.discovery
+        instance = (self.endpoint.namespace, self.endpoint.component, self.instance_id)
+        if unreachable and not error.started:
+            discovery.note_absent(*instance)
+            return
         seconds = SUSPECT_SECONDS
         if error.started:
             # Only a renewal can show that it is back, and its record lives no longer than this.
             seconds = self.side.bus.config.lease_ttl + EXPIRY_GRACE
-        self.side.discovery.suspect(
-            self.endpoint.namespace,
-            self.endpoint.component,
-            self.instance_id,
-            seconds,
-            nobody_listens=unreachable and not error.started,
-        )
+        discovery.suspect(*instance, seconds)
 
     def _wait_left(self) -> float:
         """Seconds that the call still waits for an instance, from its first look for one on."""

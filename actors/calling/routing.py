@@ -10,7 +10,7 @@ from dynbus.bus.context import Context
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.tokens import jitter
-from dynbus.bus.records.discovery import Instance
+from dynbus.bus.records.instance_view import Instance
 
 ROUTE_TIMEOUT: Final = 60.0
 """Seconds that a router may take for a call unless it says otherwise, even when the call has no

@@ -23,7 +23,7 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.records.discovery import Instance, InstanceView
+from dynbus.bus.records.instance_view import Instance, InstanceView
 
 from .attempt import EVENTS, Attempt, RouteObservation
 from .client_side import ClientSide

@@ -19,7 +19,7 @@ from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.jetstream import NatsJetStream, stream_request
 from dynbus.bus.nats.server_process import Address, find_nats_server
 from dynbus.bus.protocol.names import INSTANCES_BUCKET
-from dynbus.bus.records.discovery import EXPIRY_GRACE
+from dynbus.bus.records.instance_view import EXPIRY_GRACE
 from dynbus.bus.records.leases import INSTANCES_STREAM, MARKER_TTL, ttl_of
 from dynbus.bus.telemetry.logs import redact_url
 from dynbus.bus.transport import NoStream, StoredMessage, StreamConfig

@@ -1,45 +1,40 @@
-"""Which instances exist: the view that clients choose from.
+"""Which instances exist: what keeps the view current that clients choose from.
 
-`InstanceView` is the state, without I/O. `Discovery` feeds it from one ordered consumer on
-the control lane and wakes whoever waits on the main loop. The view forgets an instance late
-rather than early: an expiry seen just after an outage of ours may only mean that its renewal
-is on the way, and an instance that still answers is not dead whatever a record says. Nor is one
-alive because of a record that nobody renews: a server that was killed may bring records back
-that had expired, and never remove them.
+`Discovery` feeds an `InstanceView` from one ordered consumer on the control lane, asks for those
+of which records say too little, and wakes whoever waits on the main loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from dynbus.bus.cleanup import end_tasks
+import anyio
+
+from dynbus.bus.background import Work
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, NoInstances, PermissionDenied, Unavailable
 from dynbus.bus.protocol.headers import MARKER_REASON
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.wire import InstanceRecord
-from dynbus.bus.transport import ConnectionState, OrderedConsumer, StoredMessage
+from dynbus.bus.transport import ConnectionState, NoStream, StoredMessage
 
+from .instance_view import EXPIRY_GRACE, ComponentKey, Instance, InstanceKey, InstanceView
 from .leases import INSTANCES_STREAM, ensure_bucket, record_key, record_of, ttl_of
-from .presence import InstanceKey, Presence
+from .presence import Presence
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
 
 logger = logging.getLogger(__name__)
 
-EXPIRY_GRACE: Final = 3.0
-SUSPECT_SECONDS: Final = 5.0
 RETRY_DELAY: Final = 0.5
 HEARD_AGAIN: Final = 1.0
 FIRST_READING: Final = 5.0
-RETURN_SECONDS: Final = 1.5
 FIRST_QUESTION: Final = 0.1
 LAST_QUESTION: Final = 30.0
 LOOK_PAUSE: Final = 5.0
@@ -47,227 +42,6 @@ QUESTIONS_PER_TURN: Final = 100
 READ_AFTER: Final = 0.3
 READ_INTERVAL: Final = 1.0
 READ_TIMEOUT: Final = 2.0
-
-ComponentKey = tuple[str, str]
-
-
-class Instance(NamedTuple):
-    """An instance as a client may choose it.
-
-    Attributes:
-        started: Unix time of its start.
-        renewed: Unix time of its last renewal, on the server's clock.
-    """
-
-    record: InstanceRecord
-    renewed: float
-
-    @property
-    def id(self) -> str:
-        return self.record.instance_id
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        """What the instance says of itself; not to be changed."""
-        return self.record.metadata
-
-
-class InstanceView:
-    """All instances that are known, by component. Times are of one monotonic clock.
-
-    Args:
-        renewal_grace: seconds within which every living instance renews its record.
-    """
-
-    def __init__(self, renewal_grace: float = 0.0) -> None:
-        self._instances: dict[ComponentKey, dict[str, Instance]] = {}
-        self._expired: dict[tuple[str, str, str], float] = {}
-        self._suspect: dict[tuple[str, str, str], float] = {}
-        self._absent: dict[tuple[str, str, str], float] = {}
-        self._unseen: set[tuple[str, str, str]] = set()
-        self._believed_until: dict[tuple[str, str, str], float] = {}
-        self._is_reading = False
-        self._grace_until = 0.0
-        self._renewal_grace = renewal_grace
-        self._choice: dict[ComponentKey, list[Instance]] = {}
-
-    def __repr__(self) -> str:
-        count = sum(len(instances) for instances in self._instances.values())
-        return f"<InstanceView [{count} instances, {len(self._expired)} expired]>"
-
-    def put(self, record: InstanceRecord, renewed: float, believed_until: float = math.inf) -> bool:
-        """An instance announced itself or renewed; True when it was not known so.
-
-        Args:
-            believed_until: when its lease is over for certain, unless it is renewed again.
-        """
-        key = (record.namespace, record.component, record.instance_id)
-        component = self._instances.setdefault(key[:2], {})
-        before = component.get(record.instance_id)
-        if before is None or renewed > before.renewed:
-            # The same record read again is no renewal.
-            self._believed_until[key] = believed_until
-        component[record.instance_id] = Instance(record, renewed)
-        self._choice.pop(key[:2], None)
-        self._expired.pop(key, None)
-        self._unseen.discard(key)
-        news = before is None or before.record.incarnation != record.incarnation
-        if news:
-            self.trust(*key)
-        return news or before is None or before.record.draining != record.draining
-
-    def delete(self, namespace: str, component: str, instance_id: str) -> None:
-        """An instance said that it goes."""
-        self._drop((namespace, component, instance_id))
-
-    def expire(self, namespace: str, component: str, instance_id: str, now: float) -> None:
-        """A record ran out; counts at once, or after the grace that follows an outage."""
-        key = (namespace, component, instance_id)
-        if now < self._grace_until:
-            self._expired[key] = self._grace_until
-        else:
-            self._drop(key)
-
-    def outage_ended(self, now: float) -> None:
-        """We or others were cut off until now: give records time to be renewed."""
-        self._grace_until = now + EXPIRY_GRACE
-
-    def pass_began(self) -> None:
-        """A complete reading of all records begins."""
-        self._is_reading = True
-        self._unseen = {
-            (*key, instance_id)
-            for key, instances in self._instances.items()
-            for instance_id in instances
-        }
-
-    def is_settling(self, now: float) -> bool:
-        """Whether we or others were cut off a moment ago, and others may be so still."""
-        return now < self._grace_until
-
-    def is_reading(self) -> bool:
-        """Whether records come that may have been stored long ago."""
-        return self._is_reading
-
-    def doubt(self, namespace: str, component: str, instance_id: str) -> None:
-        """An instance counts as not shown by the reading that began, unless it still is."""
-        self._unseen.add((namespace, component, instance_id))
-
-    def pass_ended(self, now: float) -> None:
-        """It is complete: what it did not show has ended while we did not look.
-
-        Or the bucket was lost as a whole, and its instances are about to announce themselves
-        again: each has the time until its next renewal.
-        """
-        for key in self._unseen:
-            self._expired[key] = max(self._grace_until, now + self._renewal_grace)
-        self._unseen = set()
-        self._is_reading = False
-
-    def is_outdated(self, namespace: str, component: str, instance_id: str, now: float) -> bool:
-        """Whether an instance has not renewed its record for longer than its lease can live."""
-        return self._believed_until.get((namespace, component, instance_id), math.inf) <= now
-
-    def outdated(self, now: float) -> list[InstanceKey]:
-        """The instances of outdated records, but for those of which it is known that nobody
-        listens there."""
-        return [
-            key
-            for key, until in self._believed_until.items()
-            if until <= now and key not in self._absent
-        ]
-
-    def vouch(self, namespace: str, component: str, instance_id: str, until: float) -> None:
-        """Believe the record of an instance for longer: somebody listens there."""
-        key = (namespace, component, instance_id)
-        if key in self._believed_until:
-            self._believed_until[key] = max(self._believed_until[key], until)
-
-    def suspect(
-        self,
-        namespace: str,
-        component: str,
-        instance_id: str,
-        now: float,
-        seconds: float = SUSPECT_SECONDS,
-    ) -> None:
-        """Do not choose an instance until it renews, or for so long: it does not answer."""
-        self._suspect[(namespace, component, instance_id)] = now + seconds
-
-    def note_absent(self, namespace: str, component: str, instance_id: str, now: float) -> bool:
-        """Do not choose an instance until it is trusted: nobody listens where it would.
-
-        True when that was not known of it.
-        """
-        key = (namespace, component, instance_id)
-        if key in self._absent or self.find(*key) is None:
-            return False
-        self._absent[key] = now
-        self._choice.pop(key[:2], None)
-        return True
-
-    def is_absent(self, namespace: str, component: str, instance_id: str) -> bool:
-        """Whether nobody listens where an instance would, as far as is known."""
-        return (namespace, component, instance_id) in self._absent
-
-    def returning(self, namespace: str, component: str, now: float) -> float:
-        """Seconds for which an instance of a component may still only be changing servers: a
-        server was lost, or we were, and that nobody listens was found a moment ago. 0 for none."""
-        if not self.is_settling(now):
-            return 0.0
-        key = (namespace, component)
-        found = [since for absent, since in self._absent.items() if absent[:2] == key]
-        return max(0.0, max(found, default=now - RETURN_SECONDS) + RETURN_SECONDS - now)
-
-    def trust(self, namespace: str, component: str, instance_id: str) -> bool:
-        """End every suspicion of an instance; True when there was one."""
-        key = (namespace, component, instance_id)
-        was_suspect = self._suspect.pop(key, None) is not None
-        if key not in self._absent:
-            return was_suspect
-        del self._absent[key]
-        self._choice.pop(key[:2], None)
-        return True
-
-    def instances(self, namespace: str, component: str, now: float) -> list[Instance]:
-        """The instances of a component that may be chosen, in a stable order."""
-        if self._expired:
-            for expired in [key for key, until in self._expired.items() if until <= now]:
-                self._drop(expired)
-        key = (namespace, component)
-        choice = self._choice.get(key)
-        if choice is None:
-            known = self._instances.get(key, {})
-            absent = self._absent
-            choice = [
-                one
-                for one in known.values()
-                if not one.record.draining and (namespace, component, one.id) not in absent
-            ]
-            self._choice[key] = choice
-        if not self._suspect:
-            return choice
-        for suspect in [key for key, until in self._suspect.items() if until <= now]:
-            del self._suspect[suspect]
-        return [one for one in choice if (namespace, component, one.id) not in self._suspect]
-
-    def find(self, namespace: str, component: str, instance_id: str) -> Instance | None:
-        """One instance, whether it may be chosen or not."""
-        return self._instances.get((namespace, component), {}).get(instance_id)
-
-    def everything(self) -> list[Instance]:
-        """Every known instance."""
-        return [one for instances in self._instances.values() for one in instances.values()]
-
-    def _drop(self, key: tuple[str, str, str]) -> None:
-        self._expired.pop(key, None)
-        self._suspect.pop(key, None)
-        self._absent.pop(key, None)
-        self._believed_until.pop(key, None)
-        self._choice.pop(key[:2], None)
-        component = self._instances.get(key[:2])
-        if component is not None:
-            component.pop(key[2], None)
 
 
 class Discovery:
@@ -287,8 +61,7 @@ class Discovery:
         self.view = InstanceView(max(EXPIRY_GRACE, bus.config.lease_ttl / 2))
         self.synchronized = asyncio.Event()
         self._changed: set[asyncio.Future[None]] = set()
-        self._consumer: OrderedConsumer | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._works: list[Work] = []
         self._begun = False
         self._is_watching = False
         self._is_closed = False
@@ -298,7 +71,7 @@ class Discovery:
 
     def begin(self) -> None:
         """Start watching, once; returns at once."""
-        if not self._begun:
+        if not (self._begun or self._is_closed):
             self._begun = True
             if self._bus.data.has_peers:
                 # Who comes to a cluster that has just lost a server is there before instances
@@ -327,7 +100,7 @@ class Discovery:
         if self.synchronized.is_set():
             return
         try:
-            async with asyncio.timeout(timeout):
+            with anyio.fail_after(timeout):
                 await self.synchronized.wait()
             self._check_open()
         except TimeoutError:
@@ -350,7 +123,7 @@ class Discovery:
             NoInstances: there are not as many in time.
         """
         try:
-            async with asyncio.timeout(timeout or None):
+            with anyio.fail_after(timeout or None):
                 await self.wait_synchronized(FIRST_READING if timeout == 0 else None)
                 while True:
                     found = self.view.instances(endpoint.namespace, endpoint.component, monotonic())
@@ -397,27 +170,14 @@ class Discovery:
             f"{namespace}.{component}@{instance_id} is not known after {timeout} s", started=False
         )
 
-    def suspect(
-        self,
-        namespace: str,
-        component: str,
-        instance_id: str,
-        seconds: float,
-        *,
-        nobody_listens: bool,
-    ) -> None:
-        """Have other instances chosen: a call to this one failed.
+    def suspect(self, namespace: str, component: str, instance_id: str, seconds: float) -> None:
+        """Have other instances chosen for so long at most: this one did not answer a call."""
+        self.view.suspect(namespace, component, instance_id, monotonic(), seconds)
 
-        Args:
-            seconds: for how long at most, where somebody listens.
-            nobody_listens: as the server says, so that it is chosen again once somebody does;
-                False for one that does not answer.
-        """
-        key = (namespace, component, instance_id)
-        if not nobody_listens:
-            self.view.suspect(*key, monotonic(), seconds)
-            return
-        self._note_absent(key)
+    def note_absent(self, namespace: str, component: str, instance_id: str) -> None:
+        """Have other instances chosen until somebody listens there again: as the server says,
+        nobody did when this one was called."""
+        self._note_absent((namespace, component, instance_id))
         self._look_around((namespace, component))
 
     async def _change(self, at_most: float) -> None:
@@ -425,10 +185,8 @@ class Discovery:
         self._changed.add(future)
         try:
             # Bounded: suspicion and grace end by time alone.
-            async with asyncio.timeout(at_most):
+            with anyio.move_on_after(at_most):
                 await future
-        except TimeoutError:
-            return
         finally:
             self._changed.discard(future)
 
@@ -440,38 +198,41 @@ class Discovery:
     # On the lane ---------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._tasks = [
-            loop.create_task(self._watch(), name="discovery"),
-            loop.create_task(self._read_until_watching(), name="discovery-reading"),
+        background = self._bus.lane.background
+        self._works = [
+            background.start(self._watch, name="discovery"),
+            background.start(self._read_until_watching, name="discovery's first reading"),
         ]
 
     async def _stop(self) -> None:
-        await end_tasks(*self._tasks)
-        if self._consumer is not None:
-            await self._consumer.stop()
+        for work in self._works:
+            await work.end()
 
     async def _watch(self) -> None:
-        connection = self._bus.lane.connection
-        connection.on_state(self._on_state)
+        jetstream = self._bus.lane.connection.jetstream
+        self._bus.lane.connection.on_state(self._on_state)
         self._bus.data.on_state(self._on_state)
         while True:
+            self._bus.to_main(self.view.pass_began)
             try:
-                self._bus.to_main(self.view.pass_began)
-                self._consumer = await connection.jetstream.consume(
+                consumer = await jetstream.consume(
                     INSTANCES_STREAM.name,
                     self._receive,
                     last_per_subject=True,
                     on_restart=lambda: self._bus.to_main(self.view.pass_began),
                     on_caught_up=lambda: self._bus.to_main(self._caught_up),
                 )
-                return
+                break
+            except NoStream:
+                await self._make_bucket()
             except DynbusError as error:
-                if error.code == "NoStream":
-                    await self._make_bucket()
-                    continue
                 logger.warning("discovery cannot watch yet: %s", error)
-                await asyncio.sleep(RETRY_DELAY)
+                await anyio.sleep(RETRY_DELAY)
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await consumer.stop()
 
     async def _read_until_watching(self) -> None:
         """Read the records from any server that keeps them, while there is no consumer yet.
@@ -481,7 +242,7 @@ class Discovery:
         jetstream = self._bus.lane.connection.jetstream
         delay = READ_AFTER
         while True:
-            await asyncio.sleep(delay)
+            await anyio.sleep(delay)
             if self._is_watching:
                 return
             delay = READ_INTERVAL
@@ -501,7 +262,7 @@ class Discovery:
             await ensure_bucket(jetstream, self._bus.config.replicas)
         except DynbusError as error:
             logger.warning("the instances bucket cannot be made: %s", error)
-            await asyncio.sleep(RETRY_DELAY)
+            await anyio.sleep(RETRY_DELAY)
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:

@@ -15,13 +15,13 @@ from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.protocol.wire import Ping, encode_batch
 from dynbus.bus.transport import ConnectionState
 
+from .instance_view import InstanceKey
+
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
 
 ANSWER_SECONDS: Final = 0.25
 """The server's answer takes a round trip; none after this long means that somebody listens."""
-
-InstanceKey = tuple[str, str, str]
 
 
 class Presence:

@@ -9,7 +9,7 @@ from typing import Final
 
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.records.discovery import Instance
+from dynbus.bus.records.instance_view import Instance
 from dynbus.kvrouter.radix.index import Rank
 
 logger = logging.getLogger(__name__)

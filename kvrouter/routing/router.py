@@ -22,7 +22,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, DeadlineExceeded, Draining, DynbusError
 from dynbus.bus.protocol.names import EndpointName, check_token
 from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.records.discovery import Instance
+from dynbus.bus.records.instance_view import Instance
 from dynbus.bus.transport import Connection
 from dynbus.kvrouter.stream.awareness import CacheAwareness, no_instances
 from dynbus.kvrouter.stream.membership import Instances, live_instances

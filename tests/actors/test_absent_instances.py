@@ -20,7 +20,7 @@ from dynbus import (
 )
 from dynbus.bus.clock import monotonic
 from dynbus.bus.protocol.liveness import SILENCE_LIMIT
-from dynbus.bus.records.discovery import EXPIRY_GRACE, SUSPECT_SECONDS
+from dynbus.bus.records.instance_view import EXPIRY_GRACE, SUSPECT_SECONDS
 from dynbus.testing import TestKit, run
 
 

@@ -31,7 +31,7 @@ from dynbus import (
 from dynbus.bus.clock import monotonic
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import control_subject
-from dynbus.bus.records.discovery import Instance
+from dynbus.bus.records.instance_view import Instance
 from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.testing import TestKit, run
 

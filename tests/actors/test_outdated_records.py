@@ -10,7 +10,8 @@ import pytest
 from dynbus import Actor, NoInstances, handler
 from dynbus.bus.protocol.names import control_subject
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
-from dynbus.bus.records.discovery import EXPIRY_GRACE, LAST_QUESTION, LOOK_PAUSE
+from dynbus.bus.records.discovery import LAST_QUESTION, LOOK_PAUSE
+from dynbus.bus.records.instance_view import EXPIRY_GRACE
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 from dynbus.testing import TestKit, run
 

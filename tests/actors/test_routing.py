@@ -19,7 +19,7 @@ from dynbus.actors.calling.routing import (
 )
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.wire import InstanceRecord
-from dynbus.bus.records.discovery import Instance
+from dynbus.bus.records.instance_view import Instance
 
 pytestmark = pytest.mark.anyio
 

@@ -20,7 +20,7 @@ from dynbus import (
 )
 from dynbus.actors.calling.routing import ROUTE_TIMEOUT
 from dynbus.bus.clock import monotonic
-from dynbus.bus.records.discovery import Instance
+from dynbus.bus.records.instance_view import Instance
 from dynbus.testing import TestKit, run
 
 

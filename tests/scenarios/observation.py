@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import psutil
 
 from dynbus import RouteRequest, Runtime
-from dynbus.bus.records.discovery import Instance
+from dynbus.bus.records.instance_view import Instance
 
 from .workload import Census, Source
 

@@ -11,7 +11,7 @@ from tests.conditions import eventually
 
 from dynbus import NoInstances, Runtime, StreamLost, Unavailable, UnknownOutcome, call_options
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.records.discovery import SUSPECT_SECONDS
+from dynbus.bus.records.instance_view import SUSPECT_SECONDS
 
 from .observation import Prefer, begun_at, no_handler_runs
 from .processes import Processes

@@ -6,7 +6,12 @@ import msgspec
 import pytest
 
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
-from dynbus.bus.records.discovery import EXPIRY_GRACE, RETURN_SECONDS, SUSPECT_SECONDS, InstanceView
+from dynbus.bus.records.instance_view import (
+    EXPIRY_GRACE,
+    RETURN_SECONDS,
+    SUSPECT_SECONDS,
+    InstanceView,
+)
 from dynbus.bus.records.leases import record_of, ttl_of
 from dynbus.bus.transport import StoredMessage
 
