@@ -74,6 +74,8 @@ class StreamLimits(NamedTuple):
         duplicate_window: seconds in which a message id is remembered.
         discard_new: refuse with `StreamFull` what would exceed `max_bytes` or
             `max_messages`, instead of dropping the oldest messages.
+        max_message_size: bytes of headers and data of one message; a larger one is refused with
+            `PayloadTooLarge`.
     """
 
     max_bytes: int | None = None
@@ -82,6 +84,7 @@ class StreamLimits(NamedTuple):
     max_messages_per_subject: int | None = None
     duplicate_window: float = 120.0
     discard_new: bool = False
+    max_message_size: int | None = None
 
 
 class StreamConfig(NamedTuple):
@@ -255,6 +258,7 @@ class JetStream(Protocol):
             WrongLastSequence: `expected_last_subject_sequence` does not hold.
             NoStream: no stream takes the subject.
             StreamFull: the stream is full, and `discard_new`.
+            PayloadTooLarge: the stream takes no message of this size.
         """
         ...
 

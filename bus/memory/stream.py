@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.errors import ConfigError, PayloadTooLarge
 from dynbus.bus.protocol.headers import (
     EXPECTED_LAST_SUBJECT_SEQUENCE,
     MARKER_REASON,
@@ -80,8 +80,12 @@ class MemoryStream:
             WrongLastSequence: the sequence that the headers expect does not hold.
             ConfigError: the headers ask for a TTL that the stream does not have.
             StreamFull: there is no room, and the stream keeps its old messages.
+            PayloadTooLarge: the stream takes no message of this size.
         """
         self.expire(now, unix)
+        most = self.config.limits.max_message_size
+        if most is not None and self._header_size(headers) + len(data) > most:
+            raise PayloadTooLarge(f"publish to {subject}: message size exceeds maximum allowed")
         expected = headers.get(EXPECTED_LAST_SUBJECT_SEQUENCE, "")
         last = self._last_sequence_of(subject)
         if expected and expected != str(last):
@@ -161,9 +165,13 @@ class MemoryStream:
         """The message at a sequence that is held."""
         return self._records[sequence].message
 
-    def _size_of(self, subject: str, headers: Mapping[str, str], data: bytes) -> int:
+    @staticmethod
+    def _header_size(headers: Mapping[str, str]) -> int:
         block = 12 + sum(len(key) + len(value) + 4 for key, value in headers.items())
-        size = len(subject) + len(data) + (block if headers else 0)
+        return block if headers else 0
+
+    def _size_of(self, subject: str, headers: Mapping[str, str], data: bytes) -> int:
+        size = len(subject) + len(data) + self._header_size(headers)
         if self.config.in_memory:
             return size + MEMORY_OVERHEAD
         return size + FILE_OVERHEAD + (FILE_HEADERS_OVERHEAD if headers else 0)

@@ -13,7 +13,7 @@ import msgspec
 
 from dynbus.bus.background import Background
 from dynbus.bus.drops import DropReason
-from dynbus.bus.errors import DynbusError, Unavailable
+from dynbus.bus.errors import DynbusError, PayloadTooLarge, Unavailable
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import (
     Connection,
@@ -34,6 +34,7 @@ STREAM_NAME_IN_USE: Final = 10058
 STREAM_NOT_FOUND: Final = 10059
 MESSAGE_NOT_FOUND: Final = 10037
 NOT_STORED: Final = 10077
+TOO_LARGE: Final = 10054
 NO_PEERS: Final = 10005
 ONE_SERVER: Final = 10074
 NO_ROOM: Final = (10023, 10047)
@@ -185,6 +186,8 @@ def _raise_for(error: Mapping[str, Any], what: str) -> None:
         raise WrongLastSequence(text, int(last) if last.isdigit() else 0)
     if code == STREAM_NOT_FOUND:
         raise NoStream(text)
+    if code == TOO_LARGE:
+        raise PayloadTooLarge(text)
     if code == NOT_STORED and "maximum " in text:
         raise StreamFull(text)
     if code in NO_ROOM or (code == NOT_STORED and "creating store" in text):

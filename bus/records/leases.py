@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 MARKER_TTL: Final = 120.0
 """Seconds for which an ended lease stays visible; far longer than a watcher's outage."""
 
+MAX_RECORD_BYTES: Final = 64 * 1024
+"""Names of some hundred endpoints and all metadata; what is larger is no instance's."""
 RETRY_DELAY: Final = 0.25
 COUNT_TIMEOUT: Final = 1.0
 ANSWER_TIMEOUT: Final = 2.0
@@ -46,7 +48,11 @@ _TTL = re.compile(r"([0-9]{1,9})s?")
 INSTANCES_STREAM: Final = StreamConfig(
     name=f"KV_{INSTANCES_BUCKET}",
     subjects=(f"$KV.{INSTANCES_BUCKET}.>",),
-    limits=StreamLimits(max_messages_per_subject=1, max_bytes=64 * 1024 * 1024),
+    limits=StreamLimits(
+        max_messages_per_subject=1,
+        max_bytes=64 * 1024 * 1024,
+        max_message_size=MAX_RECORD_BYTES,
+    ),
     marker_ttl=MARKER_TTL,
     description="dynbus: one record per running instance",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import pytest
 
@@ -128,10 +129,17 @@ async def test_what_is_asked_of_a_missing_stream_says_so(bus: Bus) -> None:
         await js.purge("missing")
 
 
-async def outcome(js: JetStream, subject: str, data: bytes, *, rollup: bool = False) -> int | str:
+async def outcome(
+    js: JetStream,
+    subject: str,
+    data: bytes,
+    *,
+    rollup: bool = False,
+    headers: Mapping[str, str] | None = None,
+) -> int | str:
     """The sequence of a publish, or the code of its refusal."""
     try:
-        return await js.publish(subject, data, rollup=rollup)
+        return await js.publish(subject, data, rollup=rollup, headers=headers)
     except DynbusError as error:
         return error.code
 
@@ -164,6 +172,19 @@ async def test_a_stream_that_discards_what_is_new_refuses_it_when_full(
     found = [await outcome(js, f"{stream}.{number % 2}", data) for number in range(5)]
 
     assert found == outcomes
+
+
+async def test_a_stream_refuses_a_message_above_the_size_that_it_takes(bus: Bus) -> None:
+    stream = await bus.stream(StreamLimits(max_message_size=100))
+    js = (await bus.connect()).jetstream
+
+    found = [await outcome(js, f"{stream}.a", bytes(size)) for size in (100, 101)]
+    with_headers = await outcome(js, f"{stream}.a", bytes(80), headers={"Some": "header"})
+    config = await js.stream_config(stream)
+
+    assert found == [1, "PayloadTooLarge"]
+    assert with_headers == "PayloadTooLarge"
+    assert config.limits.max_message_size == 100
 
 
 async def test_a_full_stream_takes_messages_again_once_there_is_room(bus: Bus) -> None:
