@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -17,6 +17,8 @@ from anyio.abc import TaskGroup
 from .errors import Unavailable, describe_exception, only_cause
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -238,3 +240,32 @@ class Openable:
         await asyncio.wait({self._host})
         if not self._closing.is_set():
             self._host.result()
+
+
+async def run_apart(function: Callable[..., Awaitable[T]], *args: Any, name: str) -> T:
+    """The result of `function(*args)`, which runs in a task of its own.
+
+    Whoever is cancelled while they wait cancels it, and waits until it has cleaned up under its
+    shields. A second `cancel()` of asyncio's, which no shield stops, ends the wait at most.
+
+    Raises:
+        Exception: what it raised.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    async def run() -> None:
+        try:
+            results.append(await function(*args))
+        except Exception as error:  # noqa: BLE001 - raised to whoever waits
+            errors.append(error)
+
+    async with Background(name, errors.append) as background:
+        work = background.start(run, name=name)
+        try:
+            await work.wait()
+        finally:
+            await work.end()
+    if errors:
+        raise errors[0]
+    return results[0]

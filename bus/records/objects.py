@@ -16,9 +16,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, Final, TypeVar
 
+import anyio
 import msgspec
 
-from dynbus.bus.cleanup import finish
+from dynbus.bus.background import run_apart
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.transport import (
@@ -121,6 +122,18 @@ class ObjectStore:
         """
         if not name:
             raise ConfigError("an object needs a name")
+        # What it leaves when it is cancelled must go, however impatient whoever cancels it is.
+        return await run_apart(
+            self._put, name, data, headers or {}, timeout, name=f"put {name} into {self._bucket}"
+        )
+
+    async def _put(
+        self,
+        name: str,
+        data: bytes | bytearray | memoryview,
+        headers: Mapping[str, str],
+        timeout: float,
+    ) -> ObjectInfo:
         end = monotonic() + timeout
         nuid = secrets.token_hex(11)
         view = memoryview(data).cast("B")
@@ -138,7 +151,7 @@ class ObjectStore:
             len(view),
             len(starts),
             digest_text(digest.digest()),
-            headers={key: [value] for key, value in (headers or {}).items()},
+            headers={key: [value] for key, value in headers.items()},
             options={"max_chunk_size": chunk_size},
         )
         replaced: set[str] = set()
@@ -275,7 +288,8 @@ class ObjectStore:
     async def _settle_shielded(self, record: ObjectRecord, replaced: set[str]) -> None:
         """Bring a record that was sent to its end, although whoever wrote it has left."""
         try:
-            await finish(self._replace(monotonic() + CLEANUP_TIMEOUT, record, replaced))
+            with anyio.CancelScope(shield=True):
+                await self._replace(monotonic() + CLEANUP_TIMEOUT, record, replaced)
         except StreamFull:
             await self._drop_chunks_shielded(record.nuid)
         except DynbusError as error:
@@ -349,7 +363,8 @@ class ObjectStore:
 
     async def _clean_up(self, nuid: str, dropping: Coroutine[Any, Any, None]) -> None:
         try:
-            await finish(dropping)
+            with anyio.CancelScope(shield=True):
+                await dropping
         except DynbusError as error:
             logger.warning(
                 "chunks of %s in bucket %s stay until drop_abandoned(): %s",
@@ -383,7 +398,7 @@ class ObjectStore:
             except Unavailable:
                 if end - monotonic() <= RETRY_DELAY:
                     raise
-                await asyncio.sleep(RETRY_DELAY)
+                await anyio.sleep(RETRY_DELAY)
 
 
 def _left(end: float) -> float:

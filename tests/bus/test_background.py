@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from dynbus.bus.background import Background, Openable, Work
+from dynbus.bus.background import Background, Openable, Work, run_apart
 from dynbus.bus.errors import Unavailable
 
 pytestmark = pytest.mark.anyio
@@ -251,3 +251,38 @@ async def test_what_cannot_be_opened_is_no_failure_of_the_background() -> None:
             await Locked(background).__aenter__()
 
     assert owner.failures == []
+
+
+async def test_what_runs_apart_gives_its_result_or_its_error() -> None:
+    async def divide(one: int, other: int) -> float:
+        return one / other
+
+    assert await run_apart(divide, 4, 2, name="divide") == 2.0
+    with pytest.raises(ZeroDivisionError):
+        await run_apart(divide, 4, 0, name="divide")
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+async def test_what_runs_apart_cleans_up_however_often_it_is_cancelled(times: int) -> None:
+    started, release, cleaned = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            started.set()
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await release.wait()
+                cleaned.set()
+
+    waiting = asyncio.create_task(run_apart(work, name="work"))
+    await started.wait()
+    for _ in range(times):
+        waiting.cancel()
+        await anyio.sleep(0.01)
+    release.set()
+
+    async with asyncio.timeout(5.0):
+        await cleaned.wait()
+        await asyncio.wait({waiting})
+    assert waiting.cancelled()

@@ -1,0 +1,241 @@
+"""The instances that clients choose from, as far as is known, without I/O.
+
+The view forgets an instance late rather than early: an expiry seen just after an outage of ours
+may only mean that its renewal is on the way, and an instance that still answers is not dead
+whatever a record says. Nor is one alive because of a record that nobody renews: a server that was
+killed may bring records back that had expired, and never remove them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from dynbus.bus.protocol.wire import InstanceRecord
+
+EXPIRY_GRACE: Final = 3.0
+SUSPECT_SECONDS: Final = 5.0
+RETURN_SECONDS: Final = 1.5
+
+ComponentKey = tuple[str, str]
+InstanceKey = tuple[str, str, str]
+
+
+class Instance(NamedTuple):
+    """An instance as a client may choose it.
+
+    Attributes:
+        started: Unix time of its start.
+        renewed: Unix time of its last renewal, on the server's clock.
+    """
+
+    record: InstanceRecord
+    renewed: float
+
+    @property
+    def id(self) -> str:
+        return self.record.instance_id
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """What the instance says of itself; not to be changed."""
+        return self.record.metadata
+
+
+class InstanceView:
+    """All instances that are known, by component. Times are of one monotonic clock.
+
+    Args:
+        renewal_grace: seconds within which every living instance renews its record.
+    """
+
+    def __init__(self, renewal_grace: float = 0.0) -> None:
+        self._instances: dict[ComponentKey, dict[str, Instance]] = {}
+        self._expired: dict[InstanceKey, float] = {}
+        self._suspect: dict[InstanceKey, float] = {}
+        self._absent: dict[InstanceKey, float] = {}
+        self._unseen: set[InstanceKey] = set()
+        self._believed_until: dict[InstanceKey, float] = {}
+        self._is_reading = False
+        self._grace_until = 0.0
+        self._renewal_grace = renewal_grace
+        self._choice: dict[ComponentKey, list[Instance]] = {}
+
+    def __repr__(self) -> str:
+        count = sum(len(instances) for instances in self._instances.values())
+        return f"<InstanceView [{count} instances, {len(self._expired)} expired]>"
+
+    def put(self, record: InstanceRecord, renewed: float, believed_until: float = math.inf) -> bool:
+        """An instance announced itself or renewed; True when it was not known so.
+
+        Args:
+            believed_until: when its lease is over for certain, unless it is renewed again.
+        """
+        key = (record.namespace, record.component, record.instance_id)
+        component = self._instances.setdefault(key[:2], {})
+        before = component.get(record.instance_id)
+        if before is None or renewed > before.renewed:
+            # The same record read again is no renewal.
+            self._believed_until[key] = believed_until
+        component[record.instance_id] = Instance(record, renewed)
+        self._choice.pop(key[:2], None)
+        self._expired.pop(key, None)
+        self._unseen.discard(key)
+        news = before is None or before.record.incarnation != record.incarnation
+        if news:
+            self.trust(*key)
+        return news or before is None or before.record.draining != record.draining
+
+    def delete(self, namespace: str, component: str, instance_id: str) -> None:
+        """An instance said that it goes."""
+        self._drop((namespace, component, instance_id))
+
+    def expire(self, namespace: str, component: str, instance_id: str, now: float) -> None:
+        """A record ran out; counts at once, or after the grace that follows an outage."""
+        key = (namespace, component, instance_id)
+        if now < self._grace_until:
+            self._expired[key] = self._grace_until
+        else:
+            self._drop(key)
+
+    def outage_ended(self, now: float) -> None:
+        """We or others were cut off until now: give records time to be renewed."""
+        self._grace_until = now + EXPIRY_GRACE
+
+    def pass_began(self) -> None:
+        """A complete reading of all records begins."""
+        self._is_reading = True
+        self._unseen = {
+            (*key, instance_id)
+            for key, instances in self._instances.items()
+            for instance_id in instances
+        }
+
+    def is_settling(self, now: float) -> bool:
+        """Whether we or others were cut off a moment ago, and others may be so still."""
+        return now < self._grace_until
+
+    def is_reading(self) -> bool:
+        """Whether records come that may have been stored long ago."""
+        return self._is_reading
+
+    def doubt(self, namespace: str, component: str, instance_id: str) -> None:
+        """An instance counts as not shown by the reading that began, unless it still is."""
+        self._unseen.add((namespace, component, instance_id))
+
+    def pass_ended(self, now: float) -> None:
+        """It is complete: what it did not show has ended while we did not look.
+
+        Or the bucket was lost as a whole, and its instances are about to announce themselves
+        again: each has the time until its next renewal.
+        """
+        for key in self._unseen:
+            self._expired[key] = max(self._grace_until, now + self._renewal_grace)
+        self._unseen = set()
+        self._is_reading = False
+
+    def is_outdated(self, namespace: str, component: str, instance_id: str, now: float) -> bool:
+        """Whether an instance has not renewed its record for longer than its lease can live."""
+        return self._believed_until.get((namespace, component, instance_id), math.inf) <= now
+
+    def outdated(self, now: float) -> list[InstanceKey]:
+        """The instances of outdated records, but for those of which it is known that nobody
+        listens there."""
+        return [
+            key
+            for key, until in self._believed_until.items()
+            if until <= now and key not in self._absent
+        ]
+
+    def vouch(self, namespace: str, component: str, instance_id: str, until: float) -> None:
+        """Believe the record of an instance for longer: somebody listens there."""
+        key = (namespace, component, instance_id)
+        if key in self._believed_until:
+            self._believed_until[key] = max(self._believed_until[key], until)
+
+    def suspect(
+        self,
+        namespace: str,
+        component: str,
+        instance_id: str,
+        now: float,
+        seconds: float = SUSPECT_SECONDS,
+    ) -> None:
+        """Do not choose an instance until it renews, or for so long: it does not answer."""
+        self._suspect[(namespace, component, instance_id)] = now + seconds
+
+    def note_absent(self, namespace: str, component: str, instance_id: str, now: float) -> bool:
+        """Do not choose an instance until it is trusted: nobody listens where it would.
+
+        True when that was not known of it.
+        """
+        key = (namespace, component, instance_id)
+        if key in self._absent or self.find(*key) is None:
+            return False
+        self._absent[key] = now
+        self._choice.pop(key[:2], None)
+        return True
+
+    def is_absent(self, namespace: str, component: str, instance_id: str) -> bool:
+        """Whether nobody listens where an instance would, as far as is known."""
+        return (namespace, component, instance_id) in self._absent
+
+    def returning(self, namespace: str, component: str, now: float) -> float:
+        """Seconds for which an instance of a component may still only be changing servers: a
+        server was lost, or we were, and that nobody listens was found a moment ago. 0 for none."""
+        if not self.is_settling(now):
+            return 0.0
+        key = (namespace, component)
+        found = [since for absent, since in self._absent.items() if absent[:2] == key]
+        return max(0.0, max(found, default=now - RETURN_SECONDS) + RETURN_SECONDS - now)
+
+    def trust(self, namespace: str, component: str, instance_id: str) -> bool:
+        """End every suspicion of an instance; True when there was one."""
+        key = (namespace, component, instance_id)
+        was_suspect = self._suspect.pop(key, None) is not None
+        if key not in self._absent:
+            return was_suspect
+        del self._absent[key]
+        self._choice.pop(key[:2], None)
+        return True
+
+    def instances(self, namespace: str, component: str, now: float) -> list[Instance]:
+        """The instances of a component that may be chosen, in a stable order."""
+        if self._expired:
+            for expired in [key for key, until in self._expired.items() if until <= now]:
+                self._drop(expired)
+        key = (namespace, component)
+        choice = self._choice.get(key)
+        if choice is None:
+            known = self._instances.get(key, {})
+            absent = self._absent
+            choice = [
+                one
+                for one in known.values()
+                if not one.record.draining and (namespace, component, one.id) not in absent
+            ]
+            self._choice[key] = choice
+        if not self._suspect:
+            return choice
+        for suspect in [key for key, until in self._suspect.items() if until <= now]:
+            del self._suspect[suspect]
+        return [one for one in choice if (namespace, component, one.id) not in self._suspect]
+
+    def find(self, namespace: str, component: str, instance_id: str) -> Instance | None:
+        """One instance, whether it may be chosen or not."""
+        return self._instances.get((namespace, component), {}).get(instance_id)
+
+    def everything(self) -> list[Instance]:
+        """Every known instance."""
+        return [one for instances in self._instances.values() for one in instances.values()]
+
+    def _drop(self, key: InstanceKey) -> None:
+        self._expired.pop(key, None)
+        self._suspect.pop(key, None)
+        self._absent.pop(key, None)
+        self._believed_until.pop(key, None)
+        self._choice.pop(key[:2], None)
+        component = self._instances.get(key[:2])
+        if component is not None:
+            component.pop(key[2], None)
