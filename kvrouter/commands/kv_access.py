@@ -109,8 +109,8 @@ async def past_index(at: Opened, component: str, point: Point = NOW) -> PastInde
     if not past.is_whole:
         named = ", ".join(f"{rank.instance}/{rank.dp_rank}" for rank in past.partial[:5])
         notice(
-            f"the stream begins at sequence {past.first_sequence}: what was said before it is not "
-            f"known, so that blocks may be missing{f' ({named})' if named else ''}"
+            f"the stream begins at sequence {past.first_sequence}: nothing is known of what was "
+            f"said before, so blocks may be missing{f' ({named})' if named else ''}"
         )
     return past
 

@@ -47,7 +47,7 @@ def parse_points(time: str | None, sequence: int | None, to: str | None) -> Poin
     else:
         raise ValueError(f"--to {to!r}: with --seq it is a sequence, or now")
     if (before.sequence or 0, before.time or 0.0) > (after.sequence or 0, after.time or 0.0):
-        raise ValueError("--to lies before the other point: exchange the two")
+        raise ValueError("--to lies before the other point: swap the two")
     return PointRequest(before, after)
 
 
@@ -65,7 +65,7 @@ def parse_time(text: str) -> float:
         return float(text) if text.replace(".", "", 1).isdecimal() else _iso(text)
     except (ValueError, OverflowError):
         raise ValueError(
-            f"{text!r} is no time: write 2026-01-31T12:00:00Z, Unix seconds, or 10m for ten "
+            f"{text!r} is not a time: write 2026-01-31T12:00:00Z, Unix seconds, or 10m for ten "
             "minutes ago"
         ) from None
 
@@ -110,7 +110,7 @@ def parse_prefix(words: Sequence[str]) -> tuple[list[int] | None, list[int] | No
         try:
             tokens = msgspec.json.decode(text.encode(), type=list[int])
         except (msgspec.DecodeError, UnicodeError) as error:
-            raise ValueError(f"it is no JSON array of token ids: {error}") from None
+            raise ValueError(f"it is not a JSON array of token ids: {error}") from None
         if not all(0 <= token < 1 << 32 for token in tokens):
             raise ValueError("token ids are integers from 0 to 2^32 - 1")
         return None, tokens
@@ -127,7 +127,7 @@ def _hash(word: str) -> int:
         number = -1
     if not 0 <= number < 1 << 64:
         raise ValueError(
-            f"{word!r} is no block hash: write a number below 2^64, hexadecimal ones with 0x; "
+            f"{word!r} is not a block hash: write a number below 2^64, hexadecimal ones with 0x; "
             "token ids are one JSON array"
         )
     return number

@@ -135,7 +135,7 @@ class Election(Openable):
             except Exception:
                 # Without a candidate no snapshot would ever be taken again.
                 self.failures += 1
-                logger.exception("%r: a round failed", self)
+                logger.exception("%r: a round of the election failed", self)
             self._set_deadlines()
             await anyio.sleep(self._record.lease.ttl / 3)
 

@@ -343,7 +343,9 @@ class IndexFollower(Openable):
 
     def _recreated(self) -> None:
         """The stream is another one: nothing of what was read is in it."""
-        logger.warning("stream %s was made again, the index is rebuilt", self.stream.name)
+        logger.warning(
+            "stream %s was deleted and made again: the index is rebuilt", self.stream.name
+        )
         self._recreations += 1
         now = monotonic()
         if self._held_back is not None:
@@ -373,7 +375,7 @@ class IndexFollower(Openable):
             except Exception:
                 # The index would grow old without a word.
                 self._failures += 1
-                logger.exception("%r: a look at the state failed", self)
+                logger.exception("%r: looking at the instances or the stream failed", self)
 
     @property
     def _can_hear(self) -> bool:

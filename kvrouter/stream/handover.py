@@ -40,7 +40,7 @@ def own_events(events: Iterable[KvEvent]) -> list[KvEvent]:
     try:
         given = list(events)
     except TypeError:
-        raise InvalidEvents(f"{brief_repr(events)} is no list of events: give a list") from None
+        raise InvalidEvents(f"{brief_repr(events)} is not a list of events: give a list") from None
     taken: list[KvEvent] = []
     try:
         taken.extend(map(own_event, given))
@@ -59,7 +59,9 @@ def own_event(event: object) -> KvEvent:
     if isinstance(event, AllBlocksCleared):
         return event
     if not isinstance(event, BlockStored | BlockRemoved):
-        raise InvalidEvents("it is no event: give BlockStored, BlockRemoved or AllBlocksCleared")
+        raise InvalidEvents(
+            "it is not an event: give BlockStored, BlockRemoved or AllBlocksCleared"
+        )
     tier = _own_tier(event.tier)
     engine_hashes = _own_hashes(event.engine_hashes)
     if isinstance(event, BlockRemoved):
@@ -80,7 +82,7 @@ def _own_tier(tier: object) -> Tier:
             return Tier(tier)
         except ValueError:
             pass
-    raise InvalidEvents(f"{brief_repr(tier)} is no tier: give a Tier")
+    raise InvalidEvents(f"{brief_repr(tier)} is not a tier: give a Tier")
 
 
 def _own_parent(parent: object) -> int | None:

@@ -155,8 +155,8 @@ async def index_at(
         )
         if tail.began_later and snapshot is None and stream.first_sequence > 1:
             raise NoHistory(
-                "that time is gone: the oldest message that is known is younger, and no snapshot "
-                "is as old"
+                "nothing is known of that time: the stream's oldest message is younger, and so is "
+                "every snapshot"
             )
     # What the stream says of other components changes nothing, but is passed all the same.
     reached = last if point.time is None else max(covered, tail.sequence)

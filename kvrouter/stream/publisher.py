@@ -521,7 +521,7 @@ class KvEventPublisher(Openable):
                 await self._step(tasks)
             except Exception as error:
                 # An engine without its publisher would look idle for ever.
-                logger.exception("%r: a step failed, all is sent again", self)
+                logger.exception("%r: a step failed, so everything is sent again", self)
                 self._sender.note_failure(error)
                 for log in self._logs.values():
                     log.begin_anew()

@@ -272,7 +272,7 @@ class SnapshotWriter(Openable):
             except Exception as error:
                 # The stream would go on being cut without a snapshot.
                 self._note_failure(error)
-                logger.exception("%r: a look failed", self)
+                logger.exception("%r: looking whether a snapshot is due failed", self)
 
     def _note_failure(self, error: Exception) -> None:
         self._failures += 1

@@ -195,7 +195,7 @@ class SnapshotStore:
             raise UnusableSnapshot(f"snapshot {info.name}: {error}") from error
         if sequence != info.coverage.sequence:
             raise UnusableSnapshot(
-                f"snapshot {info.name} holds the stream up to {sequence}: it is another one's"
+                f"snapshot {info.name} holds the stream up to {sequence}, not what its name says"
             )
         return index
 
@@ -233,7 +233,7 @@ class SnapshotStore:
         return SnapshotInfo(component, coverage, len(data), stored.modified, blocks, instances)
 
     async def _make_room(self, component: str, coverage: Coverage, keep: int) -> None:
-        logger.warning("%r is full: older snapshots of %s go", self, component)
+        logger.warning("%r is full: older snapshots of %s are deleted", self, component)
         await self._drop_superseded(component, coverage.created, keep)
         await self.drop_abandoned()
 

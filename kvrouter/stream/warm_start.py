@@ -81,7 +81,7 @@ async def warm_index(
         is_connected = info.is_connected(stream)
         if not is_connected:
             logger.warning(
-                "snapshot %s: the stream begins at %d, what lies between is asked for",
+                "snapshot %s: the stream begins at %d; ranks are asked for what lies between",
                 info.name,
                 stream.first_sequence,
             )
@@ -139,7 +139,9 @@ async def _warm_or_cold(
     except NoStream:
         return _cold(None, 0, max_blocks)
     except DynbusError as error:
-        logger.warning("no snapshot of %s could be read, the stream is: %s", component, error)
+        logger.warning(
+            "no snapshot of %s could be read, so the whole stream is: %s", component, error
+        )
         return _cold(None, 0, max_blocks)
 
 

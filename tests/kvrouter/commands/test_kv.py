@@ -308,11 +308,11 @@ def test_what_cannot_be_told_is_said_with_the_reason(
     [
         (["at"], "give either --time or --seq"),
         (["at", "--seq", "1", "--time", "5m"], "give either --time or --seq"),
-        (["at", "--time", "yesterday"], "is no time"),
+        (["at", "--time", "yesterday"], "is not a time"),
         (["at", "--seq", "3", "--to", "2"], "--to lies before"),
         (["at", "--seq", "3", "--to", "5m"], "it is a sequence, or now"),
         (["top", "--component", "llm.Engine"], "--component names one of llm"),
-        (["show", "0xnothing"], "is no block hash"),
+        (["show", "0xnothing"], "is not a block hash"),
         (["show", "[1, -1]"], "token ids are integers"),
     ],
 )

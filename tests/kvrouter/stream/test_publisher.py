@@ -491,11 +491,14 @@ def test_what_a_blocked_loop_cannot_take_in_is_bounded_and_the_rank_begins_anew(
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        ([{"a": 1}], "event 0, {'a': 1}: it is no event: give BlockStored, BlockRemoved or All"),
-        ([AllBlocksCleared(), None], "event 1, None: it is no event"),
+        (
+            [{"a": 1}],
+            "event 0, {'a': 1}: it is not an event: give BlockStored, BlockRemoved or All",
+        ),
+        ([AllBlocksCleared(), None], "event 1, None: it is not an event"),
         ([BlockStored(None, None, [1])], r"event 0, BlockStored\(.*NoneType"),  # type: ignore[arg-type]
         ([BlockStored("x", [1], [1])], r"event 0, BlockStored\(parent_hash='x'"),  # type: ignore[arg-type]
-        (AllBlocksCleared(), r"AllBlocksCleared\(\) is no list of events"),
+        (AllBlocksCleared(), r"AllBlocksCleared\(\) is not a list of events"),
     ],
 )
 def test_what_is_no_event_is_refused_with_its_place(events: Any, message: str) -> None:
