@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from dynbus.kvrouter.radix.index import Rank
 
@@ -36,26 +36,6 @@ class RankLoad(NamedTuple):
 
 
 NO_LOAD: Final = RankLoad(0, 0.0, 0)
-
-
-class RankLoads(Protocol):
-    """The load of ranks: an `ActiveLoad`, or one that is shared with other routers."""
-
-    def add(
-        self,
-        request_id: str,
-        rank: Rank,
-        sequence_hashes: Sequence[int],
-        prompt_tokens: int,
-        cached_tokens: int,
-        expected_output_tokens: int | None = None,
-    ) -> None: ...
-    def prefill_completed(self, request_id: str) -> bool: ...
-    def grow(self, request_id: str, output_tokens: int, block_size: int) -> bool: ...
-    def free(self, request_id: str) -> bool: ...
-    def remove_instance(self, instance: str) -> None: ...
-    def of(self, rank: Rank) -> RankLoad: ...
-    def added_blocks(self, rank: Rank, sequence_hashes: Sequence[int]) -> int: ...
 
 
 @dataclass(slots=True)

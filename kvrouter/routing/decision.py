@@ -364,7 +364,7 @@ class Explanation(msgspec.Struct, frozen=True):
     kept: int
     limit: int
     oldest_s: float | None
-    decisions: list[dict[str, Any]]
+    decisions: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
     decisions_left_out: int = 0
 
 
@@ -382,70 +382,50 @@ def read_question(data: bytes) -> Question | None:
     return question if 0 < question.latest <= MAX_LATEST else None
 
 
-def tell(decisions: Sequence[Decision], now: float) -> list[dict[str, Any]]:
-    """Decisions as an `Explanation` has them, in their order: the newest of too many.
+def tell(
+    decisions: Sequence[Decision], now: float, most: int = MAX_CANDIDATES
+) -> list[dict[str, Any]]:
+    """Decisions as an `Explanation` has them, in their order.
 
     Args:
         now: on the clock by which they were made.
+        most: of how many candidates of each to tell.
     """
-    newest = {one.number for one in heapq.nlargest(MAX_TOLD, decisions, key=_number)}
-    told = [one for one in decisions if one.number in newest]
-    most = MAX_CANDIDATES // max(1, len(told))
-    return [{**one.as_dict(most), "ago_s": round(now - one.decided_at, 3)} for one in told]
+    return [{**one.as_dict(most), "ago_s": round(now - one.decided_at, 3)} for one in decisions]
 
 
-def _number(decision: Decision) -> int:
-    return decision.number
+def newest(decisions: Sequence[Decision], count: int = MAX_TOLD) -> list[Decision]:
+    """The latest of decisions, in the order in which they are given."""
+    numbers = {one.number for one in heapq.nlargest(count, decisions, key=lambda one: one.number)}
+    return [one for one in decisions if one.number in numbers]
 
 
-def encode_explanation(explanation: Explanation, limit: int) -> bytes:
-    """An explanation as JSON of at most `limit` bytes.
+def encode_explanation(
+    explanation: Explanation, decisions: Sequence[Decision], now: float, limit: int
+) -> bytes:
+    """An explanation with these decisions, as JSON of at most `limit` bytes.
 
     That costs the costliest candidates, then the oldest decisions.
 
     Raises:
         ValueError: it does not fit even with one candidate of one decision.
     """
-    most = max(
-        (max(len(one["candidates"]), len(one["excluded"])) for one in explanation.decisions),
-        default=0,
-    )
+    told = newest(decisions)
+    longest = max((max(len(one.table), len(one.excluded)) for one in told), default=1)
+    most = min(longest, MAX_CANDIDATES // max(1, len(told)))
     while True:
-        text = msgspec.json.encode(explanation)
+        text = msgspec.json.encode(
+            msgspec.structs.replace(
+                explanation,
+                decisions=tell(told, now, most),
+                decisions_left_out=len(decisions) - len(told),
+            )
+        )
         if len(text) <= limit:
             return text
         if most > 1:
             most //= 2
-            shorter = [_shortened(one, most) for one in explanation.decisions]
-        elif len(explanation.decisions) > 1:
-            newest = sorted(one["number"] for one in explanation.decisions)
-            first = newest[(len(newest) + 1) // 2]
-            shorter = [one for one in explanation.decisions if one["number"] >= first]
+        elif len(told) > 1:
+            told = newest(told, len(told) // 2)
         else:
             raise ValueError(f"an answer of {len(text)} bytes does not fit into {limit}")
-        left_out = explanation.decisions_left_out + len(explanation.decisions) - len(shorter)
-        explanation = msgspec.structs.replace(
-            explanation, decisions=shorter, decisions_left_out=left_out
-        )
-
-
-def _shortened(decision: dict[str, Any], most: int) -> dict[str, Any]:
-    """A decision with its cheapest candidates, with the chosen one, and some of the excluded."""
-    candidates: list[dict[str, Any]] = decision["candidates"]
-    kept = candidates[:most]
-    chosen = decision["chosen"]
-    if not any(_is(one, chosen) for one in kept):
-        kept[-1:] = [one for one in candidates if _is(one, chosen)]
-    excluded = dict(islice(decision["excluded"].items(), most))
-    missing = len(decision["excluded"]) - len(excluded)
-    return {
-        **decision,
-        "candidates": kept,
-        "left_out": decision.get("left_out", 0) + len(candidates) - len(kept),
-        "excluded": excluded,
-        "excluded_left_out": decision.get("excluded_left_out", 0) + missing,
-    }
-
-
-def _is(candidate: dict[str, Any], chosen: dict[str, Any]) -> bool:
-    return all(candidate[key] == value for key, value in chosen.items())

@@ -35,7 +35,6 @@ from .decision import (
     Question,
     encode_explanation,
     read_question,
-    tell,
     why_subject,
 )
 from .scheduler import SchedulerStatistics
@@ -172,12 +171,12 @@ class RouterWatch:
             self._bus.drop(DropReason.UNSAFE_REPLY if message.reply else DropReason.NO_REPLY)
             return
         try:
-            data = encode_explanation(self.explain(question), self._bus.data.max_payload)
+            data = self._explain(question, self._bus.data.max_payload)
             self._bus.data.publish(message.reply, data)
         except (DynbusError, ValueError) as error:
             logger.warning("%r: %s was not answered: %s", self, question, error)
 
-    def explain(self, question: Question) -> Explanation:
+    def _explain(self, question: Question, most_bytes: int) -> bytes:
         """What the router knows of a request, or has decided of late."""
         now = monotonic()
         router = self._router
@@ -188,8 +187,7 @@ class RouterWatch:
             if question.request_id
             else kept[: question.latest]
         )
-        told = tell(asked, now)
-        return Explanation(
+        explanation = Explanation(
             self.id,
             f"{socket.gethostname()}:{os.getpid()}",
             self.target,
@@ -197,9 +195,8 @@ class RouterWatch:
             len(kept),
             limit,
             round(now - kept[-1].decided_at, 3) if kept else None,
-            told,
-            len(asked) - len(told),
         )
+        return encode_explanation(explanation, asked, now, most_bytes)
 
 
 def _shape(awareness: CacheAwareness) -> str:

@@ -9,7 +9,7 @@ from typing import Final
 
 from dynbus.bus.errors import NoInstances, Overloaded
 
-from .active_load import RankLoads
+from .active_load import ActiveLoad
 from .cost import RequestShape
 from .profiles import InstanceProfile
 from .requests import NO_CONSTRAINTS, Constraints
@@ -93,7 +93,7 @@ class RequestQueue:
         refused: requests that found the queue full.
     """
 
-    def __init__(self, threshold: float | None, limit: int, load: RankLoads) -> None:
+    def __init__(self, threshold: float | None, limit: int, load: ActiveLoad) -> None:
         self.refused = 0
         self._threshold = threshold
         self._limit = limit

@@ -22,7 +22,7 @@ from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.reply_port import ReplyPort, push_all
 
 from .config import RouterConfig, RouterSettings
-from .decision import tell
+from .decision import newest, tell
 from .router import KvRouter, open_router
 
 C = TypeVar("C", bound=Callable[..., None])
@@ -196,7 +196,7 @@ class RouterActor(Actor, abstract=True):
         """
         router = self._router
         found = [] if router is None else router.decisions(request.request_id)
-        return tell(found, monotonic())
+        return tell(newest(found), monotonic())
 
     @handler
     async def use_policy(self, request: PolicyChoice) -> PolicyChoice:

@@ -26,7 +26,7 @@ from dynbus.bus.protocol.tokens import jitter
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness
 
-from .active_load import ActiveLoad, RankLoads
+from .active_load import ActiveLoad
 from .caches import ExpectedCaches, Follower
 from .config import RouterConfig
 from .cost import Candidate, CostFunction, Popularity, RequestShape, choose
@@ -124,7 +124,7 @@ class KvScheduler:
         config: its policy, the policies on trial, its queue and its sessions; what is about
             requests and instances (`fields`, `block_size`, `tokenizer_id`, `lora`,
             `reused_field`) is for whoever makes the `SchedulingRequest`s.
-        load: what runs where; an own `ActiveLoad` unless given.
+        load: what runs where; shared with other routers, or an own one unless given.
         follower: the exact index; None when engines send no events.
         random: breaks ties, and draws at a temperature.
 
@@ -136,12 +136,12 @@ class KvScheduler:
         self,
         config: RouterConfig | None = None,
         *,
-        load: RankLoads | None = None,
+        load: ActiveLoad | None = None,
         follower: Follower | None = None,
         random: Random = jitter,
     ) -> None:
         self.config = config = config or RouterConfig()
-        self.load: RankLoads = ActiveLoad() if load is None else load
+        self.load = ActiveLoad() if load is None else load
         self.decisions = DecisionLog(config.decisions)
         self._policy = Policy.of(config.policy)
         self._shadows = Shadows(config.named_shadows, random)

@@ -23,7 +23,7 @@ from dynbus.bus.protocol.names import check_token, kv_load_subject
 from dynbus.bus.transport import Connection, Message, Subscription
 from dynbus.kvrouter.radix.index import Rank
 
-from .active_load import MOST_TOKENS, ActiveLoad, RankLoad, expected_tokens
+from .active_load import MOST_TOKENS, ActiveLoad, expected_tokens
 from .profiles import MAX_DP_SIZE
 
 logger = logging.getLogger(__name__)
@@ -206,22 +206,19 @@ class Heard(NamedTuple):
 NOTHING_HEARD: Final = Heard(False)
 
 
-class SharedLoad:
+class SharedLoad(ActiveLoad):
     """The load of all routers of a component; times are of one monotonic clock.
 
-    Takes what happens to this router's requests as `ActiveLoad` does, and says it to the
-    others by the messages of `outgoing`.
+    What happens to this router's requests, whose ids are numbers as text, is said to the others by
+    the messages of `outgoing`; only how their output grows is not.
 
     Args:
         router: the id of this router, never used before.
         message_bytes: what one message has at most; 4096 or more.
-
-    Attributes:
-        active: the load, by requests of all routers.
     """
 
     def __init__(self, router: str, *, message_bytes: int = MESSAGE_BYTES) -> None:
-        self.active = ActiveLoad()
+        super().__init__()
         self.router = router
         self._message_bytes = message_bytes
         self._sequence = 0
@@ -245,14 +242,7 @@ class SharedLoad:
         cached_tokens: int,
         expected_output_tokens: int | None = None,
     ) -> None:
-        """A request of this router goes to a rank; see `ActiveLoad.add`.
-
-        Args:
-            request_id: a number as text.
-
-        Raises:
-            ValueError: there is a request with this id.
-        """
+        """A request of this router goes to a rank; see `ActiveLoad.add`."""
         number = int(request_id)
         expected = expected_tokens(expected_output_tokens)
         added = Added(
@@ -264,7 +254,7 @@ class SharedLoad:
             expected,
             np.array(sequence_hashes, dtype="<u8").tobytes(),
         )
-        self.active.add(request_id, rank, sequence_hashes, prompt_tokens, cached_tokens, expected)
+        super().add(request_id, rank, sequence_hashes, prompt_tokens, cached_tokens, expected)
         self._own[number] = added
         self._changes.append(added)
 
@@ -277,11 +267,7 @@ class SharedLoad:
         if not added.prefill_completed:
             self._own[number] = msgspec.structs.replace(added, prefill_completed=True)
             self._changes.append(PrefillCompleted(number))
-        return self.active.prefill_completed(request_id)
-
-    def grow(self, request_id: str, output_tokens: int, block_size: int) -> bool:
-        """A request has so much output by now: for this router alone, others are not told."""
-        return self.active.grow(request_id, output_tokens, block_size)
+        return super().prefill_completed(request_id)
 
     def free(self, request_id: str) -> bool:
         """A request of this router ended; False for an unknown one."""
@@ -289,20 +275,8 @@ class SharedLoad:
         if self._own.pop(number, None) is None:
             return False
         self._changes.append(Freed(number))
-        self.active.free(request_id)
+        super().free(request_id)
         return True
-
-    def remove_instance(self, instance: str) -> None:
-        """An instance is gone, and all that ran there."""
-        self.active.remove_instance(instance)
-
-    def of(self, rank: Rank) -> RankLoad:
-        """What runs on a rank, of all routers."""
-        return self.active.of(rank)
-
-    def added_blocks(self, rank: Rank, sequence_hashes: Sequence[int]) -> int:
-        """How many blocks of a prompt no running request of a rank uses."""
-        return self.active.added_blocks(rank, sequence_hashes)
 
     # What is sent -------------------------------------------------------------------------
 
@@ -405,7 +379,7 @@ class SharedLoad:
 
     def _clear(self, peer: _Peer) -> None:
         for request_id in peer.requests:
-            self.active.free(request_id)
+            super().free(request_id)
         peer.requests.clear()
 
     def _take_set(self, peer: _Peer, message: ActiveSet) -> Heard:
@@ -452,14 +426,14 @@ class SharedLoad:
         for change in changes:
             request_id = f"{router}/{change.number}"
             if isinstance(change, Freed):
-                self.active.free(request_id)
+                super().free(request_id)
                 peer.requests.discard(request_id)
             elif isinstance(change, PrefillCompleted):
-                self.active.prefill_completed(request_id)
-            elif request_id not in self.active and len(change.blocks) % 8 == 0:
+                super().prefill_completed(request_id)
+            elif request_id not in self and len(change.blocks) % 8 == 0:
                 rank = Rank(change.instance, change.dp_rank)
                 blocks: list[int] = np.frombuffer(change.blocks, dtype="<u8").tolist()
-                self.active.add(
+                super().add(
                     request_id,
                     rank,
                     blocks,
@@ -469,7 +443,7 @@ class SharedLoad:
                 )
                 peer.requests.add(request_id)
                 if change.prefill_completed:
-                    self.active.prefill_completed(request_id)
+                    super().prefill_completed(request_id)
                 sent.append((rank, blocks))
         return sent
 
