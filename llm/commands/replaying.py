@@ -95,7 +95,7 @@ def replay_trace(
     """
     for policy in policies:
         # What is not known is said before anything is simulated.
-        simulation.policy(policy)
+        simulation.config(policy)
     replays: list[Replay] = []
     with _progress_bar() as bar:
         reading = bar.add_task("reading", total=limit)
@@ -109,10 +109,10 @@ def replay_trace(
         _check_room(trace, path, simulation)
         for policy in policies:
             task = bar.add_task(plain(policy), total=len(trace.requests))
-            outcome = simulation.run(trace, policy, progress=partial(_show, bar, task))
+            result = simulation.run(trace, policy, progress=partial(_show, bar, task))
             bar.update(task, completed=len(trace.requests))
-            report = summarize(policy, outcome, objective=objective)
-            replays.append(Replay(report, ttft_seconds(outcome.records)))
+            report = summarize(policy, result, objective=objective)
+            replays.append(Replay(report, ttft_seconds(result.requests)))
     return replays
 
 

@@ -1,25 +1,24 @@
 """The replay of a trace on a simulated fleet: what a routing policy would have made of it."""
 
-from .fleet import Fleet, Outcome, RequestRecord
-from .policies import POLICIES, Policy, make_policy
+from .fleet import Fleet, ReplayedRequest, ReplayResult
+from .policies import POLICY_NAMES, with_policy
 from .report import Distribution, Objective, Report, summarize
 from .simulation import Simulation
 from .trace import InvalidTrace, Trace, TraceRequest, read_trace
 
 __all__ = [
-    "POLICIES",
+    "POLICY_NAMES",
     "Distribution",
     "Fleet",
     "InvalidTrace",
     "Objective",
-    "Outcome",
-    "Policy",
     "Report",
-    "RequestRecord",
+    "ReplayResult",
+    "ReplayedRequest",
     "Simulation",
     "Trace",
     "TraceRequest",
-    "make_policy",
     "read_trace",
     "summarize",
+    "with_policy",
 ]

@@ -1,8 +1,9 @@
-"""A fleet of mock engines and a router, in virtual time.
+"""A fleet of mock engines and the scheduler of a router, in virtual time.
 
-Requests arrive as the trace says; the policy sends each to an instance at once. What an instance
-stores and removes reaches the router's index when its step has ended and the delay of events has
-passed; that a request has its first or last token, when it has it.
+Requests arrive as the trace says, and `KvScheduler` decides for each, or lets it wait: the very
+one that serves, with its candidates, charges, predictions and queue. What an instance stores and
+removes reaches its index when the step has ended and the delay of events has passed; that a request
+has its first or last token, when it has it.
 
 Decode steps in which nothing else happens are taken many at once, as late as possible: when a
 request comes to that instance, or the first of its requests ends, but of `QUIET_STEPS` at most.
@@ -13,22 +14,36 @@ these steps fill and evict are told at the end of all of them.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from heapq import heappop, heappush
+from random import Random
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynbus.kvrouter.events import encode_events
+from dynbus.bus.errors import ConfigError, DynbusError, Overloaded
+from dynbus.kvrouter.events import KvEvent, encode_events
+from dynbus.kvrouter.radix.index import Overlap, RadixIndex, Rank
+from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.cost import RequestShape
+from dynbus.kvrouter.routing.decision import Decision
+from dynbus.kvrouter.routing.profiles import (
+    BLOCK_SIZE_KEY,
+    EVENTS_KEY,
+    MAX_BATCHED_TOKENS_KEY,
+    TOTAL_BLOCKS_KEY,
+    read_profile,
+)
+from dynbus.kvrouter.routing.queue import SchedulingRequest
+from dynbus.kvrouter.routing.scheduler import KvScheduler
+from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 from dynbus.llm.mock.engine import EngineConfig, MockEngine, Output, StepResult
 from dynbus.llm.mock.sequence import mix
 
-from .policies import Policy
 from .trace import Trace, TraceRequest
 
 EVENT_DELAY: Final = 0.005
@@ -38,36 +53,36 @@ _NEVER: Final = math.inf
 
 
 @dataclass(slots=True, eq=False)
-class RequestRecord:
+class ReplayedRequest:
     """What happened to one request, in seconds of virtual time.
 
     Attributes:
-        instance: its position in the fleet.
+        instance: its position in the fleet; -1 as long as it waits for one.
         cached_tokens: of its prompt, found in the cache when it was admitted.
     """
 
     arrival: float
     prompt_tokens: int
     output_tokens: int
-    instance: int
+    instance: int = -1
     first_token: float = math.nan
     last_token: float = math.nan
     cached_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Outcome:
+class ReplayResult:
     """What happened in a replay.
 
     Attributes:
-        records: of the requests, in the order of their arrival.
+        requests: in the order of their arrival.
         intervals: seconds between two tokens of a request, and how often that was; both of
             shape [intervals].
         busy: seconds that each instance computed; shape [instances].
         preempted: how often a request lost its blocks.
     """
 
-    records: list[RequestRecord]
+    requests: list[ReplayedRequest]
     intervals: tuple[NDArray[np.float64], NDArray[np.int64]]
     busy: list[float]
     preempted: int
@@ -122,7 +137,6 @@ class _Instance:
         began: when its step, or its quiet steps, began.
         result: of the step that it is in.
         wake: the number of the entry in the agenda that is valid; others are void.
-        next_event: the id of its next event.
         busy: seconds that it computed.
     """
 
@@ -133,8 +147,24 @@ class _Instance:
     began: float = 0.0
     result: StepResult | None = None
     wake: int = 0
-    next_event: int = 0
     busy: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _OpenRequest:
+    """A request that has arrived and has not ended.
+
+    Attributes:
+        number: of the request in its trace.
+        decision: the number of the scheduler's decision; 0 as long as it waits for one.
+        output_tokens: counted where the scheduler tracks them.
+    """
+
+    request: TraceRequest
+    number: int
+    replayed: ReplayedRequest
+    decision: int = 0
+    output_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -155,40 +185,101 @@ class _Intervals:
         return np.concatenate(self.durations), np.repeat(np.array(self.counts), lengths)
 
 
+class DelayedIndex:
+    """The index of a router: a `Follower` that learns of events some time after they happened.
+
+    Args:
+        delay: see `EVENT_DELAY`.
+
+    Attributes:
+        sequence: messages that it has applied.
+    """
+
+    def __init__(self, delay: float) -> None:
+        self.sequence = 0
+        self._delay = delay
+        self._index = RadixIndex()
+        self._next_ids: Counter[str] = Counter()
+        # (time from which on it is known, name of the instance, message)
+        self._messages: deque[tuple[float, str, bytes]] = deque()
+
+    def tell(self, name: str, events: Sequence[KvEvent], now: float) -> None:
+        """An instance has stored and removed blocks."""
+        message = encode_events(events, event_epoch=1, first_id=self._next_ids[name])
+        self._next_ids[name] += len(events)
+        self._messages.append((now + self._delay, name, message))
+
+    def learn(self, now: float) -> None:
+        """Take in what is known by now."""
+        messages = self._messages
+        while messages and messages[0][0] <= now:
+            _, name, message = messages.popleft()
+            self._index.apply(name, message)
+            self.sequence += 1
+
+    @property
+    def position(self) -> DelayedIndex:
+        return self
+
+    def overlaps(self, block_hashes: NDArray[np.uint64]) -> dict[Rank, Overlap]:
+        return self._index.overlaps(block_hashes)
+
+    def awareness(self) -> CacheAwareness:
+        return CacheAwareness(AwarenessLevel.EXACT)
+
+    def ask_resync(self, rank: Rank, reason: str) -> None:
+        """Engines of a fleet say what they hold: asked again they would say the same."""
+
+
 class Fleet:
     """Simulates instances and their router on a trace.
 
     Args:
-        policy: chooses among `len(names)` instances.
+        names: of the instances.
+        router: the settings of the router's scheduler.
+        config: of each engine.
         event_delay: see `EVENT_DELAY`.
+        seed: of what the router leaves to chance.
+
+    Attributes:
+        scheduler: the router's, to ask for its decisions and statistics.
+
+    Raises:
+        ConfigError: the router's policy cannot be loaded.
     """
 
     def __init__(
         self,
-        names: list[str],
-        policy: Policy,
+        names: Sequence[str],
+        router: RouterConfig,
         config: EngineConfig,
         *,
         event_delay: float = EVENT_DELAY,
+        seed: int = 0,
     ) -> None:
-        self._policy = policy
-        self._config = config
-        self._event_delay = event_delay
-        self._instances = [
-            _Instance(number, name, MockEngine(config)) for number, name in enumerate(names)
-        ]
+        self._instances = {
+            name: _Instance(number, name, MockEngine(config)) for number, name in enumerate(names)
+        }
+        self._index = DelayedIndex(event_delay) if router.exact else None
+        self.scheduler = KvScheduler(router, follower=self._index, random=Random(seed))
+        metadata = {
+            BLOCK_SIZE_KEY: str(config.block_size),
+            TOTAL_BLOCKS_KEY: str(config.blocks),
+            MAX_BATCHED_TOKENS_KEY: str(config.max_num_batched_tokens),
+            EVENTS_KEY: str(router.exact),
+        }
+        self._profiles = [read_profile(name, metadata) for name in names]
         # (time, number of the entry, instance)
         self._agenda: list[tuple[float, int, _Instance]] = []
         self._entries = 0
-        # (time at which the router knows them, name of the instance, message)
-        self._events: deque[tuple[float, str, bytes]] = deque()
-        self._records: dict[str, RequestRecord] = {}
+        self._requests: dict[str, _OpenRequest] = {}
+        self._waiting = 0
         self._intervals = _Intervals()
         self._preempted = 0
 
     def run(
         self, trace: Trace, *, speed: float = 1.0, progress: Callable[[int], None] | None = None
-    ) -> Outcome:
+    ) -> ReplayResult:
         """Replay a trace, once.
 
         Args:
@@ -196,29 +287,75 @@ class Fleet:
             progress: is told how many requests have arrived.
 
         Raises:
+            ConfigError: the policy returns no costs, or leaves a request without an instance.
             RequestTooLong: a request does not fit into an engine.
         """
+        replayed: list[ReplayedRequest] = []
         for number, request in enumerate(trace.requests):
             now = request.arrival / speed
             self._advance(now)
-            self._tell_events(now)
-            shape = RequestShape(request.prompt_tokens, trace.block_size, request.block_hashes)
-            hashes: list[int] = request.sequence_hashes.tolist()
-            chosen = self._policy.choose(request.id, shape, hashes)
-            instance = self._instances[chosen]
-            self._records[request.id] = RequestRecord(
-                now, request.prompt_tokens, request.output_tokens, chosen
-            )
-            self._deliver(instance, PromptSequence(request, number, hashes), request, now)
+            replayed.append(ReplayedRequest(now, request.prompt_tokens, request.output_tokens))
+            self._submit(_OpenRequest(request, number, replayed[-1]), trace.block_size, now)
             if progress is not None and number % 64 == 0:
                 progress(number)
         self._advance(_NEVER)
-        return Outcome(
-            list(self._records.values()),
+        return ReplayResult(
+            replayed,
             self._intervals.arrays(),
-            [instance.busy for instance in self._instances],
+            [instance.busy for instance in self._instances.values()],
             self._preempted,
         )
+
+    # The router ---------------------------------------------------------------------------
+
+    def _submit(self, opened: _OpenRequest, block_size: int, now: float) -> None:
+        """Have the router decide for a request that has arrived."""
+        request = opened.request
+        self._requests[request.id] = opened
+        shape = RequestShape(request.prompt_tokens, block_size, request.block_hashes)
+        asked = SchedulingRequest(request.id, shape, self._profiles, arrived=now)
+        if self._index is not None:
+            self._index.learn(now)
+        try:
+            found = self.scheduler.submit(asked, now)
+        except Overloaded as error:
+            raise self._refusal(request.id, error) from None
+        if isinstance(found, Decision):
+            self._send(asked, found, now)
+        else:
+            self._waiting += 1
+
+    def _release(self, now: float) -> None:
+        """Send those that wait no longer."""
+        if not self._waiting:
+            return
+        if self._index is not None:
+            self._index.learn(now)
+        for ticket, found in self.scheduler.release(now):
+            self._waiting -= 1
+            if isinstance(found, DynbusError):
+                raise self._refusal(ticket.request.request_id, found)
+            self._send(ticket.request, found, now)
+
+    def _refusal(self, request_id: str, error: DynbusError) -> DynbusError:
+        if not isinstance(error, Overloaded):
+            return error
+        if self.scheduler.statistics().refused:
+            return ConfigError(f"request {request_id} finds the queue full: raise queue_limit")
+        return ConfigError(
+            f"policy {self.scheduler.policy} gives infinity to all {len(self._instances)} "
+            f"instances for request {request_id}: one of them must get it"
+        )
+
+    def _send(self, asked: SchedulingRequest, decision: Decision, now: float) -> None:
+        opened = self._requests[asked.request_id]
+        opened.decision = decision.number
+        request, instance = opened.request, self._instances[decision.chosen.instance]
+        opened.replayed.instance = instance.number
+        sequence = PromptSequence(request, opened.number, asked.shape.sequence_hashes)
+        self._deliver(instance, sequence, request, now)
+
+    # The engines --------------------------------------------------------------------------
 
     def _deliver(
         self, instance: _Instance, sequence: PromptSequence, request: TraceRequest, now: float
@@ -245,6 +382,9 @@ class Fleet:
             time, entry, instance = heappop(agenda)
             if entry == instance.wake:
                 self._end_steps(instance, time)
+                # Between two steps: what is sent to it now is in the one that begins.
+                instance.activity = _Activity.IDLE
+                self._release(time)
                 self._begin_steps(instance, time)
 
     def _begin_steps(self, instance: _Instance, now: float) -> None:
@@ -274,27 +414,23 @@ class Fleet:
             self._intervals.add(result.durations, result.decoding)
         for output in result.outputs:
             self._note(output, now)
-        if result.events and self._policy.index is not None:
-            message = encode_events(result.events, event_epoch=1, first_id=instance.next_event)
-            instance.next_event += len(result.events)
-            self._events.append((now + self._event_delay, instance.name, message))
+        if result.events and self._index is not None:
+            self._index.tell(instance.name, result.events, now)
 
     def _note(self, output: Output, now: float) -> None:
-        record = self._records[output.request_id]
+        opened, scheduler = self._requests[output.request_id], self.scheduler
+        replayed = opened.replayed
         if output.is_first:
-            record.first_token = now
-            record.cached_tokens = output.cached_tokens
-            self._policy.first_token(output.request_id)
+            replayed.first_token = now
+            replayed.cached_tokens = output.cached_tokens
+            scheduler.first_item(opened.decision, now)
+            scheduler.note_reused(opened.decision, output.cached_tokens, now)
         elif output.resumes:
-            self._intervals.add((now - record.last_token,), 1)
-        record.last_token = now
+            self._intervals.add((now - replayed.last_token,), 1)
+        replayed.last_token = now
+        if scheduler.config.track_output:
+            opened.output_tokens += output.count
+            scheduler.grown(opened.decision, opened.output_tokens)
         if output.is_last:
-            self._policy.ended(output.request_id)
-
-    def _tell_events(self, now: float) -> None:
-        """Give the router's index what it knows by now."""
-        index, events = self._policy.index, self._events
-        while events and events[0][0] <= now:
-            _, name, message = events.popleft()
-            assert index is not None
-            index.apply(name, message)
+            del self._requests[output.request_id]
+            scheduler.ended(opened.decision, now)

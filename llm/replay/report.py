@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .fleet import Outcome, RequestRecord
+from .fleet import ReplayedRequest, ReplayResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ class Report:
 
 
 def summarize(
-    policy: str, outcome: Outcome, *, skip: int = 0, objective: Objective | None = None
+    policy: str, result: ReplayResult, *, skip: int = 0, objective: Objective | None = None
 ) -> Report:
-    """The figures of an outcome.
+    """The figures of a replay.
 
     Args:
         skip: leave out so many of the first requests: figures of the part of a trace on which
@@ -95,37 +95,37 @@ def summarize(
     Raises:
         ValueError: no request is left.
     """
-    records = outcome.records[skip:]
-    if not records:
-        raise ValueError(f"skip = {skip} leaves none of {len(outcome.records)} requests")
+    requests = result.requests[skip:]
+    if not requests:
+        raise ValueError(f"skip = {skip} leaves none of {len(result.requests)} requests")
     objective = objective or Objective()
-    first = ttft_seconds(records)
-    duration = max(record.last_token for record in records) - records[0].arrival
+    first = ttft_seconds(requests)
+    duration = max(request.last_token for request in requests) - requests[0].arrival
     between = np.array(
         [
-            (record.last_token - record.first_token) / max(1, record.output_tokens - 1)
-            for record in records
+            (request.last_token - request.first_token) / max(1, request.output_tokens - 1)
+            for request in requests
         ]
     )
     good = int(np.count_nonzero((first <= objective.ttft) & (between <= objective.itl)))
-    prompt_tokens = sum(record.prompt_tokens for record in records)
+    prompt_tokens = sum(request.prompt_tokens for request in requests)
     return Report(
         policy=policy,
-        requests=len(records),
+        requests=len(requests),
         duration_s=duration,
         ttft_ms=_distribution(first),
-        itl_ms=_weighted(*outcome.intervals),
-        hit_rate=sum(record.cached_tokens for record in records) / prompt_tokens,
-        output_tokens_per_s=sum(record.output_tokens for record in records) / duration,
-        balance=float(np.mean(outcome.busy)) / max(outcome.busy),
+        itl_ms=_weighted(*result.intervals),
+        hit_rate=sum(request.cached_tokens for request in requests) / prompt_tokens,
+        output_tokens_per_s=sum(request.output_tokens for request in requests) / duration,
+        balance=float(np.mean(result.busy)) / max(result.busy),
         goodput=good / duration,
-        preempted=outcome.preempted,
+        preempted=result.preempted,
     )
 
 
-def ttft_seconds(records: list[RequestRecord]) -> NDArray[np.float64]:
+def ttft_seconds(requests: list[ReplayedRequest]) -> NDArray[np.float64]:
     """The times to the first token; of shape [requests]."""
-    return np.array([record.first_token - record.arrival for record in records])
+    return np.array([request.first_token - request.arrival for request in requests])
 
 
 def _distribution(seconds: NDArray[np.float64]) -> Distribution:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.llm.mock.engine import EngineConfig
 
-from .fleet import EVENT_DELAY, Fleet, Outcome
-from .policies import Policy, make_policy
+from .fleet import EVENT_DELAY, Fleet, ReplayResult
+from .policies import with_policy
 from .trace import Trace
 
 MOST_SECONDS: Final = 1e9
@@ -28,6 +29,7 @@ class Simulation:
         speed: the trace passes so many times faster; the engines do not.
         event_delay: seconds until the router knows what an instance stored or removed.
         seed: of what policies leave to chance.
+        router: the settings of the router but for its policy.
 
     Raises:
         ValueError: there is no instance, `speed` is not above 0, or `event_delay` below 0.
@@ -38,6 +40,7 @@ class Simulation:
     speed: float = 1.0
     event_delay: float = EVENT_DELAY
     seed: int = 0
+    router: RouterConfig = field(default_factory=RouterConfig)
 
     def __post_init__(self) -> None:
         if self.instances < 1:
@@ -52,28 +55,21 @@ class Simulation:
         """Of the instances."""
         return [f"engine-{number}" for number in range(self.instances)]
 
-    def policy(self, name: str) -> Policy:
-        """The policy of a name, for this fleet.
+    def config(self, policy: str) -> RouterConfig:
+        """The settings of this fleet's router with the policy of a name.
 
         Raises:
             ConfigError: there is none.
         """
-        return make_policy(
-            name,
-            self.names,
-            block_size=self.engine.block_size,
-            total_blocks=self.engine.blocks,
-            max_batched_tokens=self.engine.max_num_batched_tokens,
-            seed=self.seed,
-        )
+        return with_policy(self.router, policy)
 
     def run(
         self, trace: Trace, policy: str, *, progress: Callable[[int], None] | None = None
-    ) -> Outcome:
+    ) -> ReplayResult:
         """Replay a trace with the policy of a name.
 
         Raises:
-            ConfigError: there is no such policy.
+            ConfigError: there is no such policy, or it returns no costs.
             RequestTooLong: a request does not fit into an engine.
             ValueError: the blocks of the trace are not those of the engine, or it takes too long.
         """
@@ -89,7 +85,13 @@ class Simulation:
                 f"and {MOST_SECONDS:g} s are the most: look at its timestamp, in milliseconds, or "
                 "give more speed"
             )
-        fleet = Fleet(self.names, self.policy(policy), self.engine, event_delay=self.event_delay)
+        fleet = Fleet(
+            self.names,
+            self.config(policy),
+            self.engine,
+            event_delay=self.event_delay,
+            seed=self.seed,
+        )
         return fleet.run(trace, speed=self.speed, progress=progress)
 
     def saturating_speed(self, trace: Trace, policy: str = "round_robin") -> float:
@@ -98,5 +100,5 @@ class Simulation:
         With all requests there at once the fleet needs some time for them. A trace that takes
         less than this for their arrival brings more than the fleet can do.
         """
-        outcome = replace(self, speed=AT_ONCE).run(trace, policy)
-        return trace.duration / max(record.last_token for record in outcome.records)
+        result = replace(self, speed=AT_ONCE).run(trace, policy)
+        return trace.duration / max(request.last_token for request in result.requests)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynbus.bus.errors import ConfigError
-from dynbus.kvrouter.hashing import block_hashes, sequence_hashes
+from dynbus.kvrouter.hashing import block_hashes
 
 TRACE_BLOCK: Final = 512
 """Tokens of a block in the trace."""
@@ -46,7 +46,7 @@ class TraceRequest:
         line: its number in the file, from 1 on.
         arrival: seconds after the beginning of the trace.
         hash_ids: of its blocks of 512 tokens; shape [blocks].
-        block_hashes, sequence_hashes: of its complete blocks of the engine's size.
+        block_hashes: of its complete blocks of the engine's size.
     """
 
     id: str
@@ -56,7 +56,6 @@ class TraceRequest:
     output_tokens: int
     hash_ids: NDArray[np.int64]
     block_hashes: NDArray[np.uint64]
-    sequence_hashes: NDArray[np.uint64]
 
     @property
     def tokens(self) -> NDArray[np.uint32]:
@@ -124,7 +123,6 @@ def read_trace(
                 record.output_length,
                 ids,
                 blocks,
-                sequence_hashes(blocks),
             )
         )
         if progress is not None and at % 256 == 0:

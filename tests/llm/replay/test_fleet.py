@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import pytest
 
-from dynbus.kvrouter.radix.index import RadixIndex
-from dynbus.kvrouter.routing.cost import RequestShape
+from dynbus.bus.errors import ConfigError
+from dynbus.kvrouter.routing.config import RouterConfig
+from dynbus.kvrouter.routing.cost import Candidate, RequestShape
 from dynbus.llm.mock.engine import EngineConfig
 from dynbus.llm.replay.fleet import Fleet
-from dynbus.llm.replay.policies import RoundRobin
+from dynbus.llm.replay.policies import InTurn, with_policy
 from dynbus.llm.replay.report import summarize
 from dynbus.llm.replay.simulation import Simulation
 from dynbus.llm.replay.trace import Trace, read_trace
@@ -67,25 +68,26 @@ def test_round_robin_agrees_with_dynamos_replay(trace: Trace, golden: Golden) ->
     assert report.output_tokens_per_s == pytest.approx(golden.output_throughput_tok_s, rel=1e-4)
 
 
-class Watching(RoundRobin):
-    """Round robin that notes how much of each prompt the index knows where."""
+class Watching(InTurn):
+    """Round robin that notes what is known of each candidate."""
 
-    def __init__(self, instances: int) -> None:
-        super().__init__(instances)
-        self.index: RadixIndex | None = RadixIndex()
-        self.known: list[dict[str, int]] = []
-        self.told: list[str] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[dict[str, int]] = []
+        self.running: list[list[int]] = []
+        self.computing: list[list[int]] = []
 
-    def choose(self, request_id: str, shape: RequestShape, sequence_hashes: Sequence[int]) -> int:
-        assert self.index is not None
-        self.known.append(self.index.lookup(shape.block_hashes))
-        return super().choose(request_id, shape, sequence_hashes)
+    def __call__(self, request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
+        self.held.append(
+            {one.rank.instance: one.overlap.device for one in candidates if one.overlap.device}
+        )
+        self.running.append([one.active_requests for one in candidates])
+        self.computing.append([one.active_prefill_tokens for one in candidates])
+        return super().__call__(request, candidates)
 
-    def first_token(self, request_id: str) -> None:
-        self.told.append(f"first {request_id}")
 
-    def ended(self, request_id: str) -> None:
-        self.told.append(f"ended {request_id}")
+def in_turn() -> RouterConfig:
+    return with_policy(RouterConfig(), "round_robin")
 
 
 def written(path: Path, *lines: tuple[int, int, int, list[int]]) -> Trace:
@@ -107,31 +109,71 @@ def test_the_index_knows_a_prompt_when_its_step_has_ended_and_the_delay_passed(
         tmp_path / "trace.jsonl",
         *((time, 512, 1, [1]) for time in (0, 24, 34, 36)),
     )
-    policy = Watching(4)
+    policy = Watching()
+    router = RouterConfig(policy=policy, prediction_ttl=0)
 
-    Fleet(["a", "b", "c", "d"], policy, EngineConfig(), event_delay=0.010).run(trace)
+    Fleet(["a", "b", "c", "d"], router, EngineConfig(), event_delay=0.010).run(trace)
 
-    assert policy.known == [{}, {}, {}, {"a": 8}]
+    assert policy.held == [{}, {}, {}, {"a": 8}]
 
 
-def test_the_policy_is_told_of_the_first_and_the_last_token_in_the_order_of_time(
+def test_until_the_index_knows_a_prompt_the_scheduler_expects_it_where_it_was_sent(
+    tmp_path: Path,
+) -> None:
+    trace = written(tmp_path / "trace.jsonl", (0, 512, 1, [1]), (1, 512, 1, [1]))
+    policy = Watching()
+
+    Fleet(["a", "b"], RouterConfig(policy=policy), EngineConfig()).run(trace)
+
+    assert policy.held == [{}, {"a": 8}]
+
+
+def test_the_scheduler_is_told_of_the_first_and_the_last_token_when_they_are_there(
     tmp_path: Path,
 ) -> None:
     trace = written(
-        tmp_path / "trace.jsonl", (0, 512, 30, [1]), (1, 512, 2, [2]), (2000, 512, 1, [3])
+        tmp_path / "trace.jsonl",
+        (0, 512, 100, [1]),
+        (1, 512, 2, [2]),
+        (30, 512, 1, [3]),
+        (200, 512, 1, [4]),
+        (5000, 512, 1, [5]),
     )
-    policy = Watching(2)
+    policy = Watching()
+    fleet = Fleet(["a", "b"], RouterConfig(policy=policy), EngineConfig())
 
-    Fleet(["a", "b"], policy, EngineConfig()).run(trace)
+    fleet.run(trace)
 
-    assert policy.told == [
-        "first r0",
-        "first r1",
-        "ended r1",
-        "ended r0",
-        "first r2",
-        "ended r2",
-    ]
+    assert policy.computing == [[0, 0], [512, 0], [0, 0], [0, 0], [0, 0]]
+    assert policy.running == [[0, 0], [1, 0], [1, 1], [1, 0], [0, 0]]
+    counted = fleet.scheduler.statistics()
+    assert (counted.decisions, counted.running, counted.compared_tokens) == (5, 0, 0)
+
+
+def test_a_request_waits_in_the_queue_of_the_scheduler_until_there_is_room(tmp_path: Path) -> None:
+    trace = written(
+        tmp_path / "trace.jsonl", (0, 8192, 1, [*range(16)]), (1, 512, 1, [99]), (2, 512, 1, [98])
+    )
+    config = EngineConfig()
+    router = RouterConfig(queue_threshold=0.5, track_output=True)
+    fleet = Fleet(["a"], router, config)
+
+    result = fleet.run(trace)
+
+    assert fleet.scheduler.statistics().waited == 2
+    assert [request.instance for request in result.requests] == [0, 0, 0]
+    # Both are in the step that begins when the first one has ended.
+    expected = config.timing.prefill(8192) + config.timing.prefill(1024)
+    assert [request.first_token for request in result.requests[1:]] == pytest.approx([expected] * 2)
+    assert result.requests[1].arrival == 0.001
+
+
+def test_a_queue_that_is_full_is_told(tmp_path: Path) -> None:
+    trace = written(tmp_path / "trace.jsonl", *((0, 512, 1, [at]) for at in range(4)))
+    router = RouterConfig(queue_threshold=0.0, queue_limit=1)
+
+    with pytest.raises(ConfigError, match="request r2 finds the queue full: raise queue_limit"):
+        Fleet(["a"], router, EngineConfig()).run(trace)
 
 
 def test_a_request_that_arrives_during_a_step_begins_with_the_next_one(tmp_path: Path) -> None:
@@ -139,11 +181,11 @@ def test_a_request_that_arrives_during_a_step_begins_with_the_next_one(tmp_path:
     config = EngineConfig()
     timing = config.timing
 
-    outcome = Fleet(["a"], RoundRobin(1), config).run(trace)
+    result = Fleet(["a"], in_turn(), config).run(trace)
 
     begins = timing.prefill(8192)
     expected = begins + timing.prefill(512) + timing.decode(8193, config.capacity_tokens)
-    assert outcome.records[1].first_token == pytest.approx(expected)
+    assert result.requests[1].first_token == pytest.approx(expected)
 
 
 def test_a_request_that_arrives_while_others_decode_begins_with_the_next_step(
@@ -157,38 +199,40 @@ def test_a_request_that_arrives_while_others_decode_begins_with_the_next_step(
         begins += timing.decode(context, capacity)
         context += 1
 
-    outcome = Fleet(["a"], RoundRobin(1), config).run(trace)
+    result = Fleet(["a"], in_turn(), config).run(trace)
 
     expected = begins + timing.prefill(512) + timing.decode(context, capacity)
-    assert outcome.records[1].first_token == pytest.approx(expected)
+    assert result.requests[1].first_token == pytest.approx(expected)
 
 
 def test_requests_of_one_moment_share_the_first_step(tmp_path: Path) -> None:
     trace = written(tmp_path / "trace.jsonl", (0, 512, 1, [1]), (0, 512, 1, [2]))
     config = EngineConfig()
 
-    outcome = Fleet(["a"], RoundRobin(1), config).run(trace)
+    result = Fleet(["a"], in_turn(), config).run(trace)
 
-    assert [record.first_token for record in outcome.records] == pytest.approx(
+    assert [request.first_token for request in result.requests] == pytest.approx(
         [config.timing.prefill(1024)] * 2
     )
 
 
 def test_every_token_but_the_first_has_an_interval(trace: Trace) -> None:
-    outcome = Simulation(2, EngineConfig(blocks=2048), speed=4).run(trace, "round_robin")
+    result = Simulation(2, EngineConfig(blocks=2048), speed=4).run(trace, "round_robin")
 
-    _, counts = outcome.intervals
-    assert outcome.preempted > 0
-    assert int(counts.sum()) == sum(record.output_tokens - 1 for record in outcome.records)
-    assert all(math.isfinite(record.last_token) for record in outcome.records)
+    _, counts = result.intervals
+    assert result.preempted > 0
+    assert int(counts.sum()) == sum(request.output_tokens - 1 for request in result.requests)
+    assert all(math.isfinite(request.last_token) for request in result.requests)
 
 
 def test_the_intervals_of_a_request_add_up_to_its_time(tmp_path: Path) -> None:
     trace = written(tmp_path / "trace.jsonl", (0, 512, 300, [1]))
 
-    outcome = Fleet(["a"], RoundRobin(1), EngineConfig()).run(trace)
+    result = Fleet(["a"], in_turn(), EngineConfig()).run(trace)
 
-    seconds, counts = outcome.intervals
-    [record] = outcome.records
-    assert float((seconds * counts).sum()) == pytest.approx(record.last_token - record.first_token)
-    assert outcome.busy == pytest.approx([record.last_token])
+    seconds, counts = result.intervals
+    [request] = result.requests
+    assert float((seconds * counts).sum()) == pytest.approx(
+        request.last_token - request.first_token
+    )
+    assert result.busy == pytest.approx([request.last_token])

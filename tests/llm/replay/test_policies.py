@@ -9,27 +9,49 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from dynbus.bus.errors import ConfigError
-from dynbus.kvrouter.events import BlockStored, encode_events
+from dynbus.kvrouter.events import BlockStored
+from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.cost import Candidate, RequestShape
-from dynbus.llm.replay.policies import ByCost, Policy, make_policy
+from dynbus.kvrouter.routing.decision import Decision
+from dynbus.kvrouter.routing.profiles import read_profile
+from dynbus.kvrouter.routing.queue import SchedulingRequest
+from dynbus.kvrouter.routing.scheduler import KvScheduler
+from dynbus.llm.replay.fleet import DelayedIndex
+from dynbus.llm.replay.policies import with_policy
 from dynbus.llm.replay.simulation import Simulation
 from dynbus.llm.replay.trace import read_trace
 
 NAMES = ["a", "b", "c"]
 
 
-def policy(name: str) -> Policy:
-    return make_policy(name, NAMES, block_size=16, total_blocks=100, max_batched_tokens=512)
+def scheduler(policy: str, follower: DelayedIndex | None = None) -> KvScheduler:
+    return KvScheduler(with_policy(RouterConfig(), policy), follower=follower, random=Random(0))
 
 
-def choices(chosen: Policy, count: int) -> list[int]:
-    shape = RequestShape.of(range(64), 16)
-    return [chosen.choose(str(at), shape, shape.sequence_hashes) for at in range(count)]
+def submit(chosen: KvScheduler, request_id: str, tokens: range = range(64)) -> Decision:
+    metadata = {"kv_block_size": "16", "kv_total_blocks": "100", "kv_events": "true"}
+    profiles = [read_profile(name, metadata) for name in NAMES]
+    shape = RequestShape.of(tokens, 16)
+    found = chosen.submit(SchedulingRequest(request_id, shape, profiles, arrived=0.0), 0.0)
+    assert isinstance(found, Decision)
+    return found
+
+
+def choices(chosen: KvScheduler, count: int) -> list[str]:
+    return [submit(chosen, str(at)).chosen.instance for at in range(count)]
+
+
+def replayed(policy: str, tmp_path: Path) -> None:
+    """Replay one request on three instances."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 64, "output_length": 1, "hash_ids": [1]}\n')
+    Simulation(3).run(read_trace(path, block_size=64), policy)
 
 
 def most_loaded(request: RequestShape, candidates: Sequence[Candidate]) -> list[float]:
@@ -46,48 +68,47 @@ def nowhere(request: RequestShape, candidates: Sequence[Candidate]) -> list[floa
 
 
 def test_round_robin_takes_each_instance_in_turn() -> None:
-    assert choices(policy("round_robin"), 7) == [0, 1, 2, 0, 1, 2, 0]
+    assert choices(scheduler("round_robin"), 7) == ["a", "b", "c", "a", "b", "c", "a"]
 
 
 def test_random_takes_every_instance_and_repeats_itself() -> None:
-    first = choices(policy("random"), 300)
+    first = choices(scheduler("random"), 300)
 
-    assert first == choices(policy("random"), 300)
+    assert first == choices(scheduler("random"), 300)
     assert min(Counter(first).values()) > 60
 
 
 def test_dynamos_cost_goes_where_the_prefix_lies() -> None:
-    chosen = policy("dynamo")
+    index = DelayedIndex(0.0)
     shape = RequestShape.of(range(64), 16)
-    assert chosen.index is not None
-    stored = BlockStored(None, shape.sequence_hashes, shape.block_hashes)
-    chosen.index.apply("b", encode_events([stored], event_epoch=1, first_id=0))
+    index.tell("b", [BlockStored(None, shape.sequence_hashes, shape.block_hashes)], 0.0)
+    index.learn(0.0)
 
-    assert chosen.choose("x", shape, shape.sequence_hashes) == 1
+    assert submit(scheduler("dynamo", index), "x").chosen.instance == "b"
 
 
 def test_load_counts_until_the_request_has_ended() -> None:
-    chosen = policy("dynamo")
-    assert isinstance(chosen, ByCost)
-    spread = choices(chosen, 3)
-    assert sorted(spread) == [0, 1, 2]
+    chosen = scheduler("dynamo", DelayedIndex(0.0))
+    spread = [submit(chosen, str(at), range(1000 * at, 1000 * at + 64)) for at in range(3)]
+    assert sorted(one.chosen.instance for one in spread) == NAMES
 
-    chosen.first_token("1")
-    chosen.ended("1")
+    chosen.first_item(spread[1].number, 1.0)
+    chosen.ended(spread[1].number, 1.0)
 
-    shape = RequestShape.of(range(1000, 1064), 16)
-    assert chosen.choose("next", shape, shape.sequence_hashes) == spread[1]
+    after = submit(chosen, "next", range(9000, 9064))
+    assert after.chosen == spread[1].chosen
 
 
 def test_a_cost_function_of_ones_own_is_named_by_its_module() -> None:
-    chosen = policy(f"{__name__}:most_loaded")
+    chosen = scheduler(f"{__name__}:most_loaded")
 
     assert len(set(choices(chosen, 5))) == 1
+    assert chosen.policy == f"{__name__}:most_loaded"
 
 
-def test_a_cost_function_that_excludes_everyone_is_told() -> None:
+def test_a_cost_function_that_excludes_everyone_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=":nowhere gives infinity to all 3 instances for request"):
-        choices(policy(f"{__name__}:nowhere"), 1)
+        replayed(f"{__name__}:nowhere", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +124,7 @@ def test_a_cost_function_that_excludes_everyone_is_told() -> None:
     ],
 )
 def test_what_a_cost_function_returns_is_checked_as_the_router_checks_it(
-    returned: Any, shown: str, monkeypatch: pytest.MonkeyPatch
+    returned: Any, shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def broken(request: RequestShape, candidates: Sequence[Candidate]) -> Any:
         return returned
@@ -111,12 +132,12 @@ def test_what_a_cost_function_returns_is_checked_as_the_router_checks_it(
     monkeypatch.setattr(sys.modules[__name__], "nowhere", broken)
 
     with pytest.raises(ConfigError, match=rf":nowhere returned {shown} for 3 candidates: return"):
-        choices(policy(f"{__name__}:nowhere"), 1)
+        replayed(f"{__name__}:nowhere", tmp_path)
 
 
-def test_a_cost_function_that_raises_is_told_with_its_own_line() -> None:
+def test_a_cost_function_that_raises_is_told_with_its_own_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        choices(policy(f"{__name__}:shortest"), 1)
+        replayed(f"{__name__}:shortest", tmp_path)
 
     line = next(
         number
@@ -131,7 +152,7 @@ def test_a_policy_that_nobody_knows_is_refused_with_those_that_there_are() -> No
     with pytest.raises(
         ConfigError, match="'roundrobin' is unknown: use one of round_robin, random,"
     ):
-        policy("roundrobin")
+        with_policy(RouterConfig(), "roundrobin")
 
 
 def test_looking_at_prefixes_finds_those_of_a_conversation(tmp_path: Path) -> None:
@@ -151,7 +172,7 @@ def test_looking_at_prefixes_finds_those_of_a_conversation(tmp_path: Path) -> No
     simulation = Simulation(4)
 
     reused = {
-        name: sum(record.cached_tokens for record in simulation.run(trace, name).records)
+        name: sum(request.cached_tokens for request in simulation.run(trace, name).requests)
         for name in ("round_robin", "dynamo")
     }
 

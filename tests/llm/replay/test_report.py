@@ -5,22 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dynbus.llm.replay.fleet import Outcome, RequestRecord
+from dynbus.llm.replay.fleet import ReplayedRequest, ReplayResult
 from dynbus.llm.replay.report import Objective, summarize
 
 
-def outcome() -> Outcome:
+def result() -> ReplayResult:
     records = [
-        RequestRecord(10.0, 100, 11, 0, 10.5, 11.5, 0),
-        RequestRecord(11.0, 300, 21, 1, 12.5, 14.5, 200),
-        RequestRecord(12.0, 100, 1, 1, 15.0, 15.0, 50),
+        ReplayedRequest(10.0, 100, 11, 0, 10.5, 11.5, 0),
+        ReplayedRequest(11.0, 300, 21, 1, 12.5, 14.5, 200),
+        ReplayedRequest(12.0, 100, 1, 1, 15.0, 15.0, 50),
     ]
     intervals = np.array([0.1, 0.05, 0.2]), np.array([20, 9, 1])
-    return Outcome(records, intervals, [1.0, 3.0], 2)
+    return ReplayResult(records, intervals, [1.0, 3.0], 2)
 
 
 def test_the_figures_are_those_of_the_requests() -> None:
-    report = summarize("p", outcome())
+    report = summarize("p", result())
 
     assert report.as_json() == {
         "policy": "p",
@@ -36,9 +36,9 @@ def test_the_figures_are_those_of_the_requests() -> None:
 
 
 def test_goodput_counts_requests_that_keep_both_bounds() -> None:
-    assert summarize("p", outcome(), objective=Objective(1.6, 0.1)).goodput == 2 / 5
-    assert summarize("p", outcome(), objective=Objective(1.4, 0.1)).goodput == 1 / 5
-    assert summarize("p", outcome(), objective=Objective(9.0, 0.05)).goodput == 1 / 5
+    assert summarize("p", result(), objective=Objective(1.6, 0.1)).goodput == 2 / 5
+    assert summarize("p", result(), objective=Objective(1.4, 0.1)).goodput == 1 / 5
+    assert summarize("p", result(), objective=Objective(9.0, 0.05)).goodput == 1 / 5
 
 
 @pytest.mark.parametrize("bounds", [(-1.0, 0.1), (1.0, 0.0), (float("nan"), 1.0)])
@@ -48,7 +48,7 @@ def test_an_objective_that_nothing_can_keep_is_refused(bounds: tuple[float, floa
 
 
 def test_the_first_requests_can_be_left_out() -> None:
-    report = summarize("p", outcome(), skip=2)
+    report = summarize("p", result(), skip=2)
 
     assert (report.requests, report.duration_s) == (1, 3.0)
     assert (report.ttft_ms.mean, report.hit_rate) == (3000.0, 0.5)
@@ -56,13 +56,13 @@ def test_the_first_requests_can_be_left_out() -> None:
 
 def test_something_must_be_left() -> None:
     with pytest.raises(ValueError, match="skip = 3 leaves none of 3 requests"):
-        summarize("p", outcome(), skip=3)
+        summarize("p", result(), skip=3)
 
 
 def test_without_a_second_token_there_is_no_time_between_tokens() -> None:
-    records = [RequestRecord(0.0, 10, 1, 0, 1.0, 1.0)]
+    records = [ReplayedRequest(0.0, 10, 1, 0, 1.0, 1.0)]
     nothing = np.empty(0), np.empty(0, dtype=np.int64)
 
-    report = summarize("p", Outcome(records, nothing, [1.0], 0))
+    report = summarize("p", ReplayResult(records, nothing, [1.0], 0))
 
     assert report.itl_ms.mean == report.itl_ms.p99 == 0.0

@@ -50,9 +50,9 @@ def test_beyond_the_saturating_speed_the_fleet_falls_behind() -> None:
 
     def late(times: float) -> float:
         """Seconds from the last arrival to the last token, over the time of the arrivals."""
-        outcome = replace(simulation, speed=times * speed).run(trace, "round_robin")
+        result = replace(simulation, speed=times * speed).run(trace, "round_robin")
         arrivals = trace.duration / (times * speed)
-        return (max(record.last_token for record in outcome.records) - arrivals) / arrivals
+        return (max(request.last_token for request in result.requests) - arrivals) / arrivals
 
     assert late(0.5) < 0.35
     assert late(2.0) > 0.9
