@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from itertools import count
 
+import anyio
 import msgspec
 import numpy as np
 
 from dynbus.actors import Actor, handler
-from dynbus.bus.cleanup import finish
 from dynbus.bus.context import context
 from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
 from dynbus.kvrouter.routing.profiles import (
@@ -103,7 +103,8 @@ class MockWorker(Actor, namespace="llm"):
             self._exits = exits.pop_all()
 
     async def on_stop(self) -> None:
-        await finish(self._exits.aclose())
+        with anyio.CancelScope(shield=True):
+            await self._exits.aclose()
 
     def instance_metadata(self) -> Mapping[str, str]:
         return {

@@ -227,14 +227,14 @@ class MockEngine:
             steps = self._scheduler.quiet_steps(QUIET_STEPS)
             if steps > 1:
                 return self._decode(self._quiet_durations(steps), until - now)
-        batch = self._scheduler.schedule()
+        plan = self._scheduler.schedule()
         timing = self.config.timing
-        duration = timing.prefill(batch.prefill_tokens)
-        if batch.context_tokens:
-            duration += timing.decode(batch.context_tokens, self.config.capacity_tokens)
+        duration = timing.prefill(plan.prefill_tokens)
+        if plan.context_tokens:
+            duration += timing.decode(plan.context_tokens, self.config.capacity_tokens)
         decoding = 0
         outputs: list[Output] = []
-        for request in batch.ready:
+        for request in plan.ready:
             decoding += request.generated > 0 and not request.resumes
             outputs.append(self._emit(request, request.sequence.extend(1), 1))
         return StepResult(
@@ -243,7 +243,7 @@ class MockEngine:
             outputs,
             self.manager.take_events(),
             decoding,
-            batch.preempted,
+            plan.preempted,
         )
 
     def quiet_until(self, now: float) -> float | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from types import TracebackType
-from typing import Final, Protocol, Self
+from contextlib import asynccontextmanager
+from typing import Final, Protocol
 
-from dynbus.bus.cleanup import end_tasks, finish
+import anyio
+
+from dynbus.bus.background import Openable
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import Unavailable
 from dynbus.kvrouter.events import KvEvent
@@ -29,7 +31,7 @@ class EventSink(Protocol):
         ...
 
 
-class EngineRunner:
+class EngineRunner(Openable):
     """Runs an engine. Use it with `async with`.
 
     Args:
@@ -40,35 +42,27 @@ class EngineRunner:
     """
 
     def __init__(self, config: EngineConfig, sink: EventSink | None = None) -> None:
+        super().__init__()
         self.engine = MockEngine(config)
         self._sink = sink
         self._readers: dict[str, asyncio.Queue[Output | None]] = {}
         self._has_work = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
 
     def __repr__(self) -> str:
         return f"<EngineRunner {self.engine!r}>"
 
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run(), name="mock-engine")
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await finish(self._close())
-
-    async def _close(self) -> None:
-        task = self._task
-        if task is not None:
-            await end_tasks(task)
-        if self._failure is None:
-            self._failure = Unavailable("the engine was stopped")
-        self._end_readers()
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._run, name="mock-engine")
+            try:
+                yield
+            finally:
+                tasks.cancel_scope.cancel()
+                if self._failure is None:
+                    self._failure = Unavailable("the engine was stopped")
+                self._end_readers()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output, None]:
         """What each step makes for a request.
@@ -132,7 +126,7 @@ class EngineRunner:
             begins = max(ends, monotonic() - CATCH_UP)
             result = self.engine.step(begins)
             ends = begins + result.duration
-            await asyncio.sleep(max(0.0, ends - monotonic()))
+            await anyio.sleep(max(0.0, ends - monotonic()))
             self._tell(result)
 
     def _tell(self, result: StepResult) -> None:

@@ -40,7 +40,7 @@ class ScheduledRequest:
         return f"<ScheduledRequest {self.id} [{self.computed}/{self.sequence.length} computed]>"
 
 
-class Batch(NamedTuple):
+class StepPlan(NamedTuple):
     """What one step computes.
 
     Attributes:
@@ -57,7 +57,7 @@ class Batch(NamedTuple):
 
 
 class Scheduler:
-    """Chooses the batch of each step.
+    """Chooses what each step computes.
 
     Args:
         block_size: tokens of a block.
@@ -86,8 +86,8 @@ class Scheduler:
     def __repr__(self) -> str:
         return f"<Scheduler [{len(self.running)} running, {len(self.waiting)} waiting]>"
 
-    def schedule(self) -> Batch:
-        """Choose a batch and give it its blocks."""
+    def schedule(self) -> StepPlan:
+        """Choose what the next step computes, and give it its blocks."""
         budget = self._max_num_batched_tokens
         prefill_tokens = context_tokens = preempted = 0
         ready: list[ScheduledRequest] = []
@@ -112,7 +112,7 @@ class Scheduler:
             at += 1
         if not preempted:
             prefill_tokens += self._admit(budget, ready)
-        return Batch(prefill_tokens, context_tokens, ready, preempted)
+        return StepPlan(prefill_tokens, context_tokens, ready, preempted)
 
     def _make_room(self, request: ScheduledRequest, tokens: int) -> int:
         """Give a running request blocks for so many tokens; returns how many were preempted."""
