@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -24,6 +25,7 @@ from xxhash import xxh3_64_intdigest
 
 SEED: Final = 1337
 _MASK: Final = (1 << 64) - 1
+_pack_pair: Final = struct.Struct("<QQ").pack
 
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]] | bytes | bytearray | memoryview
 """Token ids: any integers below 2^32, or bytes that hold them as little-endian u32."""
@@ -69,8 +71,9 @@ def block_hashes(
     count = len(data) // size
     if any(multimodal):
         return _with_multimodal(data, size, count, seed, multimodal)
-    found = [xxh3_64_intdigest(data[at : at + size], seed) for at in range(0, count * size, size)]
-    return np.array(found, dtype=np.uint64)
+    # Nothing cuts bytes into pieces faster.
+    pieces = struct.iter_unpack(f"{size}s", data[: count * size])
+    return np.array([xxh3_64_intdigest(piece, seed) for (piece,) in pieces], dtype=np.uint64)
 
 
 def _with_multimodal(
@@ -122,10 +125,9 @@ def sequence_hashes(block_hashes: Sequence[int] | NDArray[np.uint64]) -> NDArray
     """
     if not len(block_hashes):
         return np.empty(0, dtype=np.uint64)
-    pairs = np.asarray(block_hashes, dtype="<u8").tobytes()
-    before = pairs[:8]
-    found = [before]
-    for at in range(8, len(pairs), 8):
-        before = xxh3_64_intdigest(before + pairs[at : at + 8], SEED).to_bytes(8, "little")
-        found.append(before)
-    return np.frombuffer(b"".join(found), dtype="<u8").astype(np.uint64)
+    blocks: list[int] = np.asarray(block_hashes, dtype=np.uint64).tolist()
+    return np.array(list(accumulate(blocks, _chained)), dtype=np.uint64)
+
+
+def _chained(before: int, block: int) -> int:
+    return xxh3_64_intdigest(_pack_pair(before, block), SEED)
