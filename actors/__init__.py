@@ -23,6 +23,7 @@ from .calling.routing import (
 from .calling.stream import Stream
 from .declaring.handlers import handler
 from .declaring.json_object import JsonObject
+from .declaring.reply import Reply, push_each
 from .runtime import Actor, ActorInstance, Runtime
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "PowerOfTwo",
     "Random",
     "Relay",
+    "Reply",
     "RoundRobin",
     "Route",
     "RouteObserver",
@@ -51,5 +53,6 @@ __all__ = [
     "call_options",
     "depends",
     "handler",
+    "push_each",
     "with_options",
 ]

@@ -135,6 +135,7 @@ class RelayedStream(Generic[K]):
     Attributes:
         key: what it was opened with.
         is_over: whether it has ended, or was cancelled.
+        is_paused: whether what is delivered does not count as consumed.
     """
 
     __slots__ = (
@@ -145,11 +146,11 @@ class RelayedStream(Generic[K]):
         "_invocation",
         "_note",
         "_over",
-        "_paused",
         "_undelivered",
         "_unread_bytes",
         "_waiting",
         "is_over",
+        "is_paused",
         "key",
     )
 
@@ -169,14 +170,14 @@ class RelayedStream(Generic[K]):
         self._over = over
         self._call: PendingCall | None = None
         self._has_news = False
-        self._paused = False
+        self.is_paused = False
         self._unread_bytes = 0
         self._undelivered: DynbusError | None = None
         self._error: BaseException | None = None
         self._waiting: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
-        state = "over" if self.is_over else "paused" if self._paused else "open"
+        state = "over" if self.is_over else "paused" if self.is_paused else "open"
         return f"<RelayedStream {self._invocation.endpoint} {self.id} [{state}]>"
 
     def __enter__(self) -> Self:
@@ -205,11 +206,11 @@ class RelayedStream(Generic[K]):
 
         The far side stops when it has used up its credit; what it has sent by then is delivered.
         """
-        self._paused = True
+        self.is_paused = True
 
     def resume(self) -> None:
         """Let the items that were delivered count as consumed."""
-        self._paused = False
+        self.is_paused = False
         self.delivered()
 
     def cancel(self, error: BaseException | None = None) -> None:
@@ -280,7 +281,7 @@ class RelayedStream(Generic[K]):
 
     def delivered(self) -> None:
         """What was taken counts as consumed, unless the stream is paused."""
-        if self._unread_bytes and not self._paused:
+        if self._unread_bytes and not self.is_paused:
             if self._call is not None:
                 self._call.consumed(self._unread_bytes)
             self._unread_bytes = 0

@@ -22,8 +22,13 @@ from dynbus.bus.protocol.names import check_token
 from .annotations import resolve_annotations
 from .codec import AnyCodec, Misfit, codec_for
 from .raw_bytes import HoldsBytes
+from .reply import PARAMETER as REPLY
+from .reply import HandlerDecorator, Replies, RepliesTo, is_reply, takes_reply
 from .shapes import describe_request
 
+A = TypeVar("A")
+R = TypeVar("R")
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 SPEC: Final = "__dynbus_handler__"
@@ -42,6 +47,7 @@ class HandlerSpec:
         name: the endpoint.
         parameter: of the request; None for a handler without one.
         takes_context: whether it has a `context` parameter.
+        takes_reply: whether it streams by a `reply` parameter in place of yielding.
         concurrency, queue, timeout, idle_timeout, idempotent, migration_limit: see `handler`.
     """
 
@@ -50,6 +56,7 @@ class HandlerSpec:
     streaming: bool
     parameter: inspect.Parameter | None
     takes_context: bool
+    takes_reply: bool
     concurrency: int | None
     queue: int | None
     timeout: float | None
@@ -81,13 +88,12 @@ class HandlerSpec:
     @cached_property
     def result_codec(self) -> AnyCodec:
         """Encodes results, for a stream its items."""
-        annotation = self.annotations["return"]
+        annotation = self.annotations[REPLY if self.takes_reply else "return"]
         if self.streaming:
             arguments = typing.get_args(annotation)
             if not arguments:
-                raise ConfigError(
-                    f"{self.label}: annotate what it yields, for example AsyncGenerator[Word, None]"
-                )
+                example = "reply: Reply[Word]" if self.takes_reply else "AsyncGenerator[Word, None]"
+                raise ConfigError(f"{self.label}: annotate what it yields, for example {example}")
             annotation = arguments[0]
         return self._codec(annotation, "the result")
 
@@ -184,6 +190,10 @@ _UNSET: Any = object()
 
 
 @overload
+def handler(function: RepliesTo[A, R, T], /) -> Callable[[A, R], AsyncGenerator[T, None]]: ...
+@overload
+def handler(function: Replies[A, T], /) -> Callable[[A], AsyncGenerator[T, None]]: ...
+@overload
 def handler(function: F, /) -> F: ...
 @overload
 def handler(
@@ -195,7 +205,7 @@ def handler(
     idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT,
     idempotent: bool = False,
     migration_limit: int = 0,
-) -> Callable[[F], F]: ...
+) -> HandlerDecorator: ...
 
 
 def handler(
@@ -214,7 +224,8 @@ def handler(
 
     It also gives options to a function that `Runtime.serve_endpoints` serves without a class.
     A method that yields streams its items; one that returns is unary. It takes one request
-    (or none) and may take `context: Context | None = None` besides.
+    (or none) and may take `context: Context | None = None` besides. One that takes
+    `reply: Reply[Item]` and returns None is a stream of what is sent by that.
 
     Args:
         name: the endpoint; the method's name unless given.
@@ -232,14 +243,16 @@ def handler(
     """
 
     def decorate(method: F) -> F:
-        streaming = _check_kind(method)
+        yields = _check_kind(method)
         label = method.__qualname__
         signature = inspect.signature(method)
         parameters = list(signature.parameters.values())
         if not parameters and _is_in_class(method):
             raise ConfigError(f"{label} takes no self: a handler is a method of an Actor")
         parameter = _request_parameter(label, parameters[1:])
-        _check_return(label, signature, streaming)
+        replies = takes_reply(signature)
+        streaming = yields or replies
+        _check_return(label, signature, yields=yields, replies=replies)
         default = None if streaming else DEFAULT_TIMEOUT
         spec = HandlerSpec(
             function=method,
@@ -247,6 +260,7 @@ def handler(
             streaming=streaming,
             parameter=parameter,
             takes_context="context" in list(signature.parameters)[1:],
+            takes_reply=replies,
             concurrency=_check_limit(label, "concurrency", concurrency, 1),
             queue=_check_limit(label, "queue", queue, 0),
             timeout=_check_seconds(label, "timeout", default if timeout is _UNSET else timeout),
@@ -287,15 +301,18 @@ def spec_of(name: str, function: Callable[..., Any]) -> HandlerSpec:
 
 def _plain_spec(function: Callable[..., Any]) -> HandlerSpec:
     """The options of a function without `@handler`."""
-    streaming = _check_kind(function)
     label = function.__qualname__
-    _check_return(label, inspect.signature(function), streaming)
+    signature = inspect.signature(function)
+    yields, replies = _check_kind(function), takes_reply(signature)
+    streaming = yields or replies
+    _check_return(label, signature, yields=yields, replies=replies)
     return HandlerSpec(
         function=function,
         name="",
         streaming=streaming,
         parameter=None,
         takes_context=False,
+        takes_reply=replies,
         concurrency=DEFAULT_CONCURRENCY,
         queue=DEFAULT_QUEUE,
         timeout=None if streaming else DEFAULT_TIMEOUT,
@@ -326,8 +343,12 @@ def _check_kind(method: Any) -> bool:
 def _request_parameter(
     label: str, parameters: Sequence[inspect.Parameter]
 ) -> inspect.Parameter | None:
-    """The one of a handler's parameters that is not the context; None without one."""
-    requests = [parameter for parameter in parameters if parameter.name != "context"]
+    """The one of a handler's parameters that is neither context nor reply; None without one."""
+    requests = [
+        parameter
+        for parameter in parameters
+        if parameter.name != "context" and not is_reply(parameter)
+    ]
     for parameter in requests:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             shown = parameter.replace(annotation=parameter.empty)
@@ -347,13 +368,19 @@ def _request_parameter(
     return requests[0] if requests else None
 
 
-def _check_return(label: str, signature: inspect.Signature, streaming: bool) -> None:
+def _check_return(label: str, signature: inspect.Signature, *, yields: bool, replies: bool) -> None:
     returns = signature.return_annotation
+    if replies:
+        if yields:
+            raise ConfigError(f"{label} yields and takes a reply: send its items by one of the two")
+        if returns not in (None, "None"):
+            raise ConfigError(f"{label}: annotate -> None, since its items are sent by its reply")
+        return
     if returns is signature.empty:
-        example = "AsyncGenerator[Word, None]" if streaming else "Word"
+        example = "AsyncGenerator[Word, None]" if yields else "Word"
         raise ConfigError(f"{label}: annotate what it returns, for example -> {example}")
     text = returns if isinstance(returns, str) else getattr(returns, "__name__", str(returns))
-    if not streaming and text.partition("[")[0].rpartition(".")[2] in {
+    if not yields and text.partition("[")[0].rpartition(".")[2] in {
         kind.__name__ for kind in STREAM_TYPES
     }:
         raise ConfigError(f"{label} returns {text} but never yields: use `yield` for its items")

@@ -9,9 +9,11 @@ from typing import Any
 
 from dynbus.actors.declaring.codec import AnyCodec
 from dynbus.actors.declaring.handlers import HandlerSpec, spec_of
+from dynbus.actors.declaring.reply import Reply
 from dynbus.bus.context import context
 from dynbus.bus.errors import ConfigError, InvalidResponse
 from dynbus.bus.protocol.endpoint import Endpoint
+from dynbus.bus.protocol.reply_port import ReplyPort
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +43,17 @@ def endpoints_of_functions(functions: Mapping[str, Callable[..., Any]]) -> list[
 def make_endpoint(method: Callable[..., Any], spec: HandlerSpec) -> Endpoint:
     """The endpoint of a handler that is bound to its object."""
     request_codec, result_codec = spec.request_codec, spec.result_codec
+    encode = result_codec.encoder(InvalidResponse)
     schemas: dict[str, Any] = {"response": schema_of(result_codec)}
     if request_codec is not None:
         schemas["request"] = schema_of(request_codec)
     return Endpoint(
         name=spec.name,
         streaming=spec.streaming,
-        invoke=_invoker(method, spec),
+        invoke=_reply_invoker(method, spec, encode) if spec.takes_reply else _invoker(method, spec),
+        by_port=spec.takes_reply,
         decode=spec.request_decoder(),
-        encode=result_codec.encoder(InvalidResponse),
+        encode=encode,
         concurrency=spec.concurrency,
         queue=spec.queue,
         timeout=spec.timeout,
@@ -83,3 +87,23 @@ def _invoker(method: Callable[..., Any], spec: HandlerSpec) -> Callable[[Any], A
     if by_name:
         return lambda request: method(**{name: request})
     return method
+
+
+def _reply_invoker(
+    method: Callable[..., Any], spec: HandlerSpec, encode: Callable[[Any], bytes]
+) -> Callable[[Any, ReplyPort], Any]:
+    """The same of a handler with a reply, which is made of the call's port."""
+    parameter, takes_context = spec.parameter, spec.takes_context
+    by_name = parameter is not None and parameter.kind is inspect.Parameter.KEYWORD_ONLY
+
+    def invoke(request: Any, port: ReplyPort) -> Any:
+        named: dict[str, Any] = {"reply": Reply[Any](port, encode)}
+        if takes_context:
+            named["context"] = context()
+        if parameter is None:
+            return method(**named)
+        if by_name:
+            return method(**{parameter.name: request}, **named)
+        return method(request, **named)
+
+    return invoke

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Protocol
 
-from dynbus.bus.errors import DynbusError, PayloadTooLarge
+from dynbus.bus.errors import DynbusError
 
 
 class ReplyPort(Protocol):
@@ -45,6 +45,10 @@ class ReplyPort(Protocol):
         """
         ...
 
+    def when_writable(self, then: Callable[[], object]) -> None:
+        """Have `then` called once, soon after another item may follow or the call has ended."""
+        ...
+
     async def closed(self) -> None:
         """Wait until the call has ended."""
         ...
@@ -60,27 +64,3 @@ class ReplyPort(Protocol):
     def fail(self, error: DynbusError) -> None:
         """End the call with an error."""
         ...
-
-
-def push_all(pairs: Iterable[tuple[ReplyPort, bytes]]) -> list[tuple[ReplyPort, bytes]]:
-    """Send items of many calls at once, such as those of an engine's step; wakes no task.
-
-    All that goes to one client leaves in one message.
-
-    Returns:
-        The pairs that were not taken, in their order, because their reader must take more first.
-        Keep them, and give them again before later items of the same calls.
-
-    An item that exceeds `max_item_bytes` ends its call with `PayloadTooLarge`, and no other.
-    """
-    held: list[tuple[ReplyPort, bytes]] = []
-    for pair in pairs:
-        port, item = pair
-        if port.paused:
-            held.append(pair)
-            continue
-        try:
-            port.push(item)
-        except PayloadTooLarge as error:
-            port.fail(error)
-    return held

@@ -46,6 +46,7 @@ class Reply:
         "_closing",
         "_hop",
         "_request_id",
+        "_resuming",
         "_seen_items",
         "_waiting",
         "ended",
@@ -71,6 +72,7 @@ class Reply:
         self._seen_items = 0
         self._waiting: list[asyncio.Future[None]] | None = None
         self._closing: list[asyncio.Future[None]] | None = None
+        self._resuming: list[Callable[[], object]] | None = None
 
     @property
     def sent_items(self) -> int:
@@ -88,6 +90,14 @@ class Reply:
             if self._waiting is None:
                 self._waiting = []
             await _turn(self._bus, self._waiting)
+
+    def when_writable(self, then: Callable[[], object]) -> None:
+        if not self.paused:
+            self._bus.loop.call_soon(then)
+        elif self._resuming is None:
+            self._resuming = [then]
+        else:
+            self._resuming.append(then)
 
     async def closed(self) -> None:
         while not self.ended:
@@ -120,6 +130,10 @@ class Reply:
             self._bus.telemetry.credit_stall(self._address, self.progressed_at - self.paused_since)
         if self._waiting is not None:
             _wake(self._waiting)
+        if self._resuming is not None:
+            resuming, self._resuming = self._resuming, None
+            for then in resuming:
+                self._bus.loop.call_soon(then)
 
     def observe(self, sent: Callable[[int], object]) -> None:
         """Have `sent` called with the number of items as they are pushed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import fields, replace
 from typing import Any, TypeVar, Unpack, get_type_hints
@@ -19,35 +19,13 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.protocol.reply_port import ReplyPort, push_all
+from dynbus.bus.protocol.reply_port import ReplyPort
 
 from .config import RouterConfig, RouterSettings
 from .decision import newest, tell
 from .router import KvRouter, open_router
 
 C = TypeVar("C", bound=Callable[..., None])
-
-
-class _Passage:
-    """Where the items of one stream go, and those that its reader has no room for yet."""
-
-    __slots__ = ("held", "port")
-
-    def __init__(self, port: ReplyPort) -> None:
-        self.port = port
-        self.held: list[bytes] = []
-
-    def take(self, items: Iterable[bytes]) -> None:
-        """Pass items on as far as there is room."""
-        self.held.extend(items)
-        if not self.port.paused:
-            self.held = [item for _, item in push_all((self.port, item) for item in self.held)]
-
-    async def flush(self) -> None:
-        """Pass on what is held, until the call has ended."""
-        while self.held and not self.port.ended:
-            await self.port.writable()
-            self.take(())
 
 
 def _spelled_out(constructor: C) -> C:
@@ -100,7 +78,7 @@ class RouterActor(Actor, abstract=True):
         self._exits = AsyncExitStack()
         self._router: KvRouter | None = None
         self._client: EndpointClient | None = None
-        self._streams: Relay[_Passage, bytes] = Relay(self._deliver)
+        self._streams: Relay[ReplyPort, bytes] = Relay(self._deliver)
 
     async def on_start(self) -> None:
         """Open the router, and refuse instances that do not fit together."""
@@ -156,29 +134,27 @@ class RouterActor(Actor, abstract=True):
         if not isinstance(found, Stream):
             port.push(found)
             return
-        passage = _Passage(port)
-        with await self._streams.open(found, key=passage) as stream:
+        with await self._streams.open(found, key=port) as stream:
             await stream.ended()
-            await passage.flush()
 
-    def _deliver(self, arrivals: list[Arrival[_Passage, bytes]]) -> None:
+    def _deliver(self, arrivals: list[Arrival[ReplyPort, bytes]]) -> None:
         for stream, items, _, _ in arrivals:
-            passage = stream.key
-            was_held = bool(passage.held)
-            passage.take(items)
-            if passage.port.ended:
+            port = stream.key
+            for item in items:
+                port.push(item)
+            if port.ended:
                 stream.cancel()
-            elif passage.held and not was_held:
+            elif port.paused and not stream.is_paused:
                 stream.pause()
-                self.runtime.bus.background.start(self._flush, stream, name=f"relay {stream.id}")
+                self.runtime.bus.background.start(self._go_on, stream, name=f"relay {stream.id}")
 
-    async def _flush(self, stream: RelayedStream[_Passage]) -> None:
-        """Let a stream go on when its reader has taken what is held of it."""
+    async def _go_on(self, stream: RelayedStream[ReplyPort]) -> None:
+        """Let a stream go on when its reader has taken more."""
         try:
-            await stream.key.flush()
+            await stream.key.writable()
         except DynbusError as error:
             stream.cancel(error)
-        if stream.key.port.ended:
+        if stream.key.ended:
             stream.cancel()
         stream.resume()
 

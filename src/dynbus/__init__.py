@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         JsonObject,
         Load,
         Relay,
+        Reply,
         Route,
         RouteObserver,
         Router,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         call_options,
         depends,
         handler,
+        push_each,
         with_options,
     )
     from dynbus.bus.config import BusConfig
@@ -74,6 +76,7 @@ __all__ = [
     "PermissionDenied",
     "ReaderStalled",
     "Relay",
+    "Reply",
     "ResumeMismatch",
     "Route",
     "RouteObserver",
@@ -88,6 +91,7 @@ __all__ = [
     "context",
     "depends",
     "handler",
+    "push_each",
     "with_options",
 ]
 

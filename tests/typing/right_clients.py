@@ -19,6 +19,8 @@ from dynbus import (
     EndpointName,
     Instance,
     Load,
+    Relay,
+    Reply,
     Route,
     RouteObserver,
     Router,
@@ -28,9 +30,10 @@ from dynbus import (
     context,
     depends,
     handler,
+    push_each,
     with_options,
 )
-from dynbus.actors import LeastLoaded, PowerOfTwo, Random, RoundRobin
+from dynbus.actors import Arrival, LeastLoaded, PowerOfTwo, Random, RoundRobin
 
 
 class Prompt(BaseModel):
@@ -107,6 +110,21 @@ class Splitter(Actor, namespace="demo"):
     @handler
     async def pass_on(self, value: msgspec.Raw) -> msgspec.Raw:
         return value
+
+    @handler
+    async def push(self, prompt: Prompt, reply: Reply[Word]) -> None:
+        assert_type(reply.push(Word(text=prompt.text)), bool)
+        await reply.writable()
+        reply.end()
+
+    @handler(name="tick", concurrency=None)
+    async def ticks(self, reply: Reply[int], context: Context | None = None) -> None:
+        for paused in push_each([(reply, 1)]):
+            await paused.writable()
+        await reply.ended()
+
+    @handler
+    async def ignore(self, anything: Any) -> None: ...
 
     @handler
     async def tell(self, prompt: Prompt, context: Context | None = None) -> None:
@@ -206,6 +224,11 @@ async def use_typed(runtime: Runtime) -> None:
     assert_type(await splitter.repeat(), str)
     assert_type(await splitter.repeat(Prompt(text="b")), str)
     await splitter.tell(Prompt(text="a"))
+    assert_type(await splitter.ignore(object()), None)
+    async for word in splitter.push(Prompt(text="a")):
+        assert_type(word, Word)
+    async with aclosing(splitter.ticks()) as ticks:
+        assert_type(await anext(ticks), int)
     async for data in splitter.carry(b"a"):
         assert_type(data, bytes)
     assert_type(await splitter.pass_on(msgspec.Raw(b"1")), msgspec.Raw)
@@ -226,6 +249,21 @@ async def use_typed(runtime: Runtime) -> None:
         metadata={"tenant": "a"},
     ):
         await splitter.count()
+
+
+def deliver(arrivals: list[Arrival[Reply[bytes], bytes]]) -> None:
+    for stream, items, ended, error in arrivals:
+        assert_type(stream.key, Reply[bytes])
+        assert_type(items, Sequence[bytes])
+        assert_type(ended, bool)
+        assert_type(error, DynbusError | None)
+
+
+async def relay_typed(runtime: Runtime, reply: Reply[bytes]) -> None:
+    with Relay(deliver) as relay:
+        stream = await relay.open(runtime.client(Splitter).carry(b"a"), key=reply)
+        assert_type(stream.key, Reply[bytes])
+        await stream.ended()
 
 
 async def use_untyped(runtime: Runtime) -> None:

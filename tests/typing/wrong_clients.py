@@ -10,12 +10,14 @@ from dynbus import (
     Actor,
     DynbusError,
     Instance,
+    Reply,
     Route,
     RouteRequest,
     Runtime,
     call_options,
     depends,
     handler,
+    push_each,
     with_options,
 )
 
@@ -33,6 +35,11 @@ class Splitter(Actor, namespace="demo"):
     async def split(self, prompt: Prompt) -> AsyncGenerator[Word, None]:
         for word in prompt.text.split():
             yield Word(text=word)
+
+    @handler
+    async def push(self, prompt: Prompt, reply: Reply[Word]) -> None:
+        reply.push("a")  # error
+        push_each([(reply, prompt)])  # error
 
     @handler
     async def carry(self, data: bytes) -> bytes:
@@ -79,6 +86,9 @@ async def wrong_requests(runtime: Runtime) -> None:
     await splitter.count(Prompt(words="a"))  # error
     await splitter.counts(Prompt(text="a"))  # error
     await splitter.carry("a")  # error
+    splitter.push("a")  # error
+    splitter.push()  # error
+    await splitter.push(Prompt(text="a"))  # error
     await splitter.carry(Prompt(text="a"))  # error
 
 
@@ -86,6 +96,8 @@ async def wrong_results(runtime: Runtime) -> None:
     splitter = runtime.client(Splitter)
     (await splitter.count(Prompt(text="a"))).upper()  # error
     (await splitter.carry(b"a")).encode()  # error
+    async for pushed in splitter.push(Prompt(text="a")):
+        pushed.upper()  # error
     text: str = await splitter.count(Prompt(text="a"))  # error
     await splitter.split(Prompt(text=text))  # error
     async for _ in splitter.count(Prompt(text="a")):  # error

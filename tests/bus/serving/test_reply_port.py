@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from functools import partial
 
 import pytest
 from tests.bus.far_side import settle
@@ -19,7 +21,7 @@ from tests.bus.near_side import (
 
 from dynbus.bus.errors import HandlerError, Overloaded
 from dynbus.bus.protocol.endpoint import Endpoint
-from dynbus.bus.protocol.reply_port import ReplyPort, push_all
+from dynbus.bus.protocol.reply_port import ReplyPort
 from dynbus.bus.protocol.wire import Cancel, Credit, End, Failed, Item, Items, Open
 from dynbus.testing import run
 
@@ -67,6 +69,11 @@ def items_of(given: Served, number: int) -> list[bytes]:
     return found
 
 
+def push_all(pairs: Iterable[tuple[ReplyPort, bytes]]) -> list[ReplyPort]:
+    """Send the items of a step; the ports that take no more."""
+    return [port for port, item in pairs if not port.push(item)]
+
+
 async def deliver(given: Served) -> None:
     await asyncio.sleep(0)
     await settle(given.client.connection)
@@ -79,9 +86,9 @@ def test_the_items_of_a_step_leave_as_one_message_and_wake_no_handler() -> None:
             await engine.begun(given, *range(20))
             tasks = len(asyncio.all_tasks())
 
-            held = push_all((port, b"%d" % index) for index, port in enumerate(engine.ports))
+            paused = push_all((port, b"%d" % index) for index, port in enumerate(engine.ports))
 
-            assert held == []
+            assert paused == []
             assert len(asyncio.all_tasks()) == tasks
             await deliver(given)
             assert sizes(given.client.batches) == [20]
@@ -93,7 +100,7 @@ def test_the_items_of_a_step_leave_as_one_message_and_wake_no_handler() -> None:
     run(story())
 
 
-def test_what_a_reader_has_no_credit_for_is_held_and_taken_when_it_has() -> None:
+def test_a_port_whose_reader_has_no_credit_says_so_and_when_it_has() -> None:
     async def story() -> None:
         engine = Engine()
         async with serving(engine.endpoint) as given:
@@ -102,26 +109,43 @@ def test_what_a_reader_has_no_credit_for_is_held_and_taken_when_it_has() -> None
             await until(lambda: len(engine.ports) == 2)
             slow, fast = engine.ports
 
-            assert push_all([(slow, b"ab"), (fast, b"x")]) == []
+            assert push_all([(slow, b"ab"), (fast, b"x")]) == [slow]
             assert (slow.paused, fast.paused) == (True, False)
-            held = push_all([(slow, b"cd"), (fast, b"y"), (slow, b"ef")])
-            assert held == [(slow, b"cd"), (slow, b"ef")]
+            resumed: list[ReplyPort] = []
+            for port in engine.ports:
+                port.when_writable(partial(resumed.append, port))
             waiting = asyncio.create_task(slow.writable())
             await deliver(given)
+            assert resumed == [fast]
             assert not waiting.done()
 
             await given.client.say(Credit(1, secret_of(1), 1, 4, 1))
             await waiting
-            held = push_all(held)
-            assert held == [(slow, b"ef")]
-            await given.client.say(Credit(1, secret_of(1), 1, 6, 2))
-            assert push_all(held) == []
+            assert resumed == [fast, slow]
+            assert push_all([(slow, b"cd"), (fast, b"y")]) == [slow]
             await deliver(given)
 
-            assert items_of(given, 1) == [b"ab", b"cd", b"ef"]
+            assert items_of(given, 1) == [b"ab", b"cd"]
             assert items_of(given, 2) == [b"x", b"y"]
 
     run(story())
+
+
+def test_what_waits_for_a_reader_is_told_when_its_call_ends() -> None:
+    async def story() -> list[bool]:
+        engine = Engine()
+        async with serving(engine.endpoint) as given:
+            await engine.begun(given, 1, window=1)
+            (port,) = engine.ports
+            port.push(b"ab")
+            told: list[bool] = []
+            port.when_writable(lambda: told.append(port.ended))
+
+            port.fail(Overloaded("later"))
+            await deliver(given)
+            return told
+
+    assert run(story()) == [True]
 
 
 @pytest.mark.parametrize("error", [None, Overloaded("later")])
@@ -194,27 +218,11 @@ def test_a_cancel_reaches_the_handler_and_what_is_pushed_later_is_left_out() -> 
             await given.client.say(Cancel(1, secret_of(1), 1, 0.0))
             await until(lambda: engine.left == [asyncio.CancelledError])
 
-            assert push_all((port, b"x") for port in engine.ports) == []
+            assert push_all((port, b"x") for port in engine.ports) == [engine.ports[0]]
             await deliver(given)
 
             assert engine.ports[0].ended
             assert items_of(given, 1) == []
-            assert items_of(given, 2) == [b"x"]
-
-    run(story())
-
-
-def test_an_item_that_is_too_large_ends_its_call_and_no_other_of_the_step() -> None:
-    async def story() -> None:
-        engine = Engine()
-        async with serving(engine.endpoint, max_item_bytes=1000) as given:
-            await engine.begun(given, 1, 2)
-            large, small = engine.ports
-
-            assert push_all([(large, bytes(1001)), (small, b"x")]) == []
-            await deliver(given)
-
-            assert [failed.code for failed in given.client.all(Failed)] == ["PayloadTooLarge"]
             assert items_of(given, 2) == [b"x"]
 
     run(story())
@@ -249,10 +257,8 @@ def test_a_plain_client_reads_what_an_engine_sends() -> None:
             (port,) = engine.ports
             for _ in range(4):
                 # More than the server is given at once.
-                held = push_all([(port, bytes(50_000))])
-                while held:
+                if not port.push(bytes(50_000)):
                     await port.writable()
-                    held = push_all(held)
             port.end()
             await deliver(given)
             return read
