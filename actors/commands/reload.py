@@ -129,11 +129,9 @@ class _Reloader:
                             await self._stop_for_change()
 
     async def _start(self, inner_end: int, tasks: TaskGroup) -> None:
-        # A process that is being made cannot be ended yet.
-        with anyio.CancelScope(shield=True):
-            process = self._process = await _dynbus(
-                inner_arguments(self._options.arguments, inner_end), pass_fds=(inner_end,)
-            )
+        process = self._process = await _dynbus(
+            inner_arguments(self._options.arguments, inner_end), pass_fds=(inner_end,)
+        )
         tasks.start_soon(self._tell_end, process)
         if self._signalled.is_set():
             self._signal(signal.SIGTERM)  # it came when there was nobody yet to be told
@@ -156,10 +154,10 @@ class _Reloader:
         finally:
             if process.returncode is None:
                 process.kill()
-            with anyio.CancelScope(shield=True):
-                code = await process.wait()
-        if code == exit_codes.OK or self._signalled.is_set():
-            return code == exit_codes.OK
+                with anyio.CancelScope(shield=True):
+                    await process.wait()
+        if process.returncode == exit_codes.OK or self._signalled.is_set():
+            return process.returncode == exit_codes.OK
         if self._process is not None and self._process.returncode is None:
             goes_on = "the previous version keeps serving"
         else:

@@ -118,12 +118,13 @@ class Child:
             OSError: there is no process, since none could be made.
         """
         self.state, self.failure, self.ready_at = ChildState.LOADING, None, None
+        opened: tuple[asyncio.subprocess.Process, asyncio.StreamReader] | None = None
         async with spawning:
             # A process that is being made cannot be ended yet.
             with anyio.CancelScope(shield=True):
-                reader = await self._open()
-        process, heard = self._process, asyncio.Event()
-        assert process is not None
+                opened = await self._open()
+        assert opened is not None
+        (process, reader), heard = opened, asyncio.Event()
 
         async def ended() -> int:
             code = await process.wait()
@@ -148,12 +149,12 @@ class Child:
                 self._metrics.cancel()
         return code
 
-    async def _open(self) -> asyncio.StreamReader:
+    async def _open(self) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
         """Make a process, and tell it what it is to load."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = await _spawn(theirs.fileno(), self.label)
+                process = self._process = await _spawn(theirs.fileno(), self.label)
             reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPORT)
         except BaseException:
             ours.close()
@@ -162,7 +163,7 @@ class Child:
         self.send(self._load)
         if self._last_word is not None:
             self.send(self._last_word)
-        return reader
+        return process, reader
 
     async def _wait_or_end(self, ended: Callable[[], Awaitable[int]]) -> int:
         """Wait until the process has ended; when that is cancelled, bring it about."""

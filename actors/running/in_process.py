@@ -126,12 +126,12 @@ class Ending:
         self.at_once.set()
 
     @contextmanager
-    def cuts_short(self) -> Generator[None]:
+    def cuts_short(self) -> Generator[anyio.CancelScope]:
         """Cancel the block when the end is asked for; one such block runs at a time."""
         with anyio.CancelScope() as self._cut_short:
             if self.asked.is_set():
                 self._cut_short.cancel()
-            yield
+            yield self._cut_short
 
 
 class StartFailed(Exception):
@@ -186,10 +186,9 @@ async def _serve(
     addresses = list(dict.fromkeys(str(each.address) for each in assignments))
     # A process of its own is named by what it serves.
     name = addresses[0] if len(addresses) == 1 else "dynbus-run"
-    runtime: Runtime | None = None
-    with ending.cuts_short():
+    with ending.cuts_short() as connecting:
         runtime = await Runtime.connect(name=name, **bus)
-    if runtime is None:
+    if connecting.cancelled_caught:
         return
     runtime.bus.on_failure(ending.stop)
     try:

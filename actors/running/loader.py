@@ -334,8 +334,8 @@ def _check_distinct(nodes: Sequence[Node], sources: Mapping[str, str]) -> None:
             place = f"{sources[node.name]}: " if node.name in sources else ""
             raise ConfigError(
                 f"{place}{_path(other.actor)} and {_path(node.actor)} have the same address "
-                f"{str(node.address)!r}: give one of them another component, or another node "
-                "where it is depended on or configured"
+                f"{str(node.address)!r}: give one of them another component, or another name by "
+                "depends(..., node=...) or a key with `class` in the YAML file"
             )
         other = keys.setdefault((node.name, node.actor.__name__), node)
         if other is not node:

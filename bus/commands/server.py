@@ -6,17 +6,19 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import anyio
 
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.nats.connection import NatsConnection, connect_as
 from dynbus.bus.protocol.names import ReplySubjects
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.telemetry.logs import configure_logging, redact_url
 from dynbus.bus.transport import Message
+
+if TYPE_CHECKING:
+    from dynbus.bus.nats.connection import NatsConnection
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,9 @@ async def connected(config: BusConfig, name: str) -> AsyncGenerator[Server]:
         PermissionDenied: the server refuses the credentials.
         Unavailable: no server can be reached.
     """
+    # Only those who connect need what connects, which takes long to import.
+    from dynbus.bus.nats.connection import connect_as
+
     replies = ReplySubjects(config.principal, random_id())
     connection = await connect_as(config, name=name, inbox=replies.server_api)
     try:

@@ -350,7 +350,7 @@ def test_a_node_that_both_a_dependency_and_a_file_name_is_one(folder: Path) -> N
         (
             declared("prefill", "Frontend"),
             r"^config\.yaml: prefill\.class: service\.Engine and service\.Frontend have the same "
-            r"address 'demo\.prefill': give one of them another component, or another node ",
+            r"address 'demo\.prefill': give one of them another component, or another name ",
         ),
     ],
 )

@@ -213,6 +213,30 @@ async def test_a_cancelled_run_leaves_no_child(
 
 
 @pytest.mark.anyio
+async def test_a_run_that_is_cancelled_while_a_process_is_made_leaves_none(
+    folder: Path, nats_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn = spawning._spawn  # pyright: ignore[reportPrivateUsage]
+    begun, made = asyncio.Event(), list[asyncio.subprocess.Process]()
+
+    async def spawn_and_tell(fd: int, label: str) -> asyncio.subprocess.Process:
+        begun.set()
+        made.append(await spawn(fd, label))
+        return made[-1]
+
+    monkeypatch.setattr(spawning, "_spawn", spawn_and_tell)
+    supervisor = supervise(nats_server, folder, "Below")
+
+    async with running(supervisor) as task:
+        await begun.wait()
+        task.cancel()
+        await asyncio.wait({task})
+
+    (process,) = made
+    assert process.returncode is not None
+
+
+@pytest.mark.anyio
 async def test_text_of_the_command_line_is_read_as_its_type_in_the_child(
     nats_server: RunningServer, folder: Path
 ) -> None:
