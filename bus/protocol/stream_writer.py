@@ -52,6 +52,10 @@ class _Ending:
 _Unit = bytes | _Ending
 
 
+_UNCOUNTED: Final = ClientUnreadBytes(UnreadBytes())
+"""Where those count that nobody asks for: it always has room."""
+
+
 def _cost(units: Sequence[_Unit]) -> int:
     """Bytes of memory that units take, about."""
     return sum(map(len, units)) + UNIT_COST * len(units)
@@ -130,7 +134,7 @@ class StreamWriter:
         self.dirty = False
         self._on_dirty = on_dirty or _ignore
         self._on_blocked = on_blocked or _ignore
-        self._unread = unread or ClientUnreadBytes(UnreadBytes())
+        self._unread = unread or _UNCOUNTED
         self.held_bytes = 0
         # Up to where `held_bytes` counts: in sequences, and in bytes that were pushed.
         self._counted_sequence = 0
@@ -400,7 +404,7 @@ class StreamWriter:
     def forget(self) -> None:
         """Count no longer: nobody will ask again for what is kept."""
         self._hold(-self.held_bytes)
-        self._unread = ClientUnreadBytes(UnreadBytes())
+        self._unread = _UNCOUNTED
 
     def _count_taken(self, sequence: int, count: int, size: int) -> None:
         """Count so many units from a sequence on that need `size` bytes of a limit."""

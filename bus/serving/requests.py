@@ -7,6 +7,7 @@ Nothing here knows of a connection, a clock or a call: headers and bytes go in, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -28,6 +29,8 @@ MAX_FRAMING: Final = 256
 """Characters that are read of a framing header."""
 
 _VERSION_WORD = str(VERSION)
+# A client's requests all carry the same incarnation.
+_token = lru_cache(1024)(TOKEN.fullmatch)
 
 
 class PlainCancel(NamedTuple):
@@ -49,7 +52,7 @@ def read_framing(framing: str) -> tuple[bytes, int, str]:
         and words[0] == _VERSION_WORD
         and len(words[1]) == 2 * SECRET_BYTES
         # It becomes part of a subject.
-        and TOKEN.fullmatch(words[3])
+        and _token(words[3])
     ):
         try:
             return bytes.fromhex(words[1]), int(words[2]), words[3]

@@ -8,13 +8,17 @@ from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.serving.calls import ServedEndpoint
 
 
+def same(data: bytes) -> bytes:
+    return data
+
+
 def serve() -> ServedEndpoint:
     endpoint = Endpoint(
         name="greet",
         streaming=False,
-        invoke=lambda request: request,
-        decode=lambda data: data,
-        encode=lambda value: value,
+        invoke=same,
+        decode=same,
+        encode=same,
     )
     return ServedEndpoint(EndpointName.of("hello", "Greeter", "greet"), endpoint, "i1")
 
