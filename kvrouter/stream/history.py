@@ -23,7 +23,7 @@ from dynbus.kvrouter.radix.contents import held_names
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex, Rank
 
 from .event_stream import StoredEvents, apply_events, read_events
-from .snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
+from .snapshots import SnapshotInfo, SnapshotStore
 
 DEFAULT_TIMEOUT: Final = 60.0
 
@@ -39,6 +39,13 @@ class Point(NamedTuple):
 
     sequence: int | None = None
     time: float | None = None
+
+    def is_behind(self, snapshot: SnapshotInfo) -> bool:
+        """Whether a snapshot covers nothing that came after the point."""
+        if self.sequence is not None and snapshot.coverage.sequence > self.sequence:
+            return False
+        # All that it covers is older than itself.
+        return self.time is None or snapshot.written <= self.time
 
 
 NOW: Final = Point()
@@ -138,7 +145,9 @@ async def index_at(
             f"ends at {stream.last_sequence}"
         )
     store = store or SnapshotStore(jetstream, namespace)
-    snapshot, index = await _newest_before(store, component, point, stream, max_blocks, end)
+    snapshot, index, _ = await store.read_newest(
+        component, stream, max_blocks=max_blocks, timeout=end - monotonic(), counts=point.is_behind
+    )
     _check_known(point, kv_event_stream(namespace), stream, snapshot)
     covered = 0 if snapshot is None else snapshot.coverage.sequence
     last = stream.last_sequence if point.sequence is None else point.sequence
@@ -206,29 +215,6 @@ async def _stream_info(jetstream: JetStream, namespace: str) -> StreamInfo:
 def no_events(namespace: str) -> NoStream:
     """The error of a namespace without a stream."""
     return NoStream(f"no KV events in namespace {namespace}: is a publisher running?")
-
-
-async def _newest_before(
-    store: SnapshotStore,
-    component: str,
-    point: Point,
-    stream: StreamInfo,
-    max_blocks: int,
-    end: float,
-) -> tuple[SnapshotInfo | None, RadixIndex]:
-    for info in reversed(await store.snapshots(component)):
-        is_later = (point.sequence is not None and info.coverage.sequence > point.sequence) or (
-            # All that it covers is older than itself.
-            point.time is not None and info.written > point.time
-        )
-        if is_later or not info.fits(stream):
-            continue
-        try:
-            timeout = max(0.1, end - monotonic())
-            return info, await store.read(info, max_blocks=max_blocks, timeout=timeout)
-        except UnusableSnapshot:
-            continue  # the one before it leads to the same index, over more messages
-    return None, RadixIndex(max_blocks=max_blocks)
 
 
 class _Tail:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import TOKEN, check_token, kv_event_stream, kv_snapshot_bucket
 from dynbus.bus.records.object_records import NoObject, ObjectBucket, ObjectDamaged, ObjectInfo
@@ -198,6 +199,49 @@ class SnapshotStore:
                 f"snapshot {info.name} holds the stream up to {sequence}, not what its name says"
             )
         return index
+
+    async def read_newest(
+        self,
+        component: str,
+        stream: StreamInfo,
+        *,
+        max_blocks: int,
+        timeout: float = READ_TIMEOUT,
+        counts: Callable[[SnapshotInfo], bool] = lambda _: True,
+    ) -> tuple[SnapshotInfo | None, RadixIndex, int]:
+        """The newest snapshot that can be used, with its index.
+
+        Args:
+            stream: of which it has to be.
+            timeout: seconds for reading, those included that cannot be used.
+            counts: whether a snapshot is looked at.
+
+        Returns:
+            What is known of it, the index, and how many newer ones could not be used; None and an
+            empty index where there is none.
+
+        Raises:
+            Unavailable: JetStream does not answer, or not in time.
+        """
+        end = monotonic() + timeout
+        skipped = 0
+        for info in reversed(await self.snapshots(component)):
+            if not counts(info):
+                continue
+            if not info.fits(stream):
+                skipped += 1
+                logger.warning("snapshot %s is skipped: it is of another stream", info.name)
+                continue
+            try:
+                left = max(0.1, end - monotonic())
+                index = await self.read(info, max_blocks=max_blocks, timeout=left)
+            except UnusableSnapshot as error:
+                # The one before it leads to the same index, over more messages.
+                skipped += 1
+                logger.warning("%s: it is skipped", error)
+            else:
+                return info, index, skipped
+        return None, RadixIndex(max_blocks=max_blocks), skipped
 
     async def write(
         self,

@@ -14,14 +14,14 @@ import anyio
 from dynbus.actors import Runtime
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.transport import JetStream, NoStream, StreamInfo
+from dynbus.bus.transport import JetStream, NoStream
 from dynbus.kvrouter.radix.index import DEFAULT_MAX_BLOCKS, RadixIndex
 
 from .event_stream import EventStream
 from .follower import IndexFollower, Position
 from .membership import UNKNOWN_GRACE, Instances, live_instances
 from .snapshot_writer import SnapshotPlan, SnapshotWriter
-from .snapshots import READ_TIMEOUT, SnapshotInfo, SnapshotStore, UnusableSnapshot
+from .snapshots import READ_TIMEOUT, SnapshotInfo, SnapshotStore
 
 logger = logging.getLogger(__name__)
 
@@ -66,33 +66,22 @@ async def warm_index(
         Unavailable: JetStream does not answer.
     """
     stream = await jetstream.stream_info(stream_name)
-    skipped = 0
-    for info in reversed(await store.snapshots(component)):
-        if not info.fits(stream):
-            skipped += 1
-            logger.warning("snapshot %s is skipped: it is of another stream", info.name)
-            continue
-        try:
-            index = await store.read(info, max_blocks=max_blocks, timeout=timeout)
-        except UnusableSnapshot as error:
-            skipped += 1
-            logger.warning("%s: it is skipped", error)
-            continue
-        is_connected = info.is_connected(stream)
-        if not is_connected:
-            logger.warning(
-                "snapshot %s: the stream begins at %d; ranks are asked for what lies between",
-                info.name,
-                stream.first_sequence,
-            )
+    info, index, skipped = await store.read_newest(
+        component, stream, max_blocks=max_blocks, timeout=timeout
+    )
+    if info is None:
         return WarmStart(
-            index,
-            Position(info.coverage.sequence, stream.created),
-            info,
-            skipped,
-            is_connected,
+            index, Position(0, stream.created), None, skipped, stream.first_sequence <= 1
         )
-    return _cold(stream, skipped, max_blocks)
+    is_connected = info.is_connected(stream)
+    if not is_connected:
+        logger.warning(
+            "snapshot %s: the stream begins at %d; ranks are asked for what lies between",
+            info.name,
+            stream.first_sequence,
+        )
+    position = Position(info.coverage.sequence, stream.created)
+    return WarmStart(index, position, info, skipped, is_connected)
 
 
 def forget_dead(start: WarmStart, known: Collection[str] | None, now: float) -> list[str]:
@@ -113,16 +102,6 @@ def forget_dead(start: WarmStart, known: Collection[str] | None, now: float) -> 
     return dead
 
 
-def _cold(stream: StreamInfo | None, skipped: int, max_blocks: int) -> WarmStart:
-    return WarmStart(
-        RadixIndex(max_blocks=max_blocks),
-        Position(0, None if stream is None else stream.created),
-        None,
-        skipped,
-        stream is None or stream.first_sequence <= 1,
-    )
-
-
 async def _warm_or_cold(
     jetstream: JetStream,
     component: str,
@@ -137,12 +116,12 @@ async def _warm_or_cold(
             jetstream, component, store, stream_name, max_blocks=max_blocks, timeout=timeout
         )
     except NoStream:
-        return _cold(None, 0, max_blocks)
+        pass
     except DynbusError as error:
         logger.warning(
             "no snapshot of %s could be read, so the whole stream is: %s", component, error
         )
-        return _cold(None, 0, max_blocks)
+    return WarmStart(RadixIndex(max_blocks=max_blocks), Position(), None, 0, is_connected=True)
 
 
 @asynccontextmanager
