@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import re
@@ -300,3 +301,14 @@ _TYPES: Final[Mapping[str, Any]] = {
 _DEFAULTS: Final[Mapping[str, Any]] = {
     field.name: field.default for field in msgspec.structs.fields(BusConfig)
 }
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine can reach `host`; a name other than localhost is
+    not looked up and counts as no."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

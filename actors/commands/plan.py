@@ -28,9 +28,8 @@ from dynbus.actors.running.configuration import (
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.loader import load_targets
 from dynbus.bus.commands.terminal import plain, print_json, print_table
-from dynbus.bus.config import BusConfig, load_config
+from dynbus.bus.config import BusConfig, is_loopback, load_config
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.hosts import is_loopback
 from dynbus.bus.telemetry.health import parse_address
 from dynbus.bus.telemetry.logs import LogFormat, redact_url
 

@@ -1,1 +1,13 @@
-"""Commands that need no actor: `ps`, `doctor` and `version`."""
+"""Commands that need no actor, `ps`, `doctor` and `version`, and what all commands share."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import diagnosis, server, survey, terminal
+
+__all__ = [
+    "diagnosis",
+    "server",
+    "survey",
+    "terminal",
+]

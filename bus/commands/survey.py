@@ -11,9 +11,9 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-import anyio
 import msgspec
 
+from dynbus.bus.background import task_group
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import TOKEN
 from dynbus.bus.protocol.wire import InstanceRecord
@@ -109,7 +109,7 @@ async def survey(server: Server) -> Survey:
         except DynbusError as error:
             notice = f"the records cannot be read ({error}): only instances that answer are shown"
 
-    async with anyio.create_task_group() as tasks:
+    async with task_group() as tasks:
         tasks.start_soon(read_records)
         answers = await server.ask(
             ("$SRV.STATS",),

@@ -1,1 +1,11 @@
 """The bus over nats-server: connection, JetStream, and the embedded server."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import embedded, server_process
+
+__all__ = [
+    "embedded",
+    "server_process",
+]

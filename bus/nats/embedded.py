@@ -6,7 +6,6 @@ user is gone; `nats/embedded_guard.py` has the how.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import secrets
@@ -19,8 +18,10 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import anyio
 import msgspec
 
+from dynbus.bus.background import Background, Work
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 
 from . import embedded_guard, neighbours
@@ -106,19 +107,28 @@ async def embedded_server(
         )
     folder = DataFolder((data_dir or default_data_dir(Path.cwd())).absolute())
     user = _User(url, address, folder)
-    watch: asyncio.Task[None] | None = None
+    background = Background(f"the user of {folder.path}", _leave_alone)
+    watch: Work | None = None
     try:
         server = await user.enter(fresh)
         if server.data_dir is not None:
-            watch = asyncio.create_task(user.keep_guarded())
+            await background.open()
+            watch = background.start(user.keep_guarded, name="watch over the guard")
         yield server
     finally:
         if watch is not None:
             watch.cancel()
         user.leave()  # takes effect at once, whatever becomes of the waits below
         if watch is not None:
-            await asyncio.wait({watch}, timeout=STOP_TIMEOUT)
-            await user.wait_gone()
+            with anyio.CancelScope(shield=True):
+                await background.close()
+                await user.wait_gone()
+    if background.failure is not None:
+        raise background.failure
+
+
+def _leave_alone(failure: BaseException) -> None:
+    """The server runs on without a watch over its guard, and the end of the block raises."""
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -170,15 +180,16 @@ class _User:
 
     async def wait_gone(self) -> None:
         """Wait until the server has ended, unless others use it; bounded."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_TIMEOUT):
-                await self._guard_ended()
+        with anyio.move_on_after(STOP_TIMEOUT):
+            await self._guard_ended()
 
     async def keep_guarded(self) -> None:
         """Start the server again whenever its guard was killed; runs until cancelled."""
         delay = _WATCH
-        while self._users.is_on_path():
-            await asyncio.sleep(delay)
+        while True:
+            await anyio.sleep(delay)
+            if not self._users.is_on_path():
+                break
             delay = _WATCH
             if is_locked(self._folder.guard_lock):
                 continue
@@ -227,9 +238,8 @@ class _User:
         """The folder whose embedded server this is; None for any other server."""
         if not info.name.startswith(_NAME_PREFIX):
             return None
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_ANNOUNCED_WITHIN):
-                await until(lambda: self._noted(info) is not None)
+        with anyio.move_on_after(_ANNOUNCED_WITHIN):
+            await until(lambda: self._noted(info) is not None)
         return self._noted(info)
 
     def _noted(self, info: ServerInfo) -> DataFolder | None:
@@ -241,7 +251,7 @@ class _User:
 
     async def _share_in_time(self, fresh: bool) -> tuple[bool, ServerInfo]:
         try:
-            async with asyncio.timeout(START_TIMEOUT):
+            with anyio.fail_after(START_TIMEOUT):
                 return await self._share(fresh)
         except (TimeoutError, subprocess.TimeoutExpired):
             raise Unavailable(
@@ -336,7 +346,7 @@ class _User:
             info = parse_greeting(line or b"")
             if info is not None and record is not None and info.name == record.name:
                 return info
-            await asyncio.sleep(POLL)
+            await anyio.sleep(POLL)
         return None
 
     async def _empty_store(self) -> None:
@@ -362,7 +372,7 @@ class _User:
             self._users.release()
             if seen > 3:
                 return False
-            await asyncio.sleep(POLL)
+            await anyio.sleep(POLL)
         return True
 
     async def _end_leftover(self) -> None:
@@ -372,10 +382,9 @@ class _User:
             if pid is not None and number is not None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await until(lambda: not is_locked(self._folder.server_lock))
-                    return
+            with anyio.move_on_after(1.0):
+                await until(lambda: not is_locked(self._folder.server_lock))
+                return
         raise Unavailable(f"the nats-server that holds {self._folder.server_lock} does not end")
 
 

@@ -23,10 +23,11 @@ from types import TracebackType
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
+import anyio
 import msgspec
 
+from dynbus.bus.config import is_loopback
 from dynbus.bus.errors import ConfigError, Unavailable
-from dynbus.bus.hosts import is_loopback
 
 DEFAULT_PORT: Final = 4222
 START_TIMEOUT: Final = 10.0
@@ -116,7 +117,7 @@ async def probe(url: str, *, timeout: float = GREETING_TIMEOUT) -> ServerInfo | 
         # is gone, or its successor answers.
         if line or time.monotonic() > deadline:
             break
-        await asyncio.sleep(POLL)
+        await anyio.sleep(POLL)
     info = parse_greeting(line)
     if info is None:
         raise ConfigError(
@@ -130,12 +131,12 @@ async def probe(url: str, *, timeout: float = GREETING_TIMEOUT) -> ServerInfo | 
 async def first_line(address: Address, timeout: float) -> bytes | None:
     """What a listener says first: None without a listener, empty when it closes at once."""
     try:
-        async with asyncio.timeout(timeout):
+        with anyio.fail_after(timeout):
             reader, writer = await asyncio.open_connection(address.host, address.port)
     except OSError:  # includes TimeoutError
         return None
     try:
-        async with asyncio.timeout(timeout):
+        with anyio.fail_after(timeout):
             return await reader.readline()
     except TimeoutError:
         return b"\n"
@@ -249,7 +250,7 @@ class RunningServer:
             raise RuntimeError(f"{self!r} is started already")
         self._process = self._spawn()
         try:
-            async with asyncio.timeout(START_TIMEOUT):
+            with anyio.fail_after(START_TIMEOUT):
                 await self._ready()
         except TimeoutError:
             self.kill()
@@ -275,7 +276,7 @@ class RunningServer:
         self._process.send_signal(signal.SIGTERM)
         self._process.send_signal(signal.SIGCONT)
         try:
-            async with asyncio.timeout(STOP_TIMEOUT):
+            with anyio.fail_after(STOP_TIMEOUT):
                 await until(lambda: self._process is None or self._process.poll() is not None)
         except TimeoutError:
             pass
@@ -347,7 +348,7 @@ class RunningServer:
             info = parse_greeting(line or b"")
             if info is not None and info.name == self._name:
                 return
-            await asyncio.sleep(POLL)
+            await anyio.sleep(POLL)
 
 
 async def run_server(port: int = 0, *, store_dir: Path, config: str = "") -> RunningServer:
@@ -385,4 +386,4 @@ async def until(condition: Callable[[], bool]) -> None:
     while True:
         if condition():
             return
-        await asyncio.sleep(POLL)
+        await anyio.sleep(POLL)

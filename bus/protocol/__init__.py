@@ -1,1 +1,15 @@
 """What crosses the bus: subjects, headers, frames, and the state of both ends of a stream."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import endpoint, headers, names, reply_port, tokens, wire
+
+__all__ = [
+    "endpoint",
+    "headers",
+    "names",
+    "reply_port",
+    "tokens",
+    "wire",
+]

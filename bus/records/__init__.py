@@ -1,1 +1,16 @@
 """What JetStream keeps: the records of instances, leases, and objects."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import discovery, instance_view, leased_record, leases, object_records, objects, reading
+
+__all__ = [
+    "discovery",
+    "instance_view",
+    "leased_record",
+    "leases",
+    "object_records",
+    "objects",
+    "reading",
+]

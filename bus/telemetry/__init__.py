@@ -1,1 +1,14 @@
 """Logs, metrics, traces and health."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import health, logs, metrics, process_status, telemetry
+
+__all__ = [
+    "health",
+    "logs",
+    "metrics",
+    "process_status",
+    "telemetry",
+]

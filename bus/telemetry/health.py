@@ -12,13 +12,17 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Self
 
+import anyio
+
+from dynbus.bus.background import Background
+from dynbus.bus.config import is_loopback
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.hosts import is_loopback
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -132,7 +136,8 @@ class HealthServer:
         self._checks = {"/live": live, "/ready": ready}
         self._expose = _metrics_page(registry) if metrics else None
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections = 0
+        self._background = Background(repr(self), self._failed)
 
     def __repr__(self) -> str:
         state = "open" if self._server is not None else "closed"
@@ -161,11 +166,13 @@ class HealthServer:
         Raises:
             ConfigError: the address cannot be bound.
         """
+        await self._background.open()
         try:
             self._server = await asyncio.start_server(
                 self._accept, self.host, self.port, limit=MAX_REQUEST_BYTES
             )
         except OSError as error:
+            await self._background.close()
             raise ConfigError(
                 f"the health server cannot listen at {self.host}:{self.port}: {error.strerror}"
             ) from error
@@ -178,39 +185,36 @@ class HealthServer:
         if server is None:
             return
         server.close()
-        connections = list(self._connections)
-        for connection in connections:
-            connection.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
+        await self._background.close()
         await server.wait_closed()
 
+    def _failed(self, error: BaseException) -> None:
+        """Answer nobody any more: whoever asks takes the process for what it is."""
+        if self._server is not None:
+            self._server.close()
+
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._server is None or len(self._connections) >= MAX_CONNECTIONS:
+        if self._server is None or self._connections >= MAX_CONNECTIONS:
             writer.transport.abort()
             return
-        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
-        self._connections.add(task)
-
-        def forget(done: asyncio.Task[None]) -> None:
-            # Here and not in the task, which may be cancelled before it begins.
-            self._connections.discard(done)
-            writer.transport.abort()
-
-        task.add_done_callback(forget)
+        self._connections += 1
+        self._background.start(self._serve, reader, writer, name="health request")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(REQUEST_TIMEOUT):
+            # A client that stalls or leaves is owed nothing.
+            with anyio.move_on_after(REQUEST_TIMEOUT), suppress(ConnectionError):
                 method, response = await self._read_and_answer(reader)
                 writer.write(response.encode(with_body=method != "HEAD"))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
-        except (TimeoutError, ConnectionError):
-            pass  # a client that stalls or leaves is owed nothing
         except Exception:
-            # One request must not end in a lost task.
+            # One request that fails keeps no other from its answer.
             logger.exception("a health request failed")
+        finally:
+            self._connections -= 1
+            writer.transport.abort()
 
     async def _read_and_answer(self, reader: asyncio.StreamReader) -> tuple[str, _Response]:
         try:
