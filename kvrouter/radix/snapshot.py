@@ -17,9 +17,9 @@ from xxhash import xxh3_128, xxh3_128_digest
 from dynbus.kvrouter.events import EPOCH_LIMIT, ID_LIMIT, Tier
 
 from .contents import held_columns
+from .dumped import DEPTH_BITS, MAX_DEPTH, DumpedCache, DumpedRun, Words, check_dumped
 from .index import RadixIndex, Rank, RankState
 from .prefix_tree import PrefixTree
-from .records import DEPTH_BITS, MAX_DEPTH, CacheRecord, RunRecord, Words, check_records
 from .runs import MOST_NAMED, Holder, NamedBlocks, Run
 
 MAGIC: Final = b"dynbus-kv-index\x01"
@@ -33,13 +33,13 @@ class TornSnapshot(ValueError):
     """Bytes that are no whole snapshot of version 1."""
 
 
-class _RankRecord(msgspec.Struct, frozen=True, array_like=True):
+class _DumpedRank(msgspec.Struct, frozen=True, array_like=True):
     instance: str
     dp_rank: int
     event_epoch: int
     next_id: int
     partial: bool
-    holders: list[CacheRecord]
+    holders: list[DumpedCache]
     stated: str = ""
 
 
@@ -47,8 +47,8 @@ class _Snapshot(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     next_run: int
     next_holder: int
-    ranks: list[_RankRecord]
-    runs: list[RunRecord]
+    ranks: list[_DumpedRank]
+    runs: list[DumpedRun]
     evicted: int = 0
 
 
@@ -90,10 +90,10 @@ class IndexDump:
         self._add(_array_head(len(index.ranks)))
         for rank, state in index.ranks.items():
             yield from self._add_rank(rank, state)
-        runs = (_run_record(run) for run in tree.by_level() if run.parent is not None)
+        runs = (_dumped_run(run) for run in tree.by_level() if run.parent is not None)
         self._add(_array_head(tree.run_count))
-        while records := list(islice(runs, SLICE_RUNS)):
-            self._add(b"".join(map(msgspec.msgpack.encode, records)))
+        while some := list(islice(runs, SLICE_RUNS)):
+            self._add(b"".join(map(msgspec.msgpack.encode, some)))
             yield
         self._add(msgspec.msgpack.encode(index.statistics().evicted))
         self.data[len(MAGIC) : len(MAGIC) + CHECKSUM_BYTES] = self._checksum.digest()
@@ -103,7 +103,7 @@ class IndexDump:
         self._checksum.update(piece)
 
     def _add_rank(self, rank: Rank, state: RankState) -> Iterator[None]:
-        holders: list[CacheRecord] = []
+        holders: list[DumpedCache] = []
         for tier, holder in state.holders.items():
             engine_hashes, locations = bytearray(), bytearray()
             for names, depths, runs, counts in held_columns(holder, SLICE_BLOCKS):
@@ -112,8 +112,8 @@ class IndexDump:
                 engine_hashes += names.astype("<u8", copy=False).tobytes()
                 locations += places.astype("<u8", copy=False).tobytes()
                 yield
-            holders.append(CacheRecord(holder.number, tier, bytes(engine_hashes), bytes(locations)))
-        record = _RankRecord(
+            holders.append(DumpedCache(holder.number, tier, bytes(engine_hashes), bytes(locations)))
+        dumped = _DumpedRank(
             rank.instance,
             rank.dp_rank,
             state.event_epoch,
@@ -122,7 +122,7 @@ class IndexDump:
             holders,
             state.stated,
         )
-        self._add(msgspec.msgpack.encode(record))
+        self._add(msgspec.msgpack.encode(dumped))
 
 
 def _array_head(count: int) -> bytes:
@@ -153,7 +153,7 @@ def load_index(data: bytes, *, max_blocks: int) -> tuple[RadixIndex, int]:
     return index, snapshot.sequence
 
 
-def _check_rank(rank: _RankRecord) -> None:
+def _check_rank(rank: _DumpedRank) -> None:
     tiers = [cache.tier for cache in rank.holders]
     if len(set(tiers)) < len(tiers) or not _TIERS.issuperset(tiers):
         raise ValueError(f"{rank.instance}/{rank.dp_rank} has tiers {tiers}")
@@ -168,7 +168,7 @@ def _check_rank(rank: _RankRecord) -> None:
 def _fill(index: RadixIndex, snapshot: _Snapshot) -> None:
     caches = [cache for rank in snapshot.ranks for cache in rank.holders]
     next_numbers = snapshot.next_run, snapshot.next_holder
-    check_records(snapshot.runs, caches, next_numbers)
+    check_dumped(snapshot.runs, caches, next_numbers)
     for rank in snapshot.ranks:
         _check_rank(rank)
     if len({(rank.instance, rank.dp_rank) for rank in snapshot.ranks}) < len(snapshot.ranks):
@@ -186,16 +186,16 @@ def _fill(index: RadixIndex, snapshot: _Snapshot) -> None:
 
 def _load(
     tree: PrefixTree,
-    runs: Sequence[RunRecord],
-    caches: Sequence[CacheRecord],
+    runs: Sequence[DumpedRun],
+    caches: Sequence[DumpedCache],
     next_numbers: tuple[int, int],
 ) -> list[Holder]:
-    """Fill an empty tree with records that fit together; returns the holders in order."""
-    _add_records(tree, runs)
+    """Fill an empty tree with what fits together; returns the holders in order."""
+    _add_runs(tree, runs)
     tree.next_run, tree.next_holder = next_numbers
     detached: dict[int, int] = {}
-    for record in runs:
-        for number, spans in record.detached.items():
+    for dumped in runs:
+        for number, spans in dumped.detached.items():
             behind = sum(end - start for start, end in spans)
             detached[number] = detached.get(number, 0) + behind
     holders: list[Holder] = []
@@ -218,28 +218,28 @@ def _name_blocks(tree: PrefixTree, holder: Holder, engine_hashes: Words, locatio
             holder.held.update(zip(some, repeat(NamedBlocks(run, depth, some))))
 
 
-def _add_records(tree: PrefixTree, runs: Sequence[RunRecord]) -> None:
+def _add_runs(tree: PrefixTree, runs: Sequence[DumpedRun]) -> None:
     """Put runs into an empty tree."""
-    for record in runs:
-        parent = tree.runs[record.parent]
-        run = tree.runs[record.number] = Run(
-            record.number, parent.end, bytearray(record.blocks), parent
+    for dumped in runs:
+        parent = tree.runs[dumped.parent]
+        run = tree.runs[dumped.number] = Run(
+            dumped.number, parent.end, bytearray(dumped.blocks), parent
         )
-        run.ends = record.ends
-        run.detached = record.detached or None
-        run.copies = {(number, depth): count for number, depth, count in record.copies} or None
+        run.ends = dumped.ends
+        run.detached = dumped.detached or None
+        run.copies = {(number, depth): count for number, depth, count in dumped.copies} or None
         if parent.children is None:
             parent.children = {}
-        parent.children[record.blocks[:8]] = run
-    for record in runs:
-        if record.tail:
-            tree.runs[record.number].tail = tree.runs[record.tail]
+        parent.children[dumped.blocks[:8]] = run
+    for dumped in runs:
+        if dumped.tail:
+            tree.runs[dumped.number].tail = tree.runs[dumped.tail]
 
 
-def _run_record(run: Run) -> RunRecord:
+def _dumped_run(run: Run) -> DumpedRun:
     assert run.parent is not None
     copies = [(number, depth, count) for (number, depth), count in (run.copies or {}).items()]
-    return RunRecord(
+    return DumpedRun(
         run.id,
         run.parent.id,
         run.tail.id if run.tail is not None else 0,

@@ -13,13 +13,8 @@ import numpy as np
 from dynbus.actors import Actor, handler
 from dynbus.bus.context import context
 from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
-from dynbus.kvrouter.routing.profiles import (
-    BLOCK_SIZE_KEY,
-    EVENTS_KEY,
-    MAX_BATCHED_TOKENS_KEY,
-    TOTAL_BLOCKS_KEY,
-)
-from dynbus.kvrouter.stream.publisher import KvEventPublisher
+from dynbus.kvrouter.routing import profiles
+from dynbus.kvrouter.stream import KvEventPublisher
 
 from .engine import EngineConfig, EngineRequest
 from .runner import EngineRunner, EventSink
@@ -108,10 +103,10 @@ class MockWorker(Actor, namespace="llm"):
 
     def instance_metadata(self) -> Mapping[str, str]:
         return {
-            BLOCK_SIZE_KEY: str(self._config.block_size),
-            TOTAL_BLOCKS_KEY: str(self._config.blocks),
-            MAX_BATCHED_TOKENS_KEY: str(self._config.max_num_batched_tokens),
-            EVENTS_KEY: "true" if self._kv_events else "false",
+            profiles.BLOCK_SIZE_KEY: str(self._config.block_size),
+            profiles.TOTAL_BLOCKS_KEY: str(self._config.blocks),
+            profiles.MAX_BATCHED_TOKENS_KEY: str(self._config.max_num_batched_tokens),
+            profiles.EVENTS_KEY: "true" if self._kv_events else "false",
         }
 
     @handler(concurrency=None)

@@ -27,20 +27,16 @@ from numpy.typing import NDArray
 
 from dynbus.bus.errors import ConfigError, DynbusError, Overloaded
 from dynbus.kvrouter.events import KvEvent, encode_events
-from dynbus.kvrouter.radix.index import Overlap, RadixIndex, Rank
-from dynbus.kvrouter.routing.config import RouterConfig
-from dynbus.kvrouter.routing.cost import RequestShape
-from dynbus.kvrouter.routing.decision import Decision
-from dynbus.kvrouter.routing.profiles import (
-    BLOCK_SIZE_KEY,
-    EVENTS_KEY,
-    MAX_BATCHED_TOKENS_KEY,
-    TOTAL_BLOCKS_KEY,
-    read_profile,
+from dynbus.kvrouter.radix import Overlap, RadixIndex, Rank
+from dynbus.kvrouter.routing import (
+    Decision,
+    KvScheduler,
+    RequestShape,
+    RouterConfig,
+    SchedulingRequest,
+    profiles,
 )
-from dynbus.kvrouter.routing.queue import SchedulingRequest
-from dynbus.kvrouter.routing.scheduler import KvScheduler
-from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
+from dynbus.kvrouter.stream import AwarenessLevel, CacheAwareness
 from dynbus.llm.mock.engine import EngineConfig, MockEngine, Output, StepResult
 from dynbus.llm.mock.sequence import mix
 
@@ -263,12 +259,12 @@ class Fleet:
         self._index = DelayedIndex(event_delay) if router.exact else None
         self.scheduler = KvScheduler(router, follower=self._index, random=Random(seed))
         metadata = {
-            BLOCK_SIZE_KEY: str(config.block_size),
-            TOTAL_BLOCKS_KEY: str(config.blocks),
-            MAX_BATCHED_TOKENS_KEY: str(config.max_num_batched_tokens),
-            EVENTS_KEY: str(router.exact),
+            profiles.BLOCK_SIZE_KEY: str(config.block_size),
+            profiles.TOTAL_BLOCKS_KEY: str(config.blocks),
+            profiles.MAX_BATCHED_TOKENS_KEY: str(config.max_num_batched_tokens),
+            profiles.EVENTS_KEY: str(router.exact),
         }
-        self._profiles = [read_profile(name, metadata) for name in names]
+        self._profiles = [profiles.read_profile(name, metadata) for name in names]
         # (time, number of the entry, instance)
         self._agenda: list[tuple[float, int, _Instance]] = []
         self._entries = 0

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from dynbus.kvrouter.routing.config import RouterConfig
-from dynbus.kvrouter.routing.cost import Candidate, RequestShape
-from dynbus.kvrouter.routing.policies import COST_FUNCTIONS, Policy
+from dynbus.kvrouter.routing import (
+    COST_FUNCTIONS,
+    Candidate,
+    Policy,
+    RequestShape,
+    RouterConfig,
+)
 
 POLICY_NAMES: Final = ("round_robin", "random", *COST_FUNCTIONS)
 

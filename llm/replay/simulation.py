@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from dynbus.kvrouter.routing.config import RouterConfig
+from dynbus.kvrouter.routing import RouterConfig
 from dynbus.llm.mock.engine import EngineConfig
 
 from .fleet import EVENT_DELAY, Fleet, ReplayResult

@@ -1,4 +1,4 @@
-"""What a snapshot of the index consists of, whatever kernel it comes from."""
+"""What a snapshot of the index consists of, and whether it fits together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COPIES_LIMIT: Final = 1 << 31
 Words = NDArray[np.uint64]
 
 
-class RunRecord(msgspec.Struct, frozen=True, array_like=True):
+class DumpedRun(msgspec.Struct, frozen=True, array_like=True):
     """A run: see `runs.Run`.
 
     Attributes:
@@ -38,7 +38,7 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     copies: list[tuple[int, int, int]]
 
 
-class CacheRecord(msgspec.Struct, frozen=True, array_like=True):
+class DumpedCache(msgspec.Struct, frozen=True, array_like=True):
     """A cache: its number, tier, and its blocks as two arrays of u64.
 
     Attributes:
@@ -56,10 +56,10 @@ class CacheRecord(msgspec.Struct, frozen=True, array_like=True):
         return hashes, np.frombuffer(self.locations, dtype="<u8").astype(np.uint64)
 
 
-def check_records(
-    runs: Sequence[RunRecord], caches: Sequence[CacheRecord], next_numbers: tuple[int, int]
+def check_dumped(
+    runs: Sequence[DumpedRun], caches: Sequence[DumpedCache], next_numbers: tuple[int, int]
 ) -> None:
-    """Make sure that records fit together: a kernel that loads them relies on all of it.
+    """Make sure that runs and caches fit together: the tree that they are loaded into relies on it.
 
     Args:
         next_numbers: above the numbers of all runs and caches.
@@ -87,14 +87,14 @@ class _Places:
     Runs that go on in their tails, one after the other, are neighbours in that row.
 
     Attributes:
-        records, starts, ends: of each run, by number; the root has an end only.
+        runs, starts, ends: of each run, by number; the root has an end only.
 
     Raises:
         ValueError: the runs are no tree.
     """
 
-    def __init__(self, runs: Sequence[RunRecord]) -> None:
-        self.records: dict[int, RunRecord] = {}
+    def __init__(self, runs: Sequence[DumpedRun]) -> None:
+        self.runs: dict[int, DumpedRun] = {}
         self.starts: dict[int, int] = {}
         self.ends = {0: 0}
         firsts: set[tuple[int, bytes]] = set()
@@ -109,25 +109,23 @@ class _Places:
             if first in firsts:
                 raise ValueError(f"run {run.number} begins like another one below {run.parent}")
             firsts.add(first)
-            self.records[run.number] = run
+            self.runs[run.number] = run
             self.starts[run.number], self.ends[run.number] = start, start + size
         self._line_up()
 
     def _line_up(self) -> None:
-        for run in self.records.values():
-            if run.tail and (
-                run.tail not in self.records or self.records[run.tail].parent != run.number
-            ):
+        for run in self.runs.values():
+            if run.tail and (run.tail not in self.runs or self.runs[run.tail].parent != run.number):
                 raise ValueError(f"run {run.number} has a tail that does not follow it")
-        tails = {run.tail for run in self.records.values()}
+        tails = {run.tail for run in self.runs.values()}
         order: list[int] = []
         chains: list[int] = []
-        for head in self.records:
+        for head in self.runs:
             number = 0 if head in tails else head
             while number:
                 order.append(number)
                 chains.append(head)
-                number = self.records[number].tail
+                number = self.runs[number].tail
         starts = np.array([self.starts[number] for number in order], dtype=np.int64)
         ends = np.array([self.ends[number] for number in order], dtype=np.int64)
         row_ends = np.cumsum(ends - starts)
@@ -183,14 +181,14 @@ class _Claims:
         self.copies: dict[int, int] = {}
 
 
-def _claim(run: RunRecord, places: _Places, of_holder: dict[int, _Claims]) -> None:
+def _claim(run: DumpedRun, places: _Places, of_holder: dict[int, _Claims]) -> None:
     """Note what a run says of caches.
 
     Raises:
         ValueError: it contradicts itself, or the run above.
     """
     start, end = places.starts[run.number], places.ends[run.number]
-    above = places.records.get(run.parent)
+    above = places.runs.get(run.parent)
     for holder in run.ends.keys() | run.detached.keys():
         is_whole_above = above is None or above.ends.get(holder) == start
         held = run.ends.get(holder)
@@ -220,7 +218,7 @@ def _claim(run: RunRecord, places: _Places, of_holder: dict[int, _Claims]) -> No
         of_holder[holder].copies[place] = count
 
 
-def _check_cache(cache: CacheRecord, places: _Places, claims: _Claims) -> None:
+def _check_cache(cache: DumpedCache, places: _Places, claims: _Claims) -> None:
     """Make sure that a cache's blocks are those that the runs say it holds."""
     engine_hashes, locations = cache.arrays()
     if len(engine_hashes) != len(locations):
