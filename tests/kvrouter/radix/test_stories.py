@@ -61,7 +61,9 @@ class NaiveRanks:
             self.empty(rank)
             del self.next_id[rank]
 
-    def apply(self, rank: Rank, batch: Sequence[KvEvent], epoch: int, first_id: int) -> None:
+    def apply(
+        self, rank: Rank, batch: Sequence[KvEvent | CacheDigest], epoch: int, first_id: int
+    ) -> None:
         known_epoch, next_id = self.next_id.get(rank, (0, 0))
         if epoch > known_epoch or first_id > next_id:
             self.empty(rank)
