@@ -1,4 +1,4 @@
-"""Answers of a look-up by the labels of those who hold something, remembered while they hold."""
+"""Answers of a look-up by the labels of the holders; what it said is kept until it changes."""
 
 from __future__ import annotations
 
