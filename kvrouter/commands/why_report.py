@@ -79,8 +79,8 @@ def nobody_knows(request_id: str, answers: Sequence[Explanation]) -> str:
     if not answers:
         return (
             f"no router answered{f' for {request_id}' if request_id else ''}: routers answer "
-            "while they are open (open_router, RouterActor); name what they route to with "
-            "--component"
+            "while they are open (open_router, RouterActor); pass the component that they route to "
+            "as --component"
         )
     routers = "1 router" if len(answers) == 1 else f"{len(answers)} routers"
     none = f"none knows {request_id}" if request_id else "none has decided anything yet"

@@ -136,13 +136,17 @@ _MAY_BE_NONE: Final = ("block_size", "queue_threshold", "approximate_ttl")
 _NUMBERS: Final[Mapping[str, tuple[float, bool, str]]] = {
     "block_size": (1, True, "the tokens of a block, 1 or more, or None for what the instances say"),
     "temperature": (0, False, "0 for the lowest cost, or more, for example 0.2"),
-    "queue_threshold": (0, False, "a number from 0 on, for example 1.0, or None for no queue"),
-    "queue_limit": (1, True, "a whole number from 1 on; queue_threshold=None is for no queue"),
-    "session_ttl": (0, False, "seconds from 0 on"),
-    "session_overload": (1, False, "a factor from 1 on"),
-    "prediction_ttl": (0, False, "seconds, or 0 to expect nothing of own decisions"),
-    "approximate_ttl": (0, False, "seconds, or None to keep what instances have room for"),
-    "decisions": (1, True, "a whole number from 1 on"),
+    "queue_threshold": (0, False, "a number of at least 0, for example 1.0, or None for no queue"),
+    "queue_limit": (
+        1,
+        True,
+        "a whole number of at least 1; queue_threshold=None is for no queue",
+    ),
+    "session_ttl": (0, False, "seconds, at least 0"),
+    "session_overload": (1, False, "a factor of at least 1"),
+    "prediction_ttl": (0, False, "seconds, or 0 to expect nothing from own decisions"),
+    "approximate_ttl": (0, False, "seconds, or None to keep as much as instances have room for"),
+    "decisions": (1, True, "a whole number of at least 1"),
 }
 """The least value of each number, whether it is a whole one, and what to give."""
 

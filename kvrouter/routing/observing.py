@@ -125,7 +125,7 @@ class RouterWatch:
                     self.look()
                 except Exception:
                     # What is shown would grow old without a word.
-                    logger.exception("%r: a look at the router failed", self)
+                    logger.exception("%r: reading the router's state failed", self)
         finally:
             subscription.unsubscribe()
             self._bus.status.remove(self.id)

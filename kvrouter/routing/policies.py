@@ -72,8 +72,8 @@ class Policy:
             raise ConfigError(f"policy {name} is a class: give an object, {name}()")
         if not callable(given):
             raise ConfigError(
-                f"policy {given!r} is no cost function: give an object that can be called with a "
-                "request and its candidates, or its name"
+                f"policy {given!r} is not a cost function: give a callable that takes a request "
+                "and its candidates, or a name"
             )
         return cls(_name_of(policy), policy)
 
@@ -101,8 +101,8 @@ class Policy:
         if inspect.iscoroutine(costs):
             costs.close()
             raise ConfigError(
-                f"policy {self.name} is asynchronous: write `def`, it is asked while the loop "
-                "waits",
+                f"policy {self.name} is asynchronous: write `def`, since the router calls it "
+                "without awaiting",
                 request_id=request_id,
                 started=False,
             )
@@ -110,8 +110,8 @@ class Policy:
         if numbers is None or len(numbers) != len(candidates):
             raise ConfigError(
                 f"policy {self.name} returned {brief_repr(costs)} for {len(candidates)} "
-                "candidates: return a list with one number for each, in their order; infinity is "
-                "for never, NaN and -infinity are no costs",
+                "candidates: return a list with one number for each, in their order; infinity "
+                "means never, NaN and -infinity are not costs",
                 request_id=request_id,
                 started=False,
             )

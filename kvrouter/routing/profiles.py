@@ -73,17 +73,19 @@ def read_profile(instance: str, metadata: Mapping[str, str]) -> InstanceProfile:
     if unknown is not None:
         near = suggestion(unknown, PROFILE_KEYS)
         raise ConfigError(
-            f"instance {instance} says {unknown}, which is unknown{near}: "
-            f"there are {', '.join(PROFILE_KEYS)}"
+            f"instance {instance} announces {unknown}, which is not a key of routing{near}: "
+            f"the keys are {', '.join(PROFILE_KEYS)}"
         )
     dp_size = _number(instance, metadata, DP_SIZE_KEY) or 1
     if dp_size > MAX_DP_SIZE:
         raise ConfigError(
-            f"instance {instance} says {DP_SIZE_KEY} = {dp_size}: {MAX_DP_SIZE} at most"
+            f"instance {instance} announces {DP_SIZE_KEY} = {dp_size}: set {MAX_DP_SIZE} at most"
         )
     events = metadata.get(EVENTS_KEY, "false").lower()
     if events not in ("true", "false"):
-        raise ConfigError(f"instance {instance} says {EVENTS_KEY} = {events!r}: true or false")
+        raise ConfigError(
+            f"instance {instance} announces {EVENTS_KEY} = {events!r}: set true or false"
+        )
     return InstanceProfile(
         instance,
         _number(instance, metadata, BLOCK_SIZE_KEY),
@@ -128,8 +130,8 @@ def agreed_block_size(
         if tokenizer_id and not profile.tokenizer_id:
             raise ConfigError(
                 f"the router's token ids are of {tokenizer_id!r}, instance {profile.instance} "
-                f"does not say what its own are of: give {TOKENIZER_KEY} in its "
-                "instance_metadata(), or no tokenizer_id to the router"
+                f"does not announce its tokenizer: set {TOKENIZER_KEY} in its "
+                "instance_metadata(), or no tokenizer_id of the router"
             )
         if tokenizer_id and profile.tokenizer_id != tokenizer_id:
             raise ConfigError(
@@ -140,14 +142,14 @@ def agreed_block_size(
         if needs_events and not profile.has_events:
             raise ConfigError(
                 f"instance {profile.instance} publishes no KV events ({EVENTS_KEY} is not true) "
-                "and the router follows events: open a KvEventPublisher in the engine and say "
+                "and the router follows events: open a KvEventPublisher in the engine and set "
                 f"{EVENTS_KEY} = true, or let the router guess from its own decisions "
                 "(open_router(..., exact=False); a RouterActor: exact=false)"
             )
     if agreed is None:
         raise ConfigError(
-            f"no instance says its block size: give {BLOCK_SIZE_KEY} in instance_metadata(), "
-            "or block_size to the router"
+            f"no instance announces its block size: set {BLOCK_SIZE_KEY} in instance_metadata(), "
+            "or block_size of the router"
         )
     return agreed
 
@@ -157,7 +159,9 @@ def _number(instance: str, metadata: Mapping[str, str], key: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 15 and int(text) > 0):
-        raise ConfigError(f"instance {instance} says {key} = {text!r}: a number from 1 on")
+        raise ConfigError(
+            f"instance {instance} announces {key} = {text!r}: set a whole number of at least 1"
+        )
     return int(text)
 
 

@@ -126,7 +126,7 @@ class RequestQueue:
             self.refused += 1
             raise Overloaded(
                 f"all {len(request.profiles)} instances are busy and {len(self)} requests "
-                "wait: no more may",
+                "wait: the queue is full (queue_limit)",
                 retry_after=RETRY_AFTER,
                 request_id=request.request_id,
                 started=False,

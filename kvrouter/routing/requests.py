@@ -125,7 +125,7 @@ def _opened(request: RouteRequest) -> Any:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(
-            f"{request.endpoint}: the request is no JSON: {error}",
+            f"{request.endpoint}: the request is not JSON: {error}",
             request_id=request.request_id,
             started=False,
         ) from None
@@ -254,8 +254,8 @@ def _check_keys(metadata: Mapping[str, str]) -> None:
     unknown = unknown_key(metadata, (*REQUEST_KEYS, *ROUTED_KEYS))
     if unknown is not None:
         raise InvalidRequest(
-            f"metadata {unknown} is unknown to routing{suggestion(unknown, REQUEST_KEYS)}: there "
-            f"are {', '.join(REQUEST_KEYS)}; give keys of your own names without kv_",
+            f"metadata {unknown} is not a key of routing{suggestion(unknown, REQUEST_KEYS)}: its "
+            f"keys are {', '.join(REQUEST_KEYS)}; keys of your own may not begin with kv_",
             started=False,
         )
 
@@ -265,8 +265,8 @@ def _weighted(item: str) -> tuple[str, float]:
     tag, equals, text = map(str.strip, item.partition("="))
     if not equals and _TAG_WITH_NUMBER.fullmatch(tag):
         raise InvalidRequest(
-            f"metadata {PREFERRED_KEY}: {item!r} has no weight: write tag=number; a tag that "
-            f"really ends so is written {tag}=1",
+            f"metadata {PREFERRED_KEY}: {item!r} has no weight: write tag=number; write "
+            f"{tag}=1 for a tag that ends so",
             started=False,
         )
     try:

@@ -205,7 +205,7 @@ class KvRouter:
                 await self._background.close()
 
     def _background_failed(self, error: BaseException) -> None:
-        logger.error("%r: its load is not shared any longer", self)
+        logger.error("%r: it no longer shares its load", self)
 
     # Routing ------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class KvRouter:
                 future.set_exception(
                     Draining(
                         f"the call {_queued(now - ticket.request.arrived)}, which was closed: "
-                        "repeat it by another router",
+                        "retry it through another router",
                         request_id=ticket.request.request_id,
                         started=False,
                     )
@@ -438,7 +438,7 @@ class KvRouter:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise Draining(f"{self!r} was closed: call by another router", started=False)
+            raise Draining(f"{self!r} was closed: call through another router", started=False)
 
     # Questions and changes ----------------------------------------------------------------
 
@@ -486,7 +486,7 @@ class KvRouter:
         """
         given: Any = tokens
         if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-            raise ConfigError(f"report_reused(tokens={given!r}): give a whole number from 0 on")
+            raise ConfigError(f"report_reused(tokens={given!r}): give a whole number of at least 0")
         return self._scheduler.report_reused(request_id, tokens, monotonic())
 
     def use_policy(self, policy: str | CostFunction) -> None:

@@ -407,7 +407,7 @@ class KvScheduler:
         at = choose(costs, self.config.temperature, self._random)
         if at is None:
             raise Overloaded(
-                f"policy {self._policy.name} finds none of {len(candidates)} candidates fit",
+                f"policy {self._policy.name} gives infinity to all {len(candidates)} candidates",
                 retry_after=RETRY_AFTER,
                 request_id=request.request_id,
                 started=False,

@@ -144,7 +144,7 @@ def decode_message(data: bytes) -> LoadMessage:
     try:
         message = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"no message of routers' load: {error}") from None
+        raise ValueError(f"not a message of routers' load: {error}") from None
     if message.version != VERSION:
         raise ValueError(f"a message of version {message.version}, not {VERSION}")
     return message
@@ -531,7 +531,7 @@ class LoadSharing:
             self._publish(alive=True)
         except Exception:
             # Without signs of life the others would forget what runs of this router.
-            logger.exception("%r: the load was not told", self)
+            logger.exception("%r: telling the load failed", self)
 
     def _publish(self, *, alive: bool = False) -> None:
         if self._flush is not None:

@@ -43,7 +43,7 @@ def test_a_key_of_routing_that_is_unknown_is_refused_with_those_that_are() -> No
     with pytest.raises(InvalidRequest) as caught:
         read_constraints({"kv_required_tag": "eu"})
 
-    assert "kv_required_tag is unknown to routing (did you mean kv_required_tags?)" in str(
+    assert "kv_required_tag is not a key of routing (did you mean kv_required_tags?)" in str(
         caught.value
     )
     assert "kv_required_tags, kv_preferred_tags, kv_track_output" in str(caught.value)

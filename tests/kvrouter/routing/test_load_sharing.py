@@ -178,7 +178,7 @@ def test_a_heartbeat_goes_on_after_one_that_failed(caplog: pytest.LogCaptureFixt
 
     run(story())
 
-    assert "the load was not told" in caplog.text
+    assert "telling the load failed" in caplog.text
 
 
 def test_a_name_that_is_no_part_of_a_subject_is_refused() -> None:

@@ -211,7 +211,7 @@ def test_a_look_that_fails_is_logged_and_not_the_last_one(
             _, watching = watch(kit, index)
             async with watching:
                 index.fails = True
-                await until(lambda: "a look at the router failed" in caplog.text)
+                await until(lambda: "reading the router's state failed" in caplog.text)
                 index.fails = False
                 index.now = CacheAwareness(AwarenessLevel.OFF, "no events")
                 await until(lambda: "off" in kit.caller.bus.status.read()["cache_aware"])

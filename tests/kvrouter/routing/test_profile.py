@@ -67,7 +67,7 @@ def test_an_instance_that_says_nothing_has_one_rank_and_no_events() -> None:
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_instance_and_key(key: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"instance a says {key}"):
+    with pytest.raises(ConfigError, match=f"instance a announces {key}"):
         read_profile("a", {key: text})
 
 
@@ -86,7 +86,7 @@ def test_block_sizes_that_differ_are_refused_with_both() -> None:
 
 
 def test_a_block_size_that_nobody_says_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match="no instance says its block size"):
+    with pytest.raises(ConfigError, match="no instance announces its block size"):
         agree(read_profile("a", {}))
 
 
@@ -100,7 +100,9 @@ def test_another_tokenizer_is_refused() -> None:
 def test_an_instance_that_does_not_say_its_tokenizer_is_refused_where_the_router_says_one() -> None:
     profile = read_profile("a", {"kv_block_size": "16"})
 
-    with pytest.raises(ConfigError, match=r"'llama', instance a does not say .* kv_tokenizer_id"):
+    with pytest.raises(
+        ConfigError, match=r"'llama', instance a does not announce .* kv_tokenizer_id"
+    ):
         agree(profile, tokenizer_id="llama")
 
 
@@ -108,9 +110,8 @@ def test_a_key_that_is_unknown_is_refused_with_those_that_are() -> None:
     with pytest.raises(ConfigError) as caught:
         read_profile("a", {"kv_blocksize": "16", "own": "x"})
 
-    assert "instance a says kv_blocksize, which is unknown (did you mean kv_block_size?)" in str(
-        caught.value
-    )
+    told = "kv_blocksize, which is not a key of routing (did you mean kv_block_size?)"
+    assert f"instance a announces {told}" in str(caught.value)
     assert "kv_dp_size, kv_events" in str(caught.value)
 
 

@@ -85,7 +85,7 @@ def test_a_closed_router_takes_no_call_and_cannot_be_opened_again() -> None:
             async with open_router(kit.caller, Worker, exact=False) as unused:
                 pass
             for router in (used, unused):
-                with pytest.raises(Draining, match="was closed: call by another router"):
+                with pytest.raises(Draining, match="was closed: call through another router"):
                     await where(kit.client(Worker, routing=router), prompt())
                 with pytest.raises(ConfigError, match="make another one"):
                     async with router:
@@ -386,7 +386,7 @@ def test_a_client_is_no_target_but_its_class_is() -> None:
         ({"config": {"temperature": 1}}, "config={'temperature': 1}: give a RouterConfig"),
         ({"fields": "ids"}, "fields='ids': give a RequestFields"),
         ({"policy": DynamoCost}, r"policy DynamoCost is a class: give an object, DynamoCost\(\)"),
-        ({"policy": 3}, "policy 3 is no cost function"),
+        ({"policy": 3}, "policy 3 is not a cost function"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(setting: dict[str, Any], told: str) -> None:
@@ -396,7 +396,7 @@ def test_a_setting_that_makes_no_sense_is_refused(setting: dict[str, Any], told:
 
 @pytest.mark.parametrize("tokens", [-5, "3", 1.5, None, True])
 def test_what_is_no_number_of_tokens_cannot_have_been_reused(tokens: Any) -> None:
-    with pytest.raises(ConfigError, match="give a whole number from 0 on"):
+    with pytest.raises(ConfigError, match="give a whole number of at least 0"):
         KvRouter().report_reused("mine", tokens)
 
 

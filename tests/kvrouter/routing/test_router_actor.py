@@ -333,7 +333,7 @@ def test_a_request_and_its_items_pass_as_the_bytes_that_came() -> None:
 
 @pytest.mark.parametrize(
     ("body", "told"),
-    [(b"", "dict"), (b"{", "is no JSON"), (b"[1]", "no 'token_ids'"), (b"null", "no 'token_ids'")],
+    [(b"", "dict"), (b"{", "is not JSON"), (b"[1]", "no 'token_ids'"), (b"null", "no 'token_ids'")],
 )
 def test_a_request_that_cannot_be_read_is_refused(body: bytes, told: str) -> None:
     async def story() -> None:

@@ -167,19 +167,19 @@ def test_the_way_to_a_policys_mistake_is_logged_once_until_another_policy_decide
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ({"queue_threshold": "a"}, "queue_threshold='a': give a number from 0 on"),
+        ({"queue_threshold": "a"}, "queue_threshold='a': give a number of at least 0"),
         ({"queue_threshold": -3}, "queue_threshold=-3: give"),
-        ({"queue_limit": 0}, "queue_limit=0: give a whole number from 1 on"),
+        ({"queue_limit": 0}, "queue_limit=0: give a whole number of at least 1"),
         ({"queue_limit": 1.5}, "queue_limit=1.5: give"),
         ({"temperature": -1}, "temperature=-1: give 0"),
         ({"temperature": math.nan}, "temperature=nan: give"),
         ({"temperature": True}, "temperature=True: give"),
-        ({"decisions": 0}, "decisions=0: give a whole number from 1 on"),
+        ({"decisions": 0}, "decisions=0: give a whole number of at least 1"),
         ({"prediction_ttl": -1}, "prediction_ttl=-1: give seconds"),
         ({"prediction_ttl": None}, "prediction_ttl=None: give seconds"),
         ({"approximate_ttl": math.inf}, "approximate_ttl=inf: give seconds, or None"),
         ({"session_ttl": -1}, "session_ttl=-1: give seconds"),
-        ({"session_overload": 0.5}, "session_overload=0.5: give a factor from 1 on"),
+        ({"session_overload": 0.5}, "session_overload=0.5: give a factor of at least 1"),
         ({"track_output": "yes"}, "track_output='yes': give True or False"),
     ],
 )
@@ -195,7 +195,7 @@ def test_a_setting_that_makes_no_sense_is_refused_by_name_with_what_to_give(
 def test_a_policy_may_refuse_all() -> None:
     scheduler = KvScheduler(RouterConfig(policy=lambda request, candidates: [math.inf] * 3))
 
-    with pytest.raises(Overloaded, match="finds none of 3 candidates fit"):
+    with pytest.raises(Overloaded, match="gives infinity to all 3 candidates"):
         scheduler.submit(request("r", ABC), 0.0)
 
 
