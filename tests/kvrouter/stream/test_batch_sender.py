@@ -7,11 +7,13 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import anyio
+import pytest
 from anyio.abc import TaskGroup
 from tests.kvrouter.event_bus import STREAM, event_subject, eventually, stored, stored_messages
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.memory.bus import MemoryBus
+from dynbus.bus.memory.jetstream import MemoryJetStream
 from dynbus.kvrouter.stream.event_log import EventLog
 from dynbus.kvrouter.stream.event_stream import EpochClock, EventStream, ensure_stream
 from dynbus.kvrouter.stream.publisher import MAX_RETRY, BatchSender
@@ -135,3 +137,24 @@ def test_what_is_in_flight_of_an_epoch_that_is_over_is_given_up() -> None:
             return sending.sender.failures, [log.event_epoch for log in sending.logs]
 
     assert run(story()) == (0, [1002, 1001])
+
+
+def test_a_failure_that_nobody_foresaw_is_logged_and_its_batch_goes_out_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*args: object, **options: object) -> int:
+        raise ValueError("a mistake")
+
+    async def story() -> int:
+        async with begun() as sending:
+            with monkeypatch.context() as patched:
+                patched.setattr(MemoryJetStream, "publish", broken)
+                await sending.send()
+                await eventually(lambda: sending.sender.failures > 0)
+            sending.sender.try_at_once()
+            await sending.send()
+            await eventually(lambda: sending.is_idle)
+            return len(await stored_subjects(sending.bus))
+
+    assert run(story()) == 2
+    assert "a batch could not be published" in caplog.text
