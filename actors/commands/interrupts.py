@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 class Interrupts:
-    """Hears SIGINT and SIGTERM: the first calls `drain`, the second `stop`, both on the loop.
+    """Handles SIGINT and SIGTERM: the first calls `drain`, the second `stop`, both on the loop.
 
-    After the second the process ends `within` that many seconds, even when its loop is blocked.
+    After the second the process ends within `within` seconds, even when its loop is blocked.
 
     Args:
-        told: whether the first is answered with a line in the log.
+        told: whether the log tells of the first.
         stop: does what `drain` does too; `stop_when_closed` calls it alone.
     """
 

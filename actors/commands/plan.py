@@ -1,6 +1,6 @@
-"""What a run would start: the command line of `dynbus run` checked, its targets loaded.
+"""What a run would start: it checks the command line of `dynbus run` and loads its targets.
 
-Nothing is started here; `--dry-run` prints the plan and ends.
+It starts nothing; `--dry-run` prints the plan and ends.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import msgspec
 from dynbus.actors.declaring.arguments import build_arguments, defaults
 from dynbus.actors.declaring.redaction import shown
 from dynbus.actors.running.configuration import (
-    ActorOption,
     BusSettings,
     ConfigFile,
-    actor_settings,
+    NodeOption,
     bus_settings,
     declared_nodes,
     misspelt_variables,
+    node_settings,
     read_file,
 )
 from dynbus.actors.running.in_process import Assignment
@@ -42,7 +42,7 @@ class RunOptions:
     """The command line of `dynbus run`.
 
     Attributes:
-        actor_options: `--Actor.key=value`.
+        node_options: `--Actor.key=value`.
         arguments: all of it as it was written, for `--reload`.
         parent_fd: a descriptor whose end means that the `--reload` process is dead.
     """
@@ -61,7 +61,7 @@ class RunOptions:
     health: str | None
     health_public: bool
     parent_fd: int | None
-    actor_options: Sequence[ActorOption]
+    node_options: Sequence[NodeOption]
     arguments: Sequence[str]
 
 
@@ -95,8 +95,8 @@ def make_plan(options: RunOptions, environment: Mapping[str, str]) -> Plan:
     file = _file(options)
     bus, config = _bus(file, options, environment)
     nodes = load_targets(options.targets, declared_nodes(file))
-    settings = actor_settings(
-        nodes, file=file, options=options.actor_options, environment=environment
+    settings = node_settings(
+        nodes, file=file, options=options.node_options, environment=environment
     )
     assignments = [Assignment(node.actor, *settings[node], node=node.name) for node in nodes]
     if not any(assignment.workers for assignment in assignments):

@@ -1,7 +1,7 @@
 """`dynbus run --reload`: a run in a process of its own, replaced at each change that can be loaded.
 
-A change is loaded by a process of its own first, so that a mistake in a file leaves the version
-before it serving.
+A process of its own loads a change first, so that a mistake in a file leaves the previous version
+serving.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def watch_and_run(options: RunOptions) -> int:
-    """Run until told to end, anew after each change; returns the exit code.
+    """Run until told to end, and restart after each change; returns the exit code.
 
     Raises:
         ConfigError: nothing can be watched.

@@ -154,7 +154,7 @@ class _RunCommand(click.Command):
 @click.pass_context
 def run(ctx: click.Context, /, **given: Any) -> None:
     options = RunOptions(
-        actor_options=ctx.meta["dynbus.options"], arguments=ctx.meta["dynbus.arguments"], **given
+        node_options=ctx.meta["dynbus.options"], arguments=ctx.meta["dynbus.arguments"], **given
     )
     ctx.exit(execute(options))
 

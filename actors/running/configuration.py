@@ -60,18 +60,18 @@ class ConfigFile:
         return f"{self.name}: {'.'.join(keys)}"
 
 
-class ActorOption(NamedTuple):
-    """`--Actor.key=value` of the command line."""
+class NodeOption(NamedTuple):
+    """`--NODE.key=value` of the command line."""
 
-    actor: str
+    node: str
     key: str
     value: str
 
     def __str__(self) -> str:
-        return f"--{self.actor}.{self.key}"
+        return f"--{self.node}.{self.key}"
 
 
-class ActorSettings(NamedTuple):
+class NodeSettings(NamedTuple):
     """What a run gives one node.
 
     Attributes:
@@ -92,15 +92,15 @@ class BusSettings(NamedTuple):
     sources: dict[str, str]
 
 
-def split_options(words: Sequence[str]) -> tuple[list[ActorOption], list[str]]:
-    """Take the `--Actor.key=value` (or `--Actor.key value`) out of a command line.
+def split_options(words: Sequence[str]) -> tuple[list[NodeOption], list[str]]:
+    """Take the `--NODE.key=value` (or `--NODE.key value`) out of a command line.
 
     Nothing after `--` is taken.
 
     Raises:
         ConfigError: one of them has no value.
     """
-    options: list[ActorOption] = []
+    options: list[NodeOption] = []
     rest: list[str] = []
     position = 0
     while position < len(words):
@@ -113,13 +113,13 @@ def split_options(words: Sequence[str]) -> tuple[list[ActorOption], list[str]]:
         if found is None:
             rest.append(word)
             continue
-        actor, key, value = found.groups()
+        node, key, value = found.groups()
         if value is None:
             if position == len(words):
                 raise ConfigError(f"{word} has no value: write {word}=VALUE")
             value = words[position]
             position += 1
-        options.append(ActorOption(actor, key, value))
+        options.append(NodeOption(node, key, value))
     return options, rest
 
 
@@ -145,13 +145,13 @@ def declared_nodes(file: ConfigFile) -> list[DeclaredNode]:
     return declared
 
 
-def actor_settings(
+def node_settings(
     nodes: Sequence[Node],
     *,
     file: ConfigFile,
-    options: Sequence[ActorOption],
+    options: Sequence[NodeOption],
     environment: Mapping[str, str],
-) -> dict[Node, ActorSettings]:
+) -> dict[Node, NodeSettings]:
     """What each node of a run gets, checked against its constructor.
 
     Args:
@@ -178,12 +178,12 @@ def actor_settings(
             node, key = found
             given[node].take_text(key.replace("__", "."), value, variable_name)
     for option in options:
-        node = names.find(option.actor, str(option))
+        node = names.find(option.node, str(option))
         given[node].take_text(option.key, option.value, str(option))
-    settings: dict[Node, ActorSettings] = {}
+    settings: dict[Node, NodeSettings] = {}
     for node, each in given.items():
         build_arguments(node.actor, each.arguments, each.sources, node=names.name_of(node))
-        settings[node] = ActorSettings(each.arguments, each.workers(), each.on_crash)
+        settings[node] = NodeSettings(each.arguments, each.workers(), each.on_crash)
     return settings
 
 

@@ -47,8 +47,8 @@ from .loader import dependency_depth, dependents_first
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS: Final = 2.0
-"""Seconds that what goes on after the end of all instances may go on, threads above all, which
-nobody can cancel; then it is left behind."""
+"""Seconds that users' code may still run after the end of all instances, threads above all, which
+nobody can cancel; then it is abandoned."""
 
 
 class Assignment(NamedTuple):
@@ -157,15 +157,15 @@ async def serve(
         bus: fields of `BusConfig`.
         started: awaited when all instances are ready.
         stopping: awaited after the drain, before the bus is left.
-        restart: start an actor again in this process when it reports that it is broken, unless
-            its `on_crash` is `"escalate"`. Otherwise that ends the serving.
+        restart: restart an actor in this process when it reports that it is broken, unless its
+            `on_crash` is `"escalate"`. Otherwise that ends the serving.
 
     Raises:
         ConfigError: an instance is not usable as configured.
-        InstanceBroken: an instance has reported that it is broken, and is not started again.
+        InstanceBroken: an instance has reported that it is broken, and does not restart.
         PermissionDenied, Unavailable: the bus cannot be used.
         StartFailed: user code raised.
-        Exception: what work of the bus raised that goes on in the background.
+        Exception: what background work of the bus raised.
     """
     # In a task of its own, which is cancelled once however often this one is.
     async with task_group() as tasks:
@@ -231,10 +231,10 @@ async def _keep_all(
     *,
     restart: bool,
 ) -> None:
-    """Start again what breaks, until this is cancelled.
+    """Restart instances that break, until this is cancelled.
 
     Raises:
-        InstanceBroken: one broke that is not to be started again.
+        InstanceBroken: one broke that is not to restart.
     """
     async with task_group() as tasks:
         for assignment, instance in instances:
@@ -246,7 +246,7 @@ async def _keep_all(
 async def _keep(
     runtime: Runtime, assignment: Assignment, instance: ActorInstance, restart: bool
 ) -> None:
-    """Start an actor again whenever it has reported that it is broken."""
+    """Restart an actor whenever it has reported that it is broken."""
     address, policy = assignment.address, RestartPolicy()
     began = monotonic()
     await instance.stopped.wait()
@@ -391,9 +391,9 @@ def leave_within(
 ) -> threading.Timer:
     """End this process with the exit code `code` unless it has ended within `seconds`.
 
-    To be called when all that matters is done. From then on the interpreter itself would wait
-    without end: for each task that swallows its cancellation when a loop is closed, for the
-    threads of an executor, and for all other threads at its exit.
+    Call it when all that matters is done. From then on the interpreter itself would wait without
+    bound: for each task that ignores its cancellation when a loop closes, for the threads of an
+    executor, and for all other threads at its exit.
 
     Args:
         say: called before that end.
@@ -408,7 +408,7 @@ def leave_within(
 
 
 def leave_behind(code: int, say: Callable[[], None] | None = None) -> None:
-    """End this process now, although user code goes on in it, and say so."""
+    """End this process now, although users' code still runs in it, and say so."""
     names = ", ".join(thread.name for thread in running_threads())
     if names:
         logger.error("abandoning threads that still run, since nothing can cancel them: %s", names)

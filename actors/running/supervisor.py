@@ -1,9 +1,8 @@
 """The parent of `dynbus run`: one child process per instance, restarted when it crashes.
 
-Dependencies are started before what depends on them and drained after it. The first start
-decides: an actor that does not come up ends the run with its reason. An instance that ends
-later is started again, after a pause that doubles, for ever, while the others go on; one whose
-`on_crash` is `"escalate"` ends the run.
+Dependencies start before what depends on them and drain after it. An actor that fails to start
+ends the run, with its reason. An instance that ends later restarts, however often, after a pause
+that doubles, while the others keep serving; one whose `on_crash` is `"escalate"` ends the run.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class Supervisor:
         return self.failure.code if self.failure is not None else exit_codes.OK
 
     def problems(self) -> dict[str, str]:
-        """What keeps the run from being ready, by child."""
+        """What keeps the run from being ready, by the label of the child."""
         found: dict[str, str] = {}
         for child in self.children:
             if child.state is not ChildState.READY:
@@ -135,7 +134,7 @@ class Supervisor:
         return found
 
     def details(self) -> dict[str, str]:
-        """What the processes of the children say of how they are, by child."""
+        """What the processes of the children report of themselves, by the label of the child."""
         return {
             child.label: "; ".join(f"{key}: {text}" for key, text in child.details.items())
             for child in self.children
@@ -216,7 +215,7 @@ class Supervisor:
         self._asked.set()
 
     async def _drain(self) -> None:
-        """Drain, dependencies last, until all have ended or time is over."""
+        """Drain the children, dependencies last, until all have ended or their time is up."""
         deadline = monotonic() + self._grace
         with anyio.CancelScope() as self._draining:
             if self._at_once:

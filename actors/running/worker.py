@@ -2,9 +2,9 @@
 
 `python -m dynbus.actors.running.worker FD LABEL` starts it.
 
-Parent and child talk as `child_messages.py` says over a socket pair, whose number the child gets
-as FD. The end of the socket means that the parent is dead, however it died, and ends the child. A
-thread reads it, so that this holds also while a handler blocks the main loop.
+Parent and child exchange the messages of `child_messages.py` over a socket pair, whose descriptor
+the child gets as FD. When the parent dies, however it does, the socket ends, and so does the child.
+A thread reads the socket, so that this holds even while a handler blocks the main loop.
 
 The child leads a session and so a process group of its own, with all that it starts. `group_guard`
 ends those when the child is gone, however it ended.
@@ -176,7 +176,7 @@ class Worker:
     def run(self) -> int:
         """Serve until told to end; returns the exit code.
 
-        When it returns, the process is about to end, whatever goes on in it.
+        Once it has returned, the process ends within `LEAVE_SECONDS`, whatever still runs in it.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)

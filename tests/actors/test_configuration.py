@@ -9,13 +9,13 @@ from pydantic import BaseModel, field_validator
 
 from dynbus.actors.declaring.arguments import Text, build_arguments, defaults
 from dynbus.actors.running.configuration import (
-    ActorOption,
-    ActorSettings,
     ConfigFile,
-    actor_settings,
+    NodeOption,
+    NodeSettings,
     bus_settings,
     declared_nodes,
     misspelt_variables,
+    node_settings,
     split_options,
 )
 from dynbus.actors.running.loader import DeclaredNode, Node
@@ -66,11 +66,11 @@ def settings(
     actor: type[Any] = Splitter,
     *,
     file: dict[str, Any] | None = None,
-    options: tuple[ActorOption, ...] = (),
+    options: tuple[NodeOption, ...] = (),
     environment: dict[str, str] | None = None,
-) -> ActorSettings:
+) -> NodeSettings:
     node = Node.own(actor)
-    found = actor_settings(
+    found = node_settings(
         [node],
         file=ConfigFile("config.yaml", file or {}),
         options=options,
@@ -79,15 +79,15 @@ def settings(
     return found[node]
 
 
-def option(key: str, value: str, actor: str = "Splitter") -> ActorOption:
-    return ActorOption(actor, key, value)
+def option(key: str, value: str, actor: str = "Splitter") -> NodeOption:
+    return NodeOption(actor, key, value)
 
 
 # Where values come from --------------------------------------------------------------------
 
 
 def test_nothing_given_leaves_the_defaults() -> None:
-    assert settings() == ActorSettings({}, 1)
+    assert settings() == NodeSettings({}, 1)
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file() -> None:
@@ -111,7 +111,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file() -> 
     ],
 )
 def test_the_number_of_instances_can_be_given_everywhere(source: dict[str, Any]) -> None:
-    assert settings(**source) == ActorSettings({}, 3)
+    assert settings(**source) == NodeSettings({}, 3)
 
 
 def test_workers_is_the_constructors_where_it_has_such_an_argument() -> None:
@@ -120,7 +120,7 @@ def test_workers_is_the_constructors_where_it_has_such_an_argument() -> None:
         options=(option("workers", "8", "Pool"), option("ServiceArgs.workers", "2", "Pool")),
     )
 
-    assert found == ActorSettings({"workers": "8"}, 2)
+    assert found == NodeSettings({"workers": "8"}, 2)
 
 
 def test_text_is_read_as_the_type_of_its_parameter() -> None:
@@ -132,7 +132,7 @@ def test_text_is_read_as_the_type_of_its_parameter() -> None:
 
 
 def test_variables_of_actors_that_are_not_started_are_left_alone() -> None:
-    assert settings(environment={"DYNBUS_Other__x": "1"}) == ActorSettings({}, 1)
+    assert settings(environment={"DYNBUS_Other__x": "1"}) == NodeSettings({}, 1)
 
 
 # What does not fit -------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_a_variable_of_nearly_an_actor_of_the_run_is_warned_about() -> None:
     ],
 )
 def test_what_follows_a_crash_may_come_from_every_place(source: dict[str, Any]) -> None:
-    assert settings(**source) == ActorSettings({}, 1, "escalate")
+    assert settings(**source) == NodeSettings({}, 1, "escalate")
 
 
 def test_what_follows_a_crash_is_what_the_class_says_unless_it_is_given() -> None:
@@ -357,18 +357,18 @@ def test_a_missing_argument_is_named_with_the_ways_to_give_it() -> None:
 # The command line --------------------------------------------------------------------------
 
 
-def test_actor_options_are_taken_out_of_the_command_line() -> None:
+def test_node_options_are_taken_out_of_the_command_line() -> None:
     words = ["actors.py", "--Splitter.separator=,", "--reload", "--A.b", "--c", "-f", "x.yaml"]
 
     options, rest = split_options(words)
 
-    assert options == [ActorOption("Splitter", "separator", ","), ActorOption("A", "b", "--c")]
+    assert options == [NodeOption("Splitter", "separator", ","), NodeOption("A", "b", "--c")]
     assert rest == ["actors.py", "--reload", "-f", "x.yaml"]
 
 
 @pytest.mark.parametrize("value", ["", "=", "a=b", "--x", "two\nlines"])
 def test_a_value_may_hold_anything(value: str) -> None:
-    assert split_options([f"--A.b={value}"]) == ([ActorOption("A", "b", value)], [])
+    assert split_options([f"--A.b={value}"]) == ([NodeOption("A", "b", value)], [])
 
 
 def test_nothing_after_two_dashes_is_an_option() -> None:
@@ -457,11 +457,11 @@ NODES = [Node("prefill", Splitter), Node("de-code", Splitter), Node.own(Split)]
 
 def settings_of(
     nodes: list[Node],
-    *options: ActorOption,
+    *options: NodeOption,
     file: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
-) -> dict[str, ActorSettings]:
-    found = actor_settings(
+) -> dict[str, NodeSettings]:
+    found = node_settings(
         nodes,
         file=ConfigFile("config.yaml", file or {}),
         options=options,
@@ -479,9 +479,9 @@ def test_each_node_of_a_class_is_given_what_is_its_own() -> None:
     )
 
     assert found == {
-        "prefill": ActorSettings({"count": 3, "separator": ","}, 2),
-        "de-code": ActorSettings({"count": 4, "separator": ";"}, 1),
-        "split": ActorSettings({}, 1),
+        "prefill": NodeSettings({"count": 3, "separator": ","}, 2),
+        "de-code": NodeSettings({"count": 4, "separator": ";"}, 1),
+        "split": NodeSettings({}, 1),
     }
 
 
@@ -490,7 +490,7 @@ def test_a_node_may_be_called_by_its_class_where_it_is_the_only_one_of_it() -> N
         NODES, file={"Split": {"count": 3}}, environment={"DYNBUS_Split__workers": "2"}
     )
 
-    assert found["split"] == ActorSettings({"count": 3}, 2)
+    assert found["split"] == NodeSettings({"count": 3}, 2)
 
 
 @pytest.mark.parametrize(

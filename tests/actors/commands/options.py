@@ -23,7 +23,7 @@ def run_options(**changed: Any) -> RunOptions:
         "health": None,
         "health_public": False,
         "parent_fd": None,
-        "actor_options": [],
+        "node_options": [],
         "arguments": [],
     }
     return RunOptions(**(options | changed))

@@ -19,7 +19,7 @@ from dynbus.actors.commands.plan import (
     make_plan,
     print_plan,
 )
-from dynbus.actors.running.configuration import ActorOption
+from dynbus.actors.running.configuration import NodeOption
 from dynbus.bus.errors import ConfigError
 
 from .options import run_options
@@ -71,7 +71,7 @@ def test_a_plan_has_the_dependencies_first_and_what_each_gets() -> None:
     plan = plan_of(
         config_file="config.yaml",
         nats="nats://h:1",
-        actor_options=[ActorOption("Splitter", "workers", "0")],
+        node_options=[NodeOption("Splitter", "workers", "0")],
     )
 
     found = [(a.actor.__name__, dict(a.arguments), a.workers) for a in plan.assignments]
@@ -93,13 +93,13 @@ def test_a_plan_has_the_dependencies_first_and_what_each_gets() -> None:
             r"^--otlp-endpoint h:4317 is not the URL of a collector: ",
         ),
         (
-            {"actor_options": [ActorOption("Spliter", "x", "1")]},
+            {"node_options": [NodeOption("Spliter", "x", "1")]},
             r"^--Spliter\.x: this run has no actor Spliter \(did you mean Splitter\?\)",
         ),
         (
             {
-                "actor_options": [
-                    ActorOption(name, "workers", "0") for name in ("Splitter", "Shouter")
+                "node_options": [
+                    NodeOption(name, "workers", "0") for name in ("Splitter", "Shouter")
                 ]
             },
             r"^nothing to run: workers = 0 for Splitter, Shouter; set one of them to 1 or more$",
@@ -165,9 +165,9 @@ def test_a_printed_plan_has_every_value_defaults_included(
 ) -> None:
     plan = plan_of(
         nats="nats://me:secret@h:1",
-        actor_options=[
-            ActorOption("Splitter", "count", "3"),
-            ActorOption("Splitter", "ServiceArgs.on_crash", "escalate"),
+        node_options=[
+            NodeOption("Splitter", "count", "3"),
+            NodeOption("Splitter", "ServiceArgs.on_crash", "escalate"),
         ],
     )
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from dynbus.actors.commands import run as running
 from dynbus.actors.commands.plan import RunOptions
 from dynbus.actors.commands.run import run
-from dynbus.actors.running.configuration import ActorOption
+from dynbus.actors.running.configuration import NodeOption
 from dynbus.bus import exit_codes
 
 
@@ -51,7 +51,7 @@ def test_without_options_everything_has_its_default(given: list[RunOptions]) -> 
         health=None,
         health_public=False,
         parent_fd=None,
-        actor_options=[],
+        node_options=[],
         arguments=["actors.py"],
     )
 
@@ -62,7 +62,7 @@ def test_options_of_actors_may_stand_anywhere(given: list[RunOptions]) -> None:
     invoke(*words)
 
     (options,) = given
-    assert options.actor_options == [ActorOption("A", "b", "c"), ActorOption("A", "d", "--e")]
+    assert options.node_options == [NodeOption("A", "b", "c"), NodeOption("A", "d", "--e")]
     assert options.targets == ("actors.py", "other.py")
     assert (options.nats, options.reload) == ("nats://h:1", True)
     assert options.arguments == words
