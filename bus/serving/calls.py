@@ -17,7 +17,7 @@ from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes
 
 from .admission import Admission
-from .reply import Reply
+from .reply import CallReply
 
 if TYPE_CHECKING:
     from dynbus.bus.telemetry.telemetry import CallObservation
@@ -60,7 +60,7 @@ class Call:
         self,
         served: ServedEndpoint,
         context: Context,
-        reply: Reply,
+        reply: CallReply,
         now: float,
         *,
         turn_taker: str,

@@ -138,9 +138,9 @@ class Execution:
         ):
             self.refuse(call, self._overloaded(call, _NO_ROOM, now))
             return
-        verdict, displaced = served.admission.enter(call, call.turn_taker, now, deadline)
-        if verdict in (Admittance.FULL, Admittance.LATE):
-            why = _TOO_LATE if verdict is Admittance.LATE else ""
+        admittance, displaced = served.admission.enter(call, call.turn_taker, now, deadline)
+        if admittance in (Admittance.FULL, Admittance.LATE):
+            why = _TOO_LATE if admittance is Admittance.LATE else ""
             self.refuse(call, self._overloaded(call, why, now))
             return
         if displaced is not None:
@@ -152,7 +152,7 @@ class Execution:
         if deadline is not None:
             expire = partial(self._expire, call)
             call.deadline = self._deadlines.arm(deadline, now, expire), expire
-        if verdict is Admittance.RUN:
+        if admittance is Admittance.RUN:
             self._run(call, now)
         else:
             call.hold_request(len(data))

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from dynbus.bus.protocol.liveness import RemoteLiveness
     from dynbus.bus.protocol.stream_writer import StreamWriter
 
-    from .reply import Reply
+    from .reply import CallReply
 
 KEPT: Final = 32768
 """Ended calls that a client may leave unacknowledged."""
@@ -213,7 +213,7 @@ class FramedCall(Call):
         self,
         served: ServedEndpoint,
         context: Context,
-        reply: Reply,
+        reply: CallReply,
         now: float,
         client: RemoteClient,
         writer: StreamWriter,

@@ -25,7 +25,7 @@ def _refuse(item: bytes) -> bool:
     raise NotImplementedError
 
 
-class Reply:
+class CallReply:
     """The results of one call: a `ReplyPort`; the subclass says how they leave.
 
     Args:
@@ -168,7 +168,7 @@ class Outgoing(Protocol):
         ...
 
 
-class FramedReply(Reply):
+class FramedReply(CallReply):
     """The results of a call of a dynbus client, as frames."""
 
     __slots__ = ("_outgoing", "writer")
@@ -208,7 +208,7 @@ class FramedReply(Reply):
             self._outgoing.touch_ended(self.writer)
 
 
-class PlainReply(Reply):
+class PlainReply(CallReply):
     """The results of a call of a plain NATS client: JSON on its reply subject, a message per item.
 
     A plain client grants no credit. nats-server slows down whoever sends to a client that does

@@ -16,7 +16,7 @@ from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import EndpointName, control_subject
 from dynbus.bus.protocol.wire import Batch, Frame, decode_batch, encode_batch
-from dynbus.bus.serving.reply import Reply
+from dynbus.bus.serving.reply import CallReply
 from dynbus.bus.serving.server import InstanceServer
 from dynbus.bus.transport import Message
 
@@ -171,7 +171,7 @@ async def serving(*endpoints: Endpoint, **settings: Any) -> AsyncGenerator[Serve
             await client.connection.close()
 
 
-class RecordedReply(Reply):
+class RecordedReply(CallReply):
     """Results that go nowhere.
 
     Attributes:

@@ -40,7 +40,7 @@ from dynbus.bus.serving.ledger import (
     Tell,
     client_key,
 )
-from dynbus.bus.serving.reply import Reply
+from dynbus.bus.serving.reply import CallReply
 
 BASE: Final = "_R.ann.c1"
 INCARNATION: Final = "of-the-client"
@@ -115,7 +115,7 @@ class Books:
             on_dirty=client.outgoing.note_dirty,
             on_blocked=client.note_blocked,
         )
-        reply = cast("Reply", Port())
+        reply = cast("CallReply", Port())
         return FramedCall(SERVED, Context("r1"), reply, now, client, writer)
 
     def begin(self, number: int, now: float = 1.0, granted: int = 100_000) -> FramedCall:

@@ -26,7 +26,7 @@ from dynbus.bus.memory.connection import MemoryConnection
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.stream_writer import StreamWriter
 from dynbus.bus.protocol.wire import End, Failed, Items, encode_batch
-from dynbus.bus.serving.reply import PLAIN_WINDOW, FramedReply, PlainReply, Reply, error_block
+from dynbus.bus.serving.reply import PLAIN_WINDOW, CallReply, FramedReply, PlainReply, error_block
 from dynbus.bus.transport import Message
 from dynbus.testing import run
 
@@ -97,7 +97,7 @@ async def bench() -> AsyncGenerator[Bench, None]:
 def test_after_its_end_nothing_of_a_call_leaves(framed: bool) -> None:
     async def story() -> None:
         async with bench() as given:
-            reply: Reply = given.framed() if framed else given.plain_reply()
+            reply: CallReply = given.framed() if framed else given.plain_reply()
 
             reply.end(b"result")
             reply.end(b"another")
@@ -118,7 +118,7 @@ def test_after_its_end_nothing_of_a_call_leaves(framed: bool) -> None:
 def test_an_error_says_where_and_in_which_request_it_arose(framed: bool) -> None:
     async def story() -> None:
         async with bench() as given:
-            reply: Reply = given.framed() if framed else given.plain_reply()
+            reply: CallReply = given.framed() if framed else given.plain_reply()
 
             reply.fail(HandlerError("no"))
 
