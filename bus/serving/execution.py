@@ -198,10 +198,8 @@ class Execution:
         if call.waiting_bytes:
             call.let_request_go()
         endpoint = call.served.endpoint
-        if endpoint.by_port:
-            work = self._serve_port(call)
-        else:
-            work = self._stream(call) if endpoint.streaming else self._answer(call)
+        streams = endpoint.streaming and not endpoint.by_port
+        work = self._stream(call) if streams else self._answer(call)
         # Not a task group's: entering a scope costs each call more than its bookkeeping here, and a
         # kill must reach one handler before its first step.
         task = self.bus.loop.create_task(work, context=self._variables.copy())
@@ -209,11 +207,17 @@ class Execution:
         self._tasks.add(task)
 
     async def _answer(self, call: Call) -> None:
-        """Run a unary handler."""
+        """Run a unary handler, or one that has its results sent by itself or by others."""
         token = self._enter(call)
-        endpoint = call.served.endpoint
+        endpoint, reply = call.served.endpoint, call.reply
         try:
-            call.reply.end(endpoint.encode(await endpoint.invoke(call.request)))
+            if endpoint.by_port:
+                if call.observation is not None:
+                    reply.observe(call.observation.items)
+                await endpoint.invoke(call.request, reply)
+                reply.end()
+            else:
+                reply.end(endpoint.encode(await endpoint.invoke(call.request)))
         except BaseException as error:
             if not self._conclude(call, error):
                 raise
@@ -251,20 +255,6 @@ class Execution:
             finally:
                 await items.aclose()
             reply.end()
-        except BaseException as error:
-            if not self._conclude(call, error):
-                raise
-        finally:
-            self._leave(call, token)
-
-    async def _serve_port(self, call: Call) -> None:
-        """Run a handler that has its results sent by itself, or by others."""
-        token = self._enter(call)
-        if call.observation is not None:
-            call.reply.observe(call.observation.items)
-        try:
-            await call.served.endpoint.invoke(call.request, call.reply)
-            call.reply.end()
         except BaseException as error:
             if not self._conclude(call, error):
                 raise

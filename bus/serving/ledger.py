@@ -9,7 +9,7 @@ come when all of it is over: what was said is remembered for as long as that can
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from dynbus.bus.protocol.liveness import RemoteLiveness
     from dynbus.bus.protocol.stream_writer import StreamWriter
 
+    from .outbox import ClientOutbox
     from .reply import CallReply
 
 KEPT: Final = 32768
@@ -173,22 +174,6 @@ class Inquiry(NamedTuple):
     at: float
 
 
-class Outgoing(Protocol):
-    """What collects the results of one client until they are sent."""
-
-    def note_dirty(self, writer: StreamWriter) -> None:
-        """A writer has something to send."""
-        ...
-
-    def touch(self, writer: StreamWriter) -> None:
-        """Have a writer's fresh units sent at the end of this turn of the loop."""
-        ...
-
-    def touch_ended(self, writer: StreamWriter) -> None:
-        """Have the units of a writer that has ended sent at the end of this turn, or sooner."""
-        ...
-
-
 def client_key(base: str, incarnation: str) -> str:
     """What a client is known by at an instance.
 
@@ -239,6 +224,7 @@ class RemoteClient:
         key: what it is known by here.
         heard_at: when a request of it last arrived.
         turn_taker: whose turns its calls take, its own or its principal's.
+        outbox: what is ready for it.
         calls: calls that wait or run, by request number.
         kept: writers of ended calls that are not acknowledged yet.
         unread: what is kept for it.
@@ -248,7 +234,12 @@ class RemoteClient:
     """
 
     def __init__(
-        self, base: str, incarnation: str, unread: ClientUnreadBytes, outgoing: Outgoing, now: float
+        self,
+        base: str,
+        incarnation: str,
+        unread: ClientUnreadBytes,
+        outbox: ClientOutbox,
+        now: float,
     ) -> None:
         self.base = base
         self.incarnation = incarnation
@@ -256,7 +247,7 @@ class RemoteClient:
         self.heard_at = 0.0
         self.turn_taker = turn_taker(f"{base}.f")
         self.control_subject = f"{base}.ctl.f"
-        self.outgoing = outgoing
+        self.outbox = outbox
         self.liveness: RemoteLiveness | None = None
         self.calls: dict[int, FramedCall] = {}
         self.kept: dict[int, StreamWriter] = {}
@@ -338,7 +329,7 @@ class Ledger:
         max_request_bytes: bytes of the largest request.
         instance_window: bytes of results that may be kept for all clients.
         reply_prefixes: subjects under which clients may be answered.
-        open_outgoing: makes what collects the results of a new client, by its key and base.
+        open_outbox: makes what collects the results of a new client, by its key and base.
 
     Attributes:
         hop: what errors call the instance.
@@ -356,7 +347,7 @@ class Ledger:
         max_request_bytes: int,
         instance_window: int,
         reply_prefixes: Iterable[str],
-        open_outgoing: Callable[[str, str], Outgoing],
+        open_outbox: Callable[[str, str], ClientOutbox],
     ) -> None:
         self.clients: dict[str, RemoteClient] = {}
         self.plain: set[Call] = set()
@@ -366,7 +357,7 @@ class Ledger:
         self.hop = hop
         self._max_request_bytes = max_request_bytes
         self._reply_prefixes = tuple(reply_prefixes)
-        self._open_outgoing = open_outgoing
+        self._open_outbox = open_outbox
         # Requests that were given up, and may not begin when they arrive.
         self._refused = RememberedRequests()
         # Requests that were asked to stop before they arrived.
@@ -425,8 +416,8 @@ class Ledger:
             return Dropped(DropReason.EXCESS)
         key = client_key(base, incarnation)
         unread = ClientUnreadBytes(self.unread)
-        outgoing = self._open_outgoing(key, base)
-        client = self.clients[key] = RemoteClient(base, incarnation, unread, outgoing, now)
+        outbox = self._open_outbox(key, base)
+        client = self.clients[key] = RemoteClient(base, incarnation, unread, outbox, now)
         return client
 
     def begin(self, call: FramedCall) -> list[Action]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import STATUS_CODES, DynbusError, safe_text
@@ -16,6 +16,8 @@ from dynbus.bus.protocol.tokens import random_id
 if TYPE_CHECKING:
     from dynbus.bus.background import Work
     from dynbus.bus.bus import Bus
+
+    from .outbox import ClientOutbox
 
 PLAIN_WINDOW: Final = 128 * 1024
 """Bytes of a plain call's items that may be on their way to the server."""
@@ -160,18 +162,10 @@ class CallReply:
             _wake(self._closing)
 
 
-class Outgoing(Protocol):
-    """What a client is still to be sent."""
-
-    def touch_ended(self, writer: StreamWriter) -> None:
-        """Have the units of a writer that has ended sent at the end of this turn, or sooner."""
-        ...
-
-
 class FramedReply(CallReply):
     """The results of a call of a dynbus client, as frames."""
 
-    __slots__ = ("_outgoing", "writer")
+    __slots__ = ("_outbox", "writer")
 
     def __init__(
         self,
@@ -181,11 +175,11 @@ class FramedReply(CallReply):
         request_id: str,
         now: float,
         writer: StreamWriter,
-        outgoing: Outgoing,
+        outbox: ClientOutbox,
     ) -> None:
         super().__init__(bus, address, hop, request_id, now)
         self.writer = writer
-        self._outgoing = outgoing
+        self._outbox = outbox
         # The hot path of every stream: a call less per item.
         self.push = writer.push
 
@@ -197,7 +191,7 @@ class FramedReply(CallReply):
         if not self.ended:
             self.writer.end(result)
             self._finish()
-            self._outgoing.touch_ended(self.writer)
+            self._outbox.touch_ended(self.writer)
 
     def fail(self, error: DynbusError) -> None:
         if not self.ended:
@@ -205,7 +199,7 @@ class FramedReply(CallReply):
             self.error = error
             self.writer.fail(error)
             self._finish()
-            self._outgoing.touch_ended(self.writer)
+            self._outbox.touch_ended(self.writer)
 
 
 class PlainReply(CallReply):

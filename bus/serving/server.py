@@ -94,7 +94,7 @@ class InstanceServer:
             max_request_bytes=config.max_request_bytes,
             instance_window=config.instance_window,
             reply_prefixes=config.reply_prefixes,
-            open_outgoing=self._open_outgoing,
+            open_outbox=self._open_outbox,
         )
         self.execution = Execution(bus, instance_id, self.ledger.finish)
         self._control = ServerControl(
@@ -157,7 +157,7 @@ class InstanceServer:
         self._stop_listening = data.on_state(self._on_state)
         self._sweeper = self.bus.loop.call_later(SWEEP_INTERVAL, self._sweep)
 
-    def _open_outgoing(self, key: str, base: str) -> ClientOutbox:
+    def _open_outbox(self, key: str, base: str) -> ClientOutbox:
         bounce = self.bus.replies.bounce(self._control.registry.bounce_token(key))
         return ClientOutbox(self._outbox, key, base, bounce)
 
@@ -328,11 +328,11 @@ class InstanceServer:
             max_unit_bytes=self._outbox.max_unit_bytes(),
             max_item_bytes=config.max_item_bytes,
             unread=client.unread,
-            on_dirty=client.outgoing.note_dirty,
+            on_dirty=client.outbox.note_dirty,
             on_blocked=client.note_blocked,
         )
         port = FramedReply(
-            self.bus, served.address, served.hop, context.id, now, writer, client.outgoing
+            self.bus, served.address, served.hop, context.id, now, writer, client.outbox
         )
         return FramedCall(served, context, port, now, client, writer)
 
@@ -345,7 +345,7 @@ class InstanceServer:
                 case GoOn(call):
                     call.reply.go_on()
                 case Send(client, writer):
-                    client.outgoing.touch(writer)
+                    client.outbox.touch(writer)
                 case Stop(call, kill_after):
                     execution.cancel(call, kill_after)
                 case Abort(call, error):
@@ -364,10 +364,10 @@ class InstanceServer:
                     control.send_failed(action.sender, action.frame)
 
     def _does_not_fit(
-        self, outgoing: ClientOutbox, writer: StreamWriter, error: PayloadTooLarge
+        self, outbox: ClientOutbox, writer: StreamWriter, error: PayloadTooLarge
     ) -> None:
         """End a call of which a piece fits no message any longer."""
-        client = self.ledger.clients.get(outgoing.key)
+        client = self.ledger.clients.get(outbox.key)
         call = client.calls.get(writer.number) if client is not None else None
         if call is not None:
             call.reply.label(error)
@@ -375,7 +375,7 @@ class InstanceServer:
         if call is not None and not call.ended:
             self.execution.abort(call, error)
         else:
-            outgoing.touch(writer)
+            outbox.touch(writer)
 
     def _on_state(self, state: ConnectionState) -> None:
         if state is ConnectionState.CONNECTED:

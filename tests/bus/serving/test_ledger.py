@@ -88,7 +88,7 @@ class Books:
             max_request_bytes=100,
             instance_window=window,
             reply_prefixes=DEFAULT_REPLY_PREFIXES,
-            open_outgoing=lambda key, base: Box(),
+            open_outbox=lambda key, base: cast("Any", Box()),
         )
         self.ledger.note_subscribed(0.0)
 
@@ -112,7 +112,7 @@ class Books:
             max_unit_bytes=100_000,
             max_item_bytes=1 << 30,
             unread=client.unread,
-            on_dirty=client.outgoing.note_dirty,
+            on_dirty=client.outbox.note_dirty,
             on_blocked=client.note_blocked,
         )
         reply = cast("CallReply", Port())

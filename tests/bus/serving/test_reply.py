@@ -66,7 +66,9 @@ class Bench(NamedTuple):
             on_blocked=lambda _: reply.pause(),
         )
         outgoing = Outgoing(self.bus, self.client.base)
-        reply = FramedReply(self.bus, ADDRESS, HOP, "r1", monotonic(), writer, outgoing)
+        reply = FramedReply(
+            self.bus, ADDRESS, HOP, "r1", monotonic(), writer, cast("Any", outgoing)
+        )
         return reply
 
     def plain_reply(self) -> PlainReply:
