@@ -1,58 +1,28 @@
-"""Actors: classes whose handlers are served on the bus, and the clients that call them."""
+"""Actors: classes whose handlers are served on the bus, and the clients that call them.
 
-from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.records.instance_view import Instance
+What programs are written with is in `dynbus`. This lists what it has not, what
+other folders are built on, and the packages.
+"""
 
-from .calling.clients import Call, EndpointClient, with_options
-from .calling.dependencies import depends
-from .calling.options import call_options
-from .calling.relay import Arrival, Relay
-from .calling.routing import (
-    ItemObserver,
-    LeastLoaded,
-    Load,
-    PowerOfTwo,
-    Random,
-    RoundRobin,
-    Route,
-    RouteObserver,
-    Router,
-    RouteRequest,
-    Routing,
-)
-from .calling.stream import Stream
+from . import calling, declaring, runtime, serving
+from .calling.relay import Arrival
+from .calling.routing import ItemObserver, LeastLoaded, PowerOfTwo, Random, RoundRobin, Routing
 from .declaring.handlers import handler
-from .declaring.json_object import JsonObject
-from .declaring.reply import Reply, push_each
-from .runtime import Actor, ActorInstance, Runtime
+from .runtime import Actor, Runtime
 
 __all__ = [
     "Actor",
-    "ActorInstance",
     "Arrival",
-    "Call",
-    "EndpointClient",
-    "EndpointName",
-    "Instance",
     "ItemObserver",
-    "JsonObject",
     "LeastLoaded",
-    "Load",
     "PowerOfTwo",
     "Random",
-    "Relay",
-    "Reply",
     "RoundRobin",
-    "Route",
-    "RouteObserver",
-    "RouteRequest",
-    "Router",
     "Routing",
     "Runtime",
-    "Stream",
-    "call_options",
-    "depends",
+    "calling",
+    "declaring",
     "handler",
-    "push_each",
-    "with_options",
+    "runtime",
+    "serving",
 ]

@@ -1,1 +1,5 @@
 """How an actor is declared: its class, its handlers, and the types that they take and return."""
+
+from . import actor, brief_repr, handlers, json_object, reply
+
+__all__ = ["actor", "brief_repr", "handlers", "json_object", "reply"]

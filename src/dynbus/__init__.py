@@ -4,29 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dynbus.actors import (
-        Actor,
-        ActorInstance,
-        Call,
-        EndpointClient,
-        EndpointName,
-        Instance,
-        JsonObject,
-        Load,
-        Relay,
-        Reply,
-        Route,
-        RouteObserver,
-        Router,
-        RouteRequest,
-        Runtime,
-        Stream,
-        call_options,
-        depends,
-        handler,
-        push_each,
-        with_options,
-    )
+    from dynbus.actors.calling.clients import Call, EndpointClient, with_options
+    from dynbus.actors.calling.dependencies import depends
+    from dynbus.actors.calling.options import call_options
+    from dynbus.actors.calling.relay import Relay
+    from dynbus.actors.calling.routing import Load, Route, RouteObserver, Router, RouteRequest
+    from dynbus.actors.calling.stream import Stream
+    from dynbus.actors.declaring.handlers import handler
+    from dynbus.actors.declaring.json_object import JsonObject
+    from dynbus.actors.declaring.reply import Reply, push_each
+    from dynbus.actors.runtime import Actor, ActorInstance, Runtime
     from dynbus.bus.config import BusConfig
     from dynbus.bus.context import Context, context
     from dynbus.bus.errors import (
@@ -49,6 +36,8 @@ if TYPE_CHECKING:
         Unavailable,
         UnknownOutcome,
     )
+    from dynbus.bus.protocol.names import EndpointName
+    from dynbus.bus.records.instance_view import Instance
 
 __all__ = [
     "Actor",
@@ -98,7 +87,23 @@ __all__ = [
 if not TYPE_CHECKING:
     # A third of a second goes by while all of this is imported. A command must be able to take
     # a Ctrl-C before, and most of them need little of it.
-    _MODULES = ("dynbus.bus.errors", "dynbus.bus.context", "dynbus.bus.config", "dynbus.actors")
+    _MODULES = (
+        "dynbus.bus.errors",
+        "dynbus.bus.context",
+        "dynbus.bus.config",
+        "dynbus.bus.protocol.names",
+        "dynbus.bus.records.instance_view",
+        "dynbus.actors.runtime",
+        "dynbus.actors.calling.clients",
+        "dynbus.actors.calling.dependencies",
+        "dynbus.actors.calling.options",
+        "dynbus.actors.calling.relay",
+        "dynbus.actors.calling.routing",
+        "dynbus.actors.calling.stream",
+        "dynbus.actors.declaring.handlers",
+        "dynbus.actors.declaring.json_object",
+        "dynbus.actors.declaring.reply",
+    )
 
     def __getattr__(name: str) -> object:
         if name in __all__:
