@@ -9,7 +9,8 @@ import pytest
 
 STORY = """
 import resource
-from dynbus.kvrouter import BlockStored, RadixIndex, encode_events
+from dynbus.kvrouter import BlockStored, RadixIndex
+from dynbus.kvrouter.events import encode_events
 
 def resident():
     with open("/proc/self/statm") as statm:
