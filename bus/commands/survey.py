@@ -33,7 +33,7 @@ READ_SECONDS: Final = 3.0
 NO_STATUS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-class Answer(NamedTuple):
+class InstanceAnswer(NamedTuple):
     """What an instance said of itself.
 
     Attributes:
@@ -121,7 +121,7 @@ async def survey(server: Server) -> Survey:
     return Survey(join(records, answers), notice)
 
 
-def join(records: Iterable[InstanceRecord], answers: Iterable[Answer]) -> list[Row]:
+def join(records: Iterable[InstanceRecord], answers: Iterable[InstanceAnswer]) -> list[Row]:
     """Rows by component and start, out of what is listed and what answers."""
     by_key = {(one.namespace, one.component, one.instance_id): one for one in answers}
     rows: list[Row] = []
@@ -153,7 +153,7 @@ def join(records: Iterable[InstanceRecord], answers: Iterable[Answer]) -> list[R
     return sorted(rows, key=lambda row: (row.namespace, row.component, row.started))
 
 
-def parse_answer(data: bytes) -> Answer | None:
+def parse_answer(data: bytes) -> InstanceAnswer | None:
     """Read an answer to `$SRV.STATS`; None when it is not that of a dynbus instance."""
     try:
         found = msgspec.json.decode(data, type=_Stats)
@@ -164,7 +164,7 @@ def parse_answer(data: bytes) -> Answer | None:
     component = found.name.removeprefix(f"{namespace}_")
     if component == found.name or not _are_names(namespace, component, found.id):
         return None
-    return Answer(
+    return InstanceAnswer(
         namespace,
         component,
         found.id,

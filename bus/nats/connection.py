@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from dynbus.bus.clock import monotonic
@@ -240,7 +241,7 @@ class NatsConnection(WatchedConnection):
     async def barrier(self, *, timeout: float = 5.0) -> None:
         # SUB and PING go through one buffer in order, so one PONG proves all SUBs before it.
         try:
-            async with asyncio.timeout(timeout):
+            with anyio.fail_after(timeout):
                 while True:
                     await self.wait_connected()
                     try:
@@ -257,7 +258,7 @@ class NatsConnection(WatchedConnection):
 
     async def drained(self, *, timeout: float = 5.0) -> None:
         try:
-            async with asyncio.timeout(timeout):
+            with anyio.fail_after(timeout):
                 while self.backlog > LOW_BACKLOG:
                     session = self._session
                     if session is None:
@@ -265,7 +266,7 @@ class NatsConnection(WatchedConnection):
                     self._output.flush()
                     with suppress(ConnectionError, RuntimeError):
                         await session.flush_transport()
-                    await asyncio.sleep(0)
+                    await anyio.lowlevel.checkpoint()
         except TimeoutError:
             raise Unavailable(f"the server took nothing for {timeout} s") from None
 
@@ -307,7 +308,7 @@ class NatsConnection(WatchedConnection):
         if session is not None and self._state is ConnectionState.CONNECTED:
             self._output.flush()
             with suppress(ConnectionError, RuntimeError, TimeoutError):
-                async with asyncio.timeout(1.0):
+                with anyio.fail_after(1.0):
                     # The pong says that the server has taken all that was written.
                     await self._pings.send()
         self._set_state(ConnectionState.CLOSED)

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
+import anyio
 import msgspec
 
 from dynbus.bus.errors import DynbusError, PermissionDenied, Unavailable
@@ -86,7 +87,7 @@ async def read_stream(
     found: list[StoredMessage] = []
     sequence = 1
     try:
-        async with asyncio.timeout(timeout):
+        with anyio.fail_after(timeout):
             while True:
                 page = await _read_page(connection, stream, subject, sequence)
                 found += page.messages
@@ -111,7 +112,11 @@ async def _read_page(connection: ServerLink, stream: str, subject: str, sequence
         subscription = connection.subscribe(inbox, page.take)
         try:
             connection.publish(call, data, reply=inbox)
-            while not page.is_complete and await _is_heard(page, pause):
+            while not page.is_complete:
+                with anyio.move_on_after(pause) as waiting:
+                    await page.heard.wait()
+                if waiting.cancelled_caught:
+                    break
                 page.heard.clear()
         finally:
             subscription.unsubscribe()
@@ -122,12 +127,3 @@ async def _read_page(connection: ServerLink, stream: str, subject: str, sequence
         if page.is_complete:
             return page
         pause *= 2
-
-
-async def _is_heard(page: _Page, within: float) -> bool:
-    try:
-        async with asyncio.timeout(within):
-            await page.heard.wait()
-    except TimeoutError:
-        return False
-    return True

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import anyio
 import nats.aio.client
 import nats.aio.transport
 import nats.errors
@@ -283,7 +284,7 @@ async def open_session(
     for server in servers:
         session = NatsSession()
         try:
-            async with asyncio.timeout(timeout):
+            with anyio.fail_after(timeout):
                 await session.connect(
                     [server],
                     name=name,
