@@ -12,8 +12,8 @@ import pydantic
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
 
-from .annotations import resolve_annotations
 from .codec import explain
+from .handlers import resolve_annotations
 from .redaction import holds_secret, shown
 
 _NO_SOURCES: Final[Mapping[str, str]] = MappingProxyType({})

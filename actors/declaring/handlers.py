@@ -19,7 +19,6 @@ from dynbus.bus.protocol.endpoint import (
 )
 from dynbus.bus.protocol.names import check_token
 
-from .annotations import resolve_annotations
 from .codec import AnyCodec, Misfit, codec_for
 from .raw_bytes import HoldsBytes
 from .reply import PARAMETER as REPLY
@@ -37,6 +36,23 @@ STREAM_TYPES: Final = (AsyncGenerator, AsyncIterator, AsyncIterable)
 
 class BytesDeclared(ConfigError):
     """Raised for a handler whose request or result holds bytes that JSON would not carry."""
+
+
+def resolve_annotations(function: Callable[..., Any], label: str) -> dict[str, Any]:
+    """The resolved annotations of a function, by parameter; `return` is that of its result.
+
+    Args:
+        label: how the message names the function.
+
+    Raises:
+        ConfigError: one of them is a text that is no type here.
+    """
+    try:
+        return typing.get_type_hints(function)
+    except Exception as error:  # noqa: BLE001 - annotations written as text are code of users
+        raise ConfigError(
+            f"{label}: an annotation cannot be resolved: {type(error).__name__}: {error}"
+        ) from None
 
 
 @dataclass(frozen=True)

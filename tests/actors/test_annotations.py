@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from dynbus import ConfigError
-from dynbus.actors.declaring.annotations import resolve_annotations
+from dynbus.actors.declaring.handlers import resolve_annotations
 
 
 def right(count: int) -> list[str]:
