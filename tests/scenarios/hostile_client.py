@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from dynbus.bus.cleanup import end_tasks
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import EndpointName, control_subject
@@ -101,6 +100,7 @@ async def hostile_client(
         try:
             yield client
         finally:
-            await end_tasks(beating)
+            beating.cancel()
+            await asyncio.wait({beating})
     finally:
         await connection.close()

@@ -13,7 +13,6 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus import Runtime, call_options
-from dynbus.bus.cleanup import end_tasks
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.wire import End, Open, Ping, Pong
 
@@ -87,7 +86,9 @@ async def calling_well(runtime: Runtime) -> AsyncGenerator[GoodCaller, None]:
             if task.done():
                 await task
     finally:
-        await end_tasks(*tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 NONE: list[object] = []
