@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .runs import REMOVED, Holder, NamedBlocks, Run
+from .runs import NAME_BYTES, Holder, NamedBlocks, Run
 
 Words = NDArray[np.uint64]
 
@@ -46,18 +46,12 @@ def held_columns(holder: Holder, limit: int) -> Iterator[HeldColumns]:
 
 
 def _columns(several: list[NamedBlocks]) -> HeldColumns:
-    names = list(chain.from_iterable(named.names for named in several))
-    counts = np.array([len(named.names) for named in several], dtype=np.int64)
+    names = np.frombuffer(b"".join([named.names for named in several]), dtype=np.uint64)
+    counts = np.array([len(named.names) // NAME_BYTES for named in several], dtype=np.int64)
     firsts = np.array([named.start for named in several], dtype=np.int64)
     before = np.cumsum(counts) - counts
     depths = np.repeat(firsts - before, counts) + np.arange(len(names))
-    if REMOVED in names:
-        is_held = np.array([name != REMOVED for name in names])
-        depths = depths[is_held]
-        counts = np.add.reduceat(is_held, before, dtype=np.int64)
-        names = [name for name in names if name != REMOVED]
-    found = np.array(names, dtype=np.uint64)
-    return HeldColumns(found, depths.astype(np.uint64), [one.run for one in several], counts)
+    return HeldColumns(names, depths.astype(np.uint64), [one.run for one in several], counts)
 
 
 def held_blocks(holder: Holder) -> tuple[Words, Words]:

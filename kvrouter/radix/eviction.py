@@ -11,8 +11,8 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .holdings import forget
-from .prefix_tree import PrefixTree, run_at
-from .runs import REMOVED, Holder, Run
+from .prefix_tree import PrefixTree, forget_name, run_at
+from .runs import Holder, Run
 
 
 class Victim(NamedTuple):
@@ -105,10 +105,14 @@ def _forget_names(holder: Holder, victims: Mapping[int, Run], leading: Container
     before = len(held)
     for named in dict.fromkeys(held.values()):
         if named.run.id in leading:
-            for at, name in enumerate(named.names[:]):
-                if name != REMOVED and run_at(named.run, named.start + at).id in victims:
-                    del held[name]
-                    named.remove(at)
+            gone = [
+                name
+                for depth, name in enumerate(named.list_names(), named.start)
+                if run_at(named.run, depth).id in victims
+            ]
+            # From the end on: nothing is below those.
+            for name in reversed(gone):
+                forget_name(held, (one := held.pop(name)), one.depth_of(name))
     return before - len(held)
 
 

@@ -12,20 +12,21 @@ The invariant: `ends[holder] = e` in a run says that the holder has the blocks [
 it and all blocks before the run. Blocks that it has behind a hole are kept as `detached`
 intervals; when the hole is filled they count again.
 
-A holder finds its blocks by the engine's own hashes, which name up to 32 neighbours in a run
+A holder finds its blocks by the engine's own hashes, which name up to 64 neighbours in a run
 together. When a run is split, its lower part is its `tail`: names of blocks beyond the end of
 their run lead to it.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from .freed_memory import give_back
 from .holdings import cut, forget, mark, remove_copy, split_detached
-from .runs import MOST_NAMED, Holder, NamedBlocks, Run, common_bytes
+from .runs import MOST_NAMED, NAME_BYTES, Holder, NamedBlocks, Run, common_bytes, pack_name
 
 MOST_LOOKED_AT: Final = 200_000
 """Runs to look at for the holes that a message makes and fills: a fifth of a second at most."""
@@ -81,7 +82,7 @@ class PrefixTree:
                 if not named.names:
                     continue
                 run: Run | None = named.run
-                end = named.start + len(named.names)
+                end = named.end
                 # Once for all of its names.
                 named.names.clear()
                 while run is not None and run.start < end:
@@ -121,6 +122,7 @@ class PrefixTree:
         ):
             return self._store_singly(holder, parents, bounds, engine_hashes, blocks)
         number = holder.number
+        packed = array("Q", engine_hashes).tobytes()
         orphans: list[int] = []
         values: list[NamedBlocks] = []
         saved = 0  # blocks that are in `held` already
@@ -147,7 +149,7 @@ class PrefixTree:
                     continue
                 run, depth = self.locate(named, parent)
                 depth += 1
-            names = engine_hashes[start:end]
+            names = packed[start * NAME_BYTES : end * NAME_BYTES]
             if (
                 depth == run.end
                 and run.children is None
@@ -163,7 +165,7 @@ class PrefixTree:
                 run, depth, named = self._place(
                     holder, run, depth, blocks[start * 8 : end * 8], names, named, values
                 )
-            last = names[-1]
+            last = engine_hashes[end - 1]
             start = end
         held.update(zip(engine_hashes[saved:start], values, strict=True))
         return orphans
@@ -204,7 +206,8 @@ class PrefixTree:
             named = held[before]
             run, depth = self.locate(named, before)
             depth += 1
-        _, _, held[engine_hash] = self._place(holder, run, depth, block, [engine_hash], named, [])
+        name = pack_name(engine_hash)
+        _, _, held[engine_hash] = self._place(holder, run, depth, block, name, named, [])
 
     def _holds_after(
         self, holder: Holder, before: int | None, engine_hash: int, block: bytes
@@ -231,7 +234,7 @@ class PrefixTree:
         run: Run,
         depth: int,
         blocks: bytes,
-        names: list[int],
+        names: bytes,
         named: NamedBlocks | None,
         values: list[NamedBlocks],
     ) -> tuple[Run, int, NamedBlocks]:
@@ -258,7 +261,7 @@ class PrefixTree:
             stop = depth + length // 8
             if length:
                 mark(holder, run, depth, stop, connected)
-                named = _name(named, run, depth, names[at // 8 : (at + length) // 8], values)
+                named = _name(named, run, depth, names[at : at + length], values)
             at += length
             depth = stop
             if at < size and depth < run.end:
@@ -320,10 +323,9 @@ class PrefixTree:
             if named is None:
                 unknown += 1
                 continue
-            at = named.names.index(engine_hash)
-            depth = named.start + at
+            depth = named.depth_of(engine_hash)
             run = run_at(named.run, depth)
-            named.remove(at)
+            forget_name(held, named, depth)
             if run.copies is not None and remove_copy(run, number, depth):
                 continue
             last = run.ends.get(number) == depth + 1
@@ -364,7 +366,7 @@ class PrefixTree:
     def locate(self, named: NamedBlocks, name: int) -> tuple[Run, int]:
         """The run and the depth of a block that has a name there."""
         named.run = run_at(named.run, named.start)
-        depth = named.start + named.names.index(name)
+        depth = named.depth_of(name)
         return run_at(named.run, depth), depth
 
     def descend(self, blocks: bytes) -> tuple[list[Run], int]:
@@ -420,8 +422,27 @@ def run_at(run: Run, depth: int) -> Run:
     return run
 
 
+def forget_name(held: dict[int, NamedBlocks], named: NamedBlocks, depth: int) -> None:
+    """Take one block from what has its name, and its neighbours if there are any above and below.
+
+    Args:
+        held: of the holder, without that name.
+    """
+    names = named.names
+    at = (depth - named.start) * NAME_BYTES
+    if at == 0:
+        del names[:NAME_BYTES]
+        named.start += 1
+        return
+    rest = names[at + NAME_BYTES :]
+    del names[at:]
+    if rest:
+        below = NamedBlocks(named.run, depth + 1, rest)
+        held.update(dict.fromkeys(below.list_names(), below))
+
+
 def _name(
-    named: NamedBlocks | None, run: Run, depth: int, names: list[int], values: list[NamedBlocks]
+    named: NamedBlocks | None, run: Run, depth: int, names: bytes, values: list[NamedBlocks]
 ) -> NamedBlocks:
     """Name the blocks of a run from `depth` on.
 
@@ -432,21 +453,15 @@ def _name(
     Returns:
         What has the last name.
     """
+    most = MOST_NAMED * NAME_BYTES
     at = 0
-    if named is not None and named.run is run and named.start + len(named.names) == depth:
-        at = MOST_NAMED - len(named.names)
-        if at >= len(names):
-            named.names += names
-            values += [named] * len(names)
-            return named
-        if at > 0:
-            named.names += names[:at]
-            values += [named] * at
-        else:
-            at = 0
-    for first in range(at, len(names), MOST_NAMED):
-        some = names[first : first + MOST_NAMED]
-        named = NamedBlocks(run, depth + first, some)
-        values += [named] * len(some)
+    if named is not None and named.run is run and named.end == depth:
+        at = min(max(0, most - len(named.names)), len(names))
+        named.names += names[:at]
+        values += [named] * (at // NAME_BYTES)
+    for first in range(at, len(names), most):
+        some = bytearray(names[first : first + most])
+        named = NamedBlocks(run, depth + first // NAME_BYTES, some)
+        values += [named] * (len(some) // NAME_BYTES)
     assert named is not None
     return named

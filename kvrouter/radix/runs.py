@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Final
+
+import msgspec
 
 from .intervals import Intervals
 
 BLOCK_BYTES: Final = 8
+NAME_BYTES: Final = 8
+pack_name: Final = struct.Struct("=Q").pack
 
 MOST_NAMED: Final = 64
 """Blocks in one `NamedBlocks`: a name is searched among so many."""
-
-
-REMOVED: Final = -1
-"""In place of a name; a name is not negative."""
 
 
 class Run:
@@ -62,32 +63,40 @@ class Run:
         return f"<Run {self.id} [{self.start}:{self.end} | holders: {len(self.ends)}]>"
 
 
-class NamedBlocks:
+class NamedBlocks(msgspec.Struct, eq=False, gc=False):
     """Neighbouring blocks of a holder and the engine's hashes that name them.
 
     One object for up to `MOST_NAMED` blocks, in place of a location for each: what a block costs
-    is its name, its entry in `Holder.held` and its place here.
+    is its name, its entry in `Holder.held` and its place here. The garbage collector looks at none
+    of it: it would look at every block.
 
     Attributes:
         run: where the first one was stored. Those beyond its end are in its tail.
         start: the depth of the first one.
-        names: the engine's hash of each; `REMOVED` where the block is held no longer, and
-            never at the end.
+        names: the engine's hash of each, 8 bytes in the machine's order.
     """
 
-    __slots__ = ("names", "run", "start")
+    run: Run
+    start: int
+    names: bytearray
 
-    def __init__(self, run: Run, start: int, names: list[int]) -> None:
-        self.run = run
-        self.start = start
-        self.names = names
+    @property
+    def end(self) -> int:
+        """The depth behind the last one."""
+        return self.start + len(self.names) // NAME_BYTES
 
-    def remove(self, at: int) -> None:
-        """Forget the name of one block."""
-        names = self.names
-        names[at] = REMOVED
-        while names and names[-1] == REMOVED:
-            names.pop()
+    def depth_of(self, name: int) -> int:
+        """The depth of the block that has a name."""
+        packed = pack_name(name)
+        at = self.names.find(packed)
+        while at % NAME_BYTES:
+            # It is the end of one name and the beginning of the next.
+            at = self.names.find(packed, at + 1)
+        return self.start + at // NAME_BYTES
+
+    def list_names(self) -> list[int]:
+        """The names, in the order of the blocks."""
+        return memoryview(self.names).cast("Q").tolist()
 
 
 class Holder:

@@ -7,7 +7,7 @@ sequence answer alike, and stay alike with the messages that follow.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, repeat
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -214,8 +214,9 @@ def _name_blocks(tree: PrefixTree, holder: Holder, engine_hashes: Words, locatio
     for start, end in zip([0, *breaks], [*breaks, len(names)], strict=True):
         for first in range(start, end, MOST_NAMED):
             run, depth = tree.runs[places[first] >> DEPTH_BITS], places[first] & MAX_DEPTH
-            some = names[first : min(first + MOST_NAMED, end)]
-            holder.held.update(zip(some, repeat(NamedBlocks(run, depth, some))))
+            last = min(first + MOST_NAMED, end)
+            named = NamedBlocks(run, depth, bytearray(engine_hashes[first:last].tobytes()))
+            holder.held.update(dict.fromkeys(names[first:last], named))
 
 
 def _add_runs(tree: PrefixTree, runs: Sequence[DumpedRun]) -> None:
