@@ -32,6 +32,8 @@ MOST_LOOKED_AT: Final = 200_000
 """Runs to look at for the holes that a message makes and fills: a fifth of a second at most."""
 
 
+_MOST_BYTES: Final = MOST_NAMED * NAME_BYTES
+
 GIVE_BACK: Final = 1 << 17
 """From so many blocks that were swept on their memory goes back to the system."""
 
@@ -324,7 +326,9 @@ class PrefixTree:
                 unknown += 1
                 continue
             depth = named.depth_of(engine_hash)
-            run = run_at(named.run, depth)
+            run = named.run
+            if depth >= run.end:
+                run = run_at(run, depth)
             forget_name(held, named, depth)
             if run.copies is not None and remove_copy(run, number, depth):
                 continue
@@ -434,9 +438,9 @@ def forget_name(held: dict[int, NamedBlocks], named: NamedBlocks, depth: int) ->
         del names[:NAME_BYTES]
         named.start += 1
         return
-    rest = names[at + NAME_BYTES :]
+    rest = names[at + NAME_BYTES :] if at + NAME_BYTES < len(names) else None
     del names[at:]
-    if rest:
+    if rest is not None:
         below = NamedBlocks(named.run, depth + 1, rest)
         held.update(dict.fromkeys(below.list_names(), below))
 
@@ -453,14 +457,20 @@ def _name(
     Returns:
         What has the last name.
     """
-    most = MOST_NAMED * NAME_BYTES
-    at = 0
-    if named is not None and named.run is run and named.end == depth:
-        at = min(max(0, most - len(named.names)), len(names))
-        named.names += names[:at]
-        values += [named] * (at // NAME_BYTES)
-    for first in range(at, len(names), most):
-        some = bytearray(names[first : first + most])
+    at, size = 0, len(names)
+    if named is not None and named.run is run:
+        before = named.names
+        room = _MOST_BYTES - len(before)
+        if room > 0 and named.start + len(before) // NAME_BYTES == depth:
+            if room >= size:
+                before += names
+                values += [named] * (size // NAME_BYTES)
+                return named
+            before += names[:room]
+            values += [named] * (room // NAME_BYTES)
+            at = room
+    for first in range(at, size, _MOST_BYTES):
+        some = bytearray(names[first : first + _MOST_BYTES])
         named = NamedBlocks(run, depth + first // NAME_BYTES, some)
         values += [named] * (len(some) // NAME_BYTES)
     assert named is not None

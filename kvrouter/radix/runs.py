@@ -87,11 +87,11 @@ class NamedBlocks(msgspec.Struct, eq=False, gc=False):
 
     def depth_of(self, name: int) -> int:
         """The depth of the block that has a name."""
-        packed = pack_name(name)
-        at = self.names.find(packed)
+        names, packed = self.names, pack_name(name)
+        at = names.find(packed)
         while at % NAME_BYTES:
             # It is the end of one name and the beginning of the next.
-            at = self.names.find(packed, at + 1)
+            at = names.find(packed, at + 1)
         return self.start + at // NAME_BYTES
 
     def list_names(self) -> list[int]:
