@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -52,7 +53,7 @@ class Relay(Generic[K, T]):
     def __init__(self, deliver: Callable[[list[Arrival[K, T]]], object]) -> None:
         self._deliver = deliver
         self._open: set[RelayedStream[K]] = set()
-        self._news: list[RelayedStream[K]] = []
+        self._news: dict[RelayedStream[K], None] = {}
         self._closed = False
 
     def __repr__(self) -> str:
@@ -106,10 +107,10 @@ class Relay(Generic[K, T]):
         """A stream has news: pass them on together with those of all others."""
         if not self._news:
             asyncio.get_running_loop().call_soon(self._pass_on)
-        self._news.append(stream)
+        self._news[stream] = None
 
     def _pass_on(self) -> None:
-        streams, self._news = self._news, []
+        streams, self._news = self._news, {}
         arrivals: list[Arrival[K, T]] = []
         for stream in streams:
             arrival = stream.take()
@@ -125,8 +126,9 @@ class Relay(Generic[K, T]):
             for arrival in arrivals:
                 arrival.stream.cancel(error)
             return
-        for arrival in arrivals:
-            arrival.stream.delivered()
+        for stream in streams:
+            if stream.unread_bytes >= stream.grain:
+                stream.delivered()
 
 
 class RelayedStream(Generic[K]):
@@ -136,22 +138,25 @@ class RelayedStream(Generic[K]):
         key: what it was opened with.
         is_over: whether it has ended, or was cancelled.
         is_paused: whether what is delivered does not count as consumed.
+        unread_bytes: of what was delivered, what does not count as consumed yet.
+        grain: bytes from which on it is told to the far side.
     """
 
     __slots__ = (
         "_call",
         "_decode_many",
         "_error",
-        "_has_news",
+        "_is_direct",
         "_invocation",
         "_note",
         "_over",
         "_undelivered",
-        "_unread_bytes",
         "_waiting",
+        "grain",
         "is_over",
         "is_paused",
         "key",
+        "unread_bytes",
     )
 
     def __init__(
@@ -166,12 +171,13 @@ class RelayedStream(Generic[K]):
         self.is_over = False
         self._invocation = invocation
         self._decode_many = decode_many
-        self._note = note
+        self._note = partial(note, self)
         self._over = over
         self._call: PendingCall | None = None
-        self._has_news = False
+        self.grain = 1
+        self._is_direct = True
         self.is_paused = False
-        self._unread_bytes = 0
+        self.unread_bytes = 0
         self._undelivered: DynbusError | None = None
         self._error: BaseException | None = None
         self._waiting: asyncio.Future[None] | None = None
@@ -250,7 +256,6 @@ class RelayedStream(Generic[K]):
 
     def take(self) -> Arrival[K, Any] | None:
         """What has arrived since the last time, and its end; None for nothing."""
-        self._has_news = False
         call = self._call
         if self.is_over or call is None:
             return None
@@ -261,16 +266,15 @@ class RelayedStream(Generic[K]):
         raw = call.reader.ready
         if raw:
             call.reader.ready = []
-            self._unread_bytes += len(raw[0]) if len(raw) == 1 else sum(map(len, raw))
-            invocation = self._invocation
-            if not invocation.is_direct:
-                invocation.arrived(raw)
-            items, failure = decode_to_misfit(invocation, self._decode_many, raw)
+            self.unread_bytes += len(raw[0]) if len(raw) == 1 else sum(map(len, raw))
+            if not self._is_direct:
+                self._invocation.arrived(raw)
+            items, failure = decode_to_misfit(self._invocation, self._decode_many, raw)
             if failure is not None:
                 self.cancel(failure)
                 return Arrival(self, items, True, failure)
         if call.is_open:
-            return Arrival(self, items)
+            return Arrival(self, items) if items else None
         error = call.error
         if error is not None and not call.reader.has_begun:
             self._invocation.side.bus.background.start(self._again, error, name="relay-retry")
@@ -281,21 +285,19 @@ class RelayedStream(Generic[K]):
 
     def delivered(self) -> None:
         """What was taken counts as consumed, unless the stream is paused."""
-        if self._unread_bytes and not self.is_paused:
+        if self.unread_bytes and not self.is_paused:
             if self._call is not None:
-                self._call.consumed(self._unread_bytes)
-            self._unread_bytes = 0
+                self._call.consumed(self.unread_bytes)
+            self.unread_bytes = 0
 
     # Internals -----------------------------------------------------------------------------
 
     def _listen(self, call: PendingCall) -> None:
         self._call = call
-        call.on_news = self._on_news
-
-    def _on_news(self) -> None:
-        if not self._has_news:
-            self._has_news = True
-            self._note(self)
+        # Credit is granted for half of a window; what was read is told in no smaller pieces.
+        self.grain = max(1, call.reader.window // 8)
+        self._is_direct = self._invocation.is_direct
+        call.on_news = self._note
 
     async def _again(self, error: DynbusError) -> None:
         """Make the call once more, where nothing has come of it."""
@@ -303,7 +305,7 @@ class RelayedStream(Generic[K]):
             self._listen(await self._invocation.open_again(error))
         except DynbusError as last:
             self._undelivered = last
-            self._on_news()
+            self._note()
 
     def _finish(self, error: BaseException | None) -> None:
         self.is_over = True

@@ -29,11 +29,12 @@ class Reply(Generic[T_contra]):
     `end` or `fail`, or when it is cancelled; nothing that comes later changes that.
     """
 
-    __slots__ = ("_encode", "_port")
+    __slots__ = ("_encode", "_port", "_push")
 
     def __init__(self, port: ReplyPort, encode: Callable[[Any], bytes]) -> None:
         self._port = port
         self._encode = encode
+        self._push = port.push
 
     def __repr__(self) -> str:
         state = "ended" if self.has_ended else "paused" if self.is_paused else "open"
@@ -60,7 +61,7 @@ class Reply(Generic[T_contra]):
             InvalidResponse: the item does not fit the handler's signature.
             PayloadTooLarge: it exceeds `max_item_bytes`.
         """
-        return self._port.push(self._encode(item))
+        return self._push(self._encode(item))
 
     async def writable(self) -> None:
         """Wait until another item may follow, or the call has ended.
@@ -108,7 +109,7 @@ def push_each(pairs: Iterable[tuple[Reply[T], T]]) -> list[Reply[T]]:
     for pair in pairs:
         reply, item = pair
         try:
-            if not reply.push(item):
+            if not reply._push(reply._encode(item)):  # pyright: ignore[reportPrivateUsage]
                 paused.append(reply)
         except DynbusError as error:
             logger.error("%r: %s", reply, error)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 
 class Caller(Protocol):
@@ -25,6 +25,16 @@ class Caller(Protocol):
     def step_of(self, item: Any) -> float:
         """The `step` of an item of `stream_steps`."""
         ...
+
+
+@runtime_checkable
+class EngineCaller(Caller, Protocol):
+    """A client of a system that has a way of its own for the streams of an engine."""
+
+    async def engine_streams(
+        self, count: int, max_tokens: int, on_item: Callable[[Any], None]
+    ) -> None:
+        """Read so many streams of `stream_steps` side by side to their ends."""
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,15 @@ import asyncio
 import os
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import quantiles
 from typing import Any, Final, TypeAlias
 
 from .cpu import cpu_seconds, cpu_used
 from .echo import STEP_SECONDS
-from .system import Caller
+from .system import Caller, EngineCaller
 
 WARMUP_SECONDS: Final = 0.3
 CALLERS: Final = 64
@@ -173,8 +174,32 @@ async def _time_first_item(caller: Caller) -> float:
     return arrived - begun
 
 
+async def _read_by_tasks(
+    caller: Caller, count: int, length: int, receive: Callable[[Any], None]
+) -> None:
+    async with asyncio.TaskGroup() as group:
+        for _ in range(count):
+            group.create_task(caller.stream("stream_steps", length, receive))
+
+
 async def steps(bench: Bench) -> Figures:
     """256 streams, one item each per engine step: CPU per item, lateness of items."""
+    return await _measure_steps(bench, "steps", partial(_read_by_tasks, bench.caller))
+
+
+async def engine_steps(bench: Bench) -> Figures:
+    """The same, by the way that a system has for engines and for relays, if it has one."""
+    caller = bench.caller
+    by_tasks = partial(_read_by_tasks, caller)
+    read = caller.engine_streams if isinstance(caller, EngineCaller) else by_tasks
+    return await _measure_steps(bench, "engine_steps", read)
+
+
+async def _measure_steps(
+    bench: Bench,
+    name: str,
+    read: Callable[[int, int, Callable[[Any], None]], Coroutine[Any, Any, None]],
+) -> Figures:
     settle, margin = 0.5, 1.0
     length = int((settle + bench.duration + margin) / STEP_SECONDS)
     processes = [os.getpid(), *bench.server, *([] if bench.broker is None else [bench.broker])]
@@ -193,8 +218,7 @@ async def steps(bench: Bench) -> Figures:
             started.set()
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(STEP_STREAMS):
-            group.create_task(bench.caller.stream("stream_steps", length, receive))
+        group.create_task(read(STEP_STREAMS, length, receive))
         await started.wait()
         await asyncio.sleep(settle)
         measuring, before = True, cpu_seconds(processes)
@@ -210,11 +234,11 @@ async def steps(bench: Bench) -> Figures:
     broker = used.pop(bench.broker, 0.0) if bench.broker is not None else 0.0
     ends = sum(used.values())
     return {
-        "steps_cpu_us": ends / len(lateness) * 1e6,
-        "steps_cpu_with_broker_us": (ends + broker) / len(lateness) * 1e6,
-        "steps_late_p50_ms": p50 / 1e3,
-        "steps_late_p99_ms": p99 / 1e3,
-        "steps_rate": len(lateness) / elapsed,
+        f"{name}_cpu_us": ends / len(lateness) * 1e6,
+        f"{name}_cpu_with_broker_us": (ends + broker) / len(lateness) * 1e6,
+        f"{name}_late_p50_ms": p50 / 1e3,
+        f"{name}_late_p99_ms": p99 / 1e3,
+        f"{name}_rate": len(lateness) / elapsed,
     }
 
 
@@ -227,4 +251,5 @@ WORKLOADS: Final[dict[str, Workload]] = {
     "stream64-yielding": item_rate("stream_64_yielding_rate", "stream_yielding", CALLERS),
     "first-item": first_item,
     "steps": steps,
+    "engine-steps": engine_steps,
 }

@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from benchmarks.request_plane.echo import STREAMS, StepClock, make_request
 from benchmarks.request_plane.nats_server import run_nats_server
 from benchmarks.request_plane.system import Caller, Served
-from dynbus import Actor, Runtime, handler
+from dynbus import Actor, Relay, Reply, Runtime, handler, push_each
+from dynbus.actors import Arrival
 
 READY_SECONDS = 15.0
 
@@ -45,6 +46,8 @@ class Echo(Actor, namespace="bench"):
 
     def __init__(self) -> None:
         self._clock = StepClock()
+        self._running: dict[Reply[StepItem], int] = {}
+        self._engine: asyncio.Task[None] | None = None
 
     @handler
     async def unary(self, request: Request) -> Item:
@@ -60,6 +63,29 @@ class Echo(Actor, namespace="bench"):
         for token_id in range(request.max_tokens):
             await asyncio.sleep(0)
             yield Item(token_ids=[token_id], text="tok", index=0)
+
+    @handler
+    async def engine_steps(self, request: Request, reply: Reply[StepItem]) -> None:
+        self._running[reply] = request.max_tokens
+        if self._engine is None:
+            self._engine = asyncio.create_task(self._run_engine())
+        await reply.ended()
+
+    async def _run_engine(self) -> None:
+        """One item for each request that runs, at every step."""
+        running = self._running
+        while running:
+            step = await self._clock.next_step()
+            push_each(
+                (reply, StepItem(token_ids=[left], text="tok", index=0, step=step))
+                for reply, left in running.items()
+            )
+            for reply, left in list(running.items()):
+                running[reply] = left - 1
+                if left == 1 or reply.has_ended:
+                    del running[reply]
+                    reply.end()
+        self._engine = None
 
     @handler
     async def stream_steps(self, request: Request) -> AsyncGenerator[StepItem, None]:
@@ -104,6 +130,22 @@ class DynbusCaller:
         async with aclosing(self._streams[endpoint](request)) as items:
             async for item in items:
                 on_item(item)
+
+    async def engine_streams(
+        self, count: int, max_tokens: int, on_item: Callable[[Any], None]
+    ) -> None:
+        def deliver(arrivals: list[Arrival[None, StepItem]]) -> None:
+            for _, items, _, _ in arrivals:
+                for item in items:
+                    on_item(item)
+
+        request = Request(**make_request(max_tokens))
+        with Relay(deliver) as relay:
+            streams = [
+                await relay.open(self._echo.engine_steps(request), None) for _ in range(count)
+            ]
+            for stream in streams:
+                await stream.ended()
 
     def step_of(self, item: Any) -> float:
         return float(item.step)
