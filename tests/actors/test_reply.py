@@ -372,7 +372,7 @@ async def two(self: Any, prompt: Prompt, more: Prompt, reply: Reply[Token]) -> N
         (yields, "yields and takes a reply: send its items by one of the two"),
         (two, "takes 2 requests; a handler takes one"),
     ],
-    ids=str,
+    ids=["unsent", "returns", "yields", "two"],
 )
 def test_a_signature_that_makes_no_sense_is_refused(function: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
