@@ -1,10 +1,10 @@
 """Actors: classes whose handlers are served on the bus, and the clients that call them.
 
 What programs are written with is in `dynbus`. This lists what it has not, what
-other folders are built on, and the packages.
+other folders are built on.
 """
 
-from . import calling, declaring, runtime, serving
+from . import runtime, testing
 from .calling.relay import Arrival
 from .calling.routing import ItemObserver, LeastLoaded, PowerOfTwo, Random, RoundRobin, Routing
 from .declaring.handlers import handler
@@ -20,9 +20,7 @@ __all__ = [
     "RoundRobin",
     "Routing",
     "Runtime",
-    "calling",
-    "declaring",
     "handler",
     "runtime",
-    "serving",
+    "testing",
 ]

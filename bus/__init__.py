@@ -1,7 +1,7 @@
 """The bus: connections, calls at both ends, what JetStream keeps, telemetry.
 
-`__all__` names the modules and packages that other folders may take; a package does the same for
-its modules. None is imported before it is asked for: commands start fast.
+`__all__` names the modules that other folders may take; each package below does the same for its
+own. None is imported before it is asked for: commands start fast.
 """
 
 from typing import TYPE_CHECKING
@@ -11,21 +11,13 @@ if TYPE_CHECKING:
         background,
         blocked_loop,
         bus,
-        calling,
         clock,
-        commands,
         config,
         context,
         drops,
         errors,
         exit_codes,
         lane,
-        memory,
-        nats,
-        protocol,
-        records,
-        serving,
-        telemetry,
         transport,
     )
 
@@ -33,20 +25,12 @@ __all__ = [
     "background",
     "blocked_loop",
     "bus",
-    "calling",
     "clock",
-    "commands",
     "config",
     "context",
     "drops",
     "errors",
     "exit_codes",
     "lane",
-    "memory",
-    "nats",
-    "protocol",
-    "records",
-    "serving",
-    "telemetry",
     "transport",
 ]

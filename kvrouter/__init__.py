@@ -6,6 +6,7 @@ snapshots), `.stream` (followers, warm starts, history), `.engines` (vLLM and SG
 (how events are encoded).
 """
 
+from . import events, hashing
 from .events import AllBlocksCleared, BlockRemoved, BlockStored
 from .hashing import block_hashes, sequence_hashes
 from .radix import RadixIndex
@@ -46,6 +47,8 @@ __all__ = [
     "RouterActor",
     "RouterConfig",
     "block_hashes",
+    "events",
+    "hashing",
     "open_router",
     "sequence_hashes",
 ]

@@ -1,0 +1,172 @@
+"""The house: no import circles, small folders, and only public names between folders.
+
+Imports are read from the source, wherever they stand: at the top, in a function, or for types only.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("actors", "bus", "kvrouter", "llm", "transfer")
+MAX_FILES = 20
+MAX_PUBLIC = 100
+FACES = ("dynbus", "dynbus.actors", "dynbus.bus", "dynbus.kvrouter", "dynbus.llm", "dynbus.testing")
+
+
+class Import(NamedTuple):
+    """One name that a module takes from another: `from module import name`."""
+
+    by: str
+    module: str
+    name: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.by}:{self.line} takes {self.name or 'all'} from {self.module}"
+
+
+def source_files() -> Iterator[tuple[str, Path]]:
+    for path in sorted((ROOT / "src" / "dynbus").glob("*.py")):
+        yield _module_name(("dynbus", path.stem)), path
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield _module_name(("dynbus", *parts)), path
+
+
+def _module_name(parts: tuple[str, ...]) -> str:
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def trees() -> Mapping[str, tuple[ast.Module, bool]]:
+    """The syntax tree of each module, and whether it is a package."""
+    return {
+        name: (ast.parse(path.read_text()), path.name == "__init__.py")
+        for name, path in source_files()
+    }
+
+
+def imports_of(by: str) -> Iterator[Import]:
+    tree, is_package = trees()[by]
+    package = by if is_package else by.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name in trees():
+                    yield Import(by, alias.name, "", node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                module = ".".join([*above, module] if module else above)
+            for alias in node.names:
+                if f"{module}.{alias.name}" in trees():
+                    yield Import(by, f"{module}.{alias.name}", "", node.lineno)
+                elif module in trees():
+                    yield Import(by, module, alias.name, node.lineno)
+
+
+def public_names(module: str) -> set[str] | None:
+    """What a module lists in `__all__`; None for one that lists nothing."""
+    for node in trees()[module][0].body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
+        ):
+            return set(ast.literal_eval(node.value))
+    return None
+
+
+def folder_of(module: str) -> str:
+    """The folder at the top that a module lives in; `dynbus` for those above all folders."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in FOLDERS else "dynbus"
+
+
+def is_public(module: str) -> bool:
+    """Whether other folders may take from it: a package with a list, or a module on one."""
+    if trees()[module][1]:
+        return public_names(module) is not None
+    package, _, name = module.rpartition(".")
+    return package in ("", "dynbus") or name in (public_names(package) or ())
+
+
+def takes_public(taken: Import) -> bool:
+    """Whether what is taken from another folder is listed there as public."""
+    if not is_public(taken.module):
+        return False
+    if not taken.name:
+        return True
+    listed = public_names(taken.module)
+    if listed is None:
+        return not trees()[taken.module][1] and not taken.name.startswith("_")
+    return taken.name in listed
+
+
+def test_no_import_circle_is_left() -> None:
+    graph = {
+        module: {taken.module for taken in imports_of(module)} - {module} for module in trees()
+    }
+
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_no_folder_has_more_files_than_a_reader_can_keep_in_mind() -> None:
+    folders = {path.parent for _, path in source_files()}
+
+    counts = {
+        folder.relative_to(ROOT).as_posix(): len(list(folder.glob("*.py"))) for folder in folders
+    }
+
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
+
+
+def test_folders_take_only_public_names_from_each_other() -> None:
+    taken = [
+        str(one)
+        for module in trees()
+        for one in imports_of(module)
+        if folder_of(one.by) != folder_of(one.module) != "dynbus" and not takes_public(one)
+    ]
+
+    assert taken == []
+
+
+def test_what_is_public_can_be_kept_in_mind() -> None:
+    counts = {face: len(public_names(face) or ()) for face in FACES}
+
+    assert sum(counts.values()) < MAX_PUBLIC, counts
+
+
+@pytest.mark.parametrize("module", sorted(m for m in trees() if public_names(m)))
+def test_whatever_is_listed_as_public_exists(module: str) -> None:
+    tree, is_package = trees()[module]
+    has = {
+        name
+        for node in ast.walk(tree)
+        for name in (
+            [alias.asname or alias.name for alias in node.names]
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            else [node.name]
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            else [target.id for target in node.targets if isinstance(target, ast.Name)]
+            if isinstance(node, ast.Assign)
+            else [node.target.id]
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+            else []
+        )
+    }
+    modules = {name for name in public_names(module) or () if f"{module}.{name}" in trees()}
+
+    assert (public_names(module) or set()) - has - (modules if is_package else set()) == set()
