@@ -13,7 +13,7 @@ import pytest
 from dynbus import cli
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 
-COMMANDS = ["bench", "call", "doctor", "kv", "ps", "replay", "run", "version", "why"]
+COMMANDS = sorted(cli.OWN)
 
 NOT_A_COMMAND = "no command"
 
@@ -222,12 +222,17 @@ def test_python_m_dynbus_is_the_same_command() -> None:
     assert ended.stdout.splitlines()[0].startswith("dynbus ")
 
 
-def test_the_version_command_imports_nothing_heavy() -> None:
-    program = """
+def test_dynbus_itself_registers_the_commands_that_its_list_describes() -> None:
+    assert sorted(cli.registered()) == COMMANDS
+
+
+@pytest.mark.parametrize("argument", ["version", "--help"])
+def test_the_versions_and_the_list_of_commands_import_nothing_heavy(argument: str) -> None:
+    program = f"""
 import sys
 from dynbus import cli
 try:
-    cli.main(["version"])
+    cli.main([{argument!r}])
 except SystemExit:
     heavy = ("nats", "pydantic", "numpy", "yaml", "rich", "structlog", "watchfiles", "uvloop")
     print([name for name in heavy if name in sys.modules])

@@ -80,7 +80,7 @@ class Echo(Actor, namespace="dynbus-bench"):
 _TOKEN: Final = Token(token_ids=[1], text="tok", index=0)
 
 
-@click.command(help=_HELP, short_help="Measure your own server.", epilog=exit_codes.GENERAL)
+@click.command(help=_HELP, epilog=exit_codes.GENERAL)
 @click.option(
     "--duration",
     type=click.FloatRange(0.1, 600),

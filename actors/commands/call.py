@@ -54,7 +54,7 @@ class CallRequest(NamedTuple):
     verbose: bool = False
 
 
-@click.command(help=_HELP, short_help="Call an endpoint.", epilog=exit_codes.CALL)
+@click.command(help=_HELP, epilog=exit_codes.CALL)
 @click.argument("endpoint")
 @click.argument("request_json", metavar="[REQUEST]", required=False)
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS")

@@ -110,7 +110,6 @@ class _RunCommand(click.Command):
 @click.command(
     cls=_RunCommand,
     help=_HELP,
-    short_help="Serve the actors of files and modules.",
     epilog=exit_codes.RUN,
 )
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")

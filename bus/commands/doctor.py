@@ -27,7 +27,6 @@ _HELP: Final = """Check the server and this machine, and say what to do.
 
 @click.command(
     help=_HELP,
-    short_help="Check the server and this machine.",
     epilog="Exit codes: 0 nothing failed, 1 a check failed, 2 wrong usage, 3 wrong configuration.",
 )
 @json_option

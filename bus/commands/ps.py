@@ -29,7 +29,7 @@ _HELP: Final = """List the instances of all actors.
     """
 
 
-@click.command(help=_HELP, short_help="List the instances.", epilog=exit_codes.GENERAL)
+@click.command(help=_HELP, epilog=exit_codes.GENERAL)
 @click.option("--namespace", metavar="NAME", help="Only instances of this namespace.")
 @json_option
 @nats_option

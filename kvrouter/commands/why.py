@@ -28,9 +28,7 @@ _HELP: Final = """Say why a request went where it went.
     """
 
 
-@click.command(
-    help=_HELP, short_help="Say why a request went where it went.", epilog=exit_codes.GENERAL
-)
+@click.command(help=_HELP, epilog=exit_codes.GENERAL)
 @click.argument("request_id", required=False)
 @click.option("--last", is_flag=True, help="The latest decision in full.")
 @click.option(

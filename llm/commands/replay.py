@@ -41,7 +41,7 @@ def _check_plot(_: click.Context, __: click.Parameter, path: Path | None) -> Pat
     return path
 
 
-@click.command(help=_HELP, short_help="Compare routing policies.", epilog=exit_codes.GENERAL)
+@click.command(help=_HELP, epilog=exit_codes.GENERAL)
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--instances", type=click.IntRange(1), default=8, show_default=True)
 @click.option(

@@ -1,7 +1,8 @@
 """The `dynbus` command: finds its subcommands through the entry-point group `dynbus.commands`.
 
-A subcommand is imported when it is run or listed, and one that cannot be imported is listed
-with its error: it fails only when it is run, and never takes the others with it.
+A subcommand is imported when it is run. To be listed, those of plug-ins are imported too; one that
+cannot be is listed with its error: it fails only when it is run, and never takes the others with
+it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -22,6 +23,19 @@ from dynbus.bus.errors import DynbusError
 
 GROUP: Final = "dynbus.commands"
 DISTRIBUTION: Final = "dynbus"
+
+OWN: Final[Mapping[str, str]] = {
+    "bench": "Measure your own server.",
+    "call": "Call an endpoint.",
+    "doctor": "Check the server and this machine.",
+    "kv": "Look into KV caches.",
+    "ps": "List the instances.",
+    "replay": "Compare routing policies.",
+    "run": "Serve the actors of files and modules.",
+    "version": "Print the versions that matter.",
+    "why": "Say why a request went where it went.",
+}
+"""What the list of commands says of dynbus's own, so that none of them is imported for it."""
 
 _EPILOG: Final = (
     f"{exit_codes.GENERAL} `run` ends with 0 when Ctrl-C or SIGTERM drained it. "
@@ -84,6 +98,15 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         found = registered().get(cmd_name, [])
         return _load(cmd_name, found) if found else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, OWN.get(name) or self._short_help(ctx, name)) for name in registered()]
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(rows))
+
+    def _short_help(self, ctx: click.Context, name: str) -> str:
+        command = self.get_command(ctx, name)
+        return command.get_short_help_str(limit=80) if command is not None else ""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
