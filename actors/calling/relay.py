@@ -1,4 +1,4 @@
-"""Reading many streams at once: one call for all that a message brought, and no task per stream."""
+"""Reading many streams at once: few calls for all that a message brought, no task per stream."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import logging
 from collections.abc import AsyncIterable, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
 
 from dynbus.actors.declaring.brief_repr import brief_repr
+from dynbus.actors.declaring.codec import Misfit
 from dynbus.bus.calling.pending_call import PendingCall
 from dynbus.bus.errors import Cancelled, ConfigError, DynbusError
 
@@ -17,6 +18,13 @@ from .invocation import Invocation
 from .stream import Stream, decode_to_misfit
 
 logger = logging.getLogger(__name__)
+
+MOST_ARRIVALS: Final = 64
+"""Streams that one call of `deliver` tells of.
+
+The items of more, alive all at once, would set off Python's garbage collection at every step of an
+engine, and every so many steps that of the whole process, for which all streams wait.
+"""
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -40,7 +48,7 @@ class Arrival(NamedTuple, Generic[K, T]):
 class Relay(Generic[K, T]):
     """Reads many streams for somebody who passes their items on, such as a router or a gateway.
 
-    What one message of the bus brings, for however many streams, is one call of `deliver`. Leaving
+    What one message of the bus brings is few calls of `deliver`, each for up to 64 streams. Leaving
     the `with` block of a relay cancels every stream that is open.
 
     Args:
@@ -110,7 +118,11 @@ class Relay(Generic[K, T]):
         self._news[stream] = None
 
     def _pass_on(self) -> None:
-        streams, self._news = self._news, {}
+        streams, self._news = list(self._news), {}
+        for first in range(0, len(streams), MOST_ARRIVALS):
+            self._pass_on_some(streams[first : first + MOST_ARRIVALS])
+
+    def _pass_on_some(self, streams: list[RelayedStream[K]]) -> None:
         arrivals: list[Arrival[K, T]] = []
         for stream in streams:
             arrival = stream.take()
@@ -263,19 +275,23 @@ class RelayedStream(Generic[K]):
             self._finish(self._undelivered)
             return Arrival(self, (), True, self._undelivered)
         items: list[Any] = []
-        raw = call.reader.ready
+        reader = call.reader
+        raw = reader.ready
         if raw:
-            call.reader.ready = []
+            reader.ready = []
             self.unread_bytes += len(raw[0]) if len(raw) == 1 else sum(map(len, raw))
             if not self._is_direct:
                 self._invocation.arrived(raw)
-            items, failure = decode_to_misfit(self._invocation, self._decode_many, raw)
-            if failure is not None:
-                self.cancel(failure)
-                return Arrival(self, items, True, failure)
-        if call.is_open:
-            return Arrival(self, items) if items else None
+            try:
+                items = self._decode_many(raw)
+            except Misfit:
+                items, failure = decode_to_misfit(self._invocation, self._decode_many, raw)
+                if failure is not None:
+                    self.cancel(failure)
+                    return Arrival(self, items, True, failure)
         error = call.error
+        if error is None and reader.terminal is None:
+            return Arrival(self, items) if items else None
         if error is not None and not call.reader.has_begun:
             self._invocation.side.bus.background.start(self._again, error, name="relay-retry")
             return None

@@ -66,12 +66,14 @@ class Codec:
         "_total",
         "_type",
         "_unvalidated",
+        "_validate_json",
         "annotation",
     )
 
     def __init__(self, annotation: Any) -> None:
         self.annotation = annotation
         self._adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(annotation)
+        self._validate_json: Callable[[bytes], Any] = self._adapter.validator.validate_json
         self._list_adapter: pydantic.TypeAdapter[list[Any]] | None = None
         refuse_bytes(self._adapter.core_schema)
         parts = list(parts_of(self._adapter.core_schema))
@@ -163,7 +165,7 @@ class Codec:
             Misfit: it does not fit.
         """
         try:
-            return self._adapter.validator.validate_json(data)
+            return self._validate_json(data)
         except pydantic.ValidationError as error:
             raise Misfit(explain(error)) from None
 
@@ -173,11 +175,11 @@ class Codec:
         Raises:
             Misfit: one of them does not fit.
         """
-        if len(items) == 1:
-            return [self.decode(items[0])]
-        if self._list_adapter is None:
-            self._list_adapter = pydantic.TypeAdapter(list[self.annotation])  # type: ignore[name-defined]
         try:
+            if len(items) == 1:
+                return [self._validate_json(items[0])]
+            if self._list_adapter is None:
+                self._list_adapter = pydantic.TypeAdapter(list[self.annotation])  # type: ignore[name-defined]
             values = self._list_adapter.validator.validate_json(b"[" + b",".join(items) + b"]")
         except pydantic.ValidationError as error:
             raise Misfit(explain(error)) from None

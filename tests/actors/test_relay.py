@@ -139,7 +139,7 @@ async def settled(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_step_of_many_streams_is_one_call_with_all_their_items() -> None:
+def test_a_step_of_many_streams_is_a_call_for_each_64_with_all_their_items() -> None:
     async def story() -> None:
         async with relaying() as (kit, engine, sink):
             client = kit.client(Engine)
@@ -150,11 +150,12 @@ def test_a_step_of_many_streams_is_one_call_with_all_their_items() -> None:
 
             for step in (1, 2):
                 engine.next_step()
-                await sink.until(step)
+                await sink.until(2 * step)
             for stream in streams:
                 await stream.ended()
 
-            first, second, *_ = sink.calls
+            assert [len(arrivals) for arrivals in sink.calls[:4]] == [64, 36, 64, 36]
+            first, second = sum(sink.calls[:2], []), sum(sink.calls[2:4], [])
             assert [one.stream.key for one in first] == list(range(100))
             assert [one.items for one in first] == [[Token(index=0)]] * 100
             assert [one.items for one in second] == [[Token(index=1)]] * 100
