@@ -162,18 +162,18 @@ class Invocation:
             self._check_not_left()
         # Until one is chosen a failure is no instance's, and no reason to try the next.
         self.instance_id = self.options.get("instance") or ""
-        if self.instance_id:
-            attempt = Attempt(self.instance_id)
+        chosen = self.instance_id or selection.pick()
+        if chosen is not None:
+            self._attempt = attempt = Attempt(chosen)
         else:
-            attempt = await selection.choose(
+            self._attempt = attempt = await selection.choose(
                 self._wait_left(),
                 self._time_left(),
                 attempt=self._attempts + 1,
                 priority=self._priority,
                 metadata=self._metadata,
             )
-        self._attempt = attempt
-        self._check_not_left()
+            self._check_not_left()
         self.instance_id = attempt.instance_id
         self._attempts += 1
         streaming = bool(self.streaming)
@@ -445,6 +445,8 @@ class Invocation:
     def _head_fields(self) -> dict[str, str]:
         """Headers that are the same for every attempt."""
         options, parent = self.options, self._parent
+        if not options and parent is None and self.side.bus.telemetry is None:
+            return {}
         fields = dict(self._observe())
         metadata = dict(parent.metadata) if parent is not None else {}
         metadata |= options.get("metadata") or {}

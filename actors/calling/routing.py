@@ -132,43 +132,58 @@ RoutingName = Literal["round_robin", "random", "least_loaded", "power_of_two"]
 Routing = RoutingName | Router
 
 
-class RoundRobin:
+class Policy:
+    """A router that neither waits nor fails, and looks at nothing but the instances' loads."""
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        return self.pick(instances, request.load)
+
+    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> str:
+        """The id of one of `instances`, which is never empty.
+
+        Args:
+            load: tells the load of an instance by id.
+        """
+        raise NotImplementedError
+
+
+class RoundRobin(Policy):
     """One after the other, from a random first."""
 
     def __init__(self) -> None:
         self._next = jitter.randrange(1 << 16)
 
-    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> str:
         self._next += 1
-        return instances[self._next % len(instances)].id
+        return instances[self._next % len(instances)].record.instance_id
 
 
-class Random:
+class Random(Policy):
     """Any, each with the same chance."""
 
-    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> str:
         return jitter.choice(instances).id
 
 
-class LeastLoaded:
+class LeastLoaded(Policy):
     """The one with the fewest calls; ties are broken at random."""
 
-    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
-        loads = [request.load(instance.id).total for instance in instances]
+    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> str:
+        loads = [load(instance.id).total for instance in instances]
         least = min(loads)
         return jitter.choice(
-            [i for i, load in zip(instances, loads, strict=True) if load == least]
+            [i for i, calls in zip(instances, loads, strict=True) if calls == least]
         ).id
 
 
-class PowerOfTwo:
+class PowerOfTwo(Policy):
     """The less loaded of two random ones: nearly as even as the least loaded, without herding."""
 
-    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+    def pick(self, instances: Sequence[Instance], load: Callable[[str], Load]) -> str:
         if len(instances) == 1:
             return instances[0].id
         first, second = jitter.sample(instances, 2)
-        if request.load(first.id).total <= request.load(second.id).total:
+        if load(first.id).total <= load(second.id).total:
             return first.id
         return second.id
 
@@ -181,7 +196,7 @@ POLICIES: dict[str, Callable[[], Router]] = {
 }
 
 OWN_POLICIES: Final = frozenset((RoundRobin, Random, LeastLoaded, PowerOfTwo))
-"""Routers that neither wait nor fail, and pick what they were offered."""
+"""Routers that pick what they are offered, and do nothing else; a class derived from one may."""
 
 
 def make_router(routing: Routing | None) -> Router:

@@ -23,12 +23,12 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.records.instance_view import Instance, InstanceView
+from dynbus.bus.records.instance_view import Instance
 
 from .attempt import EVENTS, Attempt, RouteObservation
 from .client_side import ClientSide
 from .options import check_metadata
-from .routing import OWN_POLICIES, ROUTE_TIMEOUT, Load, Route, Router, RouteRequest
+from .routing import OWN_POLICIES, ROUTE_TIMEOUT, Load, Policy, Route, Router, RouteRequest
 
 
 class Selection:
@@ -81,6 +81,16 @@ class Selection:
         tried = self._tried
         return any(one.id not in tried and one.id != besides for one in self._known())
 
+    def pick(self) -> str | None:
+        """The instance that a policy of our own picks at once; None where `choose` is needed."""
+        router = self._router
+        if type(router) not in OWN_POLICIES or not isinstance(router, Policy):
+            return None
+        instances = self._known()
+        if not instances:
+            return None
+        return router.pick(self._untried(instances) if self._tried else instances, self._load)
+
     async def choose(
         self,
         wait: float,
@@ -108,9 +118,7 @@ class Selection:
             begun = monotonic()
             instances = await self._wait(wait, left)
             left = None if left is None else max(0.0, left - (monotonic() - begun))
-        if self._tried:
-            untried = [one for one in instances if one.id not in self._tried]
-            instances = untried or instances
+        instances = self._untried(instances)
         request = RouteRequest(
             self._endpoint,
             self._request,
@@ -121,10 +129,6 @@ class Selection:
             priority,
             metadata,
         )
-        router = self._router
-        if type(router) in OWN_POLICIES:
-            picked: Any = await router.route(request, instances)
-            return Attempt(picked)
         answer = await self._route(request, instances, left)
         if not isinstance(answer, Route):
             return Attempt(self._check_offered(answer, instances))
@@ -168,6 +172,10 @@ class Selection:
         """
         instance = self._find(instance_id)
         if instance is None:
+            return
+        endpoints = instance.record.endpoints
+        if endpoints.get(self._endpoint.endpoint) == ("stream" if streaming else "unary"):
+            # As nearly every call finds it.
             return
         refusal = wrong_kind(
             instance,
@@ -258,17 +266,17 @@ class Selection:
 
     # The view --------------------------------------------------------------------------------
 
-    @property
-    def _view(self) -> InstanceView:
-        return self._side.discovery.view
-
     def _known(self) -> list[Instance]:
-        endpoint = self._endpoint
-        return self._view.instances(endpoint.namespace, endpoint.component, monotonic())
+        namespace, component, _ = self._endpoint
+        return self._side.discovery.view.instances(namespace, component, monotonic())
+
+    def _untried(self, instances: Sequence[Instance]) -> Sequence[Instance]:
+        """The instances that did not turn the call away; all where each of them did."""
+        return [one for one in instances if one.id not in self._tried] or instances
 
     def _find(self, instance_id: str) -> Instance | None:
-        endpoint = self._endpoint
-        return self._view.find(endpoint.namespace, endpoint.component, instance_id)
+        namespace, component, _ = self._endpoint
+        return self._side.discovery.view.find(namespace, component, instance_id)
 
     def _load(self, instance_id: str) -> Load:
         caller = self._side.caller
