@@ -23,7 +23,7 @@ class AwarenessLevel(StrEnum):
 
     Attributes:
         EXACT: what each instance says that it holds, but for messages under way.
-        APPROXIMATE: for some instances only what the router's own decisions suggest.
+        APPROXIMATE: only what the router's own decisions suggest, or what engines hold at most.
         DEGRADED: blocks are missing, or what is known is old; the reason says which.
         OFF: nothing is known.
     """
@@ -88,7 +88,6 @@ class Observation:
         instances: how many are there; None when that is not known.
         silent: those of them whose events are not there, by id.
         evicted: blocks that were forgotten for the sake of the memory limit.
-        approximates: whether the router stands in for silent instances with its own decisions.
         trouble: of an unsettled rank, what is wrong with it.
         refusal: of a silent instance, why its events do not count; empty where none came.
         stated: of ranks that say of their own events that these are not exact, what they say.
@@ -104,7 +103,6 @@ class Observation:
     instances: int | None = None
     silent: Sequence[str] = ()
     evicted: int = 0
-    approximates: bool = False
     trouble: str = ""
     refusal: str = ""
     stated: Mapping[str, CacheAwareness] = field(default_factory=dict[str, CacheAwareness])
@@ -161,24 +159,18 @@ def cache_awareness(seen: Observation) -> CacheAwareness:
         reasons.append(f"{seen.unsettled} of {seen.ranks} ranks being resent{trouble}")
     if seen.evicted:
         reasons.append(f"{seen.evicted} blocks forgotten at max_blocks")
-    refusal = f": {seen.refusal}" if seen.refusal else ""
-    silent = f"no events from {named(seen.silent)}{refusal}"
-    if seen.silent and not seen.approximates:
-        remedy = "" if refusal else ": open a KvEventPublisher in each engine"
-        reasons.append(f"{silent}{remedy}")
+    if seen.silent:
+        why = seen.refusal or "open a KvEventPublisher in each engine"
+        reasons.append(f"no events from {named(seen.silent)}: {why}")
     said: dict[AwarenessLevel, dict[str, str]] = {}
     for name, awareness in sorted(seen.stated.items()):
         said.setdefault(awareness.level, {})[name] = awareness.reason
     if degraded := said.get(AwarenessLevel.DEGRADED):
         reasons.append(_first_of(degraded))
-    if not seen.ranks and seen.silent and not seen.approximates:
+    if not seen.ranks and seen.silent:
         return CacheAwareness(AwarenessLevel.OFF, ", ".join(reasons))
     if reasons:
         return CacheAwareness(AwarenessLevel.DEGRADED, ", ".join(reasons))
-    if seen.silent:
-        reasons.append(silent)
     if approximate := said.get(AwarenessLevel.APPROXIMATE):
-        reasons.append(_first_of(approximate))
-    if reasons:
-        return CacheAwareness(AwarenessLevel.APPROXIMATE, ", ".join(reasons))
+        return CacheAwareness(AwarenessLevel.APPROXIMATE, _first_of(approximate))
     return EXACT

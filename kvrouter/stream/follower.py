@@ -104,7 +104,6 @@ class IndexFollower(Openable):
         index, position: where to go on from, of a snapshot; an empty index at the beginning of
             the stream unless given.
         plan: who is asked when.
-        approximates: whether the router stands in for instances that send no events.
         background: see `Openable`.
 
     Raises:
@@ -123,7 +122,6 @@ class IndexFollower(Openable):
         position: Position = Position(),  # noqa: B008 - immutable
         max_blocks: int = DEFAULT_MAX_BLOCKS,
         plan: ResyncPlan | None = None,
-        approximates: bool = False,
         background: Background | None = None,
     ) -> None:
         super().__init__(background)
@@ -146,7 +144,6 @@ class IndexFollower(Openable):
         self._max_blocks = max_blocks
         self._instances = instances
         self._position = position
-        self._approximates = approximates
         self._held_back: deque[StoredMessage] | None = None
         self._behind = 0
         self._caught_up = False
@@ -264,7 +261,6 @@ class IndexFollower(Openable):
                 instances=None if live.members.known is None else len(live.members.known),
                 silent=tuple(live.members.silent),
                 evicted=self.index.statistics().evicted,
-                approximates=self._approximates,
                 trouble=live.trouble,
                 refusal=live.refusal,
                 stated=live.stated if with_stated else {},

@@ -52,38 +52,21 @@ GOOD = Observation(following=True, ranks=4, target="llm.Engin")
             {"silent": "ba", "refusal": "those of a are refused, too new"},
             "degraded (no events from a, b: those of a are refused, too new)",
         ),
-        ({"silent": "a", "approximates": True}, "approximate (no events from a)"),
-        (
-            {"silent": "a", "approximates": True, "refusal": "those of a are refused, too new"},
-            "approximate (no events from a: those of a are refused, too new)",
-        ),
         (
             {"silent": "edcba", "ranks": 0},
             "off (no events from a, b, c and 2 more: open a KvEventPublisher in each engine)",
-        ),
-        (
-            {"silent": "abc", "ranks": 0, "approximates": True},
-            "approximate (no events from a, b, c)",
         ),
         ({"instances": 0, "ranks": 0}, "off (no instances of llm.Engin)"),
         ({"instances": 0}, "off (no instances of llm.Engin)"),
         ({"instances": 2}, "exact"),
         ({"ranks": 0}, "exact"),
         ({"following": False}, "off (no events are followed)"),
-        (
-            {"connected": False, "silent": "a", "approximates": True},
-            "degraded (the server is out of reach)",
-        ),
         ({"stated": {"a/0": DEGRADED}}, "degraded (a/0: messages lost)"),
         (
             {"stated": {"b/1": DEGRADED, "a/0": APPROXIMATE, "a/1": DEGRADED}, "unsettled": 1},
             "degraded (1 of 4 ranks being resent, a/1 and 1 more: messages lost)",
         ),
         ({"stated": {"a/0": APPROXIMATE}}, "approximate (a/0: windows)"),
-        (
-            {"stated": {"a/0": APPROXIMATE}, "silent": "b", "approximates": True},
-            "approximate (no events from b, a/0: windows)",
-        ),
     ],
 )
 def test_the_worst_that_is_true_is_said(change: dict[str, Any], expected: str) -> None:
