@@ -107,7 +107,7 @@ async def past_index(at: Opened, component: str, point: Point = NOW) -> PastInde
         at.jetstream, at.where.namespace, component, point, timeout=at.where.timeout
     )
     if not past.is_whole:
-        named = ", ".join(f"{rank.instance}/{rank.dp_rank}" for rank in past.partial[:5])
+        named = ", ".join(map(str, past.partial[:5]))
         notice(
             f"the stream begins at sequence {past.first_sequence}: nothing is known of what was "
             f"said before, so blocks may be missing{f' ({named})' if named else ''}"

@@ -75,12 +75,12 @@ class EngineBridge:
         expire_after: float = EXPIRE_AFTER,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._sink = sink
+        self.sink = sink
         self._block_size = block_size
         self._lora_names = lora_names
         self.expire_after = expire_after
         self.clock = clock
-        self._counters = Counters()
+        self.counters = Counters()
         self._streams: dict[int | None, RankStream] = {}
         self._last_logged: dict[str, float] = {}
 
@@ -115,7 +115,7 @@ class EngineBridge:
 
     def status(self) -> BridgeStatus:
         """The state and the counters as of now."""
-        counters, streams = self._counters, list(self._streams.values())
+        counters, streams = self.counters, list(self._streams.values())
         found = [(stream, stream.awareness) for stream in streams]
         told = [f"rank {one.dp_rank or 0}: {held.reason}" for one, held in found if held.reason]
         level = worst_level(held.level for _, held in found)
@@ -148,30 +148,22 @@ class EngineBridge:
 
     # For its streams ------------------------------------------------------------------------
 
-    @property
-    def sink(self) -> KvSink:
-        return self._sink
-
-    @property
-    def counters(self) -> Counters:
-        return self._counters
-
     def count_event(self, event: EngineEvent) -> None:
         kind = "removed"
         if isinstance(event, EngineStored):
             kind = "stored"
         elif isinstance(event, EngineCleared):
             kind = "cleared"
-        self._counters.events[kind] += 1
-        self._counters.last_event = self.clock()
+        self.counters.events[kind] += 1
+        self.counters.last_event = self.clock()
 
     def quarantine(self, rank: int, quarantined: Quarantined) -> None:
         reason = quarantined.reason
-        self._counters.quarantined[reason] += 1
+        self.counters.quarantined[reason] += 1
         self.warn(
             f"quarantined: {reason}",
             f"rank {rank}: an event of the engine was not used, {quarantined} "
-            f"({self._counters.quarantined[reason]} for this reason)",
+            f"({self.counters.quarantined[reason]} for this reason)",
         )
 
     def warn(self, about: str, text: str) -> None:

@@ -33,24 +33,26 @@ class Numbering:
 
     Attributes:
         last: number of the last message taken; -1 before the first.
+        confirmed: whether the replay comes from the engine whose messages are known.
+        is_same_engine: whether this connection, as far as is known, leads to that engine.
     """
 
     def __init__(self) -> None:
         self.last = -1
         self._digest = b""
         self._live = -1
-        self._confirmed = True
-        self._is_same_engine = True
+        self.confirmed = True
+        self.is_same_engine = True
 
     def begin_anew(self) -> None:
         """Nothing is known any longer; messages are taken from any engine."""
         self.last = -1
-        self._confirmed = self._is_same_engine = True
+        self.confirmed = self.is_same_engine = True
 
     def connected(self) -> None:
         """A new connection begins: behind it may be another engine."""
         self._live = -1
-        self._is_same_engine = self.last < 0
+        self.is_same_engine = self.last < 0
 
     def arrive(self, number: int) -> Arrival:
         """What a published message is, seen in the order of its connection."""
@@ -65,25 +67,15 @@ class Numbering:
 
     def begin_replay(self) -> int:
         """The number from which to ask for a replay."""
-        self._confirmed = self.last < 0
+        self.confirmed = self.last < 0
         return max(self.last, 0)
-
-    @property
-    def confirmed(self) -> bool:
-        """Whether the replay comes from the engine whose messages are known."""
-        return self._confirmed
-
-    @property
-    def is_same_engine(self) -> bool:
-        """Whether this connection, as far as is known, leads to the engine that was known."""
-        return self._is_same_engine
 
     def replay(self, number: int, payload: bytes) -> Arrival:
         """What a replayed message is."""
-        if not self._confirmed:
+        if not self.confirmed:
             if number != self.last or xxh3_128_digest(payload) != self._digest:
                 return Arrival.RESTART
-            self._confirmed = self._is_same_engine = True
+            self.confirmed = self.is_same_engine = True
         if number <= self.last:
             return Arrival.DUPLICATE
         return Arrival.NEXT if number == self.last + 1 else Arrival.GAP

@@ -78,6 +78,9 @@ class Rank(NamedTuple):
     instance: str
     dp_rank: int
 
+    def __str__(self) -> str:
+        return f"{self.instance}/{self.dp_rank}"
+
 
 class Overlap(NamedTuple):
     """How many blocks of a prefix a rank holds, counted in the nearest tier that has them."""

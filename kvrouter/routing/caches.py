@@ -202,9 +202,7 @@ class ExpectedCaches:
         """How far decisions can rely on what is known of the caches at this moment."""
         if self._follower is None:
             return _OWN_DECISIONS if self._approximates else _NOTHING
-        doubts = {
-            f"{rank.instance}/{rank.dp_rank}": why for rank, why in self._reuse.doubts().items()
-        }
+        doubts = {str(rank): why for rank, why in self._reuse.doubts().items()}
         return doubted(self._follower.awareness(), doubts)
 
     def known_awareness(self, now: float) -> str:

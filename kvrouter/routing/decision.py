@@ -9,7 +9,7 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import islice
 from typing import Any, Final
@@ -93,10 +93,6 @@ class CandidateTable:
     def __len__(self) -> int:
         return len(self._columns[0])
 
-    def rows(self) -> list[Candidate]:
-        """The candidates."""
-        return [self[at] for at in range(len(self))]
-
     def __getitem__(self, at: int) -> Candidate:
         ranks, *numbers = self._columns
         overlap = Overlap(*(column[at] for column in self._overlaps))
@@ -106,14 +102,6 @@ class CandidateTable:
     def ranks(self) -> Sequence[Rank]:
         """The ranks of the candidates."""
         return self._columns[0]
-
-    def position(self, rank: Rank) -> int:
-        """The position of a rank.
-
-        Raises:
-            ValueError: it is no candidate.
-        """
-        return self.ranks.index(rank)
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +150,7 @@ class Decision:
     @property
     def candidates(self) -> list[Candidate]:
         """Who could have got it, and what was known of each."""
-        return self.table.rows()
+        return [self.table[at] for at in range(len(self.table))]
 
     def to_json(self) -> bytes:
         """The decision as a JSON object; an infinite cost is null."""
@@ -181,7 +169,7 @@ class Decision:
         predicted = self.predicted or (0,) * len(self.table)
         order = sorted(range(len(self.costs)), key=self.costs.__getitem__)
         kept = order[:most]
-        chosen = self.table.position(self.chosen)
+        chosen = self.table.ranks.index(self.chosen)
         if chosen not in kept:
             kept[-1] = chosen
         excluded = dict(islice(self.excluded.items(), most))
@@ -197,7 +185,7 @@ class Decision:
             "prompt_tokens": self.prompt_tokens,
             "prompt_blocks": self.prompt_blocks,
             "block_size": self.block_size,
-            "chosen": _rank(self.chosen),
+            "chosen": self.chosen._asdict(),
             "reason": self.reason.value,
             "policy": self.policy,
             "temperature": self.temperature,
@@ -213,41 +201,28 @@ class Decision:
             "session": self.session,
             "waited_s": self.waited_s,
             "shadows": [_shadow(one) for one in self.shadows],
-            "outcome": {
-                "first_item_s": self.outcome.first_item_s,
-                "reused_tokens": self.outcome.reused_tokens,
-                "ended_s": self.outcome.ended_s,
-                "error": self.outcome.error,
-            },
+            "outcome": asdict(self.outcome),
         }
 
 
 def _candidate(cost: float, candidate: Candidate, predicted: int) -> dict[str, Any]:
+    known = candidate._asdict()
     return {
-        **_rank(candidate.rank),
+        **known.pop("rank")._asdict(),
         "cost": _finite(cost),
-        "overlap": candidate.overlap._asdict(),
+        "overlap": known.pop("overlap")._asdict(),
         "predicted_blocks": predicted,
-        "active_prefill_tokens": candidate.active_prefill_tokens,
-        "active_blocks": candidate.active_blocks,
-        "added_blocks": candidate.added_blocks,
-        "active_requests": candidate.active_requests,
-        "total_blocks": candidate.total_blocks,
-        "max_batched_tokens": candidate.max_batched_tokens,
+        **known,
     }
 
 
 def _shadow(shadow: ShadowChoice) -> dict[str, Any]:
     return {
         "policy": shadow.policy,
-        "chosen": None if shadow.chosen is None else _rank(shadow.chosen),
+        "chosen": None if shadow.chosen is None else shadow.chosen._asdict(),
         "regret": _finite(shadow.regret),
         "error": shadow.error,
     }
-
-
-def _rank(rank: Rank) -> dict[str, Any]:
-    return {"instance": rank.instance, "dp_rank": rank.dp_rank}
 
 
 def _finite(value: float) -> float | None:

@@ -5,18 +5,17 @@ The labels of its metrics are bounded: the target, and closed lists.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
 import anyio
 
-from dynbus.bus.background import Work
+from dynbus.bus.background import Openable
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
@@ -24,7 +23,7 @@ from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import is_safe_reply
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.telemetry.metrics import Labels, Metrics, Readings
-from dynbus.bus.transport import Message, Subscription
+from dynbus.bus.transport import Message
 from dynbus.kvrouter.stream.awareness import AwarenessLevel, CacheAwareness
 from dynbus.kvrouter.stream.follower import IndexFollower
 
@@ -64,14 +63,16 @@ class WatchedRouter(Protocol):
     def latest_decisions(self, count: int = 20) -> list[Decision]: ...
 
 
-class RouterWatch:
+class RouterWatch(Openable):
     """Shows a router to operators, while in the `async with`.
 
     Its awareness of the caches goes to the process's status, to the metrics, and to the log when
-    it changes. What it decided is told to whoever asks on `_kv_why`.
+    it changes. What it decided is told to whoever asks on `_kv_why`. Entering it raises
+    `PermissionDenied` when the server refuses that subject.
     """
 
     def __init__(self, bus: Bus, namespace: str, component: str, router: WatchedRouter) -> None:
+        super().__init__(bus.background)
         self.target = f"{namespace}.{component}"
         self.id = random_id()
         self._bus = bus
@@ -84,53 +85,34 @@ class RouterWatch:
         self._said: CacheAwareness | None = None
         self._logged: str | None = None
         self._looked = False
-        self._work: Work | None = None
 
     def __repr__(self) -> str:
         return f"<RouterWatch {self.target} [{self._said}]>"
 
-    async def __aenter__(self) -> RouterWatch:
-        """Begin.
-
-        Raises:
-            PermissionDenied: the server refuses the subject of questions.
-        """
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
         subscription = self._bus.data.subscribe(self._subject, self._answer)
         try:
             await self._bus.data.barrier()
             self.look()
-            self._work = self._bus.background.start(
-                self._run, subscription, name=f"watch of {self.target}"
-            )
-        except BaseException:
-            subscription.unsubscribe()
-            raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._work is not None:
-            with anyio.CancelScope(shield=True):
-                await self._work.end()
-
-    async def _run(self, subscription: Subscription) -> None:
-        try:
-            while True:
-                await asyncio.sleep(LOOK_INTERVAL)
-                try:
-                    self.look()
-                except Exception:
-                    # What is shown would grow old without a word.
-                    logger.exception("%r: reading the router's state failed", self)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._run)
+                yield
+                tasks.cancel_scope.cancel()
         finally:
             subscription.unsubscribe()
             self._bus.status.remove(self.id)
             if self._metrics is not None:
                 self._metrics.remove()
+
+    async def _run(self) -> None:
+        while True:
+            await anyio.sleep(LOOK_INTERVAL)
+            try:
+                self.look()
+            except Exception:
+                # What is shown would grow old without a word.
+                logger.exception("%r: reading the router's state failed", self)
 
     # Awareness and figures ----------------------------------------------------------------
 
@@ -241,38 +223,26 @@ class RouterMetrics:
         follower: Follower | None,
     ) -> None:
         """Replace all values."""
-        for name, values in self._values(awareness, statistics, follower).items():
-            self._readings[name].put(self._source, values)
+        source, labels, readings = self._source, self._labels, self._readings
+        levels = {
+            (*labels, ("dynbus.level", level.value)): float(level is awareness.level)
+            for level in AwarenessLevel
+        }
+        tokens = {kind: getattr(statistics, f"{kind}_tokens") for kind in TOKEN_KINDS}
+        counts = {(*labels, ("dynbus.kind", kind)): count for kind, count in tokens.items()}
+        readings["cache_aware"].put(source, levels)
+        readings["decisions"].put(source, {labels: statistics.decisions})
+        readings["waiting"].put(source, {labels: statistics.waiting})
+        readings["tokens"].put(source, counts)
+        if tokens["prompt"]:
+            readings["hit_rate"].put(source, {labels: tokens["expected"] / tokens["prompt"]})
+        if isinstance(follower, IndexFollower):
+            status = follower.status()
+            readings["resyncs"].put(source, {labels: status.requests})
+            readings["staleness"].put(source, {labels: status.staleness.p99})
+            readings["blocks"].put(source, {labels: follower.index.statistics().blocks})
 
     def remove(self) -> None:
         """The router is gone."""
         for readings in self._readings.values():
             readings.remove(self._source)
-
-    def _values(
-        self,
-        awareness: CacheAwareness,
-        statistics: SchedulerStatistics,
-        follower: Follower | None,
-    ) -> dict[str, Mapping[Labels, float]]:
-        labels = self._labels
-        found: dict[str, Mapping[Labels, float]] = {
-            "cache_aware": {
-                (*labels, ("dynbus.level", level.value)): float(level is awareness.level)
-                for level in AwarenessLevel
-            }
-        }
-        tokens = {kind: getattr(statistics, f"{kind}_tokens") for kind in TOKEN_KINDS}
-        found["decisions"] = {labels: statistics.decisions}
-        found["waiting"] = {labels: statistics.waiting}
-        found["tokens"] = {
-            (*labels, ("dynbus.kind", kind)): count for kind, count in tokens.items()
-        }
-        if tokens["prompt"]:
-            found["hit_rate"] = {labels: tokens["expected"] / tokens["prompt"]}
-        if isinstance(follower, IndexFollower):
-            status = follower.status()
-            found["resyncs"] = {labels: status.requests}
-            found["staleness"] = {labels: status.staleness.p99}
-            found["blocks"] = {labels: follower.index.statistics().blocks}
-        return found

@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, TypeAlias, Unpack
 
 import anyio
@@ -156,7 +155,7 @@ class KvRouter:
     ) -> None:
         self._config = config = configured(config, settings)
         self._fields = config.fields or RequestFields()
-        self._follower = follower
+        self.follower = follower
         self._connection = connection
         self._target = target
         self._instances = instances
@@ -166,7 +165,10 @@ class KvRouter:
             tokenizer_id=config.tokenizer_id,
             needs_events=follower is not None,
         )
-        self._load = None if connection is None else _shared_load(connection)
+        self._load: SharedLoad | None = None
+        if connection is not None:
+            message_bytes = min(MESSAGE_BYTES, connection.max_payload // 2)
+            self._load = SharedLoad(random_id(), message_bytes=message_bytes)
         self._scheduler = KvScheduler(config, load=self._load, follower=follower)
         self._waiting: dict[Ticket, asyncio.Future[Decision]] = {}
         self._next_look: asyncio.TimerHandle | None = None
@@ -192,12 +194,7 @@ class KvRouter:
         await self._background.open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._is_closed = True
         self._fail_waiting()
         if self._background is not None:
@@ -470,11 +467,6 @@ class KvRouter:
         """How many decisions are kept."""
         return self._config.decisions
 
-    @property
-    def follower(self) -> Follower | None:
-        """The index that follows the engines' events."""
-        return self._follower
-
     def report_reused(self, request_id: str, tokens: int) -> Decision | None:
         """The engine found so many tokens of a request's prompt in its cache.
 
@@ -496,10 +488,6 @@ class KvRouter:
             ConfigError: it cannot be loaded. The one before goes on.
         """
         self._scheduler.use_policy(policy)
-
-
-def _shared_load(connection: Connection) -> SharedLoad:
-    return SharedLoad(random_id(), message_bytes=min(MESSAGE_BYTES, connection.max_payload // 2))
 
 
 def _time_in_queue(request: RouteRequest, now: float) -> float | None:

@@ -141,11 +141,11 @@ class EventLog:
         max_batch_bytes: of a message, without its headers.
         max_waiting_bytes: of events that wait; beyond that a new epoch resends the state.
         max_in_flight: batches that may be unacknowledged.
-        digest_after, digest_interval: see `DIGEST_AFTER` and `DIGEST_INTERVAL`.
 
     Attributes:
         mirror: what the rank holds.
         waiting_bytes: of the events that wait, resent state not counted.
+        resync_at: when a resend that was asked for is due; None for none.
     """
 
     def __init__(
@@ -156,8 +156,6 @@ class EventLog:
         max_batch_bytes: int = DEFAULT_BATCH_BYTES,
         max_waiting_bytes: int = DEFAULT_WAITING_BYTES,
         max_in_flight: int = DEFAULT_IN_FLIGHT,
-        digest_after: float = DIGEST_AFTER,
-        digest_interval: float = DIGEST_INTERVAL,
     ) -> None:
         self.dp_rank = dp_rank
         self.mirror = CacheMirror()
@@ -168,8 +166,6 @@ class EventLog:
         self._max_batch_bytes = max_batch_bytes
         self._max_waiting_bytes = max_waiting_bytes
         self._max_in_flight = max_in_flight
-        self._digest_after = digest_after
-        self._digest_interval = digest_interval
         self._digested = 0.0
         self._changed = False
         self._next_id = 0
@@ -181,7 +177,7 @@ class EventLog:
         self._in_flight: deque[OutgoingBatch] = deque()
         self._last_sequence = 0
         self._resynced = 0.0
-        self._resync_at: float | None = None
+        self.resync_at: float | None = None
         self._stated = EXACT
         self._loss = ""
 
@@ -200,7 +196,7 @@ class EventLog:
         """Whether all that was handed over is stored."""
         return not (
             self._begins_anew
-            or self._resync_at is not None
+            or self.resync_at is not None
             or self._waiting
             or self._in_flight
             or self._next_of_state
@@ -210,11 +206,6 @@ class EventLog:
     def must_repeat(self) -> bool:
         """Whether a batch in flight failed, so that nothing new goes out before it is repeated."""
         return any(batch.state is BatchState.FAILED for batch in self._in_flight)
-
-    @property
-    def resync_at(self) -> float | None:
-        """When a resend that was asked for is due."""
-        return self._resync_at
 
     # Events ---------------------------------------------------------------------------
 
@@ -269,7 +260,7 @@ class EventLog:
     @property
     def digest_at(self) -> float:
         """When the next digest is due."""
-        return self._digested + (self._digest_after if self._changed else self._digest_interval)
+        return self._digested + (DIGEST_AFTER if self._changed else DIGEST_INTERVAL)
 
     def append_digest(self, since: float, now: float) -> None:
         """Say what is held after all events so far, if that is due."""
@@ -287,7 +278,7 @@ class EventLog:
         """Have a new epoch say again what is held at the time at which it can be published."""
         self._begins_anew = True
         self._above = max(self._above, above)
-        self._resync_at = None
+        self.resync_at = None
         self._state = iter(())
         self._next_of_state = None
         self._waiting.clear()
@@ -315,10 +306,10 @@ class EventLog:
             return
         if known_epoch > self.event_epoch:
             self._above = max(self._above, known_epoch)
-        if self._resync_at is not None:
+        if self.resync_at is not None:
             self.statistics.coalesced += 1
             return
-        self._resync_at = max(now, self._resynced + RESYNC_INTERVAL)
+        self.resync_at = max(now, self._resynced + RESYNC_INTERVAL)
 
     # Batches --------------------------------------------------------------------------
 
@@ -327,7 +318,7 @@ class EventLog:
 
         To be asked only when it can be published: an epoch begins with what is held now.
         """
-        if self._resync_at is not None and now >= self._resync_at:
+        if self.resync_at is not None and now >= self.resync_at:
             self.statistics.resyncs += 1
             self.begin_anew()
         if self._begins_anew:

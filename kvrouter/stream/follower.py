@@ -106,6 +106,9 @@ class IndexFollower(Openable):
         plan: who is asked when.
         background: see `Openable`.
 
+    Attributes:
+        position: what the index holds is the stream up to here.
+
     Raises:
         ConfigError: a name is not usable, or the stream is another namespace's.
     """
@@ -143,7 +146,7 @@ class IndexFollower(Openable):
         )
         self._max_blocks = max_blocks
         self._instances = instances
-        self._position = position
+        self.position = position
         self._held_back: deque[StoredMessage] | None = None
         self._behind = 0
         self._caught_up = False
@@ -155,7 +158,7 @@ class IndexFollower(Openable):
     def __repr__(self) -> str:
         return (
             f"<IndexFollower {self.namespace}.{self.component} "
-            f"[at {self._position.sequence} | {self.awareness()}]>"
+            f"[at {self.position.sequence} | {self.awareness()}]>"
         )
 
     @classmethod
@@ -184,9 +187,9 @@ class IndexFollower(Openable):
     async def _open(self) -> AsyncGenerator[None]:
         jetstream = self._connection.jetstream
         await ensure_stream(jetstream, self.stream)
-        if self._position.created is None:
+        if self.position.created is None:
             created = (await jetstream.stream_info(self.stream.name)).created
-            self._position = Position(self._position.sequence, created)
+            self.position = Position(self.position.sequence, created)
         try:
             await self._read()
             async with anyio.create_task_group() as tasks:
@@ -206,8 +209,8 @@ class IndexFollower(Openable):
             self.stream.name,
             self._receive,
             subject=kv_event_subject(self.namespace, self.component, "*", "*"),
-            start_sequence=self._position.sequence + 1,
-            created=self._position.created,
+            start_sequence=self.position.sequence + 1,
+            created=self.position.created,
             on_recreated=self._recreated,
             on_caught_up=self._note_caught_up,
         )
@@ -234,11 +237,6 @@ class IndexFollower(Openable):
         found = self.index.overlaps(block_hashes)
         is_known = self._live.members.is_known
         return {rank: overlap for rank, overlap in found.items() if is_known(rank.instance)}
-
-    @property
-    def position(self) -> Position:
-        """What the index holds is the stream up to here."""
-        return self._position
 
     def awareness(self, *, with_stated: bool = True) -> CacheAwareness:
         """How far routing can rely on the index at this moment.
@@ -276,7 +274,7 @@ class IndexFollower(Openable):
         """Counters of this follower."""
         live = self._live
         return FollowerStatus(
-            position=self._position,
+            position=self.position,
             behind=self._behind,
             staleness=live.staleness.summary(),
             awareness=self.awareness(),
@@ -329,7 +327,7 @@ class IndexFollower(Openable):
         self._apply(message)
 
     def _apply(self, message: StoredMessage) -> None:
-        self._position = Position(message.sequence, self._position.created)
+        self.position = Position(message.sequence, self.position.created)
         self._behind = message.pending
         self._live.apply(message, monotonic(), unix_time(), is_live=self._caught_up)
 
@@ -346,7 +344,7 @@ class IndexFollower(Openable):
         now = monotonic()
         if self._held_back is not None:
             self._held_back.clear()
-        self._position = Position()
+        self.position = Position()
         self._caught_up = False
         self._live.begin_anew(RadixIndex(max_blocks=self._max_blocks), now)
         self._look_at = now
@@ -403,7 +401,7 @@ class IndexFollower(Openable):
         except NoStream:
             await ensure_stream(jetstream, self.stream, timeout=LOOK_INTERVAL)
             info = await jetstream.stream_info(self.stream.name, timeout=LOOK_INTERVAL)
-        if self._position.created is None:
-            self._position = Position(self._position.sequence, info.created)
-        elif self._position.created != info.created:
+        if self.position.created is None:
+            self.position = Position(self.position.sequence, info.created)
+        elif self.position.created != info.created:
             await self._read()

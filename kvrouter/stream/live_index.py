@@ -192,14 +192,14 @@ class LiveIndex:
         """What is wrong with one of the ranks that are in need; empty while nothing is known."""
         for rank in self.unsettled:
             if reason := self.plan.reason(rank):
-                return f"{rank.instance}/{rank.dp_rank}: {reason}"
+                return f"{rank}: {reason}"
         return ""
 
     @property
     def stated(self) -> dict[str, CacheAwareness]:
         """What ranks of known instances say of their own events, where that is not `exact`."""
         return {
-            f"{rank.instance}/{rank.dp_rank}": decode_awareness(state.stated)
+            str(rank): decode_awareness(state.stated)
             for rank, state in self.index.ranks.items()
             if state.stated and self.members.is_known(rank.instance)
         }

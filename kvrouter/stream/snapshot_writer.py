@@ -176,7 +176,6 @@ class SnapshotWriter(Openable):
     Args:
         follower: is entered before and left after this.
         store: where snapshots go; the default one of the namespace unless given.
-        holder: names this router; no other may have it.
         ttl: seconds after which another router takes over from one that died.
         background: see `Openable`.
     """
@@ -188,7 +187,6 @@ class SnapshotWriter(Openable):
         *,
         store: SnapshotStore | None = None,
         plan: SnapshotPlan | None = None,
-        holder: str | None = None,
         ttl: float = DEFAULT_TTL,
         background: Background | None = None,
     ) -> None:
@@ -201,7 +199,7 @@ class SnapshotWriter(Openable):
             jetstream,
             follower.namespace,
             follower.component,
-            holder or random_id(),
+            random_id(),
             is_fit=self._is_fit,
             ttl=ttl,
         )

@@ -123,7 +123,7 @@ def test_what_cannot_be_used_is_logged_once_for_each_instance(
 
     said = [one.message for one in caplog.records if "are refused" in one.message]
     assert len(said) == 2
-    assert said[0].endswith(f"events of Rank(instance='a', dp_rank=0) are refused: {UNREADABLE}")
+    assert said[0].endswith(f"events of a/0 are refused: {UNREADABLE}")
 
 
 def test_an_answer_that_cannot_be_read_is_no_reason_to_ask_again_soon() -> None:
