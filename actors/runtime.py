@@ -7,7 +7,6 @@ import contextvars
 import logging
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
 import anyio
@@ -209,12 +208,7 @@ class Runtime(ClientSide):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with anyio.CancelScope(shield=True):
             await self.close()
         if error is None:
@@ -493,14 +487,9 @@ class Connecting:
         self._runtime = await self._open()
         return await self._runtime.__aenter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         if self._runtime is not None:
-            await self._runtime.__aexit__(kind, error, traceback)
+            await self._runtime.__aexit__(*raised)
 
     async def _open(self) -> Runtime:
         config: BusConfig = load_config(self._settings, unknown_variables="warn")

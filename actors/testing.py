@@ -18,7 +18,6 @@ does on request.
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 import anyio
@@ -68,12 +67,7 @@ class TestKit:
         self._caller = await self.runtime()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if not self.bus.running:
             self.bus.start()
         # The caller goes first: nobody waits then, and the drains are short.

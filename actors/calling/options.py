@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar, Token
-from types import TracebackType
 from typing import Any, Final, TypedDict, Unpack, cast
 
 from dynbus.bus.config import suggestion
@@ -134,12 +133,7 @@ class OptionsBlock:
         self._token = _options.set(options)
         return options
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         token, self._token = self._token, None
         if token is None:
             raise ConfigError("these call_options were not entered")

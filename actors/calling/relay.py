@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterable, Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
 
 from dynbus.actors.declaring.brief_repr import brief_repr
@@ -70,12 +69,7 @@ class Relay(Generic[K, T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -201,12 +195,7 @@ class RelayedStream(Generic[K]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cancel()
 
     @property

@@ -64,6 +64,11 @@ class RunOptions:
     node_options: Sequence[NodeOption]
     arguments: Sequence[str]
 
+    @property
+    def tells_drain(self) -> bool:
+        """Whether the log tells of a drain: a process that reloads knows why, and tells it."""
+        return self.parent_fd is None
+
 
 @dataclass(frozen=True)
 class Plan:

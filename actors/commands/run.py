@@ -198,15 +198,7 @@ async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | N
         drain_grace=plan.config.drain_grace,
     )
     async with contextlib.AsyncExitStack() as stack:
-        interrupts = Interrupts(
-            supervisor.drain,
-            supervisor.stop,
-            within=CHILDREN_SECONDS,
-            told=_is_told(options),
-        )
-        stack.enter_context(interrupts)
-        if options.parent_fd is not None:
-            interrupts.stop_when_closed(options.parent_fd)
+        _listen(stack, options, supervisor, within=CHILDREN_SECONDS)
         tasks = await stack.enter_async_context(task_group())
         # Before the server is there: its start and the imports of the children take as long.
         tasks.start_soon(supervisor.run)
@@ -249,15 +241,7 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
     metrics = options.health is not None and _can_expose()
     ending = Ending()
     async with contextlib.AsyncExitStack() as stack:
-        interrupts = Interrupts(
-            ending.drain,
-            ending.stop,
-            within=AT_ONCE_SECONDS,
-            told=_is_told(options),
-        )
-        stack.enter_context(interrupts)
-        if options.parent_fd is not None:
-            interrupts.stop_when_closed(options.parent_fd)
+        _listen(stack, options, ending, within=AT_ONCE_SECONDS)
         if options.otlp_endpoint or metrics:
             stack.callback(_telemetry(options.otlp_endpoint, metrics))
         await stack.enter_async_context(embedded_if_local(plan.config, fresh=options.fresh))
@@ -294,9 +278,19 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
     return None, exit_codes.INTERRUPTED if ending.at_once.is_set() else exit_codes.OK
 
 
-def _is_told(options: RunOptions) -> bool:
-    # The process that reloads knows why it ends this one, and tells it.
-    return options.parent_fd is None
+def _listen(
+    stack: contextlib.AsyncExitStack,
+    options: RunOptions,
+    run: Supervisor | Ending,
+    *,
+    within: float,
+) -> None:
+    """Have signals, and the death of a process that reloads, end a run."""
+    interrupts = stack.enter_context(
+        Interrupts(run.drain, run.stop, within=within, told=options.tells_drain)
+    )
+    if options.parent_fd is not None:
+        interrupts.stop_when_closed(options.parent_fd)
 
 
 def _health(

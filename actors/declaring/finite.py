@@ -158,20 +158,23 @@ def struct_may_hold_float(annotation: Any) -> bool:
         msgspec.inspect.RawType,
         msgspec.inspect.EnumType,
     )
+    return any(isinstance(part, floats) for part in struct_parts(annotation))
+
+
+def struct_parts(annotation: Any) -> Iterable[object]:
+    """Every type and field within what msgspec handles, itself included."""
     open_parts: list[Any] = [msgspec.inspect.type_info(annotation)]
     seen: set[int] = set()
     while open_parts:
         part = open_parts.pop()
-        if isinstance(part, floats):
-            return True
         if isinstance(part, tuple):
             open_parts += cast("Sequence[Any]", part)
         elif (
             isinstance(part, msgspec.inspect.Type | msgspec.inspect.Field) and id(part) not in seen
         ):
             seen.add(id(part))
+            yield part
             open_parts += [getattr(part, name) for name in part.__struct_fields__]
-    return False
 
 
 def _is_finite_key(key: Any) -> bool:

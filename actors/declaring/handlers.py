@@ -259,31 +259,18 @@ def handler(
     """
 
     def decorate(method: F) -> F:
-        yields = _check_kind(method)
-        label = method.__qualname__
-        signature = inspect.signature(method)
-        parameters = list(signature.parameters.values())
-        if not parameters and _is_in_class(method):
-            raise ConfigError(f"{label} takes no self: a handler is a method of an Actor")
-        parameter = _request_parameter(label, parameters[1:])
-        replies = takes_reply(signature)
-        streaming = yields or replies
-        _check_return(label, signature, yields=yields, replies=replies)
-        default = None if streaming else DEFAULT_TIMEOUT
-        spec = HandlerSpec(
-            function=method,
-            name=check_token("endpoint", name if name is not None else method.__name__),
-            streaming=streaming,
-            parameter=parameter,
-            takes_context="context" in list(signature.parameters)[1:],
-            takes_reply=replies,
-            concurrency=_check_limit(label, "concurrency", concurrency, 1),
-            queue=_check_limit(label, "queue", queue, 0),
-            timeout=_check_seconds(label, "timeout", default if timeout is _UNSET else timeout),
-            idle_timeout=_check_seconds(label, "idle_timeout", idle_timeout),
+        spec = _declare(
+            method,
+            name=name,
+            concurrency=concurrency,
+            queue=queue,
+            timeout=timeout,
+            idle_timeout=idle_timeout,
             idempotent=idempotent,
             migration_limit=migration_limit,
         )
+        if _is_in_class(method) and not inspect.signature(method).parameters:
+            raise ConfigError(f"{spec.label} takes no self: a handler is a method of an Actor")
         spec.check_declared()
         setattr(method, SPEC, spec)
         return method
@@ -302,7 +289,7 @@ def spec_of(name: str, function: Callable[..., Any]) -> HandlerSpec:
     check_token("endpoint", name)
     declared = getattr(function, SPEC, None)
     if not isinstance(declared, HandlerSpec):
-        declared = _plain_spec(function)
+        declared = _declare(function, name=name)
     signature = inspect.signature(function)
     spec = replace(
         declared,
@@ -315,26 +302,40 @@ def spec_of(name: str, function: Callable[..., Any]) -> HandlerSpec:
     return spec
 
 
-def _plain_spec(function: Callable[..., Any]) -> HandlerSpec:
-    """The options of a function without `@handler`."""
-    label = function.__qualname__
-    signature = inspect.signature(function)
-    yields, replies = _check_kind(function), takes_reply(signature)
+def _declare(
+    method: Callable[..., Any],
+    *,
+    name: str | None,
+    concurrency: int | None = DEFAULT_CONCURRENCY,
+    queue: int | None = DEFAULT_QUEUE,
+    timeout: float | None = _UNSET,
+    idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT,
+    idempotent: bool = False,
+    migration_limit: int = 0,
+) -> HandlerSpec:
+    """The handler that a method is; its first parameter is the actor."""
+    yields = _check_kind(method)
+    label = method.__qualname__
+    signature = inspect.signature(method)
+    replies = takes_reply(signature)
     streaming = yields or replies
+    parameters = list(signature.parameters.values())[1:]
+    request = _request_parameter(label, parameters)
     _check_return(label, signature, yields=yields, replies=replies)
+    default = None if streaming else DEFAULT_TIMEOUT
     return HandlerSpec(
-        function=function,
-        name="",
+        function=method,
+        name=check_token("endpoint", name if name is not None else method.__name__),
         streaming=streaming,
-        parameter=None,
-        takes_context=False,
+        parameter=request,
+        takes_context=any(parameter.name == "context" for parameter in parameters),
         takes_reply=replies,
-        concurrency=DEFAULT_CONCURRENCY,
-        queue=DEFAULT_QUEUE,
-        timeout=None if streaming else DEFAULT_TIMEOUT,
-        idle_timeout=DEFAULT_IDLE_TIMEOUT,
-        idempotent=False,
-        migration_limit=0,
+        concurrency=_check_limit(label, "concurrency", concurrency, 1),
+        queue=_check_limit(label, "queue", queue, 0),
+        timeout=_check_seconds(label, "timeout", default if timeout is _UNSET else timeout),
+        idle_timeout=_check_seconds(label, "idle_timeout", idle_timeout),
+        idempotent=idempotent,
+        migration_limit=migration_limit,
     )
 
 

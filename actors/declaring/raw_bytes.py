@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import msgspec.inspect
+
+from .finite import struct_parts
 
 REMEDY: Final = (
     "JSON has no bytes: put them into a pydantic model with model_config = "
@@ -66,18 +68,9 @@ def refuse_bytes_of_msgspec(annotation: Any) -> None:
     """
     inspect = msgspec.inspect
     kinds = (inspect.BytesType, inspect.ByteArrayType, inspect.MemoryViewType)
-    open_parts: list[Any] = [inspect.type_info(annotation)]
-    seen: set[int] = set()
-    while open_parts:
-        part = open_parts.pop()
-        if isinstance(part, kinds):
-            name = getattr(annotation, "__name__", "it")
-            raise HoldsBytes(f"a part of {name} is bytes, and {REMEDY}")
-        if isinstance(part, tuple):
-            open_parts += cast("Sequence[Any]", part)
-        elif isinstance(part, inspect.Type | inspect.Field) and id(part) not in seen:
-            seen.add(id(part))
-            open_parts += [getattr(part, name) for name in part.__struct_fields__]
+    if any(isinstance(part, kinds) for part in struct_parts(annotation)):
+        name = getattr(annotation, "__name__", "it")
+        raise HoldsBytes(f"a part of {name} is bytes, and {REMEDY}")
 
 
 def _writes_text(config: Mapping[str, Any]) -> bool:

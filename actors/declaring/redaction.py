@@ -34,64 +34,43 @@ MAX_DEPTH: Final = 16
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 
-SECRETS: Final = frozenset(
-    {
-        *("accesskey", "apikey", "authorization", "bearer", "cookie", "cred", "credential", "dsn"),
-        *("jwt", "nkey", "pass", "passcode", "passphrase", "passwd", "password", "privatekey"),
-        *("pw", "pwd", "secret", "webhook"),
-    }
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SECRETS: Final = _words(
+    "accesskey apikey authorization bearer cookie cred credential dsn jwt nkey pass passcode "
+    "passphrase passwd password privatekey pw pwd secret webhook"
 )
 """A name with one of these words, or more of them (`secrets`), is that of a secret."""
 ENDINGS: Final = ("apikey", "accesskey", "password", "passwd", "privatekey", "secret", "secretkey")
 """So is one with a word that ends so (`dbpassword`), or in `token` (`hftoken`)."""
-PLACES: Final = frozenset(
-    {
-        *("arn", "dir", "directory", "env", "environment", "file", "filename", "folder"),
-        *("location", "name", "path", "provider", "ref", "reference", "var", "variable"),
-    }
+PLACES: Final = _words(
+    "arn dir directory env environment file filename folder location name path provider ref "
+    "reference var variable"
 )
 """After the word for a secret, they say that the value tells where it is: `password_file`."""
-OFTEN_SECRETS: Final = frozenset({"auth", "key", "token"})
+OFTEN_SECRETS: Final = _words("auth key token")
 """So is one with one of these, unless the words around it say that it is something else."""
-MEASURES: Final = frozenset(
-    {
-        *("bits", "budget", "bytes", "count", "length", "limit", "max", "min", "num", "number"),
-        *("per", "port", "rate", "ratio", "retries", "seconds", "size", "timeout", "ttl"),
-        *("window",),
-    }
+MEASURES: Final = _words(
+    "bits budget bytes count length limit max min num number per port rate ratio retries "
+    "seconds size timeout ttl window"
 )
 """Wherever they stand, the value is a measure: `key_size`, `max_tokens`."""
-DESCRIPTIONS: Final = frozenset(
-    {
-        *("column", "embedding", "enabled", "endpoint", "expiry", "field", "format", "id", "ids"),
-        *("index", "method", "mode", "prefix", "type", "url", "usage"),
-    }
+DESCRIPTIONS: Final = _words(
+    "column embedding enabled endpoint expiry field format id ids index method mode prefix "
+    "type url usage"
 )
 """After one of the second kind, they say that the value only describes it: `eos_token_id`."""
-VOCABULARY: Final = frozenset(
-    {
-        *("audio", "bad", "bos", "cls", "decode", "draft", "end", "eos", "image", "input", "mask"),
-        *("output", "pad", "prefill", "prompt", "sep", "special", "start", "stop", "unk", "video"),
-    }
+VOCABULARY: Final = _words(
+    "audio bad bos cls decode draft end eos image input mask output pad prefill prompt sep "
+    "special start stop unk video"
 )
 """Before `token`, they say that it is one of a model: `pad_token`."""
-ORDERINGS: Final = frozenset(
-    {
-        *("block", "cache", "column", "composite", "dict", "field", "foreign", "group", "index"),
-        *(
-            "join",
-            "json",
-            "kv",
-            "lookup",
-            "map",
-            "order",
-            "partition",
-            "primary",
-            "public",
-            "route",
-        ),
-        *("routing", "row", "shard", "sort", "unique"),
-    }
+ORDERINGS: Final = _words(
+    "block cache column composite dict field foreign group index join json kv lookup map "
+    "order partition primary public route routing row shard sort unique"
 )
 """Before `key`, they say that something is found or ordered by it, or that all may know it:
 `sort_key`. After anything else (`openai_key`) it is taken for a secret."""

@@ -20,9 +20,6 @@ from dynbus.actors.commands.run import (
 from dynbus.actors.commands.run import (
     _in_process as in_process,  # pyright: ignore[reportPrivateUsage]
 )
-from dynbus.actors.commands.run import (
-    _is_told as is_told,  # pyright: ignore[reportPrivateUsage]
-)
 from dynbus.actors.commands.run import execute
 from dynbus.actors.running.in_process import Failure, leave_within
 from dynbus.bus import exit_codes
@@ -155,7 +152,7 @@ def test_a_health_port_that_is_taken_ends_the_run_with_one_line_and_the_remedy(
 def test_a_run_that_is_reloaded_leaves_it_to_its_parent_to_say_that_it_ends(
     parent_fd: int | None, told: bool
 ) -> None:
-    assert is_told(run_options(parent_fd=parent_fd)) == told
+    assert run_options(parent_fd=parent_fd).tells_drain == told
 
 
 def test_the_log_of_a_server_that_does_not_start_is_shown_below_the_reason(
