@@ -114,7 +114,7 @@ class TestKit:
         instance = await runtime.start(
             actor, instance_id=instance_id, node=node, namespace=namespace, **arguments
         )
-        await self.caller.discovery.wait_for_instance(*instance.name)
+        await self.caller.discovery.wait_for_instance(instance.name)
         self.started[instance.id] = instance
         return instance
 

@@ -373,15 +373,15 @@ class Invocation:
     def _pass_over(self, error: DynbusError, *, unreachable: bool) -> None:
         """Have nobody choose the instance for a while: it is away, or has fallen silent."""
         discovery = self.side.discovery
-        instance = (self.endpoint.namespace, self.endpoint.component, self.instance_id)
+        instance = self.endpoint.component_name.instance(self.instance_id)
         if unreachable and not error.started:
-            discovery.note_absent(*instance)
+            discovery.note_absent(instance)
             return
         seconds = SUSPECT_SECONDS
         if error.started:
             # Only a renewal can show that it is back, and its record lives no longer than this.
             seconds = self.side.bus.config.lease_ttl + EXPIRY_GRACE
-        discovery.suspect(*instance, seconds)
+        discovery.suspect(instance, seconds)
 
     def _wait_left(self) -> float:
         """Seconds that the call still waits for an instance, from its first look for one on."""

@@ -22,7 +22,7 @@ from dynbus.bus.errors import (
     only_cause,
 )
 from dynbus.bus.protocol import headers
-from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.names import EndpointName, InstanceName
 from dynbus.bus.records.instance_view import Instance
 
 from .attempt import EVENTS, Attempt, RouteObservation
@@ -275,13 +275,15 @@ class Selection:
         return [one for one in instances if one.id not in self._tried] or instances
 
     def _find(self, instance_id: str) -> Instance | None:
-        namespace, component, _ = self._endpoint
-        return self._side.discovery.view.find(namespace, component, instance_id)
+        return self._side.discovery.view.find(self._instance(instance_id))
 
     def _load(self, instance_id: str) -> Load:
         caller = self._side.caller
-        place = (self._endpoint.namespace, self._endpoint.component, instance_id)
-        return Load(caller.in_flight(*place), caller.load(*place))
+        instance = self._instance(instance_id)
+        return Load(caller.in_flight(instance), caller.load(instance))
+
+    def _instance(self, instance_id: str) -> InstanceName:
+        return InstanceName(self._endpoint.namespace, self._endpoint.component, instance_id)
 
     async def _wait(self, wait: float, left: float | None) -> list[Instance]:
         try:

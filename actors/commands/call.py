@@ -231,9 +231,10 @@ async def _print_answer(runtime: Runtime, request: CallRequest) -> None:
 
 def _knows_instance(runtime: Runtime, request: CallRequest) -> bool:
     """Whether discovery knows the instance that is asked for, if one is."""
-    endpoint, instance = request.endpoint, request.instance
-    view = runtime.discovery.view
-    return not instance or (view.find(endpoint.namespace, endpoint.component, instance) is not None)
+    if not request.instance:
+        return True
+    name = request.endpoint.component_name.instance(request.instance)
+    return runtime.discovery.view.find(name) is not None
 
 
 def _to_json(value: Any) -> bytes:

@@ -150,7 +150,7 @@ class ServedInstance:
         ended: Callable[[ServedInstance], object],
     ) -> None:
         self.name = name
-        self.server = InstanceServer(bus, *name, endpoints)
+        self.server = InstanceServer(bus, name, endpoints)
         self.lifecycle = Lifecycle()
         self.broken = ""
         self.stopped = asyncio.Event()

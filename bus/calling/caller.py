@@ -28,6 +28,7 @@ from dynbus.bus.heartbeats import Registry, Said
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.protocol.wire import (
     MAX_PARTS,
@@ -48,7 +49,7 @@ from dynbus.bus.transport import ConnectionState, Message
 
 from .open_calls import OpenCalls, Remote
 from .pending_call import CallHead, PendingCall
-from .remote_instance import Place, RemoteInstance
+from .remote_instance import RemoteInstance
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
@@ -98,11 +99,11 @@ class Caller:
 
     async def _start_control(self) -> None:
         connection = self.bus.lane.connection
-        connection.on_error(self._refused_on_lane)
-        connection.on_state(lambda state: self.bus.to_main(self._on_state, state))
+        connection.on_error(partial(self.bus.to_main, self._refused))
+        connection.on_state(partial(self.bus.to_main, self._on_state))
         connection.subscribe(
             self.bus.replies.control_frames,
-            lambda message: self.bus.heartbeats.receive(self.registry, message),
+            partial(self.bus.heartbeats.receive, self.registry),
         )
         await connection.barrier()
 
@@ -110,20 +111,20 @@ class Caller:
         """Open calls by instance id."""
         return self._open.count_by_instance()
 
-    def in_flight(self, namespace: str, component: str, instance_id: str) -> int:
+    def in_flight(self, instance: InstanceName) -> int:
         """Calls of this process that are open at an instance."""
-        remote = self._open.find_remote((namespace, component, instance_id))
+        remote = self._open.find_remote(instance)
         return len(remote.calls) if remote is not None else 0
 
-    def is_heard(self, namespace: str, component: str, instance_id: str) -> bool:
+    def is_heard(self, instance: InstanceName) -> bool:
         """Whether calls are open at an instance and its heartbeats arrive."""
-        remote = self._open.find_remote((namespace, component, instance_id))
+        remote = self._open.find_remote(instance)
         liveness = remote.liveness if remote is not None else None
         return liveness is not None and liveness.is_heard(monotonic())
 
-    def load(self, namespace: str, component: str, instance_id: str) -> int:
+    def load(self, instance: InstanceName) -> int:
         """Calls that an instance last reported to run or wait there."""
-        remote = self._open.find_remote((namespace, component, instance_id))
+        remote = self._open.find_remote(instance)
         return remote.load if remote is not None else 0
 
     def begin(self, head: CallHead, instance_id: str, data: bytes) -> PendingCall:
@@ -150,7 +151,7 @@ class Caller:
         endpoint, opened = head.endpoint, self._open
         call = PendingCall(
             head,
-            opened.remote((endpoint.namespace, endpoint.component, instance_id)),
+            opened.remote(InstanceName(endpoint.namespace, endpoint.component, instance_id)),
             opened.next_number(),
             window=opened.window(),
             max_item_bytes=config.max_item_bytes,
@@ -158,13 +159,21 @@ class Caller:
             on_end=self._ended,
         )
         block = self._head_block(call, head, now)
-        self._check_parts(head, block, data)
+        room = self.bus.data.max_payload - len(block) - PART_HEADER_BYTES
+        if len(data) > room and len(data) > MAX_PARTS * room:
+            raise PayloadTooLarge(
+                f"a request of {len(data)} bytes with {len(block)} bytes of headers to "
+                f"{endpoint} does not fit into {MAX_PARTS} messages of the server's "
+                f"max_payload = {self.bus.data.max_payload}",
+                request_id=head.request_id,
+                started=False,
+            )
         opened.add(call)
         if self.bus.telemetry is not None:
             self.bus.telemetry.in_flight(endpoint, 1, side="client")
         if head.deadline is not None:
             call.deadline_number = self.deadlines.arm(head.deadline, now, call.expire)
-        self._publish(endpoint.at(instance_id), call, block, data)
+        self._publish(endpoint.at(instance_id), call, block, data, room)
         return call
 
     async def close(self) -> None:
@@ -182,8 +191,8 @@ class Caller:
 
     # Internals ---------------------------------------------------------------------------
 
-    def _make_remote(self, place: Place) -> Remote:
-        return RemoteInstance(self.bus, place, self.registry.bounce_token, self._instance_gone)
+    def _make_remote(self, name: InstanceName) -> Remote:
+        return RemoteInstance(self.bus, name, self.registry.bounce_token)
 
     def _ended(self, call: PendingCall) -> None:
         """A call has ended."""
@@ -194,41 +203,6 @@ class Caller:
                 self.bus.telemetry.in_flight(call.endpoint, -1, side="client")
             if call.doubt:
                 self.bus.bounce_handlers.pop(call.doubt, None)
-
-    def _instance_gone(self, remote: Remote) -> None:
-        """An instance died: end its calls. A call that never began is told apart by retries."""
-        calls = list(remote.calls.values())
-        # One that nobody waits for has left, as instances do.
-        level = logging.WARNING if calls else logging.DEBUG
-        logger.log(level, "%s is gone; open calls to it that end: %d", remote.name, len(calls))
-        for call in calls:
-            hop = call.endpoint.hop(remote.instance_id)
-            call.unreachable = True
-            if call.streaming:
-                call.fail(StreamLost("the instance is gone", hop=hop))
-            else:
-                call.fail(
-                    UnknownOutcome(
-                        "the instance is gone; the call may or may not have been carried out",
-                        hop=hop,
-                    )
-                )
-        self._open.forget(remote)
-
-    def _check_parts(self, head: CallHead, block: bytes, data: bytes) -> None:
-        """Make sure that the request can be carried at all, before anything of it is sent."""
-        room = self._room(block)
-        if len(data) > room and len(data) > MAX_PARTS * room:
-            raise PayloadTooLarge(
-                f"a request of {len(data)} bytes with {len(block)} bytes of headers to "
-                f"{head.endpoint} does not fit into {MAX_PARTS} messages of the server's "
-                f"max_payload = {self.bus.data.max_payload}",
-                request_id=head.request_id,
-                started=False,
-            )
-
-    def _room(self, block: bytes) -> int:
-        return self.bus.data.max_payload - len(block) - PART_HEADER_BYTES
 
     def _head_block(self, call: PendingCall, head: CallHead, now: float) -> bytes:
         text = (
@@ -251,10 +225,12 @@ class Caller:
             text += headers.encode_lines(head.fields)
         return f"{text}\r\n".encode("ascii")
 
-    def _publish(self, subject: str, call: PendingCall, block: bytes, data: bytes) -> None:
+    def _publish(
+        self, subject: str, call: PendingCall, block: bytes, data: bytes, room: int
+    ) -> None:
+        """Send a request, in parts of at most `room` bytes."""
         bus = self.bus
         reply = bus.replies.request(call.number)
-        room = self._room(block)
         if len(data) <= room:
             bus.data.publish(subject, data, reply=reply, headers=block)
             return
@@ -298,7 +274,7 @@ class Caller:
     def _unreachable(self, call: PendingCall) -> None:
         """Neither a request nor the question after it found anybody."""
         call.unreachable = True
-        hop = call.endpoint.hop(call.remote.instance_id)
+        hop = call.endpoint.hop(call.remote.name.instance_id)
         if call.reader.has_begun:
             call.fail(StreamLost("the instance is gone", hop=hop))
         else:
@@ -366,8 +342,24 @@ class Caller:
         remote.returned()
 
     def gone(self, remote: Remote) -> None:
-        """An instance is dead."""
-        remote.gone()
+        """An instance died: end its calls. A call that never began is told apart by retries."""
+        calls = list(remote.calls.values())
+        # One that nobody waits for has left, as instances do.
+        level = logging.WARNING if calls else logging.DEBUG
+        logger.log(level, "%s is gone; open calls to it that end: %d", remote.name, len(calls))
+        for call in calls:
+            hop = call.endpoint.hop(remote.name.instance_id)
+            call.unreachable = True
+            if call.streaming:
+                call.fail(StreamLost("the instance is gone", hop=hop))
+            else:
+                call.fail(
+                    UnknownOutcome(
+                        "the instance is gone; the call may or may not have been carried out",
+                        hop=hop,
+                    )
+                )
+        self._open.forget(remote)
 
     def hear(self, said: Said[Remote]) -> None:
         """Carry out what an instance says."""
@@ -383,7 +375,7 @@ class Caller:
 
     def _on_heartbeat(self, remote: Remote, frame: Heartbeat) -> None:
         if frame.blocked > self.bus.config.stall_limit:
-            self._instance_gone(remote)
+            self.gone(remote)
             return
         if frame.blocked >= HEARTBEAT_INTERVAL:
             # Requests wait in front of its loop; asked for them now it would call them lost.
@@ -399,24 +391,21 @@ class Caller:
         remote.send([frame for frame in said if frame is not None])
 
     def _lost(self, call: PendingCall) -> None:
-        hop = call.endpoint.hop(call.remote.instance_id)
+        hop = call.endpoint.hop(call.remote.name.instance_id)
         if call.reader.next_sequence == 0:
             call.unreachable = bool(call.doubt)
             call.fail(Unavailable("the request was lost on its way", hop=hop, started=False))
         else:
             call.fail(StreamLost("the instance does not know the stream any longer", hop=hop))
 
-    def _refused_on_lane(self, error: DynbusError, subject: str) -> None:
-        self.bus.to_main(self._refused, error, subject)
-
     def _refused(self, error: DynbusError, subject: str) -> None:
         """The server does not let us publish to a subject: end the calls that need it."""
         for call in list(self._open.calls.values()):
             remote = call.remote
-            if subject in (call.endpoint.at(remote.instance_id), remote.control_subject):
+            if subject in (call.endpoint.at(remote.name.instance_id), remote.control_subject):
                 call.fail(
                     PermissionDenied(
-                        error.message, hop=call.endpoint.hop(remote.instance_id), started=False
+                        error.message, hop=call.endpoint.hop(remote.name.instance_id), started=False
                     )
                 )
 

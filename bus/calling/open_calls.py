@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
+from dynbus.bus.protocol.names import InstanceName
+
 from .pending_call import PendingCall
-from .remote_instance import Place, RemoteInstance
+from .remote_instance import RemoteInstance
 
 SMALLEST_WINDOW: Final = 16 * 1024
 WINDOW_SHARE: Final = 8
@@ -36,22 +38,22 @@ class OpenCalls:
     def __init__(
         self,
         by_incarnation: dict[str, Remote],
-        make_remote: Callable[[Place], Remote],
+        make_remote: Callable[[InstanceName], Remote],
         *,
         stream_window: int,
         connection_window: int,
     ) -> None:
         self.calls: dict[int, PendingCall] = {}
         self._by_incarnation = by_incarnation
-        # By their place on the bus: an id alone may be another's, too.
-        self._by_place: dict[Place, Remote] = {}
+        # An id alone may be another's, too.
+        self._by_name: dict[InstanceName, Remote] = {}
         self._make_remote = make_remote
         self._number = 0
         self._stream_window = stream_window
         self._window_left = connection_window
 
     def __repr__(self) -> str:
-        return f"<OpenCalls [{len(self.calls)} at {len(self._by_place)} instances]>"
+        return f"<OpenCalls [{len(self.calls)} at {len(self._by_name)} instances]>"
 
     def next_number(self) -> int:
         """A number that no other call had."""
@@ -79,19 +81,19 @@ class OpenCalls:
 
     def remotes(self) -> list[Remote]:
         """The instances that were called lately."""
-        return list(self._by_place.values())
+        return list(self._by_name.values())
 
-    def find_remote(self, place: Place) -> Remote | None:
-        return self._by_place.get(place)
+    def find_remote(self, name: InstanceName) -> Remote | None:
+        return self._by_name.get(name)
 
-    def remote(self, place: Place) -> Remote:
-        """The instance at a place; those that nothing is open at make room for a new one."""
-        remote = self._by_place.get(place)
+    def remote(self, name: InstanceName) -> Remote:
+        """The instance of a name; those that nothing is open at make room for a new one."""
+        remote = self._by_name.get(name)
         if remote is None:
-            if len(self._by_place) >= MAX_IDLE_REMOTES:
-                for idle in [one for one in self._by_place.values() if not one.has_work()]:
+            if len(self._by_name) >= MAX_IDLE_REMOTES:
+                for idle in [one for one in self._by_name.values() if not one.has_work()]:
                     self.forget(idle)
-            remote = self._by_place[place] = self._make_remote(place)
+            remote = self._by_name[name] = self._make_remote(name)
             self._by_incarnation[remote.incarnation] = remote
         return remote
 
@@ -99,12 +101,12 @@ class OpenCalls:
         """An instance is gone; what it keeps it keeps in vain."""
         remote.done.clear()
         if self._by_incarnation.pop(remote.incarnation, None) is not None:
-            del self._by_place[remote.place]
+            del self._by_name[remote.name]
 
     def count_by_instance(self) -> dict[str, int]:
         """Open calls by instance id."""
         counts = Counter[str]()
-        for remote in self._by_place.values():
+        for remote in self._by_name.values():
             if remote.calls:
-                counts[remote.instance_id] += len(remote.calls)
+                counts[remote.name.instance_id] += len(remote.calls)
         return dict(counts)

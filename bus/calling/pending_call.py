@@ -200,7 +200,7 @@ class PendingCall(CallProgress):
             self.fail(
                 DeadlineExceeded(
                     f"{self.endpoint} did not end in time",
-                    hop=f"caller of {self.endpoint.hop(self.remote.instance_id)}",
+                    hop=f"caller of {self.endpoint.hop(self.remote.name.instance_id)}",
                 )
             )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.protocol.liveness import RemoteLiveness
-from dynbus.bus.protocol.names import control_subject
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.protocol.wire import BATCH_OVERHEAD, Frame, Open, encode_batch
 from dynbus.bus.telemetry.call_spans import CALL_BYTES, span_room, split_calls
@@ -24,16 +24,12 @@ MAX_CONTROL_FRAMES: Final = 1024
 
 C = TypeVar("C", bound=CallProgress)
 
-Place: TypeAlias = tuple[str, str, str]
-"""Namespace, component and id of an instance."""
-
 
 class RemoteInstance(Generic[C]):
     """An instance that this process calls, and the calls that are open there.
 
     Args:
         bounce_token: of the bounce subject of what is said to it, by incarnation.
-        on_gone: called when it is dead.
 
     Attributes:
         incarnation: what requests to it tell and control batches carry, both ways; random, so
@@ -47,17 +43,13 @@ class RemoteInstance(Generic[C]):
     def __init__(
         self,
         bus: Bus,
-        place: Place,
+        name: InstanceName,
         bounce_token: Callable[[str], str],
-        on_gone: Callable[[RemoteInstance[C]], None],
     ) -> None:
         self._bus = bus
         self._bounce_token = bounce_token
-        self._on_gone = on_gone
-        self.place = place
-        namespace, component, self.instance_id = place
-        self.name = f"{namespace}.{component}@{self.instance_id}"
-        self._control_subject = control_subject(*place)
+        self.name = name
+        self.control_subject = name.control_subject
         self.liveness: RemoteLiveness | None = None
         self.incarnation = random_id()
         self.heard_at = 0.0
@@ -67,10 +59,6 @@ class RemoteInstance(Generic[C]):
 
     def __repr__(self) -> str:
         return f"<RemoteInstance {self.name} [{len(self.calls)} calls]>"
-
-    @property
-    def control_subject(self) -> str:
-        return self._control_subject
 
     @property
     def due_since(self) -> float | None:
@@ -94,7 +82,7 @@ class RemoteInstance(Generic[C]):
         for first in range(0, len(frames), room):
             batch = list(frames[first : first + room])
             data = encode_batch(bus.replies.base, self.incarnation, 0, batch)
-            bus.data.publish(self._control_subject, data, reply=reply)
+            bus.data.publish(self.control_subject, data, reply=reply)
 
     def beat(self) -> list[Frame]:
         open_calls = list(self.calls.values())
@@ -117,6 +105,3 @@ class RemoteInstance(Generic[C]):
         if self._bus.data.state is ConnectionState.CONNECTED:
             now = monotonic()
             self.send([frame for call in list(self.calls.values()) for frame in call.standing(now)])
-
-    def gone(self) -> None:
-        self._on_gone(self)

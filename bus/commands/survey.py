@@ -15,7 +15,7 @@ import msgspec
 
 from dynbus.bus.background import task_group
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.protocol.names import TOKEN
+from dynbus.bus.protocol.names import TOKEN, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_of
 from dynbus.bus.records.reading import read_latest
@@ -123,10 +123,10 @@ async def survey(server: Server) -> Survey:
 
 def join(records: Iterable[InstanceRecord], answers: Iterable[InstanceAnswer]) -> list[Row]:
     """Rows by component and start, out of what is listed and what answers."""
-    by_key = {(one.namespace, one.component, one.instance_id): one for one in answers}
+    by_key = {InstanceName(*one[:3]): one for one in answers}
     rows: list[Row] = []
     for record in records:
-        key = (record.namespace, record.component, record.instance_id)
+        key = record.name
         answer = by_key.pop(key, None)
         draining = record.draining or (answer is not None and answer.draining)
         state = "silent" if answer is None else "draining" if draining else "serving"

@@ -17,6 +17,8 @@ from msgspec import Meta
 
 from dynbus.bus.errors import DynbusError, HandlerError, Overloaded, make_error, safe_text
 
+from .names import InstanceName
+
 VERSION: Final = 1
 SECRET_BYTES: Final = 16
 
@@ -242,6 +244,11 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     counter: int = 0
     draining: bool = False
     metadata: dict[str, str] = {}
+
+    @property
+    def name(self) -> InstanceName:
+        """Whose record it is."""
+        return InstanceName(self.namespace, self.component, self.instance_id)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -19,12 +19,12 @@ from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, NoInstances, PermissionDenied, Unavailable
 from dynbus.bus.protocol.headers import MARKER_REASON
-from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.names import EndpointName, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.transport import ConnectionState, NoStream, StoredMessage
 
-from .instance_view import EXPIRY_GRACE, ComponentKey, Instance, InstanceKey, InstanceView
-from .leases import INSTANCES_STREAM, ensure_bucket, record_key, record_of, ttl_of
+from .instance_view import EXPIRY_GRACE, ComponentKey, Instance, InstanceView
+from .leases import INSTANCES_STREAM, ensure_bucket, instance_at, record_of, ttl_of
 from .presence import Presence
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ class Discovery:
     """The view of one process, kept current from `begin` to `close`.
 
     Args:
-        is_heard: whether heartbeats of the instance of an id arrive just now.
+        is_heard: whether heartbeats of an instance arrive just now.
 
     Attributes:
         view: belongs to the main loop.
     """
 
-    def __init__(self, bus: Bus, is_heard: Callable[[str, str, str], bool]) -> None:
+    def __init__(self, bus: Bus, is_heard: Callable[[InstanceName], bool]) -> None:
         self._bus = bus
         self._is_heard = is_heard
         # Records are renewed three times in a lease.
@@ -67,7 +67,7 @@ class Discovery:
         self._is_closed = False
         self._presence = Presence(bus)
         self._looked_around: dict[ComponentKey, float] = {}
-        self._asked: set[InstanceKey] = set()
+        self._asked: set[InstanceName] = set()
 
     def begin(self) -> None:
         """Start watching, once; returns at once."""
@@ -151,9 +151,7 @@ class Discovery:
         if self._is_closed:
             raise Unavailable("the runtime is closed", started=False)
 
-    async def wait_for_instance(
-        self, namespace: str, component: str, instance_id: str, *, timeout: float = 5.0
-    ) -> Instance:
+    async def wait_for_instance(self, name: InstanceName, *, timeout: float = 5.0) -> Instance:
         """This very instance, once it is known.
 
         Raises:
@@ -162,23 +160,21 @@ class Discovery:
         self.begin()
         end = monotonic() + timeout
         while (left := end - monotonic()) > 0:
-            found = self.view.find(namespace, component, instance_id)
+            found = self.view.find(name)
             if found is not None:
                 return found
             await self._change(left)
-        raise NoInstances(
-            f"{namespace}.{component}@{instance_id} is not known after {timeout} s", started=False
-        )
+        raise NoInstances(f"{name} is not known after {timeout} s", started=False)
 
-    def suspect(self, namespace: str, component: str, instance_id: str, seconds: float) -> None:
+    def suspect(self, name: InstanceName, seconds: float) -> None:
         """Have other instances chosen for so long at most: this one did not answer a call."""
-        self.view.suspect(namespace, component, instance_id, monotonic(), seconds)
+        self.view.suspect(name, monotonic(), seconds)
 
-    def note_absent(self, namespace: str, component: str, instance_id: str) -> None:
+    def note_absent(self, name: InstanceName) -> None:
         """Have other instances chosen until somebody listens there again: as the server says,
         nobody did when this one was called."""
-        self._note_absent((namespace, component, instance_id))
-        self._look_around((namespace, component))
+        self._note_absent(name)
+        self._look_around(name[:2])
 
     async def _change(self, at_most: float) -> None:
         future: asyncio.Future[None] = self._bus.loop.create_future()
@@ -269,12 +265,12 @@ class Discovery:
             self._bus.to_main(self._note_outage)
 
     def _receive(self, message: StoredMessage) -> None:
-        key = record_key(message.subject)
-        if key is None:
+        name = instance_at(message.subject)
+        if name is None:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
         elif message.is_marker:
             end = self._expire if MARKER_REASON in message.headers else self._delete
-            self._bus.to_main(end, *key)
+            self._bus.to_main(end, name)
         elif (record := record_of(message)) is None:
             self._bus.to_main(self._bus.drop, DropReason.MALFORMED)
         else:
@@ -293,91 +289,86 @@ class Discovery:
             record = None if message.is_marker else record_of(message)
             if record is None:
                 continue
-            key = (record.namespace, record.component, record.instance_id)
-            known = self.view.find(*key)
+            known = self.view.find(record.name)
             if known is None or known.renewed < message.time:
                 self._put(record, message.time, ttl_of(message))
             # Who is gone by then is not shown by the consumer.
-            self.view.doubt(*key)
+            self.view.doubt(record.name)
         self._ask_outdated()
         self._end_reading()
 
     def _put(self, record: InstanceRecord, renewed: float, ttl: float | None) -> None:
-        key = (record.namespace, record.component, record.instance_id)
-        before = self.view.find(*key)
+        before = self.view.find(record.name)
         # What comes while nothing is read anew was written just now, whatever our clock says.
         age = max(0.0, unix_time() - renewed) if self.view.is_reading() else 0.0
         lifetime = (ttl or self._bus.config.lease_ttl) + EXPIRY_GRACE
         news = self.view.put(record, renewed, monotonic() + lifetime - age)
         # Who renews is alive; a reading anew of what is stored long since says nothing.
         if before is not None and renewed > before.renewed:
-            news = self.view.trust(*key) or news
+            news = self.view.trust(record.name) or news
         if news:
             self._notify()
 
-    def _expire(self, namespace: str, component: str, instance_id: str) -> None:
-        instance = self.view.find(namespace, component, instance_id)
+    def _expire(self, name: InstanceName) -> None:
+        instance = self.view.find(name)
         if instance is not None:
             self._expire_unless_heard(instance)
 
     def _expire_unless_heard(self, instance: Instance) -> None:
-        record = instance.record
-        key = (record.namespace, record.component, record.instance_id)
-        if self.view.find(*key) is not instance:
+        name = instance.record.name
+        if self.view.find(name) is not instance:
             return
-        if self._is_heard(*key):
+        if self._is_heard(name):
             # JetStream could not take its renewal in time; it is no less alive for that.
             self._bus.loop.call_later(HEARD_AGAIN, self._expire_unless_heard, instance)
             return
         # Its renewal may wait for servers that elect a leader: is there anybody?
-        self._presence.ask(key, partial(self._expire_or_wait, instance))
+        self._presence.ask(name, partial(self._expire_or_wait, instance))
 
     def _expire_or_wait(self, instance: Instance, there: bool | None) -> None:
-        record = instance.record
-        key = (record.namespace, record.component, record.instance_id)
-        if self._is_closed or self.view.find(*key) is not instance:
+        name = instance.record.name
+        if self._is_closed or self.view.find(name) is not instance:
             return
         if there is False:
-            self.view.expire(*key, monotonic())
+            self.view.expire(name, monotonic())
             self._notify()
         else:
             self._bus.loop.call_later(EXPIRY_GRACE, self._expire_after_grace, instance)
 
     def _expire_after_grace(self, instance: Instance) -> None:
-        record = instance.record
-        key = (record.namespace, record.component, record.instance_id)
-        if self._is_closed or self.view.find(*key) is not instance:
+        name = instance.record.name
+        if self._is_closed or self.view.find(name) is not instance:
             return
-        if self._is_heard(*key):
+        if self._is_heard(name):
             self._expire_unless_heard(instance)
             return
-        self.view.expire(*key, monotonic())
+        self.view.expire(name, monotonic())
         self._notify()
 
-    def _note_absent(self, key: InstanceKey) -> None:
-        if self.view.note_absent(*key, monotonic()):
+    def _note_absent(self, name: InstanceName) -> None:
+        if self.view.note_absent(name, monotonic()):
             self._notify()
-            self._bus.loop.call_later(FIRST_QUESTION, self._ask_absent, key, FIRST_QUESTION)
+            self._bus.loop.call_later(FIRST_QUESTION, self._ask_absent, name, FIRST_QUESTION)
 
-    def _ask_absent(self, key: InstanceKey, pause: float) -> None:
+    def _ask_absent(self, name: InstanceName, pause: float) -> None:
         """Ask again for an instance that was not there: it may only have changed servers."""
-        if not self._is_closed and self.view.is_absent(*key):
-            self._presence.ask(key, partial(self._answer_of_absent, key, pause))
+        if not self._is_closed and self.view.is_absent(name):
+            self._presence.ask(name, partial(self._answer_of_absent, name, pause))
 
-    def _answer_of_absent(self, key: InstanceKey, pause: float, there: bool | None) -> None:
-        if self._is_closed or not self.view.is_absent(*key):
+    def _answer_of_absent(self, name: InstanceName, pause: float, there: bool | None) -> None:
+        if self._is_closed or not self.view.is_absent(name):
             return
         if there:
-            self.view.trust(*key)
-            self.view.vouch(*key, monotonic() + LAST_QUESTION)
+            self.view.trust(name)
+            self.view.vouch(name, monotonic() + LAST_QUESTION)
             self._notify()
             return
         now = monotonic()
-        if there is False and self.view.is_outdated(*key, now) and not self.view.is_settling(now):
-            self._delete(*key)
+        if there is False and self.view.is_outdated(name, now) and not self.view.is_settling(now):
+            self._delete(name)
             return
         pause = min(2 * pause, LAST_QUESTION)
-        self._bus.loop.call_later(pause, self._ask_absent, key, pause)
+        self._bus.loop.call_later(pause, self._ask_absent, name, pause)
 
     def _look_around(self, component: ComponentKey) -> None:
         """Ask for all instances of a component of which one is not there: of thousands of
@@ -387,33 +378,33 @@ class Discovery:
             return
         self._looked_around[component] = now
         known = self.view.instances(*component, now)
-        self._ask_all([(*component, one.id) for one in known])
+        self._ask_all([one.record.name for one in known])
 
-    def _ask_all(self, keys: list[InstanceKey]) -> None:
+    def _ask_all(self, names: list[InstanceName]) -> None:
         if self._is_closed:
             return
-        for key in keys[:QUESTIONS_PER_TURN]:
-            self._presence.ask(key, partial(self._answer_of_known, key))
-        if len(keys) > QUESTIONS_PER_TURN:
-            self._bus.loop.call_soon(self._ask_all, keys[QUESTIONS_PER_TURN:])
+        for name in names[:QUESTIONS_PER_TURN]:
+            self._presence.ask(name, partial(self._answer_of_known, name))
+        if len(names) > QUESTIONS_PER_TURN:
+            self._bus.loop.call_soon(self._ask_all, names[QUESTIONS_PER_TURN:])
 
-    def _answer_of_known(self, key: InstanceKey, there: bool | None) -> None:
+    def _answer_of_known(self, name: InstanceName, there: bool | None) -> None:
         if self._is_closed:
             return
         if there is False:
-            self._note_absent(key)
+            self._note_absent(name)
         elif there:
-            self.view.vouch(*key, monotonic() + LAST_QUESTION)
-        if key in self._asked:
-            self._asked.discard(key)
+            self.view.vouch(name, monotonic() + LAST_QUESTION)
+        if name in self._asked:
+            self._asked.discard(name)
             self._end_reading()
 
     def _ask_outdated(self) -> None:
         """Ask for those whose records should have expired long ago: who is not there is not
         chosen, and forgotten when a second question finds nobody either."""
-        keys = [key for key in self.view.outdated(monotonic()) if key not in self._asked]
-        self._asked.update(keys)
-        self._ask_all(keys)
+        names = [name for name in self.view.outdated(monotonic()) if name not in self._asked]
+        self._asked.update(names)
+        self._ask_all(names)
 
     def _look_for_outdated(self) -> None:
         if self._is_closed:
@@ -428,8 +419,8 @@ class Discovery:
             self.synchronized.set()
             self._notify()
 
-    def _delete(self, namespace: str, component: str, instance_id: str) -> None:
-        self.view.delete(namespace, component, instance_id)
+    def _delete(self, name: InstanceName) -> None:
+        self.view.delete(name)
         self._notify()
 
     def _caught_up(self) -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
 
 EXPIRY_GRACE: Final = 3.0
@@ -19,7 +20,7 @@ SUSPECT_SECONDS: Final = 5.0
 RETURN_SECONDS: Final = 1.5
 
 ComponentKey = tuple[str, str]
-InstanceKey = tuple[str, str, str]
+"""Namespace and component."""
 
 
 class Instance(NamedTuple):
@@ -52,11 +53,11 @@ class InstanceView:
 
     def __init__(self, renewal_grace: float = 0.0) -> None:
         self._instances: dict[ComponentKey, dict[str, Instance]] = {}
-        self._expired: dict[InstanceKey, float] = {}
-        self._suspect: dict[InstanceKey, float] = {}
-        self._absent: dict[InstanceKey, float] = {}
-        self._unseen: set[InstanceKey] = set()
-        self._believed_until: dict[InstanceKey, float] = {}
+        self._expired: dict[InstanceName, float] = {}
+        self._suspect: dict[InstanceName, float] = {}
+        self._absent: dict[InstanceName, float] = {}
+        self._unseen: set[InstanceName] = set()
+        self._believed_until: dict[InstanceName, float] = {}
         self._is_reading = False
         self._grace_until = 0.0
         self._renewal_grace = renewal_grace
@@ -72,32 +73,36 @@ class InstanceView:
         Args:
             believed_until: when its lease is over for certain, unless it is renewed again.
         """
-        key = (record.namespace, record.component, record.instance_id)
-        component = self._instances.setdefault(key[:2], {})
-        before = component.get(record.instance_id)
+        name = record.name
+        component = self._instances.setdefault(name[:2], {})
+        before = component.get(name.instance_id)
         if before is None or renewed > before.renewed:
             # The same record read again is no renewal.
-            self._believed_until[key] = believed_until
-        component[record.instance_id] = Instance(record, renewed)
-        self._choice.pop(key[:2], None)
-        self._expired.pop(key, None)
-        self._unseen.discard(key)
+            self._believed_until[name] = believed_until
+        component[name.instance_id] = Instance(record, renewed)
+        self._choice.pop(name[:2], None)
+        self._expired.pop(name, None)
+        self._unseen.discard(name)
         news = before is None or before.record.incarnation != record.incarnation
         if news:
-            self.trust(*key)
+            self.trust(name)
         return news or before is None or before.record.draining != record.draining
 
-    def delete(self, namespace: str, component: str, instance_id: str) -> None:
+    def delete(self, name: InstanceName) -> None:
         """An instance said that it goes."""
-        self._drop((namespace, component, instance_id))
+        self._expired.pop(name, None)
+        self._suspect.pop(name, None)
+        self._absent.pop(name, None)
+        self._believed_until.pop(name, None)
+        self._choice.pop(name[:2], None)
+        self._instances.get(name[:2], {}).pop(name.instance_id, None)
 
-    def expire(self, namespace: str, component: str, instance_id: str, now: float) -> None:
+    def expire(self, name: InstanceName, now: float) -> None:
         """A record ran out; counts at once, or after the grace that follows an outage."""
-        key = (namespace, component, instance_id)
         if now < self._grace_until:
-            self._expired[key] = self._grace_until
+            self._expired[name] = self._grace_until
         else:
-            self._drop(key)
+            self.delete(name)
 
     def outage_ended(self, now: float) -> None:
         """We or others were cut off until now: give records time to be renewed."""
@@ -107,8 +112,8 @@ class InstanceView:
         """A complete reading of all records begins."""
         self._is_reading = True
         self._unseen = {
-            (*key, instance_id)
-            for key, instances in self._instances.items()
+            InstanceName(*component, instance_id)
+            for component, instances in self._instances.items()
             for instance_id in instances
         }
 
@@ -120,9 +125,9 @@ class InstanceView:
         """Whether records come that may have been stored long ago."""
         return self._is_reading
 
-    def doubt(self, namespace: str, component: str, instance_id: str) -> None:
+    def doubt(self, name: InstanceName) -> None:
         """An instance counts as not shown by the reading that began, unless it still is."""
-        self._unseen.add((namespace, component, instance_id))
+        self._unseen.add(name)
 
     def pass_ended(self, now: float) -> None:
         """It is complete: what it did not show has ended while we did not look.
@@ -130,56 +135,47 @@ class InstanceView:
         Or the bucket was lost as a whole, and its instances are about to announce themselves
         again: each has the time until its next renewal.
         """
-        for key in self._unseen:
-            self._expired[key] = max(self._grace_until, now + self._renewal_grace)
+        for name in self._unseen:
+            self._expired[name] = max(self._grace_until, now + self._renewal_grace)
         self._unseen = set()
         self._is_reading = False
 
-    def is_outdated(self, namespace: str, component: str, instance_id: str, now: float) -> bool:
+    def is_outdated(self, name: InstanceName, now: float) -> bool:
         """Whether an instance has not renewed its record for longer than its lease can live."""
-        return self._believed_until.get((namespace, component, instance_id), math.inf) <= now
+        return self._believed_until.get(name, math.inf) <= now
 
-    def outdated(self, now: float) -> list[InstanceKey]:
+    def outdated(self, now: float) -> list[InstanceName]:
         """The instances of outdated records, but for those of which it is known that nobody
         listens there."""
         return [
-            key
-            for key, until in self._believed_until.items()
-            if until <= now and key not in self._absent
+            name
+            for name, until in self._believed_until.items()
+            if until <= now and name not in self._absent
         ]
 
-    def vouch(self, namespace: str, component: str, instance_id: str, until: float) -> None:
+    def vouch(self, name: InstanceName, until: float) -> None:
         """Believe the record of an instance for longer: somebody listens there."""
-        key = (namespace, component, instance_id)
-        if key in self._believed_until:
-            self._believed_until[key] = max(self._believed_until[key], until)
+        if name in self._believed_until:
+            self._believed_until[name] = max(self._believed_until[name], until)
 
-    def suspect(
-        self,
-        namespace: str,
-        component: str,
-        instance_id: str,
-        now: float,
-        seconds: float = SUSPECT_SECONDS,
-    ) -> None:
+    def suspect(self, name: InstanceName, now: float, seconds: float = SUSPECT_SECONDS) -> None:
         """Do not choose an instance until it renews, or for so long: it does not answer."""
-        self._suspect[(namespace, component, instance_id)] = now + seconds
+        self._suspect[name] = now + seconds
 
-    def note_absent(self, namespace: str, component: str, instance_id: str, now: float) -> bool:
+    def note_absent(self, name: InstanceName, now: float) -> bool:
         """Do not choose an instance until it is trusted: nobody listens where it would.
 
         True when that was not known of it.
         """
-        key = (namespace, component, instance_id)
-        if key in self._absent or self.find(*key) is None:
+        if name in self._absent or self.find(name) is None:
             return False
-        self._absent[key] = now
-        self._choice.pop(key[:2], None)
+        self._absent[name] = now
+        self._choice.pop(name[:2], None)
         return True
 
-    def is_absent(self, namespace: str, component: str, instance_id: str) -> bool:
+    def is_absent(self, name: InstanceName) -> bool:
         """Whether nobody listens where an instance would, as far as is known."""
-        return (namespace, component, instance_id) in self._absent
+        return name in self._absent
 
     def returning(self, namespace: str, component: str, now: float) -> float:
         """Seconds for which an instance of a component may still only be changing servers: a
@@ -190,21 +186,20 @@ class InstanceView:
         found = [since for absent, since in self._absent.items() if absent[:2] == key]
         return max(0.0, max(found, default=now - RETURN_SECONDS) + RETURN_SECONDS - now)
 
-    def trust(self, namespace: str, component: str, instance_id: str) -> bool:
+    def trust(self, name: InstanceName) -> bool:
         """End every suspicion of an instance; True when there was one."""
-        key = (namespace, component, instance_id)
-        was_suspect = self._suspect.pop(key, None) is not None
-        if key not in self._absent:
+        was_suspect = self._suspect.pop(name, None) is not None
+        if name not in self._absent:
             return was_suspect
-        del self._absent[key]
-        self._choice.pop(key[:2], None)
+        del self._absent[name]
+        self._choice.pop(name[:2], None)
         return True
 
     def instances(self, namespace: str, component: str, now: float) -> list[Instance]:
         """The instances of a component that may be chosen, in a stable order."""
         if self._expired:
             for expired in [key for key, until in self._expired.items() if until <= now]:
-                self._drop(expired)
+                self.delete(expired)
         key = (namespace, component)
         choice = self._choice.get(key)
         if choice is None:
@@ -213,29 +208,19 @@ class InstanceView:
             choice = [
                 one
                 for one in known.values()
-                if not one.record.draining and (namespace, component, one.id) not in absent
+                if not one.record.draining and (*key, one.id) not in absent
             ]
             self._choice[key] = choice
         if not self._suspect:
             return choice
         for suspect in [key for key, until in self._suspect.items() if until <= now]:
             del self._suspect[suspect]
-        return [one for one in choice if (namespace, component, one.id) not in self._suspect]
+        return [one for one in choice if (*key, one.id) not in self._suspect]
 
-    def find(self, namespace: str, component: str, instance_id: str) -> Instance | None:
+    def find(self, name: InstanceName) -> Instance | None:
         """One instance, whether it may be chosen or not."""
-        return self._instances.get((namespace, component), {}).get(instance_id)
+        return self._instances.get(name[:2], {}).get(name.instance_id)
 
     def everything(self) -> list[Instance]:
         """Every known instance."""
         return [one for instances in self._instances.values() for one in instances.values()]
-
-    def _drop(self, key: InstanceKey) -> None:
-        self._expired.pop(key, None)
-        self._suspect.pop(key, None)
-        self._absent.pop(key, None)
-        self._believed_until.pop(key, None)
-        self._choice.pop(key[:2], None)
-        component = self._instances.get(key[:2])
-        if component is not None:
-            component.pop(key[2], None)

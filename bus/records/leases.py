@@ -15,7 +15,7 @@ from dynbus.bus.background import Background, Work
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol.headers import TTL
-from dynbus.bus.protocol.names import INSTANCES_BUCKET, TOKEN
+from dynbus.bus.protocol.names import INSTANCES_BUCKET, TOKEN, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord, decode_record, encode_record
 from dynbus.bus.transport import (
     REPLICAS,
@@ -91,22 +91,21 @@ def record_subject(namespace: str, component: str, instance_id: str) -> str:
     return f"$KV.{INSTANCES_BUCKET}.{namespace}.{component}.{instance_id}"
 
 
-def record_key(subject: str) -> tuple[str, str, str] | None:
-    """The namespace, component and instance id of a record's subject; None for any other."""
+def instance_at(subject: str) -> InstanceName | None:
+    """Whose record a subject stores; None for any other subject."""
     tokens = subject.split(".")
     if len(tokens) != 5 or not all(map(TOKEN.fullmatch, tokens[2:])):
         return None
-    return tokens[2], tokens[3], tokens[4]
+    return InstanceName(*tokens[2:])
 
 
 def record_of(message: StoredMessage) -> InstanceRecord | None:
     """The record in a message; None for one that cannot be read, or that speaks of another
     instance than its subject, which is what permissions are given for."""
     record = decode_record(message.data)
-    if record is None:
+    if record is None or record.name != instance_at(message.subject):
         return None
-    told = (record.namespace, record.component, record.instance_id)
-    return record if told == record_key(message.subject) else None
+    return record
 
 
 def ttl_of(message: StoredMessage) -> float | None:
@@ -145,7 +144,7 @@ class LeaseKeeper:
         self._leased = LeasedRecord(
             jetstream,
             INSTANCES_STREAM.name,
-            record_subject(record.namespace, record.component, record.instance_id),
+            record_subject(*record.name),
             ttl,
             marker_ttl=MARKER_TTL,
             is_mine=self._is_mine,
@@ -197,8 +196,8 @@ class LeaseKeeper:
         other = record_of(stored)
         if other is not None and other.incarnation != mine.incarnation:
             raise ConfigError(
-                f"instance id {mine.instance_id!r} is in use by {other.namespace}."
-                f"{other.component}: ids are unique on the bus, so put the component into it"
+                f"instance id {mine.instance_id!r} is in use by {other.name.address}: ids are "
+                "unique on the bus, so put the component into it"
             )
 
     async def announce(self) -> None:
@@ -321,7 +320,7 @@ class LeaseKeeper:
     def _conflict(self) -> ConfigError:
         record = self._record
         return ConfigError(
-            f"instance id {record.instance_id!r} of {record.namespace}.{record.component} is in "
+            f"instance id {record.instance_id!r} of {record.name.address} is in "
             "use by another process: leave the id out, or choose another"
         )
 

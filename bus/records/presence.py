@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from dynbus.bus.protocol.names import control_subject
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.protocol.wire import Ping, encode_batch
 from dynbus.bus.transport import ConnectionState
-
-from .instance_view import InstanceKey
 
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
@@ -32,7 +30,7 @@ class Presence:
         self._reconnects = 0
         bus.data.on_state(self._on_state)
 
-    def ask(self, instance: InstanceKey, answer: Callable[[bool | None], None]) -> None:
+    def ask(self, instance: InstanceName, answer: Callable[[bool | None], None]) -> None:
         """Ask for one instance.
 
         Args:
@@ -55,7 +53,7 @@ class Presence:
 
         bus.bounce_handlers[token] = nobody_listens
         data = encode_batch(bus.replies.base, token, 0, [Ping(0)])
-        bus.data.publish(control_subject(*instance), data, reply=bus.replies.bounce(token))
+        bus.data.publish(instance.control_subject, data, reply=bus.replies.bounce(token))
 
     def _nothing_came(
         self, token: str, reconnects: int, answer: Callable[[bool | None], None]

@@ -16,7 +16,7 @@ from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.heartbeats import Registry, Said
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST, Inbox
-from dynbus.bus.protocol.names import is_safe_reply
+from dynbus.bus.protocol.names import InstanceName, is_safe_reply
 from dynbus.bus.protocol.wire import Batch, Failed, Frame, Heartbeat, Open, encode_batch
 from dynbus.bus.telemetry.call_spans import CALL_BYTES, span_room, split_calls
 
@@ -52,15 +52,14 @@ class ServerControl:
     def __init__(
         self,
         bus: Bus,
-        subject: str,
-        instance_id: str,
+        name: InstanceName,
         ledger: Ledger,
         execution: Execution,
         outbox: Outbox,
         carry_out: Callable[[list[Action]], None],
     ) -> None:
         self.registry: Registry[RemoteClient] = Registry(
-            instance_id, self, ledger.clients, bus.to_main
+            name.instance_id, self, ledger.clients, bus.to_main
         )
         self._cancels: Inbox[PlainCancel] = Inbox(self._cancel_plain, bus.to_main)
         # Questions after requests that may have arrived, but were not read yet.
@@ -71,7 +70,7 @@ class ServerControl:
         self._execution = execution
         self._outbox = outbox
         self._carry_out = carry_out
-        self._subject = subject
+        self._subject = name.control_subject
         self._subscription: Subscription | None = None
 
     def __repr__(self) -> str:

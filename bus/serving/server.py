@@ -25,7 +25,7 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.endpoint import Endpoint
-from dynbus.bus.protocol.names import EndpointName, control_subject, is_safe_reply, turn_taker
+from dynbus.bus.protocol.names import EndpointName, InstanceName, is_safe_reply, turn_taker
 from dynbus.bus.protocol.stream_writer import StreamWriter
 from dynbus.bus.transport import ConnectionState, Message, Subscription
 
@@ -72,35 +72,34 @@ class InstanceServer:
     def __init__(
         self,
         bus: Bus,
-        namespace: str,
-        component: str,
-        instance_id: str,
+        name: InstanceName,
         endpoints: Iterable[Endpoint],
     ) -> None:
         self.bus = bus
-        self.namespace = namespace
-        self.component = component
-        self.instance_id = instance_id
+        self.name = name
         self.served = {
             endpoint.name: ServedEndpoint(
-                EndpointName.of(namespace, component, endpoint.name), endpoint, instance_id
+                EndpointName.of(name.namespace, name.component, endpoint.name),
+                endpoint,
+                name.instance_id,
             )
             for endpoint in endpoints
         }
-        self._outbox = Outbox(bus, instance_id, lambda: self.execution.load, self._does_not_fit)
+        self._outbox = Outbox(
+            bus, name.instance_id, lambda: self.execution.load, self._does_not_fit
+        )
         config = bus.config
         self.ledger = Ledger(
-            f"{namespace}.{component}@{instance_id}",
+            str(name),
             max_request_bytes=config.max_request_bytes,
             instance_window=config.instance_window,
             reply_prefixes=config.reply_prefixes,
             open_outbox=self._open_outbox,
         )
-        self.execution = Execution(bus, instance_id, self.ledger.finish)
+        self.execution = Execution(bus, name.instance_id, self.ledger.finish)
         self._control = ServerControl(
             bus,
-            control_subject(namespace, component, instance_id),
-            instance_id,
+            name,
             self.ledger,
             self.execution,
             self._outbox,
@@ -115,8 +114,7 @@ class InstanceServer:
         state = "draining" if self.draining else "serving"
         running, waiting = self._counts()
         return (
-            f"<InstanceServer {self.namespace}.{self.component}@{self.instance_id} "
-            f"[{state} | calls: {running} running, {waiting} waiting]>"
+            f"<InstanceServer {self.name} [{state} | calls: {running} running, {waiting} waiting]>"
         )
 
     @property
@@ -148,9 +146,11 @@ class InstanceServer:
         await self._control.start()
         for served in self.served.values():
             receive = partial(self._receive, served)
-            self._subscriptions.append(data.subscribe(served.address.at(self.instance_id), receive))
+            self._subscriptions.append(
+                data.subscribe(served.address.at(self.name.instance_id), receive)
+            )
             self._queue_subscriptions.append(
-                data.subscribe(str(served.address), receive, queue=self.component)
+                data.subscribe(str(served.address), receive, queue=self.name.component)
             )
         await data.barrier()
         self.ledger.note_subscribed(monotonic())
@@ -176,9 +176,8 @@ class InstanceServer:
             await self.execution.idle()
         if limit.cancelled_caught:
             logger.warning(
-                "%s.%s@%s: %s after %g s of draining; they are ended",
-                *(self.namespace, self.component, self.instance_id),
-                *(calls_told(*self._counts()), round(grace, 1)),
+                "%s: %s after %g s of draining; they are ended",
+                *(self.name, calls_told(*self._counts()), round(grace, 1)),
             )
         self.end_all(lambda: Draining("the instance is going away"))
 

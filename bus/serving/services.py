@@ -47,7 +47,8 @@ class ServiceResponder:
     @property
     def name(self) -> str:
         """The service's name: `{namespace}_{component}`."""
-        return f"{self._server.namespace}_{self._server.component}"
+        name = self._server.name
+        return f"{name.namespace}_{name.component}"
 
     async def start(self) -> None:
         """Subscribe to the nine subjects of the protocol that concern this instance.
@@ -57,7 +58,7 @@ class ServiceResponder:
         """
         data = self._server.bus.data
         for verb, answer in (("PING", self.ping), ("INFO", self.info), ("STATS", self.stats)):
-            for suffix in ("", f".{self.name}", f".{self.name}.{self._server.instance_id}"):
+            for suffix in ("", f".{self.name}", f".{self.name}.{self._server.name.instance_id}"):
 
                 def respond(message: Message, answer: Any = answer, suffix: str = suffix) -> None:
                     self._respond(message, answer, direct=suffix.count(".") == 2)
@@ -79,12 +80,12 @@ class ServiceResponder:
         """The answer to `$SRV.INFO`."""
         server = self._server
         return self._identity("info") | {
-            "description": f"dynbus component {server.namespace}.{server.component}",
+            "description": f"dynbus component {server.name.address}",
             "endpoints": [
                 {
                     "name": served.endpoint.name,
                     "subject": str(served.address),
-                    "queue_group": server.component,
+                    "queue_group": server.name.component,
                     "metadata": self._endpoint_metadata(served),
                 }
                 for served in server.served.values()
@@ -94,7 +95,7 @@ class ServiceResponder:
     def stats(self) -> dict[str, Any]:
         """The answer to `$SRV.STATS`; times are in nanoseconds."""
         server = self._server
-        status = server.bus.status.read(f"{server.namespace}.{server.component}")
+        status = server.bus.status.read(server.name.address)
         said = {"status": status} if status else {}
         return self._identity("stats") | {
             "started": _timestamp(self._started),
@@ -102,7 +103,7 @@ class ServiceResponder:
                 {
                     "name": served.endpoint.name,
                     "subject": str(served.address),
-                    "queue_group": server.component,
+                    "queue_group": server.name.component,
                     "num_requests": served.requests,
                     "num_errors": served.errors,
                     "last_error": served.last_error,
@@ -125,14 +126,14 @@ class ServiceResponder:
         return {
             "type": _TYPE.format(kind),
             "name": self.name,
-            "id": self._server.instance_id,
+            "id": self._server.name.instance_id,
             "version": VERSION,
             "metadata": self._metadata,
         }
 
     def _endpoint_metadata(self, served: ServedEndpoint) -> dict[str, str]:
         return {
-            "dynbus.namespace": self._server.namespace,
+            "dynbus.namespace": self._server.name.namespace,
             "dynbus.kind": served.endpoint.kind,
             "dynbus.schema": msgspec.json.encode(served.endpoint.schemas).decode(),
         }

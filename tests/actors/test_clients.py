@@ -199,7 +199,8 @@ class Bench:
         """Start a Splitter; the object that serves."""
         instance = await self.runtime.start(self.splitter, **arguments)
         client = await self.runtime.endpoint(self.endpoint("split")).client()
-        count = sum(one.server.component == "Splitter" for one in self.runtime.instances.values())
+        served = [instance.name.component for instance in self.runtime.instances.values()]
+        count = served.count("Splitter")
         await client.wait_for_instances(timeout=BOUND, count=count)
         assert isinstance(instance.actor, Splitting)
         return instance.actor

@@ -22,6 +22,7 @@ from dynbus import (
 from dynbus.actors.runtime import ActorInstance
 from dynbus.actors.serving.instance import InstanceBroken, InstanceState
 from dynbus.bus.clock import monotonic
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.testing import TestKit, run
 
 
@@ -274,7 +275,7 @@ class Described(Actor, namespace="instance"):
 
 
 def found(kit: TestKit, instance_id: str) -> Instance:
-    instance = kit.caller.discovery.view.find("instance", "Described", instance_id)
+    instance = kit.caller.discovery.view.find(InstanceName("instance", "Described", instance_id))
     assert instance is not None
     return instance
 
@@ -296,7 +297,7 @@ def test_one_that_says_nothing_has_no_metadata() -> None:
     async def story() -> dict[str, str]:
         async with TestKit() as kit:
             await kit.start(Logging, instance_id="l")
-            instance = kit.caller.discovery.view.find("instance", "Logging", "l")
+            instance = kit.caller.discovery.view.find(InstanceName("instance", "Logging", "l"))
             assert instance is not None
             return dict(instance.metadata)
 

@@ -25,6 +25,7 @@ from dynbus import (
 )
 from dynbus.actors.calling.clients import Call
 from dynbus.bus.calling.pending_call import PendingCall
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.testing import TestKit, run
 
@@ -58,6 +59,9 @@ class Worker(Actor, namespace="left"):
         for number in range(1000):
             yield number
             await asyncio.sleep(1.0)
+
+
+WORKER_A = InstanceName(Worker.__dynbus_namespace__, Worker.__dynbus_component__, "a")
 
 
 class Thinking:
@@ -190,9 +194,7 @@ def test_a_call_that_may_have_started_before_it_was_left_says_so() -> None:
 
             with pytest.raises(Cancelled) as caught:
                 await waiting
-            return caught.value.started, kit.caller.caller.in_flight(
-                Worker.__dynbus_namespace__, Worker.__dynbus_component__, "a"
-            )
+            return caught.value.started, kit.caller.caller.in_flight(WORKER_A)
 
     assert run(story()) == (True, 0)
 

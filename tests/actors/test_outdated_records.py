@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dynbus import Actor, NoInstances, handler
-from dynbus.bus.protocol.names import control_subject
+from dynbus.bus.protocol.names import InstanceName, control_subject
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
 from dynbus.bus.records.discovery import LAST_QUESTION, LOOK_PAUSE
 from dynbus.bus.records.instance_view import EXPIRY_GRACE
@@ -16,6 +16,7 @@ from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 from dynbus.testing import TestKit, run
 
 NAMES = ("outdated", "Worker")
+NAME = InstanceName(*NAMES, "ghost")
 GHOST = InstanceRecord(
     namespace=NAMES[0],
     component=NAMES[1],
@@ -49,7 +50,7 @@ def test_a_record_that_nobody_renews_is_forgotten_when_nobody_listens() -> None:
         async with TestKit() as kit:
             await kit.start(Worker, instance_id="true")
             await write(kit)
-            await kit.caller.discovery.wait_for_instance(*NAMES, "ghost")
+            await kit.caller.discovery.wait_for_instance(NAME)
             before = sorted(kit.caller.instance_ids(Worker))
             await asyncio.sleep(lifetime(kit) + 1.0)
             known = kit.caller.discovery.view.everything()
@@ -95,11 +96,11 @@ def test_a_record_that_is_renewed_after_all_brings_its_instance_back_at_once() -
     async def story() -> tuple[list[str], list[str]]:
         async with TestKit() as kit:
             await write(kit)
-            await kit.caller.discovery.wait_for_instance(*NAMES, "ghost")
+            await kit.caller.discovery.wait_for_instance(NAME)
             await asyncio.sleep(lifetime(kit) + 1.0)
             gone = kit.caller.instance_ids(Worker)
             await write(kit, msgspec.structs.replace(GHOST, counter=2))
-            await kit.caller.discovery.wait_for_instance(*NAMES, "ghost", timeout=0.1)
+            await kit.caller.discovery.wait_for_instance(NAME, timeout=0.1)
             return gone, kit.caller.instance_ids(Worker)
 
     assert run(story()) == ([], ["ghost"])
@@ -130,7 +131,7 @@ def test_a_record_is_believed_for_as_long_as_its_own_ttl_says() -> None:
             await jetstream.ensure_stream(INSTANCES_STREAM)
             subject = record_subject(*NAMES, "ghost")
             await jetstream.publish(subject, encode_record(GHOST), ttl=120.0)
-            await kit.caller.discovery.wait_for_instance(*NAMES, "ghost")
+            await kit.caller.discovery.wait_for_instance(NAME)
             await asyncio.sleep(110.0)
             before = kit.caller.instance_ids(Worker)
             await asyncio.sleep(20.0)

@@ -26,6 +26,7 @@ from dynbus import (
     depends,
     handler,
 )
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.testing import TestKit, run
 
 
@@ -63,6 +64,9 @@ class Worker(Actor, namespace="observed"):
     async def late(self) -> AsyncGenerator[int, None]:
         await asyncio.sleep(30.0)
         yield 1
+
+
+WORKER_A = InstanceName(Worker.__dynbus_namespace__, Worker.__dynbus_component__, "a")
 
 
 class Misread(Actor, namespace="observed", component="Worker"):
@@ -441,9 +445,7 @@ def test_an_interrupt_within_an_observer_ends_the_call_and_leaves_none_behind() 
             try:
                 await kit.client(Worker, routing=router).slow()
             except KeyboardInterrupt:
-                return kit.caller.caller.in_flight(
-                    Worker.__dynbus_namespace__, Worker.__dynbus_component__, "a"
-                )
+                return kit.caller.caller.in_flight(WORKER_A)
         raise AssertionError("it was not interrupted")
 
     assert run(story()) == 0

@@ -21,6 +21,7 @@ from dynbus import (
     handler,
 )
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.testing import TestKit, run
 
 
@@ -88,7 +89,7 @@ async def test_functions_are_called_by_typed_and_untyped_clients(
             untyped = await far.endpoint("alone.Shouter.ping").client()
             assert await untyped.wait_for_instances(5.0) == [instance.id]
             assert await untyped.generate() == "pong"
-            found = far.discovery.view.find("alone", "Shouter", instance.id)
+            found = far.discovery.view.find(InstanceName("alone", "Shouter", instance.id))
             assert found is not None
             assert found.metadata == {"model": "tiny"}
             plain_client = await nats.connect(nats_server.url)

@@ -160,7 +160,7 @@ async def bus_in_memory(**settings: Any) -> AsyncGenerator[tuple[MemoryBus, Bus]
 async def serving(*endpoints: Endpoint, **settings: Any) -> AsyncGenerator[Served, None]:
     """An instance with these endpoints and one client; `settings` are those of the instance."""
     async with bus_in_memory(**settings) as (server, bus):
-        instance = InstanceServer(bus, ADDRESS.namespace, ADDRESS.component, INSTANCE, endpoints)
+        instance = InstanceServer(bus, ADDRESS.component_name.instance(INSTANCE), endpoints)
         client = PlayedClient(await server.connect())
         await instance.start()
         await client.start()

@@ -174,7 +174,7 @@ def test_a_control_message_that_is_no_batch_is_counted_and_stops_nobody() -> Non
             await asyncio.sleep(SILENCE_LIMIT - 2 * TICK)
 
             assert side.bus.drops == {DropReason.MALFORMED: 1}
-            assert side.caller.is_heard(ENDPOINT.namespace, ENDPOINT.component, "one")
+            assert side.caller.is_heard(ENDPOINT.component_name.instance("one"))
             assert call.is_open
 
     run(story())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
 from dynbus.bus.records.instance_view import (
     EXPIRY_GRACE,
@@ -16,6 +17,7 @@ from dynbus.bus.records.leases import record_of, ttl_of
 from dynbus.bus.transport import StoredMessage
 
 KEY = ("demo", "Splitter")
+A, B = InstanceName(*KEY, "a"), InstanceName(*KEY, "b")
 
 
 def record(instance_id: str, *, incarnation: str = "1", draining: bool = False) -> InstanceRecord:
@@ -80,7 +82,7 @@ def test_a_draining_instance_is_known_but_not_chosen() -> None:
 def test_an_instance_that_says_goodbye_is_gone_at_once() -> None:
     view = view_of("a", "b")
 
-    view.delete(*KEY, "a")
+    view.delete(A)
 
     assert ids(view) == ["b"]
 
@@ -88,7 +90,7 @@ def test_an_instance_that_says_goodbye_is_gone_at_once() -> None:
 def test_an_expired_instance_is_gone_at_once() -> None:
     view = view_of("a", "b")
 
-    view.expire(*KEY, "a", 100.0)
+    view.expire(A, 100.0)
 
     assert ids(view, 100.0) == ["b"]
 
@@ -97,7 +99,7 @@ def test_an_expiry_just_after_an_outage_waits_for_a_renewal() -> None:
     view = view_of("a", "b")
     view.outage_ended(100.0)
 
-    view.expire(*KEY, "a", 100.5)
+    view.expire(A, 100.5)
 
     assert ids(view, 100.0 + EXPIRY_GRACE - 0.01) == ["a", "b"]
     assert ids(view, 100.0 + EXPIRY_GRACE) == ["b"]
@@ -106,7 +108,7 @@ def test_an_expiry_just_after_an_outage_waits_for_a_renewal() -> None:
 def test_a_renewal_in_that_time_saves_the_instance() -> None:
     view = view_of("a")
     view.outage_ended(100.0)
-    view.expire(*KEY, "a", 100.5)
+    view.expire(A, 100.5)
 
     view.put(record("a"), 101.0)
 
@@ -149,11 +151,11 @@ def test_an_instance_can_be_found_whether_it_may_be_chosen_or_not() -> None:
     view = InstanceView()
     view.put(record("a", draining=True), 0.0)
 
-    found = view.find(*KEY, "a")
+    found = view.find(A)
 
     assert found is not None
     assert found.id == "a"
-    assert view.find(*KEY, "b") is None
+    assert view.find(B) is None
 
 
 def test_an_instance_announced_while_reading_is_kept() -> None:
@@ -170,7 +172,7 @@ def test_an_instance_announced_while_reading_is_kept() -> None:
 def test_a_suspect_is_not_chosen_for_a_moment() -> None:
     view = view_of("a", "b")
 
-    view.suspect(*KEY, "a", 100.0)
+    view.suspect(A, 100.0)
 
     assert ids(view, 100.0) == ["b"]
     assert ids(view, 100.0 + SUSPECT_SECONDS) == ["a", "b"]
@@ -178,7 +180,7 @@ def test_a_suspect_is_not_chosen_for_a_moment() -> None:
 
 def test_a_restarted_suspect_is_chosen_at_once() -> None:
     view = view_of("a")
-    view.suspect(*KEY, "a", 100.0)
+    view.suspect(A, 100.0)
 
     view.put(record("a", incarnation="2"), 1.0)
 
@@ -187,7 +189,7 @@ def test_a_restarted_suspect_is_chosen_at_once() -> None:
 
 def test_a_renewal_does_not_clear_a_suspect() -> None:
     view = view_of("a", "b")
-    view.suspect(*KEY, "a", 100.0)
+    view.suspect(A, 100.0)
 
     view.put(msgspec.structs.replace(record("a"), counter=2), 1.0)
 
@@ -197,18 +199,18 @@ def test_a_renewal_does_not_clear_a_suspect() -> None:
 def test_an_absent_instance_is_not_chosen_until_it_is_trusted_however_long_that_takes() -> None:
     view = view_of("a", "b")
 
-    assert view.note_absent(*KEY, "a", 0.0)
-    assert not view.note_absent(*KEY, "a", 0.0)
+    assert view.note_absent(A, 0.0)
+    assert not view.note_absent(A, 0.0)
     assert ids(view, 1e6) == ["b"]
 
-    assert view.trust(*KEY, "a")
-    assert not view.trust(*KEY, "a")
+    assert view.trust(A)
+    assert not view.trust(A)
     assert ids(view, 1e6) == ["a", "b"]
 
 
 def test_an_absent_instance_that_was_started_again_is_chosen_at_once() -> None:
     view = view_of("a")
-    view.note_absent(*KEY, "a", 0.0)
+    view.note_absent(A, 0.0)
 
     view.put(record("a", incarnation="2"), 1.0)
 
@@ -218,10 +220,10 @@ def test_an_absent_instance_that_was_started_again_is_chosen_at_once() -> None:
 def test_what_is_not_known_cannot_be_absent() -> None:
     view = view_of("a")
 
-    assert not view.note_absent(*KEY, "b", 0.0)
+    assert not view.note_absent(B, 0.0)
 
-    view.note_absent(*KEY, "a", 0.0)
-    view.delete(*KEY, "a")
+    view.note_absent(A, 0.0)
+    view.delete(A)
     view.put(record("a"), 1.0)
     assert ids(view) == ["a"]
 
@@ -231,7 +233,7 @@ def test_an_instance_of_an_older_reading_that_the_next_does_not_show_is_forgotte
     view.pass_began()
     for instance_id in ("a", "b"):
         view.put(record(instance_id), 1.0)
-        view.doubt(*KEY, instance_id)
+        view.doubt(InstanceName(*KEY, instance_id))
 
     view.put(record("b"), 2.0)
     view.pass_ended(100.0)
@@ -245,7 +247,7 @@ def test_a_record_that_is_not_renewed_is_outdated_once_its_lease_is_over() -> No
     view.put(record("a"), 1.0, 113.0)
 
     assert view.outdated(112.9) == []
-    assert view.outdated(113.0) == [(*KEY, "a")]
+    assert view.outdated(113.0) == [A]
     assert ids(view, 113.0) == ["a"]
 
 
@@ -254,24 +256,24 @@ def test_only_a_renewal_makes_a_record_believed_for_longer_not_its_reading_anew(
     view.put(record("a"), 1.0, 113.0)
 
     view.put(record("a"), 1.0, 200.0)
-    assert view.is_outdated(*KEY, "a", 113.0)
+    assert view.is_outdated(A, 113.0)
 
     view.put(record("a"), 2.0, 200.0)
-    assert not view.is_outdated(*KEY, "a", 199.9)
+    assert not view.is_outdated(A, 199.9)
 
 
 def test_who_listens_is_believed_for_longer_and_never_for_less() -> None:
     view = InstanceView()
     view.put(record("a"), 1.0, 113.0)
 
-    view.vouch(*KEY, "a", 50.0)
-    assert view.is_outdated(*KEY, "a", 113.0)
+    view.vouch(A, 50.0)
+    assert view.is_outdated(A, 113.0)
 
-    view.vouch(*KEY, "a", 143.0)
-    assert not view.is_outdated(*KEY, "a", 142.9)
+    view.vouch(A, 143.0)
+    assert not view.is_outdated(A, 142.9)
 
-    view.delete(*KEY, "a")
-    view.vouch(*KEY, "a", 143.0)
+    view.delete(A)
+    view.vouch(A, 143.0)
     assert view.outdated(1e6) == []
 
 
@@ -279,10 +281,10 @@ def test_an_outdated_instance_that_is_known_to_be_absent_is_not_asked_for_twice(
     view = InstanceView()
     view.put(record("a"), 1.0, 113.0)
 
-    view.note_absent(*KEY, "a", 114.0)
+    view.note_absent(A, 114.0)
 
     assert view.outdated(114.0) == []
-    assert view.is_outdated(*KEY, "a", 114.0)
+    assert view.is_outdated(A, 114.0)
 
 
 def test_a_view_knows_whether_what_comes_may_have_been_stored_long_ago() -> None:
@@ -329,12 +331,12 @@ def test_an_absent_instance_may_be_changing_servers_for_a_moment_after_one_was_l
     view = view_of("a", "b")
     assert view.returning(*KEY, 100.0) == 0.0
 
-    view.note_absent(*KEY, "a", 100.0)
+    view.note_absent(A, 100.0)
     assert view.returning(*KEY, 100.25) == 0.0
     view.outage_ended(100.0)
 
     assert view.returning(*KEY, 100.25) == RETURN_SECONDS - 0.25
     assert view.returning("demo", "Shouter", 100.0) == 0.0
     assert view.returning(*KEY, 100.0 + RETURN_SECONDS) == 0.0
-    view.trust(*KEY, "a")
+    view.trust(A)
     assert view.returning(*KEY, 100.0) == 0.0

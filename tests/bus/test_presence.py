@@ -7,12 +7,12 @@ import asyncio
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import BusConfig
 from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.protocol.names import control_subject
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.records.presence import ANSWER_SECONDS, Presence
 from dynbus.bus.transport import Message
 from dynbus.testing import run
 
-KEY = ("demo", "Engine", "a")
+KEY = InstanceName("demo", "Engine", "a")
 
 
 async def answers(
@@ -37,7 +37,7 @@ async def answers(
             other.publish(message.reply, b"")
 
     if listens:
-        other.subscribe(control_subject(*KEY), hear)
+        other.subscribe(KEY.control_subject, hear)
     await other.barrier()
     found: list[bool | None] = []
     presence = Presence(bus)

@@ -57,7 +57,7 @@ async def resumed_after(cut: tuple[int, ...], fill: int, lost: str) -> tuple[lis
     calling = await Bus.over(config, connections[2], connections[3])
     gate = asyncio.Event()
     stream = endpoint(lambda _: numbers(gate, fill), streaming=True, name=STREAM.endpoint)
-    instance = InstanceServer(serving, STREAM.namespace, STREAM.component, "i1", [stream])
+    instance = InstanceServer(serving, STREAM.component_name.instance("i1"), [stream])
     await instance.start()
     caller = Caller(calling)
     await caller.start()

@@ -33,7 +33,7 @@ class Stage:
     def server(self) -> InstanceServer:
         """What serves `Source`."""
         servers = [instance.server for instance in self.serving.instances.values()]
-        return next(server for server in servers if server.component == "Source")
+        return next(server for server in servers if server.name.component == "Source")
 
     async def has_begun(self, tag: str) -> None:
         """Wait until the call of this tag runs at `Source`."""

@@ -82,7 +82,7 @@ async def test_nobody_else_can_say_that_an_instance_is_blocked(
     stage: Stage, forger: Client
 ) -> None:
     base = stage.calling.bus.replies.base
-    instance, incarnation = stage.server.instance_id, stage.serving.bus.incarnation
+    instance, incarnation = stage.server.name.instance_id, stage.serving.bus.incarnation
     blocked = Heartbeat(1e9, False, [])
     call = asyncio.create_task(stage.source.work(Wait(seconds=2.0, tag="kept")))
     await eventually(lambda: stage.server.load == 1)
@@ -104,7 +104,7 @@ async def test_nobody_else_can_say_that_a_caller_has_left_its_calls(
 ) -> None:
     base = stage.calling.bus.replies.base
     server = stage.server
-    control = f"{server.namespace}.{server.component}._ctl.{server.instance_id}"
+    control = server.name.control_subject
     call = asyncio.create_task(stage.source.work(Wait(seconds=2.0, tag="kept")))
     await eventually(lambda: server.load == 1)
 

@@ -17,6 +17,7 @@ from tests.proxy import Proxy
 
 from dynbus import Actor, ConfigError, NoInstances, Runtime, call_options, handler
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import decode_record, encode_record
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 from dynbus.bus.transport import JetStream
@@ -152,7 +153,7 @@ async def test_a_lease_that_expired_is_taken_again_with_the_same_id_and_incarnat
         source = runtime.client(Source)
         with call_options(wait=5.0):
             await source.where()
-        before = runtime.discovery.view.find("scenario", "Source", "sleeper")
+        before = runtime.discovery.view.find(InstanceName("scenario", "Source", "sleeper"))
 
         worker.freeze()
         await eventually(lambda: not runtime.instance_ids("scenario", "Source"), 8.0)
@@ -160,7 +161,7 @@ async def test_a_lease_that_expired_is_taken_again_with_the_same_id_and_incarnat
         took = await eventually(
             lambda: runtime.instance_ids("scenario", "Source") == ["sleeper"], 5.0
         )
-        after = runtime.discovery.view.find("scenario", "Source", "sleeper")
+        after = runtime.discovery.view.find(InstanceName("scenario", "Source", "sleeper"))
         done = await source.where()
 
     assert done.instance == "sleeper"
@@ -260,7 +261,8 @@ async def test_an_instance_that_is_heard_is_not_removed_because_its_record_expir
         source = watching.client(Source)
         with call_options(wait=5.0):
             working = asyncio.create_task(source.work(Wait(seconds=4.0)))
-        await eventually(lambda: watching.caller.is_heard("scenario", "Source", "heard"))
+        name = InstanceName("scenario", "Source", "heard")
+        await eventually(lambda: watching.caller.is_heard(name))
         seen: set[frozenset[str]] = set()
         jetstream = watching.bus.data.jetstream
 
@@ -335,15 +337,14 @@ async def test_a_record_that_nobody_renews_is_counted_by_no_client(
         record = decode_record(stored.data) if stored is not None else None
         assert record is not None
         # What a killed server brings back: nobody is there, and it never expires.
+        ghost = InstanceName("scenario", "Source", "ghost")
         await jetstream.publish(
-            record_subject("scenario", "Source", "ghost"),
+            record_subject(*ghost),
             encode_record(msgspec.structs.replace(record, instance_id="ghost", incarnation="g")),
         )
-        await watching.discovery.wait_for_instance("scenario", "Source", "ghost")
+        await watching.discovery.wait_for_instance(ghost)
 
-        await eventually(
-            lambda: watching.discovery.view.find("scenario", "Source", "ghost") is None, 30.0
-        )
+        await eventually(lambda: watching.discovery.view.find(ghost) is None, 30.0)
         async with Runtime.connect(own_server.url, lease_ttl=2.0) as late:
             await late.discovery.wait_synchronized(10.0)
             seen_late = late.instance_ids("scenario", "Source")

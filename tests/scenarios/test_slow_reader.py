@@ -135,7 +135,7 @@ async def test_many_clients_that_never_read_cost_a_bounded_amount_together(
         for number in range(8):
             client = await SilentClient.connect(own_server.port, f"lazy{number}")
             lazy.append(client)
-            client.ask(instance.server.instance_id, streams=32)
+            client.ask(instance.server.name.instance_id, streams=32)
         await eventually(lambda: unread.held > limit / 2, 5.0, what=f"{unread!r}")
 
         largest = 0

@@ -11,6 +11,7 @@ from tests.conditions import eventually
 
 from dynbus import NoInstances, Runtime, StreamLost, Unavailable, UnknownOutcome, call_options
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.records.instance_view import SUSPECT_SECONDS
 
 from .observation import Prefer, begun_at, no_handler_runs
@@ -183,7 +184,7 @@ async def test_a_frozen_worker_gets_no_more_calls_until_it_is_heard_again(
         while time.monotonic() - begun < SUSPECT_SECONDS + 2.5:
             places.append((await source.where()).instance)
             await asyncio.sleep(0.1)
-        assert runtime.discovery.view.find("scenario", "Source", "frozen") is not None
+        assert runtime.discovery.view.find(InstanceName("scenario", "Source", "frozen")) is not None
         worker.thaw()
 
         async def chosen_again() -> bool:

@@ -23,7 +23,7 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.protocol import headers
-from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.names import EndpointName, InstanceName
 from dynbus.bus.protocol.wire import (
     Cancel,
     Credit,
@@ -42,8 +42,8 @@ from dynbus.testing import run
 
 # What is sent ------------------------------------------------------------------------------
 
-ONE = (ENDPOINT.namespace, ENDPOINT.component, "one")
-TWO = (ENDPOINT.namespace, ENDPOINT.component, "two")
+ONE = ENDPOINT.component_name.instance("one")
+TWO = ENDPOINT.component_name.instance("two")
 
 
 def test_a_request_carries_its_number_secret_window_and_time_left() -> None:
@@ -376,7 +376,7 @@ def test_the_calls_of_an_instance_that_is_gone_end(
         async with played() as side:
             call = side.begin(streaming=streaming)
 
-            call.remote.gone()
+            side.caller.gone(call.remote)
 
             assert type(call.error) is kind
             assert call.unreachable
@@ -394,7 +394,7 @@ def test_an_instance_that_is_gone_is_named_with_the_calls_that_end(
             begun = [side.begin() for _ in range(calls + 1)]
             begun[-1].abandon()
 
-            begun[-1].remote.gone()
+            side.caller.gone(begun[-1].remote)
 
     with caplog.at_level(logging.DEBUG, "dynbus.bus.calling.caller"):
         run(story())
@@ -521,7 +521,7 @@ def test_it_tells_what_is_open_where_and_what_the_instance_reported() -> None:
     async def story() -> None:
         async with played() as side:
             caller = side.caller
-            before = caller.in_flight(*ONE), caller.load(*ONE), caller.is_heard(*ONE)
+            before = caller.in_flight(ONE), caller.load(ONE), caller.is_heard(ONE)
 
             call = side.begin()
             side.begin()
@@ -529,12 +529,12 @@ def test_it_tells_what_is_open_where_and_what_the_instance_reported() -> None:
             await side.far.send(item, load=7)
 
             assert before == (0, 0, False)
-            assert caller.in_flight(*ONE) == 2
+            assert caller.in_flight(ONE) == 2
             assert caller.open_calls() == {"one": 2}
-            assert caller.load(*ONE) == 7
+            assert caller.load(ONE) == 7
             assert repr(caller) == "<Caller [2 calls]>"
             call.abandon()
-            assert caller.in_flight(*ONE) == 1
+            assert caller.in_flight(ONE) == 1
 
     run(story())
 
@@ -570,8 +570,8 @@ def test_an_instance_is_heard_while_its_heartbeats_come() -> None:
 
             await side.far.beat()
 
-            assert side.caller.is_heard(*ONE)
-            assert not side.caller.is_heard(*TWO)
+            assert side.caller.is_heard(ONE)
+            assert not side.caller.is_heard(TWO)
 
     run(story())
 
@@ -581,13 +581,13 @@ def test_instances_of_two_components_may_have_one_id_and_know_nothing_of_each_ot
         async with played() as side:
             mine = side.begin()
             other = side.begin(endpoint=EndpointName("played", "Other", "call"))
-            elsewhere = ("played", "Other", "one")
+            elsewhere = InstanceName("played", "Other", "one")
             await side.far.request()
 
             return (
                 mine.remote.incarnation == other.remote.incarnation,
-                side.caller.in_flight(*ONE),
-                side.caller.in_flight(*elsewhere),
+                side.caller.in_flight(ONE),
+                side.caller.in_flight(elsewhere),
             )
 
     assert run(story()) == (False, 1, 1)

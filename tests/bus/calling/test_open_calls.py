@@ -14,8 +14,8 @@ from dynbus.bus.calling.open_calls import (
     Remote,
 )
 from dynbus.bus.calling.pending_call import CallHead, PendingCall
-from dynbus.bus.calling.remote_instance import Place, RemoteInstance
-from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.calling.remote_instance import RemoteInstance
+from dynbus.bus.protocol.names import EndpointName, InstanceName
 
 ENDPOINT = EndpointName("open", "Calls", "call")
 HEAD = CallHead(ENDPOINT, "request-1", None, 1, True, {})
@@ -35,7 +35,7 @@ class Tables:
     def begin(self, instance_id: str = "one") -> PendingCall:
         call = PendingCall(
             HEAD,
-            self.open.remote(place(instance_id)),
+            self.open.remote(ENDPOINT.component_name.instance(instance_id)),
             self.open.next_number(),
             window=self.open.window(),
             max_item_bytes=1 << 20,
@@ -50,13 +50,9 @@ class Tables:
         self.open.remove(call)
 
 
-def place(instance_id: str) -> Place:
-    return (ENDPOINT.namespace, ENDPOINT.component, instance_id)
-
-
-def make_remote(at: Place) -> Remote:
+def make_remote(name: InstanceName) -> Remote:
     # Nothing is sent here.
-    return RemoteInstance(cast("Any", None), at, str, Remote.gone)
+    return RemoteInstance(cast("Any", None), name, str)
 
 
 def test_a_call_is_found_by_number_and_at_its_instance_until_it_ends() -> None:
@@ -91,7 +87,7 @@ def test_an_instance_that_is_forgotten_is_another_one_when_it_is_called_again() 
     assert not remote.has_work()
     assert again is not remote
     assert tables.by_incarnation == {again.incarnation: again}
-    assert tables.open.find_remote(place("one")) is again
+    assert tables.open.find_remote(ENDPOINT.component_name.instance("one")) is again
     tables.open.forget(remote)
     assert tables.open.remotes() == [again]
 
@@ -100,9 +96,9 @@ def test_idle_instances_make_room_for_a_new_one_and_busy_ones_stay() -> None:
     tables = Tables()
     busy = tables.begin("busy")
     for number in range(MAX_IDLE_REMOTES - 1):
-        tables.open.remote(place(f"idle-{number}"))
+        tables.open.remote(ENDPOINT.component_name.instance(f"idle-{number}"))
 
-    latest = tables.open.remote(place("latest"))
+    latest = tables.open.remote(ENDPOINT.component_name.instance("latest"))
 
     assert tables.open.remotes() == [busy.remote, latest]
     assert list(tables.by_incarnation.values()) == [busy.remote, latest]

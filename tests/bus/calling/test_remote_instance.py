@@ -22,8 +22,7 @@ def opened(remote: Remote) -> Open:
 
 def remote_of(side: Played) -> Remote:
     """An instance that was not called yet."""
-    place = (ENDPOINT.namespace, ENDPOINT.component, "one")
-    return RemoteInstance(side.bus, place, str, Remote.gone)
+    return RemoteInstance(side.bus, ENDPOINT.component_name.instance("one"), str)
 
 
 def test_it_is_told_at_the_subject_of_its_control_lane() -> None:
@@ -113,7 +112,7 @@ def test_an_instance_that_is_gone_takes_its_calls_with_it() -> None:
             call = side.begin()
             remote = call.remote
 
-            remote.gone()
+            side.caller.gone(remote)
 
             assert isinstance(call.error, UnknownOutcome)
             assert not remote.has_work()
