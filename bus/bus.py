@@ -202,13 +202,6 @@ class Bus:
             # The process is going away and nobody waits for this.
             logger.debug("the main loop is closed, %s was not run", function)
 
-    def answer_jitter(self, most: float, above: int) -> float:
-        """Seconds over which to spread an answer that every instance gives at once.
-
-        Up to `above` instances none is needed.
-        """
-        return most if self.known_instances > above else 0.0
-
     def count_instances(self, count: int) -> None:
         """Note how many instances there are; callable from any thread."""
         self.known_instances = count

@@ -13,7 +13,7 @@ import contextvars
 import selectors
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar, TypeVarTuple
 
@@ -117,7 +117,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
         return future
 
 
-class _VirtualSelector(selectors.BaseSelector):
+class _VirtualSelector(selectors.DefaultSelector):
     """A selector that moves a clock instead of waiting on it.
 
     The loop asks it to wait exactly when no callback is ready: for `timeout` seconds, or for
@@ -132,19 +132,19 @@ class _VirtualSelector(selectors.BaseSelector):
         limit: float,
         patience: float,
     ) -> None:
+        super().__init__()
         self.now = start
         self._threads = threads
         self._loop = loop
         self._end = start + limit
         self._limit = limit
         self._patience = patience
-        self._real = selectors.DefaultSelector()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = self._real.select(0)
+        events = super().select(0)
         if events or (timeout is not None and timeout <= 0):
             return events
-        events = self._wait_for_threads() or self._real.select(self._real_wait(timeout))
+        events = self._wait_for_threads() or super().select(self._real_wait(timeout))
         if events:
             return events
         if timeout is None:
@@ -162,7 +162,7 @@ class _VirtualSelector(selectors.BaseSelector):
         end = time.monotonic() + self._patience
         pause = _FIRST_LOOK
         while working := self._threads.working():
-            events = self._real.select(pause)
+            events = super().select(pause)
             if events:
                 return events
             pause = min(2 * pause, _LAST_LOOK)
@@ -173,11 +173,11 @@ class _VirtualSelector(selectors.BaseSelector):
                     f"longer{self._waiting()}"
                 )
         # Whoever stopped working may have woken the loop as its last act.
-        return self._real.select(0)
+        return super().select(0)
 
     def _real_wait(self, timeout: float | None) -> float:
         # One descriptor is the loop's own, by which other threads wake it.
-        has_sockets = len(self._real.get_map()) > 1
+        has_sockets = len(self.get_map()) > 1
         if timeout is None and (has_sockets or threading.active_count() > 1):
             return min(self._patience, STRANGER_PATIENCE)
         return IO_GRACE if has_sockets else 0
@@ -189,21 +189,6 @@ class _VirtualSelector(selectors.BaseSelector):
             where = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "?"
             lines.append(f"\n  {task.get_name()} in {task.get_coro()!r} at {where}")
         return "".join(sorted(lines))
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._real.register(fileobj, events, data)
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._real.unregister(fileobj)
-
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._real.modify(fileobj, events, data)
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._real.get_map()
-
-    def close(self) -> None:
-        self._real.close()
 
 
 def run(

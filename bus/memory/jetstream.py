@@ -43,15 +43,6 @@ class Link(Protocol):
     ) -> T: ...
 
 
-class _Feeder(Protocol):
-    """What a reader needs of the server."""
-
-    stalled: bool
-
-    def attach(self, reader: MemoryOrderedConsumer) -> None | NoStream: ...
-    def remove(self, reader: MemoryOrderedConsumer) -> None: ...
-
-
 class MemoryOrderedConsumer:
     """Reads a stream in order; the connection and the server start it over.
 
@@ -63,7 +54,7 @@ class MemoryOrderedConsumer:
     def __init__(
         self,
         connection: Link,
-        server: _Feeder,
+        server: JetStreamServer,
         stream: str,
         on_message: Callable[[StoredMessage], None],
         *,

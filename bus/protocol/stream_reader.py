@@ -20,15 +20,16 @@ class StreamReader:
     Attributes:
         ready: the items that `drain` would return.
         behind: whether a frame was lost, so that the writer must be asked to resume.
+        granted: bytes granted to the writer since the start.
     """
 
     __slots__ = (
         "_consumed",
-        "_granted",
         "_limit_is_small",
         "_parts",
         "_parts_bytes",
         "behind",
+        "granted",
         "max_item_bytes",
         "next_sequence",
         "ready",
@@ -44,7 +45,7 @@ class StreamReader:
         self.next_sequence = 0
         self.terminal: Terminal | None = None
         self.behind = False
-        self._granted = window
+        self.granted = window
         self._consumed = 0
         self.ready: list[bytes] = []
         self._parts: list[bytes] = []
@@ -127,15 +128,10 @@ class StreamReader:
             The bytes granted since the start, when it is time to tell the writer.
         """
         self._consumed += size
-        if self._granted - self._consumed > self.window // 2 or self.terminal is not None:
+        if self.granted - self._consumed > self.window // 2 or self.terminal is not None:
             return None
-        self._granted = self._consumed + self.window
-        return self._granted
-
-    @property
-    def granted(self) -> int:
-        """Bytes granted to the writer since the start."""
-        return self._granted
+        self.granted = self._consumed + self.window
+        return self.granted
 
     def _receive_items(self, items: list[bytes], held: int) -> None:
         if held >= len(items):

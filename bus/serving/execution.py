@@ -278,7 +278,9 @@ class Execution:
             if isinstance(error, InvalidResponse):
                 # The caller is told; it is this actor's author who can mend it.
                 logger.error("%s, request %s: %s", call.served.address, call.context.id, error)
-            call.reply.fail(self._outgoing(error))
+            # The handler did run, whatever a sub-call said of itself.
+            error.started = True
+            call.reply.fail(error)
         elif isinstance(error, GeneratorExit):
             call.reply.fail(Migrate("the handler asks for another instance"))
         elif isinstance(error, asyncio.CancelledError):
@@ -307,13 +309,6 @@ class Execution:
 
             failure.remote_traceback = "".join(traceback.format_exception(error))
         return failure
-
-    @staticmethod
-    def _outgoing(error: DynbusError) -> DynbusError:
-        """A handler's own or a sub-call's error, as this hop's caller may see it."""
-        # The handler did run, whatever a sub-call said of itself.
-        error.started = True
-        return error
 
     def _left(self, call: Call) -> None:
         """A handler has been left, or will never be entered."""
@@ -448,11 +443,9 @@ def drives(frame: FrameType) -> bool:
 
 def _was_cut_short(call: Call) -> bool:
     """Whether its handler would have taken longer than it did."""
-    error = call.reply.error
-    if error is None:
-        return call.context.is_stopped()
     # What it was given up for may also have reached it through a sub-call.
-    return isinstance(error, DeadlineExceeded | Cancelled) or call.context.is_stopped()
+    given_up = isinstance(call.reply.error, DeadlineExceeded | Cancelled)
+    return given_up or call.context.is_stopped()
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

@@ -143,12 +143,13 @@ class ServiceResponder:
         if not is_safe_reply(message.reply, bus.config.reply_prefixes):
             bus.drop(DropReason.UNSAFE_REPLY if message.reply else DropReason.NO_REPLY)
             return
-        pause = 0.0 if direct else bus.answer_jitter(MAX_JITTER, JITTER_ABOVE)
-        if pause == 0.0 or self._held_back >= MAX_HELD_BACK:
+        at_once = direct or bus.known_instances <= JITTER_ABOVE
+        if at_once or self._held_back >= MAX_HELD_BACK:
             self._answer(message.reply, answer)
         else:
             self._held_back += 1
-            bus.loop.call_later(jitter.uniform(0.0, pause), self._answer_late, message, answer)
+            pause = jitter.uniform(0.0, MAX_JITTER)
+            bus.loop.call_later(pause, self._answer_late, message, answer)
 
     def _answer_late(self, message: Message, answer: Any) -> None:
         self._held_back -= 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextvars import Token
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from dynbus.bus.context import Context, current_instance
@@ -219,7 +220,7 @@ class Telemetry:
         the SDK is set up and flushed at exit.
         """
         configure_from_environment(service_name="dynbus")
-        return _shared.get(*providers())
+        return _shared(*providers())
 
     def client_call(
         self, endpoint: EndpointName, *, streaming: bool, request_id: str, parent: Context | None
@@ -367,21 +368,11 @@ class Telemetry:
         return span
 
 
-class _Shared:
+@lru_cache(1)
+def _shared(
+    tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None
+) -> Telemetry | None:
     """One `Telemetry` per pair of providers: an instrument can be made only once."""
-
-    def __init__(self) -> None:
-        self._providers: tuple[TracerProvider | None, MeterProvider | None] = (None, None)
-        self._telemetry: Telemetry | None = None
-
-    def get(
-        self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None
-    ) -> Telemetry | None:
-        found = (tracer_provider, meter_provider)
-        if found != self._providers:
-            self._providers = found
-            self._telemetry = None if found == (None, None) else Telemetry(*found)
-        return self._telemetry
-
-
-_shared = _Shared()
+    if tracer_provider is None and meter_provider is None:
+        return None
+    return Telemetry(tracer_provider, meter_provider)

@@ -99,20 +99,6 @@ def test_what_its_connections_drop_is_counted() -> None:
     assert run(story()) == {DropReason.UNSUBSCRIBED: 2, DropReason.DISCONNECTED: 2}
 
 
-@pytest.mark.parametrize(("known", "spread"), [(0, 0.0), (100, 0.0), (101, 0.5)])
-def test_answers_are_spread_only_above_a_number_of_instances(known: int, spread: float) -> None:
-    async def story() -> float:
-        bus = await bus_on(MemoryBus())
-        bus.count_instances(known)
-
-        seconds = bus.answer_jitter(0.5, above=100)
-
-        await bus.close()
-        return seconds
-
-    assert run(story()) == spread
-
-
 def test_closing_closes_both_connections() -> None:
     async def story() -> list[ConnectionState]:
         bus = await bus_on(MemoryBus())

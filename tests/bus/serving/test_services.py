@@ -18,11 +18,14 @@ import pytest
 from nats.aio.client import Client
 from nats.errors import NoRespondersError
 from pydantic import BaseModel
+from tests.bus.near_side import serving
 
 from dynbus import Actor, ActorInstance, HandlerError, Runtime, handler
+from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.serving.services import JITTER_ABOVE, MAX_HELD_BACK, MAX_JITTER
+from dynbus.bus.serving.services import JITTER_ABOVE, MAX_HELD_BACK, MAX_JITTER, ServiceResponder
+from dynbus.testing import run
 
 pytestmark = pytest.mark.anyio
 
@@ -228,15 +231,25 @@ async def test_an_unsafe_reply_subject_is_not_answered(
     assert trap.pending_msgs == 0
 
 
-async def test_answers_are_spread_when_there_are_many_instances(
-    client: Client, instance: ActorInstance, namespace: str, runtime: Runtime
-) -> None:
-    assert runtime.bus.answer_jitter(MAX_JITTER, JITTER_ABOVE) == 0.0
+@pytest.mark.parametrize(
+    ("known", "is_spread"), [(0, False), (JITTER_ABOVE, False), (JITTER_ABOVE + 1, True)]
+)
+def test_answers_are_spread_only_above_a_number_of_instances(known: int, is_spread: bool) -> None:
+    async def story() -> float:
+        async with serving() as given:
+            await ServiceResponder(given.instance, {}).start()
+            given.bus.count_instances(known)
+            asked_at = monotonic()
 
-    runtime.bus.count_instances(JITTER_ABOVE + 1)
+            given.client.connection.publish("$SRV.PING", b"", reply=f"{given.client.base}.1")
+            await given.client.reply()
 
-    assert runtime.bus.answer_jitter(MAX_JITTER, JITTER_ABOVE) == MAX_JITTER
-    assert (await ask(client, f"$SRV.PING.{namespace}_Splitter"))["id"] == "one"
+            return monotonic() - asked_at
+
+    waited = run(story())
+
+    assert waited <= MAX_JITTER
+    assert (waited > 0.0) is is_spread
 
 
 async def test_answers_that_wait_for_their_pause_are_bounded_and_all_are_given(
