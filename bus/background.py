@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -66,12 +67,28 @@ class Work:
         await self._ended.wait()
 
     async def run(self, function: Callable[..., Awaitable[object]], *args: Any) -> None:
-        """Carry the work out; `Background` does."""
+        """Carry the work out; `Background` does.
+
+        Raises:
+            RuntimeError: what it waited for was cancelled, and it did not expect that.
+        """
         try:
             with self._scope:
                 await function(*args)
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            # A task group would take it for its own end, and end all other work without a word.
+            raise RuntimeError(f"what {self.name} waited for was cancelled") from error
         finally:
             self._ended.set()
+
+
+def _is_cancelled() -> bool:
+    """Whether it is this task that is cancelled, and not something that it has waited for."""
+    task = asyncio.current_task()
+    by_loop = task is not None and task.cancelling() > 0
+    return by_loop or anyio.current_effective_deadline() == -math.inf
 
 
 class Background:

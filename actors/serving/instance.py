@@ -489,6 +489,7 @@ class _ObjectLife:
         """Run `on_start`; when this is cancelled, so is that, for `STOP_TIMEOUT` at most.
 
         Raises:
+            RuntimeError: it raised `CancelledError`, although nobody cancelled it.
             Exception: what it raised.
         """
         loop = asyncio.get_running_loop()
@@ -507,6 +508,10 @@ class _ObjectLife:
                     "the start of %s did not end within %g s", self._name.instance_id, STOP_TIMEOUT
                 )
             raise
+        if isinstance(self._failure, asyncio.CancelledError):
+            # Nobody cancelled it. As it is, it would cancel the task of whoever starts it.
+            text = f"what on_start of {self._name} waited for was cancelled"
+            raise RuntimeError(text) from self._failure
         if self._failure is not None:
             raise self._failure
 

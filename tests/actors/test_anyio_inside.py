@@ -217,6 +217,45 @@ class Spanning(Actor, namespace="anyio"):
         return self.beats
 
 
+class FailsWhileItStarts(Actor, namespace="anyio_inside"):
+    """Its `on_start` has entered a task group, of which a task fails before it has ended."""
+
+    @handler
+    async def ping(self) -> str:
+        return "pong"
+
+    async def on_start(self) -> None:
+        tasks = anyio.create_task_group()
+        await tasks.__aenter__()
+        tasks.start_soon(self.fail)
+        await anyio.sleep(1.0)
+
+    async def fail(self) -> None:
+        raise ValueError("no engine")
+
+
+class Other(Actor, namespace="anyio_inside"):
+    @handler
+    async def ping(self) -> str:
+        return "pong"
+
+
+def test_an_on_start_that_its_own_task_group_cancels_harms_no_other_instance() -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            other = await kit.start(Other)
+            runtime = other.actor.runtime
+
+            with pytest.raises(RuntimeError, match="waited for was cancelled"):
+                await runtime.start(FailsWhileItStarts)
+            await asyncio.sleep(60.0)
+            await runtime.start(Other)
+
+            return await kit.client(Other).ping()
+
+    assert run(story()) == "pong"
+
+
 def test_a_task_group_may_span_on_start_and_on_stop() -> None:
     async def story() -> tuple[int, str, str]:
         async with TestKit() as kit:

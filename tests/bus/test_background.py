@@ -73,6 +73,25 @@ async def test_a_failure_ends_the_rest_and_is_told(caplog: pytest.LogCaptureFixt
     assert "owner: background work failed" in caplog.text
 
 
+async def test_a_cancellation_that_comes_from_elsewhere_does_not_end_the_rest_without_a_word() -> (
+    None
+):
+    owner = Owner()
+
+    async def wait_for_what_is_cancelled() -> None:
+        other = asyncio.ensure_future(asyncio.sleep(60))
+        other.cancel()
+        await other
+
+    async with owner.background as background:
+        rest = background.start(anyio.sleep_forever, name="rest")
+        background.start(wait_for_what_is_cancelled, name="the wait")
+        await rest.wait()
+
+    (error,) = owner.failures
+    assert str(error) == "what the wait waited for was cancelled"
+
+
 async def test_nothing_starts_before_it_is_open_or_after_it_is_closed() -> None:
     background = Owner().background
 
