@@ -9,9 +9,14 @@ from functools import partial
 from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
 
 from dynbus.actors.declaring.brief_repr import brief_repr
-from dynbus.actors.declaring.codec import Misfit
 from dynbus.bus.calling.pending_call import PendingCall
-from dynbus.bus.errors import Cancelled, ConfigError, DynbusError
+from dynbus.bus.errors import (
+    Cancelled,
+    ConfigError,
+    DynbusError,
+    Unavailable,
+    describe_exception,
+)
 
 from .invocation import Invocation
 from .stream import Stream, decode_to_misfit
@@ -130,7 +135,7 @@ class Relay(Generic[K, T]):
             # What became of their items nobody knows; the other streams go on.
             logger.exception("%r could not deliver", self)
             for arrival in arrivals:
-                arrival.stream.cancel(error)
+                arrival.stream.lose(error)
             return
         for stream in streams:
             if stream.unread_bytes >= stream.grain:
@@ -273,7 +278,7 @@ class RelayedStream(Generic[K]):
                 self._invocation.arrived(raw)
             try:
                 items = self._decode_many(raw)
-            except Misfit:
+            except Exception:  # noqa: BLE001 - found again item by item
                 items, failure = decode_to_misfit(self._invocation, self._decode_many, raw)
                 if failure is not None:
                     self.cancel(failure)
@@ -281,12 +286,19 @@ class RelayedStream(Generic[K]):
         error = call.error
         if error is None and reader.terminal is None:
             return Arrival(self, items) if items else None
-        if error is not None and not call.reader.has_begun:
-            self._invocation.side.bus.background.start(self._again, error, name="relay-retry")
+        if error is not None and not call.reader.has_begun and self._begin_again(error):
             return None
         self._invocation.finish(error)
         self._finish(error)
         return Arrival(self, items, True, error)
+
+    def lose(self, error: BaseException) -> None:
+        """What was taken was not delivered, and nothing else will be."""
+        if not self.is_over:
+            self.cancel(error)
+        elif self._error is None:
+            # It ended well with what was lost: whoever waits has not been told so yet.
+            self._error = error
 
     def delivered(self) -> None:
         """What was taken counts as consumed, unless the stream is paused."""
@@ -304,13 +316,31 @@ class RelayedStream(Generic[K]):
         self._is_direct = self._invocation.is_direct
         call.on_news = self._note
 
+    def _begin_again(self, error: DynbusError) -> bool:
+        """Make the call once more beside all else; False where no work is begun any longer."""
+        try:
+            self._invocation.side.bus.background.start(
+                self._again, error, name=f"another attempt at stream {self.id}"
+            )
+        except (RuntimeError, Unavailable):
+            return False
+        return True
+
     async def _again(self, error: DynbusError) -> None:
         """Make the call once more, where nothing has come of it."""
         try:
             self._listen(await self._invocation.open_again(error))
+            return
         except DynbusError as last:
             self._undelivered = last
-            self._note()
+        except asyncio.CancelledError:
+            # The runtime is closed, or what a router of the user's waited for was cancelled.
+            self._undelivered = Cancelled("the stream was not tried again", request_id=self.id)
+        except Exception as raised:
+            # Whatever of the user's raises here ends this stream, and not the work beside it.
+            logger.exception("%r could not be tried again", self)
+            self._undelivered = DynbusError(describe_exception(raised), request_id=self.id)
+        self._note()
 
     def _finish(self, error: BaseException | None) -> None:
         self.is_over = True

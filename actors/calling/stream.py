@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dynbus.actors.declaring.codec import Misfit
 from dynbus.bus.calling.pending_call import PendingCall
-from dynbus.bus.errors import InvalidResponse
+from dynbus.bus.errors import InvalidResponse, describe_exception
 
 from .invocation import Invocation
 
@@ -103,7 +103,7 @@ class Stream(AsyncGenerator[T, None]):
             self._size = len(data)
             try:
                 return self._decode_many([data])[0]  # type: ignore[no-any-return]
-            except Misfit:
+            except Exception:  # noqa: BLE001 - becomes the error of the stream
                 return await self._take([data])
         reader.ready = []
         return await self._take(raw)
@@ -201,12 +201,15 @@ def decode_to_misfit(
     """Items as values, up to the first that does not fit, and the error that it is."""
     try:
         return decode_many(raw), None
-    except Misfit:
+    except Exception:  # noqa: BLE001 - found again item by item
         good: list[Any] = []
         try:
             for data in raw:
                 good += decode_many([data])
-        except Misfit as error:
-            text = f"an item of {invocation.endpoint}: {error}"
-            return good, InvalidResponse(text, request_id=invocation.request_id)
+        except Exception as error:  # noqa: BLE001 - validators of users raise what they like
+            why = str(error) if isinstance(error, Misfit) else describe_exception(error)
+            text = f"an item of {invocation.endpoint}: {why}"
+            failure = InvalidResponse(text, request_id=invocation.request_id)
+            failure.__cause__ = None if isinstance(error, Misfit) else error
+            return good, failure
         return good, None

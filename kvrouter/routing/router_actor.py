@@ -140,8 +140,12 @@ class RouterActor(Actor, abstract=True):
     def _deliver(self, arrivals: list[Arrival[ReplyPort, bytes]]) -> None:
         for stream, items, _, _ in arrivals:
             port = stream.key
-            for item in items:
-                port.push(item)
+            try:
+                for item in items:
+                    port.push(item)
+            except DynbusError as error:
+                # It does not fit what its own reader takes: the others go on.
+                port.fail(error)
             if port.ended:
                 stream.cancel()
             elif port.paused and not stream.is_paused:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 
 from dynbus import (
     Actor,
@@ -18,8 +18,12 @@ from dynbus import (
     DeadlineExceeded,
     DynbusError,
     HandlerError,
+    Instance,
     InvalidResponse,
     NoInstances,
+    Overloaded,
+    Reply,
+    RouteRequest,
     StreamLost,
     Unavailable,
     call_options,
@@ -82,6 +86,36 @@ class Engine(Actor, namespace="relay"):
             await asyncio.sleep(1e6)
         finally:
             self.left += 1
+
+    @handler(idempotent=True)
+    async def busy(self, prompt: Prompt) -> AsyncGenerator[Token, None]:
+        self.begun += 1
+        if prompt.count:
+            raise Overloaded("busy", retry_after=float(prompt.count))
+        yield Token(index=0)
+
+    @handler
+    async def at_once(self, *, reply: Reply[Token]) -> None:
+        reply.push(Token(index=0))
+
+
+class Moody(BaseModel):
+    index: int
+
+    @field_validator("index")
+    @classmethod
+    def check(cls, index: int) -> int:
+        if index == 1:
+            raise LookupError("no such index")
+        return index
+
+
+class Mistaken(Actor, namespace="relay", component="Engine"):
+    """What a caller takes the engine for whose validator raises what it should not."""
+
+    @handler
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[Moody, None]:
+        yield Moody(index=0)
 
 
 class Odd(Engine, namespace="relay", component="Engine"):
@@ -243,6 +277,96 @@ def test_an_item_that_does_not_fit_ends_the_stream_after_those_that_do() -> None
 
             assert sink.items("a") == [Token(index=0)]
             await settled(lambda: engine.left == 1)
+
+    run(story())
+
+
+def test_a_validator_that_raises_ends_its_own_stream_and_loses_nothing_of_others() -> None:
+    async def story() -> None:
+        async with relaying() as (kit, engine, sink):
+            # The same type for all: one stream gets as far as the item at fault, one does not.
+            generate = kit.client(Mistaken).generate
+            fine = await sink.relay.open(kit.client(Engine).generate(Prompt(count=3)), "fine")
+            moody = await sink.relay.open(generate(Prompt(count=3)), "moody")
+            last = await sink.relay.open(kit.client(Engine).generate(Prompt(count=3)), "last")
+            await settled(lambda: engine.begun == 3)
+            for count in (1, 2, 3):
+                engine.next_step()
+                await settled(lambda count=count: len(sink.items("last")) == count)
+
+            with pytest.raises(InvalidResponse, match="LookupError: no such index"):
+                await moody.ended()
+            await fine.ended()
+            await last.ended()
+
+            every = [Token(index=index) for index in range(3)]
+            assert (sink.items("fine"), sink.items("last")) == (every, every)
+            assert sink.items("moody") == [Moody(index=0)]
+
+    run(story())
+
+
+def test_a_last_item_that_was_not_delivered_is_told_to_whoever_waits() -> None:
+    async def story() -> None:
+        async with relaying() as (kit, _, _sink):
+
+            def refuse(arrivals: list[Arrival[str, Token]]) -> None:
+                raise LookupError("no reader")
+
+            with Relay(refuse) as relay:
+                stream = await relay.open(kit.client(Engine).at_once(), "a")
+
+                with pytest.raises(LookupError, match="no reader"):
+                    await stream.ended()
+
+    run(story())
+
+
+class CancelledRouter:
+    """From the second call on it waits for what is cancelled."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> str:
+        self.calls += 1
+        if self.calls > 1:
+            other = asyncio.ensure_future(asyncio.sleep(60))
+            other.cancel()
+            await other
+        return instances[0].id
+
+
+def test_a_router_that_is_cancelled_between_two_attempts_ends_this_stream_alone() -> None:
+    async def story() -> None:
+        async with relaying() as (kit, _, sink):
+            busy = kit.client(Engine, routing=CancelledRouter()).busy
+            stream = await sink.relay.open(busy(Prompt(count=1)), "a")
+
+            with pytest.raises(Cancelled, match="not tried again"):
+                async with asyncio.timeout(BOUND):
+                    await stream.ended()
+
+            assert isinstance(sink.ends()["a"], Cancelled)
+            assert [item async for item in kit.client(Engine).busy(Prompt(count=0))]
+
+    run(story())
+
+
+def test_closing_the_runtime_ends_a_stream_that_pauses_between_two_attempts() -> None:
+    async def story() -> None:
+        async with relaying() as (kit, engine, sink):
+            busy = kit.client(Engine, timeout=1000.0).busy
+            stream = await sink.relay.open(busy(Prompt(count=600)), "a")
+            await settled(lambda: engine.begun)
+            await asyncio.sleep(1.0)
+            await kit.caller.close()
+
+            with pytest.raises(DynbusError):
+                async with asyncio.timeout(BOUND):
+                    await stream.ended()
+
+            assert list(sink.ends()) == ["a"]
 
     run(story())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from dynbus import (
 )
 from dynbus.actors.declaring.arguments import Text, build_arguments
 from dynbus.bus.clock import monotonic
+from dynbus.bus.transport import Message
 from dynbus.kvrouter import DecisionQuery, PolicyChoice, RequestFields, RouterActor
 from dynbus.kvrouter.routing import PolicyReport
 from dynbus.testing import TestKit, run
@@ -117,6 +119,50 @@ def test_a_router_does_not_start_for_engines_that_do_not_fit_together() -> None:
                 await kit.start(Front, target="llm.Engine.generate", exact=False)
 
     run(story())
+
+
+class Steps(Actor, namespace="llm", component="Engine"):
+    """Gives all its streams an item at once, as large as each of them asks for."""
+
+    def __init__(self) -> None:
+        self.step = asyncio.Event()
+        self.begun = 0
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        return {"kv_block_size": "16"}
+
+    @handler
+    async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        self.begun += 1
+        await self.step.wait()
+        yield {"text": "x" * request["size"]}
+        yield {"text": "end"}
+
+
+def test_an_item_that_one_reader_cannot_take_ends_no_other_stream() -> None:
+    async def story() -> tuple[list[str], bytes]:
+        async with TestKit() as kit:
+            engine = (await kit.start(Steps)).actor
+            assert isinstance(engine, Steps)
+            await kit.start(Front, target="llm.Engine.generate", exact=False)
+            plain = await kit.bus.connect()
+            answers: asyncio.Queue[Message] = asyncio.Queue()
+            plain.subscribe("_INBOX.plain", answers.put_nowait)
+            large = json.dumps({**REQUEST, "size": plain.max_payload}).encode()
+            small = kit.client(Front).generate({**REQUEST, "size": 1})
+            plain.publish("llm.Front.generate", large, reply="_INBOX.plain")
+            reading = asyncio.ensure_future(anext(small))
+            async with asyncio.timeout(60.0):
+                while engine.begun < 2:  # noqa: ASYNC110 - it is of another process
+                    await asyncio.sleep(0.01)
+            engine.step.set()
+            texts = [(await reading)["text"], *[item["text"] async for item in small]]
+            return texts, (await answers.get()).headers
+
+    texts, headers = run(story())
+
+    assert texts == ["x", "end"]
+    assert b"PayloadTooLarge" in headers
 
 
 def test_a_caller_that_leaves_ends_the_engines_work() -> None:
