@@ -197,7 +197,7 @@ class Runtime(ClientSide):
         super().__init__(bus)
         self.instances: dict[str, ServedInstance] = {}
         self.broken: dict[str, str] = {}
-        self.background = Background("the runtime", self._on_background_failure)
+        self.background = Background("the runtime", bus.fail)
         self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -466,9 +466,6 @@ class Runtime(ClientSide):
         closing = self._begin_closing()
         # Told already: whoever does not wait for the end has nothing to retrieve.
         closing.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-    def _on_background_failure(self, error: BaseException) -> None:
-        self._on_failure()
 
 
 class Connecting:

@@ -271,7 +271,8 @@ async def run_apart(function: Callable[..., Awaitable[T]], *args: Any, name: str
         try:
             await work.wait()
         finally:
-            await work.end()
+            with anyio.CancelScope(shield=True):
+                await work.end()
     if errors:
         raise errors[0]
     return results[0]

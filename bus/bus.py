@@ -73,12 +73,12 @@ class Bus:
         self.bounce_handlers: dict[str, Callable[[], None]] = {}
         self.known_instances = 0
         self.heartbeats = Heartbeats(lane, data, replies, self.to_main, self.drop)
-        self.background = Background("the bus", self._fail)
+        self.background = Background("the bus", self.fail)
         self.failure: BaseException | None = None
         self._failure_listeners: list[Callable[[], object]] = []
-        lane.on_failure(partial(self.to_main, self._fail))
-        data.on_failure(self._fail)
-        lane.connection.on_failure(partial(self.to_main, self._fail))
+        lane.on_failure(partial(self.to_main, self.fail))
+        data.on_failure(self.fail)
+        lane.connection.on_failure(partial(self.to_main, self.fail))
 
     def __repr__(self) -> str:
         return f"<Bus {self.replies.client_id[:8]} [{self.data.state.value}]>"
@@ -166,7 +166,8 @@ class Bus:
                 f"the bus has failed: {describe_exception(self.failure)}", started=False
             ) from self.failure
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Say that the presence cannot go on; the first reason is the one that counts."""
         if self.failure is None:
             self.failure = error
             for listener in self._failure_listeners:

@@ -190,7 +190,8 @@ class ServedInstance:
         """Run `on_start`, subscribe, and announce once the server knows every subscription.
 
         Raises:
-            Unavailable: `stop` was called meanwhile; nothing is left behind then.
+            Unavailable: `stop` was called meanwhile, or other work of the background has failed;
+                nothing is left behind then.
             InstanceBroken: the instance has been reported as broken; nor then.
             Exception: what `on_start` raised; nor then.
         """
@@ -209,6 +210,9 @@ class ServedInstance:
                 with anyio.CancelScope(shield=True):
                     await self.stopped.wait()
             raise
+        if isinstance(self._start_failure, asyncio.CancelledError):
+            text = f"the start of {self.id} was cancelled, since other work has failed"
+            raise Unavailable(text, started=False)
         if self._start_failure is not None:
             raise self._start_failure
 
@@ -284,9 +288,8 @@ class ServedInstance:
         self.lifecycle.to(InstanceState.READY)
         self._start_ended.set()
         logger.info("%s is ready", self.name)
-        await self._stop_asked.wait()
         try:
-            await self._close()
+            await self._wait_and_close()
         except BaseException as error:
             self._stop_failure = error
             if self._stops_alone:
@@ -298,6 +301,19 @@ class ServedInstance:
             self._on_end(self)
             self.stopped.set()
             logger.info("%s is stopped", self.name)
+
+    async def _wait_and_close(self) -> None:
+        """Close when it is asked for, and at once when other work of the background has failed."""
+        try:
+            await self._stop_asked.wait()
+        except asyncio.CancelledError:
+            if anyio.current_effective_deadline() == -math.inf:
+                self.stop_now()
+                with anyio.CancelScope(shield=True):
+                    await self._close()
+            # Otherwise the loop itself comes to its end.
+            raise
+        await self._close()
 
     async def _open(self, variables: contextvars.Context) -> None:
         """Make ready and announce."""

@@ -490,7 +490,8 @@ def test_an_untyped_call_lasts_as_long_as_its_handler_allows() -> None:
     assert hop.startswith("runtime.Patient.work@")
 
 
-def test_a_runtime_whose_background_work_fails_closes_and_its_block_raises_why() -> None:
+@pytest.mark.parametrize("whose", ["bus", "runtime"])
+def test_a_runtime_whose_background_work_fails_closes_and_its_block_raises_why(whose: str) -> None:
     async def lose() -> None:
         raise LookupError("lost")
 
@@ -502,9 +503,11 @@ def test_a_runtime_whose_background_work_fails_closes_and_its_block_raises_why()
             client = runtime.client(Greeter)
             assert await client.greet("you") == "hello you"
 
-            runtime.bus.background.start(lose, name="loses")
+            background = runtime.bus.background if whose == "bus" else runtime.background
+            background.start(lose, name="loses")
             async with asyncio.timeout(5.0):
                 await instance.stopped.wait()
+                await runtime.close()
 
             with pytest.raises(Unavailable) as refused:
                 await client.greet("you")

@@ -305,3 +305,20 @@ async def test_what_runs_apart_cleans_up_however_often_it_is_cancelled(times: in
         await cleaned.wait()
         await asyncio.wait({waiting})
     assert waiting.cancelled()
+
+
+async def test_whoever_waits_in_a_scope_that_is_cancelled_waits_for_the_clean_up_too() -> None:
+    events: list[str] = []
+
+    async def work() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.05)
+                events.append("cleaned up")
+
+    with anyio.move_on_after(0.05):
+        await run_apart(work, name="work")
+
+    assert events == ["cleaned up"]
