@@ -203,6 +203,7 @@ class Openable:
         try:
             await asyncio.wait({self._host, opened}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
+            self._closing.set()
             self._scope.cancel()
             with anyio.CancelScope(shield=True):
                 await asyncio.wait({self._host})
@@ -245,7 +246,10 @@ class Openable:
         assert self._host is not None
         await asyncio.wait({self._host})
         if not self._closing.is_set():
-            self._host.result()
+            if not self._host.cancelled():
+                self._host.result()
+            # Work in it that is cancelled from elsewhere ends its task group without a word.
+            raise RuntimeError(f"{self!r} has ended by itself")
 
 
 async def run_apart(function: Callable[..., Awaitable[T]], *args: Any, name: str) -> T:

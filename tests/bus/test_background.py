@@ -42,6 +42,12 @@ async def test_work_is_started_by_one_task_and_ended_by_another() -> None:
     assert started.ended
 
 
+async def _wait_for_what_is_cancelled() -> None:
+    other = asyncio.ensure_future(asyncio.sleep(60))
+    other.cancel()
+    await other
+
+
 async def _start(background: Background, work: object) -> Work:
     return background.start(work, name="work")  # type: ignore[arg-type]
 
@@ -78,14 +84,9 @@ async def test_a_cancellation_that_comes_from_elsewhere_does_not_end_the_rest_wi
 ):
     owner = Owner()
 
-    async def wait_for_what_is_cancelled() -> None:
-        other = asyncio.ensure_future(asyncio.sleep(60))
-        other.cancel()
-        await other
-
     async with owner.background as background:
         rest = background.start(anyio.sleep_forever, name="rest")
-        background.start(wait_for_what_is_cancelled, name="the wait")
+        background.start(_wait_for_what_is_cancelled, name="the wait")
         await rest.wait()
 
     (error,) = owner.failures
@@ -270,6 +271,28 @@ async def test_what_cannot_be_opened_is_no_failure_of_the_background() -> None:
             await Locked(background).__aenter__()
 
     assert owner.failures == []
+
+
+async def test_what_ends_by_itself_is_told_too() -> None:
+    owner = Owner()
+
+    class Cut(Openable):
+        def __repr__(self) -> str:
+            return "<Cut>"
+
+        @asynccontextmanager
+        async def _open(self) -> AsyncGenerator[None]:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_wait_for_what_is_cancelled)
+                yield
+
+    async with owner.background as background:
+        cut = await Cut(background).__aenter__()
+        rest = background.start(anyio.sleep_forever, name="rest")
+        await rest.wait()
+        await cut.close()
+
+    assert [str(error) for error in owner.failures] == ["<Cut> has ended by itself"]
 
 
 async def test_what_runs_apart_gives_its_result_or_its_error() -> None:
