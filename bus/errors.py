@@ -51,7 +51,8 @@ def only_cause(error: BaseException) -> BaseException:
 
 def describe_exception(error: BaseException) -> str:
     """The type and text of an exception on one line; of a group those of what is in it too."""
-    told = f"{type(error).__name__}: {safe_text(error)}"
+    text = safe_text(error)
+    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
     leaves = list(_leaves(error))
     if not leaves:
         return told

@@ -30,6 +30,7 @@ _HELP: Final = """Call ENDPOINT (namespace.component.endpoint) with the JSON doc
 
     A result is printed as JSON; the items of a stream are printed as they come, one on a line.
     A REQUEST of - is read from standard input; without one the handler gets no request.
+    With --raw the request and what comes are bytes: sent, and written, as they are.
     Ctrl-C cancels the call on the far side as well.
 
     \b
@@ -52,6 +53,7 @@ class CallRequest(NamedTuple):
     nats: str | None
     request_id: str | None = None
     verbose: bool = False
+    raw: bool = False
 
 
 @click.command(help=_HELP, epilog=exit_codes.CALL)
@@ -71,6 +73,7 @@ class CallRequest(NamedTuple):
     metavar="SECONDS",
     help="How long to wait for an instance when there is none.",
 )
+@click.option("--raw", is_flag=True, help="For handlers of bytes: nothing is taken for JSON.")
 @click.option("--json", "as_json", is_flag=True, help="One line per object, errors included.")
 @nats_option
 @click.pass_context
@@ -80,12 +83,14 @@ def call(
     endpoint: str,
     request_json: str | None,
     metadata: tuple[str, ...],
+    raw: bool,
     **options: Any,
 ) -> None:
     request = CallRequest(
         endpoint=_endpoint(endpoint),
-        request=_read_request(request_json),
+        request=_read_bytes(request_json) if raw else _read_request(request_json),
         metadata=_pairs(metadata),
+        raw=raw,
         **options,
     )
     ctx.exit(execute(request))
@@ -102,12 +107,19 @@ def _read_request(text: str | None) -> Any:
     if text is None:
         return None
     try:
-        return msgspec.json.decode(_read_stdin() if text == "-" else text.encode())
+        return msgspec.json.decode(_read_bytes(text))
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise click.BadParameter(
             f"it is not JSON: {error}; text needs quotes of its own, for example '\"a\"'",
             param_hint="REQUEST",
         ) from None
+
+
+def _read_bytes(text: str | None) -> bytes:
+    if text == "-":
+        return _read_stdin()
+    # What a shell gave that is no UTF-8 is taken back as the bytes that it was.
+    return os.fsencode(text or "")
 
 
 def _read_stdin() -> bytes:
@@ -208,14 +220,16 @@ async def _print_answer(runtime: Runtime, request: CallRequest) -> None:
         **options,
     ):
         call = client.generate(request.request)
+        if request.raw:
+            call = call.raw()
     was_known = _knows_instance(runtime, request)
     try:
         answer = await call
         if isinstance(answer, Stream):
             async for item in call:
-                _write(_to_json(item), pretty=False)
+                _write_answer(item, request, pretty=False)
         else:
-            _write(_to_json(answer), pretty=not request.as_json)
+            _write_answer(answer, request, pretty=not request.as_json)
     except Unavailable as error:
         if error.started is not False or was_known or _knows_instance(runtime, request):
             raise
@@ -235,6 +249,14 @@ def _knows_instance(runtime: Runtime, request: CallRequest) -> bool:
         return True
     name = request.endpoint.component_name.instance(request.instance)
     return runtime.discovery.view.find(name) is not None
+
+
+def _write_answer(value: Any, request: CallRequest, *, pretty: bool) -> None:
+    if request.raw:
+        sys.stdout.buffer.write(value)
+        sys.stdout.buffer.flush()
+    else:
+        _write(_to_json(value), pretty=pretty)
 
 
 def _to_json(value: Any) -> bytes:

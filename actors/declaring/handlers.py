@@ -22,7 +22,7 @@ from dynbus.bus.protocol.names import check_token
 from .codec import AnyCodec, Misfit, codec_for
 from .raw_bytes import HoldsBytes
 from .reply import PARAMETER as REPLY
-from .reply import HandlerDecorator, Replies, RepliesTo, is_reply, takes_reply
+from .reply import HandlerDecorator, Replies, RepliesTo, is_reply, is_typed_as_reply, takes_reply
 from .shapes import describe_request
 
 A = TypeVar("A")
@@ -367,6 +367,8 @@ def _request_parameter(
         if parameter.name != "context" and not is_reply(parameter)
     ]
     for parameter in requests:
+        if is_typed_as_reply(parameter):
+            raise ConfigError(f"{label}: its reply is called {parameter.name!r}: name it {REPLY!r}")
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             shown = parameter.replace(annotation=parameter.empty)
             raise ConfigError(

@@ -161,9 +161,12 @@ def takes_reply(signature: inspect.Signature) -> bool:
 
 def is_reply(parameter: inspect.Parameter) -> bool:
     """Whether a parameter of a handler is its reply; one of another type is its request."""
+    return parameter.name == PARAMETER and is_typed_as_reply(parameter)
+
+
+def is_typed_as_reply(parameter: inspect.Parameter) -> bool:
+    """Whether a parameter, whatever its name, is annotated as a reply."""
     annotation = parameter.annotation
-    if parameter.name != PARAMETER:
-        return False
     if isinstance(annotation, str):
         return annotation.partition("[")[0].rpartition(".")[2] == Reply.__name__
     return annotation is Reply or typing.get_origin(annotation) is Reply

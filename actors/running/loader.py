@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, TypeVar
 from dynbus.actors.declaring.actor import address_of, check_startable
 from dynbus.actors.runtime import Actor
 from dynbus.bus.config import suggestion
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol.names import ComponentName
 
 _SUFFIX: Final = ".py"
@@ -374,7 +374,8 @@ def _is_folder(text: str, folder: Path) -> str:
 
 
 def _why(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
+    name = error.code if isinstance(error, DynbusError) else type(error).__name__
+    text = f"{name}: {error}"
     if "attempted relative import" in text:
         text += "; a module of a package is run by its dotted name: package.module"
     return text

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any, Final, Protocol, cast
@@ -578,7 +578,7 @@ class _ObjectLife:
     async def _run(self) -> None:
         with inside_instance(self._name):
             try:
-                await self._served.on_start()
+                await _async(self._served.on_start(), self._served, "on_start")
             except BaseException as error:  # noqa: BLE001 - whoever starts it raises it
                 self._failure = error
                 return
@@ -589,7 +589,7 @@ class _ObjectLife:
             await self._wait_for_stop()
             inside_on_stop.set(True)
             try:
-                await self._served.on_stop()
+                await _async(self._served.on_stop(), self._served, "on_stop")
             except BaseException as error:  # noqa: BLE001 - whoever stops it raises it
                 self._failure = error
 
@@ -604,6 +604,17 @@ class _ObjectLife:
             self._cancelled()
             with anyio.CancelScope(shield=True):
                 await self._stop_asked.wait()
+
+
+async def _async(given: Any, served: Served, name: str) -> None:
+    """Await what a method returned.
+
+    Raises:
+        ConfigError: it is no awaitable, since the method is a plain one.
+    """
+    if not inspect.isawaitable(given):
+        raise ConfigError(f"{type(served).__name__}.{name} is not async: write `async def {name}`")
+    await cast("Awaitable[object]", given)
 
 
 async def stop_all(instances: Iterable[ServedInstance], grace: float | None = None) -> None:

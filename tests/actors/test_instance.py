@@ -100,6 +100,21 @@ def test_one_whose_on_start_raises_is_never_seen() -> None:
     run(story())
 
 
+def test_one_whose_on_start_is_not_async_is_refused_with_the_remedy() -> None:
+    class Plain(Logging):
+        def on_start(self) -> None:  # type: ignore[override]  # pyright: ignore
+            self.log.append("start")
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            with pytest.raises(ConfigError) as caught:
+                await kit.start(Plain)
+
+            assert str(caught.value) == "Plain.on_start is not async: write `async def on_start`"
+
+    run(story())
+
+
 def test_a_call_that_runs_is_finished_before_on_stop() -> None:
     async def story() -> tuple[str, list[str]]:
         async with TestKit() as kit:

@@ -112,6 +112,14 @@ def test_what_others_depend_on_is_drained_last() -> None:
     assert found == [["Top"], ["Deep", "Other"], ["Deepest"]]
 
 
+def test_an_error_of_a_file_is_told_by_the_name_that_the_pages_have_for_it(folder: Path) -> None:
+    method = "@handler\n    async def odd(self, parts: list[bytes]) -> None: ..."
+    (folder / "service.py").write_text(HEAD + actor("Odd", body=method))
+
+    with pytest.raises(ImportFailed, match="'service.py': ConfigError: Odd.odd: "):
+        load_targets(["service.py"])
+
+
 def test_an_abstract_class_is_never_started(folder: Path) -> None:
     base = actor("Base", bases='Actor, namespace="demo", abstract=True')
     (folder / "service.py").write_text(HEAD + base + actor("Concrete", bases="Base"))

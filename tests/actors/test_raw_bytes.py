@@ -308,6 +308,21 @@ def test_an_untyped_call_sends_bytes_and_gives_what_comes_undecoded() -> None:
     run(story())
 
 
+def test_an_untyped_call_for_what_is_not_json_says_how_to_have_it() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            await kit.start(Relay)
+            one = await kit.caller.endpoint("bytes.Relay.one").client()
+
+            with pytest.raises(InvalidResponse) as caught:
+                await one.generate(RAW)
+
+            assert "it is not JSON: " in str(caught.value)
+            assert str(caught.value).endswith("; call.raw() gives it as bytes")
+
+    run(story())
+
+
 def test_a_call_that_was_awaited_cannot_be_made_raw() -> None:
     async def story() -> None:
         async with TestKit() as kit:

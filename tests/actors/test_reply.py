@@ -364,6 +364,14 @@ async def two(self: Any, prompt: Prompt, more: Prompt, reply: Reply[Token]) -> N
     pass
 
 
+async def misnamed(self: Any, prompt: Prompt, out: Reply[Token]) -> None:
+    pass
+
+
+async def misnamed_alone(self: Any, out: "Reply[Token]") -> None:
+    pass
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -371,8 +379,10 @@ async def two(self: Any, prompt: Prompt, more: Prompt, reply: Reply[Token]) -> N
         (returns, "annotate -> None, since its items are sent by its reply"),
         (yields, "yields and takes a reply: send its items by one of the two"),
         (two, "takes 2 requests; a handler takes one"),
+        (misnamed, "misnamed: its reply is called 'out': name it 'reply'"),
+        (misnamed_alone, "misnamed_alone: its reply is called 'out': name it 'reply'"),
     ],
-    ids=["unsent", "returns", "yields", "two"],
+    ids=["unsent", "returns", "yields", "two", "misnamed", "misnamed_alone"],
 )
 def test_a_signature_that_makes_no_sense_is_refused(function: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -203,6 +203,10 @@ def test_a_group_of_several_tells_what_is_in_it() -> None:
     assert errors.describe_exception(ValueError("a")) == "ValueError: a"
 
 
+def test_an_exception_without_a_text_is_told_by_its_type_alone() -> None:
+    assert errors.describe_exception(TimeoutError()) == "TimeoutError"
+
+
 @given(st.text(), st.text(), st.booleans())
 def test_an_unknown_code_is_an_error_that_keeps_its_code(
     code: str, message: str, retryable: bool

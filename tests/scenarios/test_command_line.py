@@ -36,6 +36,12 @@ def test_a_result_is_printed_as_json(folder: Folder) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, '"done"\n', "")
 
 
+def test_what_a_raw_call_brings_is_written_as_it_is(folder: Folder) -> None:
+    ended = folder.dynbus("call", "demo.Splitter.split", '"a b"', "--raw")
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, '"a""b"', "")
+
+
 def test_a_stream_is_printed_line_by_line_as_it_comes(folder: Folder) -> None:
     call = folder.begin("call", "demo.Slow.tick")
     assert call.stdout is not None

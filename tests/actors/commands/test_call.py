@@ -56,6 +56,18 @@ def test_a_request_is_read_from_standard_input(made: list[CallRequest]) -> None:
     assert made[0].request == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("words", "text", "request_"),
+    [(("a b",), "", b"a b"), (("-",), "{no json", b"{no json"), ((), "", b"")],
+)
+def test_a_raw_request_is_bytes_as_they_are(
+    made: list[CallRequest], words: tuple[str, ...], text: str, request_: bytes
+) -> None:
+    invoke("demo.A.b", *words, "--raw", text=text)
+
+    assert (made[0].request, made[0].raw) == (request_, True)
+
+
 def test_standard_input_without_anything_is_no_request(made: list[CallRequest]) -> None:
     result = invoke("demo.A.b", "-", text="")
 
