@@ -121,15 +121,11 @@ class RouteObservation:
         """The request was sent."""
         _notify(self._started)
 
-    def first_item(self) -> None:
-        """Items, or the unary result, arrived; more calls change nothing."""
+    def arrived(self, items: Sequence[bytes]) -> None:
+        """Items, or the unary result, arrived: the first ones, or more."""
         if not self._saw_item:
             self._saw_item = True
             _notify(self._first_item)
-
-    def arrived(self, items: Sequence[bytes]) -> None:
-        """Items, or the unary result, arrived: the first ones, or more."""
-        self.first_item()
         if self._arrived is not None and not _notify(self._arrived, items):
             self._arrived = None
 

@@ -1,4 +1,5 @@
-"""Which runs of a `PrefixTree` are given up at the limit, and how a holder forgets them.
+"""Which runs of a `PrefixTree` are given up at the limit, how much of them each holder has to
+forget, and how it does.
 
 A run can be given up by those that hold nothing below it. A holder knows its blocks by name, and
 a run does not know the names: forgetting a run costs a look at all names of the holder. So many
@@ -72,6 +73,21 @@ def evict(tree: PrefixTree, holder: Holder, victims: Sequence[Victim], most: int
         forget(run, number)
         tree.trim(run)
     return forgotten
+
+
+def fair_share(held: Collection[int], room: int) -> int:
+    """The most that each of some may keep so that together they keep no more than `room`.
+
+    Those that hold less keep all of it, and leave the rest of their share to the others.
+    """
+    left, most = room, 0
+    for number, blocks in enumerate(sorted(held)):
+        share = max(0, left) // (len(held) - number)
+        if blocks > share:
+            return share
+        left -= blocks
+        most = blocks
+    return most
 
 
 def _holders(run: Run) -> Collection[int]:

@@ -18,8 +18,7 @@ import numpy as np
 
 from dynbus.kvrouter.events import EventBatch, Hashes, InvalidEvents, Operation, Tier, decode_events
 
-from .eviction import Victim, choose_victims, evict
-from .fair_share import fair_share
+from .eviction import Victim, choose_victims, evict, fair_share
 from .holdings import count_tiers
 from .labels import LabelledHolders
 from .prefix_tree import MOST_LOOKED_AT, PrefixTree

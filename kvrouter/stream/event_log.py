@@ -41,7 +41,8 @@ DIGEST_INTERVAL: Final = 10.0
 """Seconds after a digest at which one follows in any case: who is silent for longer is lost."""
 RESYNC_INTERVAL: Final = 0.5
 """Seconds between two resends that were asked for."""
-BLOCK_BYTES: Final = 16
+STORED_BYTES: Final = 16
+"""Of a stored block: the engine's hash, and that of its tokens."""
 EVENT_BYTES: Final = 13
 PADDING_BYTES: Final = 11
 FRAME_BYTES: Final = HEADER.size + PADDING_BYTES
@@ -51,10 +52,10 @@ FRAME_BYTES: Final = HEADER.size + PADDING_BYTES
 def event_bytes(event: KvEvent | CacheDigest) -> int:
     """The bytes that an event adds to a message at most."""
     if isinstance(event, BlockStored):
-        return EVENT_BYTES + BLOCK_BYTES * len(event.engine_hashes)
+        return EVENT_BYTES + STORED_BYTES * len(event.engine_hashes)
     if isinstance(event, BlockRemoved):
         return EVENT_BYTES + 8 * len(event.engine_hashes)
-    return EVENT_BYTES + BLOCK_BYTES
+    return EVENT_BYTES + STORED_BYTES
 
 
 def pieces(event: KvEvent, max_bytes: int) -> Iterator[KvEvent]:
@@ -68,7 +69,7 @@ def pieces(event: KvEvent, max_bytes: int) -> Iterator[KvEvent]:
         for at in range(0, len(event.engine_hashes), step):
             yield BlockRemoved(event.engine_hashes[at : at + step], event.tier)
         return
-    step = room // BLOCK_BYTES
+    step = room // STORED_BYTES
     parent = event.parent_hash
     for at in range(0, len(event.engine_hashes), step):
         engine_hashes = event.engine_hashes[at : at + step]

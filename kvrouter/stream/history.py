@@ -145,7 +145,7 @@ async def index_at(
             f"ends at {stream.last_sequence}"
         )
     store = store or SnapshotStore(jetstream, namespace)
-    snapshot, index, _ = await store.read_newest(
+    snapshot, index = await store.read_newest(
         component, stream, max_blocks=max_blocks, timeout=end - monotonic(), counts=point.is_behind
     )
     _check_known(point, kv_event_stream(namespace), stream, snapshot)

@@ -208,7 +208,7 @@ class SnapshotStore:
         max_blocks: int,
         timeout: float = READ_TIMEOUT,
         counts: Callable[[SnapshotInfo], bool] = lambda _: True,
-    ) -> tuple[SnapshotInfo | None, RadixIndex, int]:
+    ) -> tuple[SnapshotInfo | None, RadixIndex]:
         """The newest snapshot that can be used, with its index.
 
         Args:
@@ -217,19 +217,16 @@ class SnapshotStore:
             counts: whether a snapshot is looked at.
 
         Returns:
-            What is known of it, the index, and how many newer ones could not be used; None and an
-            empty index where there is none.
+            What is known of it, and the index; None and an empty index where there is none.
 
         Raises:
             Unavailable: JetStream does not answer, or not in time.
         """
         end = monotonic() + timeout
-        skipped = 0
         for info in reversed(await self.snapshots(component)):
             if not counts(info):
                 continue
             if not info.fits(stream):
-                skipped += 1
                 logger.warning("snapshot %s is skipped: it is of another stream", info.name)
                 continue
             try:
@@ -237,11 +234,10 @@ class SnapshotStore:
                 index = await self.read(info, max_blocks=max_blocks, timeout=left)
             except UnusableSnapshot as error:
                 # The one before it leads to the same index, over more messages.
-                skipped += 1
                 logger.warning("%s: it is skipped", error)
             else:
-                return info, index, skipped
-        return None, RadixIndex(max_blocks=max_blocks), skipped
+                return info, index
+        return None, RadixIndex(max_blocks=max_blocks)
 
     async def write(
         self,

@@ -38,16 +38,11 @@ class WarmStart:
         index: empty where there was no snapshot to begin with.
         position: from which the stream goes on.
         snapshot: None for none.
-        skipped: newer snapshots that could not be used.
-        is_connected: whether the stream holds everything after the snapshot, or from its own
-            beginning on. Otherwise numberings will show gaps, and the ranks concerned are asked.
     """
 
     index: RadixIndex
     position: Position
     snapshot: SnapshotInfo | None
-    skipped: int
-    is_connected: bool
 
 
 async def warm_index(
@@ -61,27 +56,25 @@ async def warm_index(
 ) -> WarmStart:
     """The index of the newest snapshot that can be used, or an empty one.
 
+    Where the stream does not hold all that comes after it, numberings will show gaps, and the ranks
+    concerned are asked.
+
     Raises:
         NoStream: there is no stream of events.
         Unavailable: JetStream does not answer.
     """
     stream = await jetstream.stream_info(stream_name)
-    info, index, skipped = await store.read_newest(
-        component, stream, max_blocks=max_blocks, timeout=timeout
-    )
+    info, index = await store.read_newest(component, stream, max_blocks=max_blocks, timeout=timeout)
     if info is None:
-        return WarmStart(
-            index, Position(0, stream.created), None, skipped, stream.first_sequence <= 1
-        )
-    is_connected = info.is_connected(stream)
-    if not is_connected:
+        return WarmStart(index, Position(0, stream.created), None)
+    if not info.is_connected(stream):
         logger.warning(
             "snapshot %s: the stream begins at %d; ranks are asked for what lies between",
             info.name,
             stream.first_sequence,
         )
     position = Position(info.coverage.sequence, stream.created)
-    return WarmStart(index, position, info, skipped, is_connected)
+    return WarmStart(index, position, info)
 
 
 def forget_dead(start: WarmStart, known: Collection[str] | None, now: float) -> list[str]:
@@ -121,7 +114,7 @@ async def _warm_or_cold(
         logger.warning(
             "no snapshot of %s could be read, so the whole stream is: %s", component, error
         )
-    return WarmStart(RadixIndex(max_blocks=max_blocks), Position(), None, 0, is_connected=True)
+    return WarmStart(RadixIndex(max_blocks=max_blocks), Position(), None)
 
 
 @asynccontextmanager

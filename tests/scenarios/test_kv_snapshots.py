@@ -206,7 +206,7 @@ async def test_a_snapshot_of_which_a_chunk_is_gone_is_skipped(connection: NatsCo
 
         start, late = await begin_warm(connection, exits)
 
-        assert (start.snapshot, start.skipped) == (older, 1)
+        assert start.snapshot == older
         assert newest.coverage.sequence > older.coverage.sequence
         await settled(connection, follower, late)
         assert_equal(follower, late, engine)
@@ -242,7 +242,6 @@ async def test_after_the_limits_cut_the_stream_a_new_router_is_warm_and_asks_nob
         await settled(connection, witness, late)
 
         assert start.snapshot is not None
-        assert start.is_connected
         assert_equal(witness, late, engine)
         assert late.status().requests == witness.status().requests == 0
         assert publisher.status().ranks[0].statistics.resyncs == 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.kvrouter.radix.fair_share import fair_share
+from dynbus.kvrouter.radix.eviction import fair_share
 
 
 @pytest.mark.parametrize(
