@@ -308,7 +308,10 @@ class Caller:
                 continue
             proven = call
             if isinstance(frame, _ITEMS) and call.reader.receive_next(frame):
-                call.wake()
+                if (news := call.on_news) is not None:
+                    news()
+                else:
+                    call.wake()
             else:
                 call.receive(frame)
         if proven is not None:

@@ -292,7 +292,19 @@ class StreamWriter:
                 return None
             self.taken_bytes = size
             self._next_unsent = first + 1
-            self._count_taken(sequence, 1, size)
+            if self._counted_sequence != sequence:
+                self.count_pushed()
+                return Item(self.number, self.secret, self.attempt, sequence, data)
+            # `_hold`, for the item that a stream sends at each step.
+            self._counted_sequence = sequence + 1
+            self._counted_bytes = self.pushed_bytes
+            cost = size + (UNIT_COST - UNIT_OVERHEAD)
+            held = self.held_bytes = self.held_bytes + cost
+            unread = self._unread
+            unread.held += cost
+            unread.whole.free -= cost
+            if held > LEAST_PER_STREAM:
+                self._set_free_until()
             return Item(self.number, self.secret, self.attempt, sequence, data)
         items: list[bytes] = units[first:]  # type: ignore[assignment]
         size = sum(map(len, items)) + UNIT_OVERHEAD * count
