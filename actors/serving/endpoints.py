@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.actors.declaring.codec import AnyCodec
 from dynbus.actors.declaring.handlers import HandlerSpec, spec_of
 from dynbus.actors.declaring.reply import Reply
@@ -35,6 +36,12 @@ def endpoints_of_functions(functions: Mapping[str, Callable[..., Any]]) -> list[
     """
     if not functions:
         raise ConfigError("there is no endpoint to serve: give a function for each name")
+    for name, function in functions.items():
+        if not inspect.isroutine(function):
+            raise ConfigError(
+                f"endpoint {name!r}: {brief_repr(function)} is no function: write `async def`, or "
+                "give a method that is bound to an object"
+            )
     return [
         make_endpoint(function, spec_of(name, function)) for name, function in functions.items()
     ]

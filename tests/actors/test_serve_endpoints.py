@@ -198,6 +198,7 @@ async def two_requests(one: int, other: int) -> int:
         ({}, "there is no endpoint to serve"),
         ({"a.b": ping}, "endpoint 'a.b' is not a valid name"),
         ({"plain": plain}, "plain is not async"),
+        ({"number": 3}, "endpoint 'number': 3 is no function"),
         ({"untyped": untyped_request}, "untyped_request: annotate 'prompt'"),
         ({"two": two_requests}, "two_requests takes 2 requests"),
     ],
