@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypedDict, Unpack
 
 from .drops import DropReason
 from .errors import DynbusError
@@ -198,6 +198,31 @@ class OrderedConsumer(Protocol):
     async def stop(self) -> None: ...
 
 
+class ConsumeOptions(TypedDict, total=False):
+    """How `JetStream.consume` reads a stream; all of it from the first message unless told.
+
+    Attributes:
+        subject: what is read of it; wildcards allowed.
+        start_sequence: the first to be delivered, also when it lies ahead.
+        last_per_subject: begin with the last message of each subject.
+        created: when the stream was made of which `start_sequence` is (see `StreamInfo`).
+            Another stream of that name is read as one made again.
+        on_restart: called before the last messages are delivered once more.
+        on_recreated: called before the first message of a stream that was deleted and made
+            again, which is read from its first message.
+        on_caught_up: called once per start, when everything that the stream held at that start
+            has been delivered.
+    """
+
+    subject: str
+    start_sequence: int
+    last_per_subject: bool
+    created: float | None
+    on_restart: Callable[[], None] | None
+    on_recreated: Callable[[], None] | None
+    on_caught_up: Callable[[], None] | None
+
+
 class JetStream(Protocol):
     """The persistent half of a connection. Every call is bounded by `timeout` seconds and
     raises `Unavailable` when no answer came in that time."""
@@ -312,29 +337,13 @@ class JetStream(Protocol):
         self,
         stream: str,
         on_message: Callable[[StoredMessage], None],
-        *,
-        subject: str = "",
-        start_sequence: int = 1,
-        last_per_subject: bool = False,
-        created: float | None = None,
-        on_restart: Callable[[], None] | None = None,
-        on_recreated: Callable[[], None] | None = None,
-        on_caught_up: Callable[[], None] | None = None,
+        **options: Unpack[ConsumeOptions],
     ) -> OrderedConsumer:
         """Read a stream in order, without acknowledgements, until stopped.
 
         With `last_per_subject` each start first brings the last message of every subject;
         after a restart it does so again, announced by `on_restart`. Otherwise a restart goes
         on at the next sequence and nothing is delivered twice.
-
-        Args:
-            start_sequence: the first to be delivered, also when it lies ahead.
-            created: when the stream was made of which `start_sequence` is (see
-                `StreamInfo`). Another stream of that name is read as one made again.
-            on_recreated: called before the first message of a stream that was deleted and
-                made again, which is read from its first message.
-            on_caught_up: called once per start, when everything that the stream held at
-                that start has been delivered.
 
         Raises:
             NoStream: the stream does not exist.

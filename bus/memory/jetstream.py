@@ -9,12 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, Unpack
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol import headers as header_block
-from dynbus.bus.transport import Message, NoStream, StoredMessage, StreamConfig, StreamInfo
+from dynbus.bus.transport import (
+    ConsumeOptions,
+    Message,
+    NoStream,
+    StoredMessage,
+    StreamConfig,
+    StreamInfo,
+)
 
 from .stream import MemoryStream
 from .subjects import overlap
@@ -57,27 +64,20 @@ class MemoryOrderedConsumer:
         server: JetStreamServer,
         stream: str,
         on_message: Callable[[StoredMessage], None],
-        *,
-        pattern: str,
-        next_sequence: int,
-        last_per_subject: bool,
-        created: float | None,
-        on_restart: Callable[[], None] | None,
-        on_recreated: Callable[[], None] | None,
-        on_caught_up: Callable[[], None] | None,
+        options: ConsumeOptions,
     ) -> None:
         self.connection = connection
         self.stream = stream
-        self.pattern = pattern
-        self.next_sequence = next_sequence
-        self.last_per_subject = last_per_subject
+        self.pattern = options.get("subject") or ">"
+        self.next_sequence = max(1, options.get("start_sequence", 1))
+        self.last_per_subject = options.get("last_per_subject", False)
         self.generation = 0
         self._server = server
-        self._created = created
+        self._created = options.get("created")
         self._on_message = on_message
-        self._on_restart = on_restart
-        self._on_recreated = on_recreated
-        self._on_caught_up = on_caught_up
+        self._on_restart = options.get("on_restart")
+        self._on_recreated = options.get("on_recreated")
+        self._on_caught_up = options.get("on_caught_up")
         self._begun = False
         self._stopped = False
 
@@ -375,28 +375,9 @@ class MemoryJetStream:
         self,
         stream: str,
         on_message: Callable[[StoredMessage], None],
-        *,
-        subject: str = "",
-        start_sequence: int = 1,
-        last_per_subject: bool = False,
-        created: float | None = None,
-        on_restart: Callable[[], None] | None = None,
-        on_recreated: Callable[[], None] | None = None,
-        on_caught_up: Callable[[], None] | None = None,
+        **options: Unpack[ConsumeOptions],
     ) -> MemoryOrderedConsumer:
-        reader = MemoryOrderedConsumer(
-            self._connection,
-            self._server,
-            stream,
-            on_message,
-            pattern=subject or ">",
-            next_sequence=max(1, start_sequence),
-            last_per_subject=last_per_subject,
-            created=created,
-            on_restart=on_restart,
-            on_recreated=on_recreated,
-            on_caught_up=on_caught_up,
-        )
+        reader = MemoryOrderedConsumer(self._connection, self._server, stream, on_message, options)
         call = f"CONSUMER.CREATE.{stream}"
         try:
             await self._api(call, partial(self._server.attach, reader), CONSUME_TIMEOUT)

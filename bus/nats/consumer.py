@@ -19,7 +19,13 @@ from dynbus.bus.background import Work
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, Unavailable
 from dynbus.bus.protocol import headers as header_block
-from dynbus.bus.transport import ConnectionState, Message, StoredMessage, Subscription
+from dynbus.bus.transport import (
+    ConnectionState,
+    ConsumeOptions,
+    Message,
+    StoredMessage,
+    Subscription,
+)
 
 from .api_requests import ServerLink, call_jetstream
 
@@ -43,28 +49,23 @@ class NatsOrderedConsumer:
         connection: ServerLink,
         stream: str,
         on_message: Callable[[StoredMessage], None],
-        *,
-        subject: str,
-        start_sequence: int,
-        last_per_subject: bool,
-        created: float | None,
-        on_restart: Callable[[], None] | None,
-        on_recreated: Callable[[], None] | None,
-        on_caught_up: Callable[[], None] | None,
+        options: ConsumeOptions,
     ) -> None:
         self._connection = connection
         self._stream = stream
         self._on_message = on_message
-        self._subject = subject
-        self._next_sequence = max(1, start_sequence)
-        self._last_per_subject = last_per_subject
-        self._created = created
-        self._on_restart = on_restart
-        self._on_recreated = on_recreated
-        self._on_caught_up = on_caught_up
+        self._subject = options.get("subject") or ">"
+        self._next_sequence = max(1, options.get("start_sequence", 1))
+        self._last_per_subject = options.get("last_per_subject", False)
+        self._created = options.get("created")
+        self._on_restart = options.get("on_restart")
+        self._on_recreated = options.get("on_recreated")
+        self._on_caught_up = options.get("on_caught_up")
         # The last messages of an instance are its whole state, whichever stream they are of.
         self._minds_the_stream = (
-            not last_per_subject or created is not None or on_recreated is not None
+            not self._last_per_subject
+            or self._created is not None
+            or self._on_recreated is not None
         )
         self._caught_up = False
         self._subscription: Subscription | None = None
@@ -119,7 +120,7 @@ class NatsOrderedConsumer:
         # A new inbox per try: what an earlier consumer still delivers cannot be mistaken.
         token = secrets.token_hex(8)
         inbox = f"{self._connection.inbox}c.{token}"
-        call = f"CONSUMER.CREATE.{self._stream}.{token}.{self._subject or '>'}"
+        call = f"CONSUMER.CREATE.{self._stream}.{token}.{self._subject}"
         request = {"stream_name": self._stream, "config": self._config(token, inbox)}
         answer = await call_jetstream(self._connection, call, request, timeout=START_TIMEOUT)
         if await self._stream_created() != before:
@@ -147,7 +148,7 @@ class NatsOrderedConsumer:
         config: dict[str, Any] = {
             "name": name,
             "deliver_subject": inbox,
-            "filter_subject": self._subject or ">",
+            "filter_subject": self._subject,
             "ack_policy": "none",
             "max_deliver": 1,
             "replay_policy": "instant",

@@ -9,11 +9,12 @@ from __future__ import annotations
 import base64
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
 from dynbus.bus.protocol import headers as header_block
 from dynbus.bus.transport import (
+    ConsumeOptions,
     NoRoom,
     NoStream,
     StoredMessage,
@@ -273,27 +274,9 @@ class NatsJetStream:
         self,
         stream: str,
         on_message: Callable[[StoredMessage], None],
-        *,
-        subject: str = "",
-        start_sequence: int = 1,
-        last_per_subject: bool = False,
-        created: float | None = None,
-        on_restart: Callable[[], None] | None = None,
-        on_recreated: Callable[[], None] | None = None,
-        on_caught_up: Callable[[], None] | None = None,
+        **options: Unpack[ConsumeOptions],
     ) -> NatsOrderedConsumer:
-        consumer = NatsOrderedConsumer(
-            self._connection,
-            stream,
-            on_message,
-            subject=subject,
-            start_sequence=start_sequence,
-            last_per_subject=last_per_subject,
-            created=created,
-            on_restart=on_restart,
-            on_recreated=on_recreated,
-            on_caught_up=on_caught_up,
-        )
+        consumer = NatsOrderedConsumer(self._connection, stream, on_message, options)
         await consumer.start()
         return consumer
 
