@@ -27,6 +27,7 @@ from dynbus.bus.errors import (
 from dynbus.bus.heartbeats import Registry, Said
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST
 from dynbus.bus.protocol import headers
+from dynbus.bus.protocol.call_ranges import covers
 from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.tokens import random_id
@@ -44,7 +45,6 @@ from dynbus.bus.protocol.wire import (
     Unknown,
     decode_batch,
 )
-from dynbus.bus.telemetry.call_spans import covers
 from dynbus.bus.transport import ConnectionState, Message
 
 from .open_calls import OpenCalls, Remote

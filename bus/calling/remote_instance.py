@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from dynbus.bus.clock import monotonic
+from dynbus.bus.protocol.call_ranges import CALL_BYTES, heartbeat_room, split_calls
 from dynbus.bus.protocol.liveness import RemoteLiveness
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.protocol.wire import BATCH_OVERHEAD, Frame, Open, encode_batch
-from dynbus.bus.telemetry.call_spans import CALL_BYTES, span_room, split_calls
 from dynbus.bus.transport import ConnectionState
 
 from .call_progress import CallProgress
@@ -87,7 +87,7 @@ class RemoteInstance(Generic[C]):
     def beat(self) -> list[Frame]:
         open_calls = list(self.calls.values())
         calls = {call.number: call.reader.next_sequence for call in open_calls}
-        room = span_room(self._bus.lane.connection.max_payload)
+        room = heartbeat_room(self._bus.lane.connection.max_payload)
         # However many calls are open, half of a message is left for acknowledgements.
         room_for_done = max(room // 2, room - CALL_BYTES * len(calls))
         count = min(len(self.done), max(1, room_for_done // ACKNOWLEDGEMENT_BYTES))
@@ -97,7 +97,7 @@ class RemoteInstance(Generic[C]):
         first, *rest = split_calls(calls, (room - ACKNOWLEDGEMENT_BYTES * count) // CALL_BYTES)
         return [
             Open(first.calls, done, first.first, first.last),
-            *(Open(span.calls, [], span.first, span.last) for span in rest),
+            *(Open(part.calls, [], part.first, part.last) for part in rest),
         ]
 
     def returned(self) -> None:

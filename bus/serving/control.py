@@ -16,9 +16,9 @@ from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.heartbeats import Registry, Said
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST, Inbox
+from dynbus.bus.protocol.call_ranges import CALL_BYTES, heartbeat_room, split_calls
 from dynbus.bus.protocol.names import InstanceName, is_safe_reply
 from dynbus.bus.protocol.wire import Batch, Failed, Frame, Heartbeat, Open, encode_batch
-from dynbus.bus.telemetry.call_spans import CALL_BYTES, span_room, split_calls
 
 from .ledger import Action, Inquiry, Ledger, NothingHere, RemoteClient, Sender, client_key
 from .requests import PlainCancel, read_cancel
@@ -128,10 +128,10 @@ class ServerControl:
                 )
 
     def beat(self, remote: RemoteClient) -> list[Frame]:
-        most = span_room(self._bus.lane.connection.max_payload) // CALL_BYTES
+        most = heartbeat_room(self._bus.lane.connection.max_payload) // CALL_BYTES
         blocked, draining = self._bus.heartbeats.blocked, self._execution.draining
-        spans = split_calls(remote.positions(), most)
-        return [Heartbeat(blocked, draining, *span) for span in spans]
+        ranges = split_calls(remote.positions(), most)
+        return [Heartbeat(blocked, draining, *part) for part in ranges]
 
     # On the main loop --------------------------------------------------------------------
 

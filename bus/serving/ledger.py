@@ -23,6 +23,7 @@ from dynbus.bus.errors import (
     UnknownOutcome,
 )
 from dynbus.bus.inbox import ENTRY_COST, FRAME_COST
+from dynbus.bus.protocol.call_ranges import covers
 from dynbus.bus.protocol.names import ANONYMOUS, is_safe_reply, turn_taker
 from dynbus.bus.protocol.unread_bytes import ClientUnreadBytes, UnreadBytes
 from dynbus.bus.protocol.wire import (
@@ -35,7 +36,6 @@ from dynbus.bus.protocol.wire import (
     Unknown,
     failed_frame,
 )
-from dynbus.bus.telemetry.call_spans import covers
 
 from .calls import Call, ServedEndpoint, no_room
 from .partial_requests import PartialRequests

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynbus.bus.calling.remote_instance import ACKNOWLEDGEMENT_BYTES, MAX_CONTROL_FRAMES
+from dynbus.bus.protocol.call_ranges import CALL_BYTES, heartbeat_room
 from dynbus.bus.protocol.wire import (
     MAX_CALLS,
     MAX_FRAME_BYTES,
@@ -36,7 +37,6 @@ from dynbus.bus.protocol.wire import (
     encode_record,
 )
 from dynbus.bus.serving.outbox import FRAME_OVERHEAD
-from dynbus.bus.telemetry.call_spans import CALL_BYTES, span_room
 
 SECRET = b"0123456789abcdef"
 HEAD = b"\x95\x01\xa1i\xa1n\x02\x91"
@@ -254,7 +254,7 @@ def test_a_message_with_more_than_is_ever_needed_is_none(batch: list[object]) ->
 
 
 def test_the_largest_heartbeat_fits_the_bounds_of_a_message() -> None:
-    room = span_room(64 * 1024 * 1024)
+    room = heartbeat_room(64 * 1024 * 1024)
 
     assert room // CALL_BYTES <= MAX_CALLS
     assert room // ACKNOWLEDGEMENT_BYTES <= MAX_CALLS

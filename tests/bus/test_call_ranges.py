@@ -6,26 +6,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynbus.bus.protocol.call_ranges import (
+    CALL_BYTES,
+    CallRange,
+    covers,
+    heartbeat_room,
+    split_calls,
+)
 from dynbus.bus.protocol.wire import Heartbeat, Open, encode_batch
-from dynbus.bus.telemetry.call_spans import CALL_BYTES, CallSpan, covers, span_room, split_calls
 
 numbers = st.integers(0, 10**18 - 1)
 calls_of_a_side = st.dictionaries(st.integers(0, 40) | numbers, st.integers(0, 2**63 - 1))
 
 
 def test_what_fits_one_message_is_one_span_without_bounds() -> None:
-    assert split_calls({7: 3, 8: 0}, 2) == [CallSpan([(7, 3), (8, 0)], 0, None)]
+    assert split_calls({7: 3, 8: 0}, 2) == [CallRange([(7, 3), (8, 0)], 0, None)]
 
 
 def test_no_calls_at_all_are_a_span_that_says_so() -> None:
-    assert split_calls({}, 5) == [CallSpan([], 0, None)]
+    assert split_calls({}, 5) == [CallRange([], 0, None)]
 
 
 def test_more_calls_are_spans_that_follow_each_other_without_a_gap() -> None:
     assert split_calls({9: 1, 3: 2, 5: 0, 20: 4, 4: 7}, 2) == [
-        CallSpan([(3, 2), (4, 7)], 0, 4),
-        CallSpan([(5, 0), (9, 1)], 5, 19),
-        CallSpan([(20, 4)], 20, None),
+        CallRange([(3, 2), (4, 7)], 0, 4),
+        CallRange([(5, 0), (9, 1)], 5, 19),
+        CallRange([(20, 4)], 20, None),
     ]
 
 
@@ -53,26 +59,26 @@ def test_a_frame_speaks_of_the_numbers_between_its_bounds_only(
 def test_every_call_is_told_once_by_the_only_span_that_speaks_of_it(
     calls: dict[int, int], most: int
 ) -> None:
-    spans = split_calls(calls, most)
+    ranges = split_calls(calls, most)
 
-    assert [call for span in spans for call in span.calls] == sorted(calls.items())
-    assert all(len(span.calls) <= max(1, most) for span in spans)
+    assert [call for part in ranges for call in part.calls] == sorted(calls.items())
+    assert all(len(part.calls) <= max(1, most) for part in ranges)
     for number in {0, *calls, *(number + 1 for number in calls)}:
-        (span,) = [span for span in spans if covers(span, number)]
-        assert (number in dict(span.calls)) is (number in calls)
+        (part,) = [part for part in ranges if covers(part, number)]
+        assert (number in dict(part.calls)) is (number in calls)
 
 
 @given(calls_of_a_side, st.integers(1, 6), st.data())
 def test_whichever_parts_are_lost_no_call_that_was_told_is_found_absent(
     calls: dict[int, int], most: int, data: st.DataObject
 ) -> None:
-    spans = split_calls(calls, most)
-    arrived = [span for span in spans if data.draw(st.booleans())]
+    ranges = split_calls(calls, most)
+    arrived = [part for part in ranges if data.draw(st.booleans())]
     absent = {
         number
-        for span in arrived
+        for part in arrived
         for number in range(60)
-        if covers(span, number) and number not in dict(span.calls)
+        if covers(part, number) and number not in dict(part.calls)
     }
 
     assert absent.isdisjoint(calls)
@@ -83,9 +89,9 @@ def test_the_longest_span_fits_a_message(max_payload: int) -> None:
     sender, incarnation = f"_R.{'p' * 63}.{'c' * 32}", "i" * 32
     calls = {10**18 - 1 - number: 2**63 - 1 for number in range(60_000)}
 
-    for span in split_calls(calls, span_room(max_payload) // CALL_BYTES):
+    for part in split_calls(calls, heartbeat_room(max_payload) // CALL_BYTES):
         for frame in (
-            Open(span.calls, [], span.first, span.last),
-            Heartbeat(0.25, True, span.calls, span.first, span.last),
+            Open(part.calls, [], part.first, part.last),
+            Heartbeat(0.25, True, part.calls, part.first, part.last),
         ):
             assert len(encode_batch(sender, incarnation, 2**32, [frame])) <= max_payload

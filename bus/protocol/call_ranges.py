@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple, Protocol
 
-from dynbus.bus.protocol.wire import BATCH_OVERHEAD, MAX_FRAME_BYTES
+from .wire import BATCH_OVERHEAD, MAX_FRAME_BYTES
 
 CALL_BYTES: Final = 20
 """Bytes that one call takes at most: its number and a sequence."""
 
 
-class CallSpan(NamedTuple):
+class CallRange(NamedTuple):
     """All calls of one side whose numbers lie between two bounds.
 
     Attributes:
@@ -30,7 +30,7 @@ class CallSpan(NamedTuple):
 
 
 class Bounded(Protocol):
-    """What speaks of the numbers between two bounds: a span, or a frame that carries one."""
+    """What speaks of the numbers between two bounds: a range, or a frame that carries one."""
 
     @property
     def first(self) -> int: ...
@@ -38,13 +38,13 @@ class Bounded(Protocol):
     def last(self) -> int | None: ...
 
 
-def span_room(max_payload: int) -> int:
+def heartbeat_room(max_payload: int) -> int:
     """Bytes of calls and acknowledgements that one heartbeat may carry."""
     return min(MAX_FRAME_BYTES, max_payload - 3 * BATCH_OVERHEAD)
 
 
-def split_calls(calls: Mapping[int, int], most: int) -> list[CallSpan]:
-    """Spans that together speak of every number once, each with at most `most` calls.
+def split_calls(calls: Mapping[int, int], most: int) -> list[CallRange]:
+    """Ranges that together speak of every number once, each with at most `most` calls.
 
     Args:
         calls: the sequence of each call, by number.
@@ -56,7 +56,7 @@ def split_calls(calls: Mapping[int, int], most: int) -> list[CallSpan]:
     firsts = [0, *(told[start][0] for start in starts[1:])]
     lasts = [*(first - 1 for first in firsts[1:]), None]
     return [
-        CallSpan(told[start : start + most], first, last)
+        CallRange(told[start : start + most], first, last)
         for start, first, last in zip(starts, firsts, lasts, strict=True)
     ]
 
