@@ -133,7 +133,7 @@ class Relay(Generic[K, T]):
             self._deliver(arrivals)
         except Exception as error:
             # What became of their items nobody knows; the other streams go on.
-            logger.exception("%r could not deliver", self)
+            logger.exception("%r failed to deliver", self)
             for arrival in arrivals:
                 arrival.stream.lose(error)
             return

@@ -312,7 +312,7 @@ class WholeCodec:
 
     def _check_not_empty(self, data: bytes) -> None:
         if not data and self.annotation is not bytes:
-            raise Misfit("the value: it is empty, which is no JSON")
+            raise Misfit("the value: it is empty, which is not JSON")
 
 
 AnyCodec = Codec | StructCodec | WholeCodec

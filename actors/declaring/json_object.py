@@ -108,4 +108,4 @@ def _unwrap(value: Any) -> Any:
     if dump is not None:
         return dump(mode="json")
     kind: str = value.__class__.__name__
-    raise TypeError(f"{kind} is no JSON type")
+    raise TypeError(f"{kind} is not a JSON type")

@@ -469,7 +469,7 @@ class ServedInstance:
                 await self._bus.data.barrier()
                 break
             except DynbusError as error:
-                logger.warning("%s does not hear requests yet: %s", self.id, error)
+                logger.warning("%s cannot receive requests yet: %s; trying again", self.id, error)
                 await anyio.sleep(BARRIER_RETRY)
         self._bus.lane.call(keeper.resume)
 
@@ -554,7 +554,7 @@ class _ObjectLife:
                 await asyncio.wait({task})
             if not task.done():
                 logger.error(
-                    "on_stop of %s goes on in spite of its cancellation", self._name.instance_id
+                    "on_stop of %s ignores its cancellation: abandoning it", self._name.instance_id
                 )
                 return
         if self._failure is not None and not isinstance(self._failure, asyncio.CancelledError):
@@ -657,7 +657,9 @@ def announced_metadata(served: Served) -> dict[str, str]:
         try:
             size += len(key.encode()) + len(value.encode())
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{label} has {key!r}={value!r}, which is no text: {error}") from None
+            raise ConfigError(
+                f"{label} has {key!r}={value!r}, which is not text: {error}"
+            ) from None
         pairs[key] = value
     if len(pairs) > MAX_METADATA or size > MAX_METADATA_BYTES:
         raise ConfigError(

@@ -83,7 +83,7 @@ def nobody_knows(request_id: str, answers: Sequence[Explanation]) -> str:
             "as --component"
         )
     routers = "1 router" if len(answers) == 1 else f"{len(answers)} routers"
-    none = f"none knows {request_id}" if request_id else "none has decided anything yet"
+    none = f"none knows {request_id}" if request_id else "no router has decided anything yet"
     lines = [f"{routers} answered, {none}:"]
     for answer in answers:
         oldest = "none yet" if answer.oldest_s is None else f"back to {duration(answer.oldest_s)}"

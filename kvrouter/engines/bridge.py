@@ -120,7 +120,7 @@ class EngineBridge:
         told = [f"rank {one.dp_rank or 0}: {held.reason}" for one, held in found if held.reason]
         level = worst_level(held.level for _, held in found)
         if not streams:
-            told, level = ["no stream of an engine is read"], AwarenessLevel.DEGRADED
+            told, level = ["no engine is followed"], AwarenessLevel.DEGRADED
         translations = [stream.translation for stream in streams]
         filtered: dict[str, int] = {}
         for one in translations:
@@ -254,7 +254,7 @@ class RankStream:
         """After `connected`, without a way to ask: what was known may be another engine's."""
         self._known.behind = None
         if self._numbering.last >= 0:
-            self._reset("the engine was connected anew, and has no replay endpoint to ask")
+            self._reset("the engine reconnected, and no replay endpoint is configured")
         self._tell()
 
     # Messages -------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ def _read_batch(payload: bytes) -> tuple[list[msgspec.Raw], int | None]:
         events, rank = by_position.events, by_position.rank
     if rank is not None and not (type(rank) is int and 0 <= rank <= MAX_RANK):
         raise Quarantined(
-            QuarantineReason.WRONG_RANK, f"{_shown(rank)} is no data-parallel rank of 16 bits"
+            QuarantineReason.WRONG_RANK, f"{_shown(rank)} is not a 16-bit data-parallel rank"
         )
     return events, rank
 
@@ -250,7 +250,7 @@ def _type_and_fields(value: Any) -> tuple[str, dict[Any, Any]]:
     else:
         raise Quarantined(QuarantineReason.MALFORMED, f"{_shown(value)} is no event")
     if not isinstance(kind, str):
-        raise Quarantined(QuarantineReason.MALFORMED, f"{_shown(kind)} is no type of event")
+        raise Quarantined(QuarantineReason.MALFORMED, f"{_shown(kind)} is not a type of event")
     if kind not in _FIELDS:
         raise Quarantined(QuarantineReason.UNKNOWN_TYPE, _shown(kind))
     return kind, fields
@@ -295,7 +295,7 @@ def read_hash(value: Any) -> int:
         return value & _MASK
     if isinstance(value, bytes) and value:
         return int.from_bytes(value[-8:], "big")
-    raise Quarantined(QuarantineReason.BAD_HASH, f"{_shown(value)} is no hash of a block")
+    raise Quarantined(QuarantineReason.BAD_HASH, f"{_shown(value)} is not a block hash")
 
 
 def _hashes(fields: dict[Any, Any]) -> list[int]:
@@ -323,7 +323,9 @@ def _first_of_pairs(pairs: list[Any]) -> list[Any]:
     tokens: list[Any] = []
     for pair in pairs:
         if not is_list(pair) or len(pair) != 2:
-            raise Quarantined(QuarantineReason.BAD_TOKENS, f"{_shown(pair)} is no pair of tokens")
+            raise Quarantined(
+                QuarantineReason.BAD_TOKENS, f"{_shown(pair)} is not a pair of tokens"
+            )
         tokens.append(pair[0])
     return tokens
 

@@ -92,7 +92,7 @@ class RankKnowledge:
 
     connection: str | None = "not connected to the engine yet"
     behind: str | None = None
-    history: str | None = "nothing is known yet of what the engine holds"
+    history: str | None = "it is not known yet what the engine holds"
     unread: int = 0
     orphans: int = 0
     asks_reports: bool = False
@@ -138,5 +138,5 @@ class RankKnowledge:
         if self.unread:
             return f"{self.unread} of its events could not be used"
         if self.orphans:
-            return f"{self.orphans} stored events go on prefixes that are not known"
+            return f"{self.orphans} stored events continue unknown prefixes"
         return None

@@ -288,7 +288,7 @@ class _RankReader:
             return stream.end_replay()
         if is_cut_short or stream.last != before:
             return True
-        stream.fail_replay(f"the replay at {endpoint} ceased before its end")
+        stream.fail_replay(f"the replay at {endpoint} stopped before its end")
         return False
 
     async def _request(self, endpoint: str, first: int, take: Callable[[int, bytes], bool]) -> bool:

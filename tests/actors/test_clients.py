@@ -492,7 +492,7 @@ async def test_a_request_that_is_no_json_is_refused(bench: Bench) -> None:
         client.generate(object())
 
     assert str(caught.value) == (
-        "a request of type object cannot be sent as JSON: object is no JSON type"
+        "a request of type object cannot be sent as JSON: object is not a JSON type"
     )
 
 

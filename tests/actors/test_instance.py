@@ -328,7 +328,7 @@ def test_one_that_says_nothing_has_no_metadata() -> None:
         ({"a": "x" * 4096}, "has 1 keys and 4097 bytes; at most 32 and 4096 are announced"),
         ({"\u00e9": "\u00e9" * 2048}, "has 1 keys and 4098 bytes"),
         ({str(n): "" for n in range(33)}, "has 33 keys and 56 bytes"),
-        ({"a": "\ud800"}, "which is no text"),
+        ({"a": "\ud800"}, "which is not text"),
     ],
 )
 def test_metadata_that_cannot_be_announced_is_refused_and_leaves_nothing_behind(

@@ -351,7 +351,7 @@ def test_a_request_that_is_not_bytes_is_refused_before_it_is_sent() -> None:
             assert not caught.value.started
             with pytest.raises(InvalidResponse, match="it should be bytes, got"):
                 await client.wrong(b"text")
-            with pytest.raises(InvalidRequest, match="it is empty, which is no JSON"):
+            with pytest.raises(InvalidRequest, match="it is empty, which is not JSON"):
                 client.json(msgspec.Raw(b""))
 
     run(story())

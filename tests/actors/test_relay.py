@@ -516,7 +516,7 @@ def test_a_delivery_that_raises_cancels_the_streams_that_it_was_called_with(
                 await settled(lambda: engine.left == 1)
 
     run(story())
-    assert "could not deliver" in caplog.text
+    assert "failed to deliver" in caplog.text
 
 
 def test_a_request_that_cannot_be_sent_is_told_at_once() -> None:

@@ -201,4 +201,4 @@ def test_where_nothing_was_decided_the_list_says_so(nats_server: RunningServer) 
     result = asyncio.run(story())
 
     assert result.exit_code == 1
-    assert "1 router answered, none has decided anything yet" in result.stderr
+    assert "1 router answered, no router has decided anything yet" in result.stderr

@@ -59,7 +59,7 @@ def replay(stream: RankStream, messages: dict[int, bytes]) -> bool:
 def test_a_bridge_that_reads_nothing_says_so() -> None:
     status = EngineBridge(RecordingSink(), block_size=4).status()
 
-    assert (status.state, status.reason) == ("degraded", "no stream of an engine is read")
+    assert (status.state, status.reason) == ("degraded", "no engine is followed")
 
 
 def test_a_rank_that_was_never_connected_is_degraded() -> None:
@@ -555,7 +555,7 @@ def test_a_loss_after_a_recovery_is_recovered_from_by_what_comes_after_it() -> N
     stream.take(18, message(14))
     stream.take(19, encode([1.5, [["BlockRemoved", [14]]], 0]))
 
-    assert lost_again == "rank 0: 1 stored events go on prefixes that are not known"
+    assert lost_again == "rank 0: 1 stored events continue unknown prefixes"
     assert mode == "full"
     assert (by_old_blocks, bridge.status().state) == ("degraded", "exact")
 
