@@ -58,7 +58,9 @@ def decode_json(data: bytes) -> Any:
     try:
         return _wrap(msgspec.json.decode(data)) if data else None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise Misfit(f"it is not JSON: {error}; call.raw() gives it as bytes") from None
+        raise Misfit(
+            f"it is not JSON: {error}; call.raw(), or --raw in a shell, gives it as bytes"
+        ) from None
 
 
 def decode_json_items(items: Sequence[bytes]) -> list[Any]:

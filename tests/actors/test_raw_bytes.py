@@ -318,7 +318,9 @@ def test_an_untyped_call_for_what_is_not_json_says_how_to_have_it() -> None:
                 await one.generate(RAW)
 
             assert "it is not JSON: " in str(caught.value)
-            assert str(caught.value).endswith("; call.raw() gives it as bytes")
+            assert str(caught.value).endswith(
+                "; call.raw(), or --raw in a shell, gives it as bytes"
+            )
 
     run(story())
 
