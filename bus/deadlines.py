@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from .clock import monotonic
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -20,25 +22,31 @@ SLACK: Final = 0.1
 NEAR: Final = 4.0
 
 
-class Deadlines:
-    """Calls functions when their time has come. Lives on one loop."""
+class Deadlines(Generic[T]):
+    """Ends calls, or what else has a deadline, when their time has come. Lives on one loop.
 
-    __slots__ = ("_buckets", "_loop", "_near", "_timer")
+    Args:
+        expire: ends one of them. A function for all: one for each would be one more object to
+            look at for the garbage collector, and it runs the more often for it.
+    """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    __slots__ = ("_buckets", "_expire", "_loop", "_near", "_timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[T], object]) -> None:
         self._loop = loop
-        self._buckets: dict[int, dict[Callable[[], None], None]] = {}
-        self._near: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._expire = expire
+        self._buckets: dict[int, dict[T, None]] = {}
+        self._near: dict[T, asyncio.TimerHandle] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._near) + sum(map(len, self._buckets.values()))
 
-    def arm(self, at: float, now: float, expire: Callable[[], None]) -> int:
-        """Call `expire` at `at`, or up to twice `SLACK` later; returns what `disarm` wants."""
+    def arm(self, at: float, now: float, call: T) -> int:
+        """Have `call` end at `at`, or up to twice `SLACK` later; returns what `disarm` wants."""
         left = at - now
         if left < NEAR:
-            self._near[expire] = self._loop.call_later(max(0.0, left), self._fire_near, expire)
+            self._near[call] = self._loop.call_later(max(0.0, left), self._fire_near, call)
             return 0
         number = int(at / SLACK) + 1
         bucket = self._buckets.get(number)
@@ -46,19 +54,19 @@ class Deadlines:
             bucket = self._buckets[number] = {}
             if self._timer is None:
                 self._timer = self._loop.call_later(SLACK, self._tick)
-        bucket[expire] = None
+        bucket[call] = None
         return number
 
-    def disarm(self, number: int, expire: Callable[[], None]) -> None:
-        """Forget an armed function; one that has fired is no error."""
+    def disarm(self, number: int, call: T) -> None:
+        """Forget the deadline of a call; one that has passed is no error."""
         if number == 0:
-            timer = self._near.pop(expire, None)
+            timer = self._near.pop(call, None)
             if timer is not None:
                 timer.cancel()
             return
         bucket = self._buckets.get(number)
         if bucket is not None:
-            bucket.pop(expire, None)
+            bucket.pop(call, None)
             if not bucket:
                 del self._buckets[number]
 
@@ -72,23 +80,22 @@ class Deadlines:
             self._timer.cancel()
             self._timer = None
 
-    def _fire_near(self, expire: Callable[[], None]) -> None:
-        if self._near.pop(expire, None) is not None:
-            _fire(expire)
+    def _fire_near(self, call: T) -> None:
+        if self._near.pop(call, None) is not None:
+            self._fire(call)
 
     def _tick(self) -> None:
         self._timer = None
         now = int(monotonic() / SLACK)
         for number in [number for number in self._buckets if number <= now]:
-            for expire in list(self._buckets.pop(number)):
-                _fire(expire)
+            for call in list(self._buckets.pop(number)):
+                self._fire(call)
         if self._buckets and self._timer is None:
             self._timer = self._loop.call_later(SLACK, self._tick)
 
-
-def _fire(expire: Callable[[], None]) -> None:
-    try:
-        expire()
-    except Exception:
-        # Whatever is wrong with one call, the others' deadlines must pass too.
-        logger.exception("a deadline could not be carried out")
+    def _fire(self, call: T) -> None:
+        try:
+            self._expire(call)
+        except Exception:
+            # Whatever is wrong with one call, the others' deadlines must pass too.
+            logger.exception("a deadline could not be carried out")

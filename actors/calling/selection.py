@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.bus.clock import monotonic
@@ -29,6 +29,8 @@ from .attempt import EVENTS, Attempt, RouteObservation
 from .client_side import ClientSide
 from .options import check_metadata
 from .routing import OWN_POLICIES, ROUTE_TIMEOUT, Load, Policy, Route, Router, RouteRequest
+
+NOBODY: Final[frozenset[str]] = frozenset()
 
 
 class Selection:
@@ -63,18 +65,18 @@ class Selection:
         self._request = request
         self._request_id = request_id
         self._parent = parent
-        self._tried: set[str] = set()
+        self._tried: frozenset[str] = NOBODY
 
     def __repr__(self) -> str:
         return f"<Selection {self._endpoint} [{len(self._tried)} tried]>"
 
     def mark_tried(self, instance_id: str) -> None:
         """Prefer every other instance from now on."""
-        self._tried.add(instance_id)
+        self._tried |= {instance_id}
 
     def forget_tried(self) -> None:
         """Let all instances be chosen again."""
-        self._tried.clear()
+        self._tried = NOBODY
 
     def has_untried(self, besides: str) -> bool:
         """Whether there is an instance that was not tried, `besides` taken for one that was."""

@@ -77,7 +77,9 @@ class Caller:
             stream_window=bus.config.stream_window,
             connection_window=bus.config.connection_window,
         )
-        self.deadlines = Deadlines(bus.loop)
+        self.deadlines = Deadlines(bus.loop, PendingCall.expire)
+        # Made once: each call would make one more object for the garbage collector to look at.
+        self._on_end = self._ended
         self._closed = False
 
     def __repr__(self) -> str:
@@ -156,7 +158,7 @@ class Caller:
             window=opened.window(),
             max_item_bytes=config.max_item_bytes,
             now=now,
-            on_end=self._ended,
+            on_end=self._on_end,
         )
         block = self._head_block(call, head, now)
         room = self.bus.data.max_payload - len(block) - PART_HEADER_BYTES
@@ -172,7 +174,7 @@ class Caller:
         if self.bus.telemetry is not None:
             self.bus.telemetry.in_flight(endpoint, 1, side="client")
         if head.deadline is not None:
-            call.deadline_number = self.deadlines.arm(head.deadline, now, call.expire)
+            call.deadline_number = self.deadlines.arm(head.deadline, now, call)
         self._publish(endpoint.at(instance_id), call, block, data, room)
         return call
 
@@ -197,7 +199,7 @@ class Caller:
     def _ended(self, call: PendingCall) -> None:
         """A call has ended."""
         if call.deadline_number is not None:
-            self.deadlines.disarm(call.deadline_number, call.expire)
+            self.deadlines.disarm(call.deadline_number, call)
         if self._open.remove(call):
             if self.bus.telemetry is not None:
                 self.bus.telemetry.in_flight(call.endpoint, -1, side="client")

@@ -48,7 +48,8 @@ class StreamReader:
         self.granted = window
         self._consumed = 0
         self.ready: list[bytes] = []
-        self._parts: list[bytes] = []
+        # Made when the first part comes: few calls have any.
+        self._parts: list[bytes] | None = None
         self._parts_bytes = 0
 
     def __repr__(self) -> str:
@@ -119,7 +120,8 @@ class StreamReader:
     def result(self) -> bytes:
         """The result of a unary call that has ended well."""
         assert isinstance(self.terminal, End)
-        return b"".join(self._parts) + (self.terminal.data or b"")
+        last = self.terminal.data or b""
+        return b"".join([*self._parts, last]) if self._parts is not None else last
 
     def consume(self, size: int) -> int | None:
         """Note that items of `size` bytes were taken by the reader.
@@ -145,7 +147,7 @@ class StreamReader:
         if self._parts:
             self._check_size(len(items[0]))
             items = [b"".join([*self._parts, items[0]]), *items[1:]]
-            self._parts = []
+            self._parts = None
             self._parts_bytes = 0
         if self.ready:
             self.ready += items
@@ -158,6 +160,8 @@ class StreamReader:
         if isinstance(frame, Part):
             self._parts_bytes += len(frame.data)
             self._check_size(0)
+            if self._parts is None:
+                self._parts = []
             self._parts.append(frame.data)
         else:
             if isinstance(frame, End) and frame.data and (self._parts or self._limit_is_small):

@@ -7,7 +7,6 @@ what its client was told, `Execution` runs its handler.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dynbus.bus.context import Context
@@ -34,7 +33,7 @@ class Call:
         began_at: when its handler was started; None while it waits.
         task: what runs its handler.
         entered: whether the handler was, or never will be.
-        deadline: what ends it when its time is over, as `Deadlines` knows that.
+        deadline_number: of its deadline, as `Deadlines` knows it.
         waiting_bytes: the size of a request that waits, as its account counts it.
     """
 
@@ -43,7 +42,7 @@ class Call:
         "account",
         "began_at",
         "context",
-        "deadline",
+        "deadline_number",
         "entered",
         "kill_timer",
         "observation",
@@ -74,7 +73,7 @@ class Call:
         self.request: Any = None
         self.task: asyncio.Task[None] | None = None
         self.entered = False
-        self.deadline: tuple[int, Callable[[], None]] | None = None
+        self.deadline_number: int | None = None
         self.kill_timer: asyncio.TimerHandle | None = None
         self.waiting_bytes = 0
         self.started_at = now

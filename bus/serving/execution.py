@@ -10,7 +10,6 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus.clock import monotonic
@@ -79,7 +78,7 @@ class Execution:
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._deadlines = Deadlines(bus.loop)
+        self._deadlines = Deadlines(bus.loop, self._expire)
 
     def __repr__(self) -> str:
         state = "draining" if self.draining else "serving"
@@ -150,8 +149,7 @@ class Execution:
         if telemetry is not None:
             telemetry.in_flight(served.address, 1)
         if deadline is not None:
-            expire = partial(self._expire, call)
-            call.deadline = self._deadlines.arm(deadline, now, expire), expire
+            call.deadline_number = self._deadlines.arm(deadline, now, call)
         if admittance is Admittance.RUN:
             self._run(call, now)
         else:
@@ -343,9 +341,9 @@ class Execution:
         """Account for a call that neither runs nor waits any longer."""
         if call.waiting_bytes:
             call.let_request_go()
-        if call.deadline is not None:
-            self._deadlines.disarm(*call.deadline)
-            call.deadline = None
+        if call.deadline_number is not None:
+            self._deadlines.disarm(call.deadline_number, call)
+            call.deadline_number = None
         if call.kill_timer is not None:
             call.kill_timer.cancel()
         error = call.reply.error

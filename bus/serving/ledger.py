@@ -225,6 +225,7 @@ class RemoteClient:
         heard_at: when a request of it last arrived.
         turn_taker: whose turns its calls take, its own or its principal's.
         outbox: what is ready for it.
+        on_dirty, on_blocked: what its writers call, see `StreamWriter`.
         calls: calls that wait or run, by request number.
         kept: writers of ended calls that are not acknowledged yet.
         unread: what is kept for it.
@@ -248,6 +249,9 @@ class RemoteClient:
         self.turn_taker = turn_taker(f"{base}.f")
         self.control_subject = f"{base}.ctl.f"
         self.outbox = outbox
+        # Made once: each call would make two more objects, which are kept as long as its results.
+        self.on_dirty = outbox.note_dirty
+        self.on_blocked = self.note_blocked
         self.liveness: RemoteLiveness | None = None
         self.calls: dict[int, FramedCall] = {}
         self.kept: dict[int, StreamWriter] = {}

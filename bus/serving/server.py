@@ -97,6 +97,7 @@ class InstanceServer:
             open_outbox=self._open_outbox,
         )
         self.execution = Execution(bus, name.instance_id, self.ledger.finish)
+        self._is_draining = self.execution.is_draining
         self._control = ServerControl(
             bus,
             name,
@@ -280,7 +281,7 @@ class InstanceServer:
             fields,
             timeout=served.endpoint.timeout,
             hop=served.hop,
-            draining=self.execution.is_draining,
+            draining=self._is_draining,
             now=now,
         )
 
@@ -327,8 +328,8 @@ class InstanceServer:
             max_unit_bytes=self._outbox.max_unit_bytes(),
             max_item_bytes=config.max_item_bytes,
             unread=client.unread,
-            on_dirty=client.outbox.note_dirty,
-            on_blocked=client.note_blocked,
+            on_dirty=client.on_dirty,
+            on_blocked=client.on_blocked,
         )
         port = FramedReply(
             self.bus, served.address, served.hop, context.id, now, writer, client.outbox

@@ -18,6 +18,11 @@ FAR = 10 * NEAR
 LATEST = 2 * SLACK + 1e-6
 """A far deadline waits for the end of its bucket and then for the next tick."""
 
+
+def fire(expire: Callable[[], object]) -> None:
+    expire()
+
+
 seconds = st.floats(-1.0, 100.0)
 
 
@@ -25,7 +30,7 @@ def fired_at(waits: list[float]) -> list[list[float]]:
     """The times, from the start, at which deadlines after `waits` seconds fire."""
 
     async def story() -> list[list[float]]:
-        deadlines = Deadlines(asyncio.get_running_loop())
+        deadlines = Deadlines(asyncio.get_running_loop(), fire)
         begun = monotonic()
         times: list[list[float]] = [[] for _ in waits]
 
@@ -58,7 +63,7 @@ def test_a_near_deadline_is_exact_and_a_far_one_a_little_late(waits: list[float]
 @pytest.mark.parametrize("wait", [1.0, FAR])
 def test_a_disarmed_deadline_does_not_fire(wait: float) -> None:
     async def story() -> tuple[list[str], int]:
-        deadlines = Deadlines(asyncio.get_running_loop())
+        deadlines = Deadlines(asyncio.get_running_loop(), fire)
         fired: list[str] = []
         now = monotonic()
 
@@ -81,7 +86,7 @@ def test_a_disarmed_deadline_does_not_fire(wait: float) -> None:
 @pytest.mark.parametrize("wait", [1.0, FAR])
 def test_disarming_a_deadline_that_has_fired_is_no_error(wait: float) -> None:
     async def story() -> int:
-        deadlines = Deadlines(asyncio.get_running_loop())
+        deadlines = Deadlines(asyncio.get_running_loop(), fire)
         fired = asyncio.Event()
         now = monotonic()
         number = deadlines.arm(now + wait, now, fired.set)
@@ -96,7 +101,7 @@ def test_disarming_a_deadline_that_has_fired_is_no_error(wait: float) -> None:
 
 def test_a_deadline_may_arm_the_next_one() -> None:
     async def story() -> float:
-        deadlines = Deadlines(asyncio.get_running_loop())
+        deadlines = Deadlines(asyncio.get_running_loop(), fire)
         done = asyncio.Event()
         begun = monotonic()
 
@@ -114,7 +119,7 @@ def test_a_deadline_may_arm_the_next_one() -> None:
 def test_cleared_deadlines_do_not_fire_and_leave_no_timer() -> None:
     async def story() -> tuple[int, int]:
         loop = asyncio.get_running_loop()
-        deadlines = Deadlines(loop)
+        deadlines = Deadlines(loop, fire)
         fired: list[None] = []
         now = monotonic()
         deadlines.arm(now + 1.0, now, lambda: fired.append(None))
@@ -131,7 +136,7 @@ def test_cleared_deadlines_do_not_fire_and_leave_no_timer() -> None:
 
 def test_deadlines_that_were_disarmed_keep_no_memory() -> None:
     async def story() -> int:
-        deadlines = Deadlines(asyncio.get_running_loop())
+        deadlines = Deadlines(asyncio.get_running_loop(), fire)
         now = monotonic()
 
         def expire() -> None:
