@@ -150,7 +150,8 @@ class ServedInstance:
         ended: Callable[[ServedInstance], object],
     ) -> None:
         self.name = name
-        self.server = InstanceServer(bus, name, endpoints)
+        with inside_instance(name):  # what its calls run in
+            self.server = InstanceServer(bus, name, endpoints)
         self.lifecycle = Lifecycle()
         self.broken = ""
         self.stopped = asyncio.Event()

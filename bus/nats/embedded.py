@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import anyio
 import msgspec
 
-from dynbus.bus.background import Background, Work
+from dynbus.bus.background import Background
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 
 from . import embedded_guard, neighbours
@@ -108,20 +108,23 @@ async def embedded_server(
     folder = DataFolder((data_dir or default_data_dir(Path.cwd())).absolute())
     user = _User(url, address, folder)
     background = Background(f"the user of {folder.path}", _leave_alone)
-    watch: Work | None = None
+    watched = False
     try:
         server = await user.enter(fresh)
         if server.data_dir is not None:
             await background.open()
-            watch = background.start(user.keep_guarded, name="watch over the guard")
+            background.start(user.keep_guarded, name="watch over the guard")
+            watched = True
         yield server
     finally:
-        if watch is not None:
-            watch.cancel()
-        user.leave()  # takes effect at once, whatever becomes of the waits below
-        if watch is not None:
+        try:
+            # First: a watch that goes on would find the lock gone, or take it again.
             with anyio.CancelScope(shield=True):
                 await background.close()
+        finally:
+            user.leave()
+        if watched:
+            with anyio.CancelScope(shield=True):
                 await user.wait_gone()
     if background.failure is not None:
         raise background.failure

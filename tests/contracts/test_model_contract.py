@@ -74,6 +74,7 @@ limits = st.builds(
     max_bytes=st.one_of(st.none(), st.integers(300, 1000)),
     max_messages=st.one_of(st.none(), st.integers(1, 5)),
     max_messages_per_subject=st.one_of(st.none(), st.integers(1, 3)),
+    max_message_size=st.one_of(st.none(), st.none(), st.integers(50, 250)),
     duplicate_window=st.just(120.0),
     max_age=st.none(),
     discard_new=st.booleans(),
