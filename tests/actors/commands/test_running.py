@@ -118,6 +118,8 @@ def test_a_health_port_that_is_taken_ends_the_run_with_one_line_and_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    # The provider of a run in this process would be that of every later test, and shut down.
+    monkeypatch.setattr(running, "METRICS_MODULES", ("dynbus_has_no.such_package",))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
     module = f"healthy_actors_{in_process_too}".lower()
