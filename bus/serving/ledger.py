@@ -9,6 +9,7 @@ come when all of it is over: what was said is remembered for as long as that can
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dynbus.bus.drops import DropReason
@@ -174,6 +175,8 @@ class Inquiry(NamedTuple):
     at: float
 
 
+# Every request asks for it, and a client's requests all carry the same.
+@lru_cache(1024)
 def client_key(base: str, incarnation: str) -> str:
     """What a client is known by at an instance.
 
