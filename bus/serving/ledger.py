@@ -289,9 +289,12 @@ class RemoteClient:
 
     def positions(self) -> dict[int, int]:
         """The sequence after the last unit of each call that the next heartbeat tells of."""
-        calls = {number: call.writer.next_sequence for number, call in list(self.calls.items())}
+        # Copies: the lane asks, and a list of pairs may set off a garbage collection, in which the
+        # main loop may run and change what is being listed.
+        open_calls = self.calls.copy()
+        calls = {number: call.writer.next_sequence for number, call in open_calls.items()}
         # What ended since the last beat is most likely acknowledged before the next.
-        kept = list(self.kept.items())
+        kept = list(self.kept.copy().items())
         for number, writer in kept:
             if number <= self._told_kept:
                 calls[number] = writer.next_sequence
