@@ -212,8 +212,9 @@ def _checked(given: Mapping[str, Any]) -> CallOptions:
         if not isinstance(metadata, Mapping):
             raise ConfigError(f"metadata={metadata!r} must be a mapping of strings to strings")
         # Whoever gave it may go on to change it.
-        options["metadata"] = own = dict(metadata)
+        own: dict[str, str] = dict(cast("Mapping[str, str]", metadata))
         check_metadata(own)
+        options["metadata"] = own
     return cast("CallOptions", options)
 
 

@@ -121,9 +121,13 @@ class RouterActor(Actor, abstract=True):
         if endpoint.name != "generate" or type(self).generate is not RouterActor.generate:
             return endpoint
         decode = endpoint.decode
+
+        def undecoded(data: bytes) -> object:
+            return msgspec.Raw(data) if data else decode(data)
+
         return replace(
             endpoint,
-            decode=lambda data: msgspec.Raw(data) if data else decode(data),
+            decode=undecoded,
             invoke=self._relay,
             by_port=True,
         )

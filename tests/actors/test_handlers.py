@@ -85,7 +85,8 @@ class Wrong:
 
 
 def spec_of(method: Any, **options: Any) -> HandlerSpec:
-    decorated = handler(**options)(method) if options else handler(method)
+    decorate: Any = handler(**options) if options else handler
+    decorated = decorate(method)
     spec = getattr(decorated, SPEC)
     assert isinstance(spec, HandlerSpec)
     return spec

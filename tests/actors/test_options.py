@@ -19,7 +19,7 @@ def test_options_hold_inside_the_block_only() -> None:
     with call_options(timeout=2.0, retries=3):
         inside = current_options()
 
-    assert (inside["timeout"], inside["retries"]) == (2.0, 3)
+    assert (inside.get("timeout"), inside.get("retries")) == (2.0, 3)
     assert current_options() == CallOptions()
 
 
@@ -34,21 +34,21 @@ def test_inner_options_change_some_of_the_outer_ones() -> None:
     with call_options(timeout=2.0, priority=1), call_options(timeout=1.0):
         inside = current_options()
 
-    assert (inside["timeout"], inside["priority"]) == (1.0, 1)
+    assert (inside.get("timeout"), inside.get("priority")) == (1.0, 1)
 
 
 def test_metadata_adds_up() -> None:
     with call_options(metadata={"a": "1", "b": "1"}), call_options(metadata={"b": "2"}):
         inside = current_options()
 
-    assert inside["metadata"] == {"a": "1", "b": "2"}
+    assert inside.get("metadata") == {"a": "1", "b": "2"}
 
 
 def test_a_timeout_of_none_means_no_limit_and_is_not_the_default() -> None:
     with call_options(timeout=5.0), call_options(timeout=None):
         inside = current_options()
 
-    assert inside["timeout"] is None
+    assert inside == {"timeout": None}
 
 
 @pytest.mark.anyio
@@ -59,7 +59,7 @@ async def test_a_task_begun_inside_the_block_has_its_options() -> None:
     with call_options(timeout=2.0):
         task = asyncio.create_task(options())
 
-    assert (await task)["timeout"] == 2.0
+    assert (await task).get("timeout") == 2.0
 
 
 @pytest.mark.parametrize(

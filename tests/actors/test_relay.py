@@ -189,7 +189,7 @@ def test_a_step_of_many_streams_is_a_call_for_each_64_with_all_their_items() -> 
                 await stream.ended()
 
             assert [len(arrivals) for arrivals in sink.calls[:4]] == [64, 36, 64, 36]
-            first, second = sum(sink.calls[:2], []), sum(sink.calls[2:4], [])
+            first, second = sink.calls[0] + sink.calls[1], sink.calls[2] + sink.calls[3]
             assert [one.stream.key for one in first] == list(range(100))
             assert [one.items for one in first] == [[Token(index=0)]] * 100
             assert [one.items for one in second] == [[Token(index=1)]] * 100

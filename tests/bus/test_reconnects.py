@@ -56,7 +56,11 @@ async def resumed_after(cut: tuple[int, ...], fill: int, lost: str) -> tuple[lis
     serving = await Bus.over(config, connections[0], connections[1])
     calling = await Bus.over(config, connections[2], connections[3])
     gate = asyncio.Event()
-    stream = endpoint(lambda _: numbers(gate, fill), streaming=True, name=STREAM.endpoint)
+
+    def count(_: object) -> AsyncGenerator[bytes, None]:
+        return numbers(gate, fill)
+
+    stream = endpoint(count, streaming=True, name=STREAM.endpoint)
     instance = InstanceServer(serving, STREAM.component_name.instance("i1"), [stream])
     await instance.start()
     caller = Caller(calling)

@@ -67,10 +67,8 @@ async def where(client: Worker, request: Prompt) -> str:
 
 
 def waiting(router: KvRouter) -> int:
-    statistics = router.statistics()
-    return statistics.waiting if statistics is not None else 0
+    return router.statistics().waiting
 
 
 def running(router: KvRouter) -> int:
-    statistics = router.statistics()
-    return statistics.running if statistics is not None else 0
+    return router.statistics().running
