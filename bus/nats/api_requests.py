@@ -144,7 +144,7 @@ class ServerRequests:
             return
         reply = waiting.reply
         if header_block.status(message.headers) == header_block.NO_RESPONDERS:
-            reply.set_exception(NoResponders("nobody serves the subject: is JetStream enabled?"))
+            _fail(reply, NoResponders("nobody serves the subject: is JetStream enabled?"))
         else:
             reply.set_result(message)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,24 @@ async def test_nobody_there_is_told_at_once(connection: NatsConnection, subject:
     with pytest.raises(NoResponders, match="nobody serves the subject"):
         async with asyncio.timeout(2.0):
             await connection.request(subject, b"", timeout=30.0)
+
+
+async def test_a_refusal_in_the_turn_in_which_its_request_is_cancelled_leaves_no_error_behind(
+    connection: NatsConnection, subject: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    connection.subscribe(subject, asked.set_result)
+    receivers: list[Callable[[Message], object]] = []
+    monkeypatch.setattr(connection, "subscribe", lambda _, receive: receivers.append(receive))
+    asking = asyncio.create_task(connection.request(subject, b"", timeout=30.0))
+    async with asyncio.timeout(5.0):
+        question = await asked
+
+    asking.cancel()
+    receivers[0](Message(question.reply, "", b"NATS/1.0 503\r\n\r\n", b""))
+    await asyncio.wait({asking})
+
+    assert asking.cancelled()
 
 
 async def test_a_request_without_an_answer_ends_in_time(
