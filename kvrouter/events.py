@@ -36,6 +36,8 @@ HEADER: Final = struct.Struct("<BBHIQQIIII")
 """Version, 0, data-parallel rank, events, event epoch, first id, parents, engine hashes, block
 hashes, 0."""
 
+MAX_RANK: Final = (1 << 16) - 1
+"""The highest data-parallel rank of an instance."""
 EPOCH_LIMIT: Final = 1 << 63
 """Above all event epochs."""
 ID_LIMIT: Final = 1 << 64

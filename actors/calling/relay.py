@@ -286,7 +286,7 @@ class RelayedStream(Generic[K]):
         error = call.error
         if error is None and reader.terminal is None:
             return Arrival(self, items) if items else None
-        if error is not None and not call.reader.has_begun and self._begin_again(error):
+        if error is not None and not reader.has_begun and self._begin_again(error):
             return None
         self._invocation.finish(error)
         self._finish(error)

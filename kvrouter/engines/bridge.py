@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, Protocol
 
 from dynbus.bus.clock import monotonic
-from dynbus.kvrouter.events import AllBlocksCleared, KvEvent
+from dynbus.kvrouter.events import MAX_RANK, AllBlocksCleared, KvEvent
 from dynbus.kvrouter.stream.awareness import EXACT, AwarenessLevel, CacheAwareness
 
 from .messages import (
-    MAX_RANK,
     EngineBatch,
     EngineCleared,
     EngineEvent,

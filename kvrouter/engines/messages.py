@@ -17,12 +17,11 @@ from typing import Any, Final, TypeAlias, TypeGuard
 
 import msgspec
 
+from dynbus.kvrouter.events import MAX_RANK
 from dynbus.kvrouter.hashing import token_bytes
 
 MAX_PAYLOAD: Final = 16 << 20
 """Bytes of a payload that are looked at; a batch of a million tokens has about 5 MB."""
-
-MAX_RANK: Final = (1 << 16) - 1
 
 _MASK: Final = (1 << 64) - 1
 

@@ -11,16 +11,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dynbus.actors.calling.routing import NO_METADATA
 from dynbus.kvrouter.hashing import Tokens, block_hashes, sequence_hashes, token_bytes
 from dynbus.kvrouter.radix.index import Overlap, Rank
 
-NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 NO_OVERLAP: Final = Overlap(0, 0, 0, 0)
 _TOKEN_BYTES: Final = 4
 

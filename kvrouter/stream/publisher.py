@@ -27,7 +27,7 @@ from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import check_token, kv_event_subject, kv_resync_subject
 from dynbus.bus.telemetry.process_status import ProcessStatus
 from dynbus.bus.transport import Connection, ConnectionState, Message, NoStream
-from dynbus.kvrouter.events import KvEvent
+from dynbus.kvrouter.events import MAX_RANK, KvEvent
 
 from .awareness import AwarenessLevel, CacheAwareness
 from .event_log import EventLog, LogStatistics, OutgoingBatch
@@ -41,7 +41,6 @@ LINGER: Final = 0.001
 """Seconds for which events wait for others to share their message."""
 EVENTS_PER_STEP: Final = 2048
 """Events after which the loop gets its turn again: some 10 ms of work."""
-MAX_RANK: Final = (1 << 16) - 1
 EVENTS_KEY: Final = "kv_events"
 """Of the process's status, while the events are not exact."""
 PUBLISH_TIMEOUT: Final = 1.0
