@@ -56,7 +56,11 @@ async def test_a_refusal_in_the_turn_in_which_its_request_is_cancelled_leaves_no
     asked: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     connection.subscribe(subject, asked.set_result)
     receivers: list[Callable[[Message], object]] = []
-    monkeypatch.setattr(connection, "subscribe", lambda _, receive: receivers.append(receive))
+
+    def subscribe(_: str, receive: Callable[[Message], object]) -> None:
+        receivers.append(receive)
+
+    monkeypatch.setattr(connection, "subscribe", subscribe)
     asking = asyncio.create_task(connection.request(subject, b"", timeout=30.0))
     async with asyncio.timeout(5.0):
         question = await asked
