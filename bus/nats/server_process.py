@@ -18,6 +18,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -41,6 +44,7 @@ _GREETING: Final = b"INFO "
 # Below every system's ephemeral range: a client that reconnects to a dead port out of that
 # range may be given the same port as its own and then talks to itself.
 _TEST_PORTS: Final = range(20_000, 30_000)
+_BLOCK: Final = 200
 
 
 class Address(NamedTuple):
@@ -362,17 +366,50 @@ async def run_server(port: int = 0, *, store_dir: Path, config: str = "") -> Run
     return server
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens at just now."""
-    for _ in range(100):
-        port = secrets.choice(_TEST_PORTS)
-        with socket.socket() as listener:
-            try:
+class _OwnPorts:
+    """Hands out ports that no other process hands out, each as late as possible again.
+
+    A port is free between the moment it is handed out and the moment somebody listens at it,
+    and again while its server is down. So a process owns a block of ports, by keeping the
+    first one bound, and gives them out in turn.
+    """
+
+    def __init__(self) -> None:
+        self._mark = socket.socket()  # kept for as long as the process lives
+        starts = list(_TEST_PORTS[::_BLOCK])
+        secrets.SystemRandom().shuffle(starts)
+        for start in starts:
+            with suppress(OSError):
+                self._mark.bind(("127.0.0.1", start))
+                self._ports = cycle(range(start + 1, start + _BLOCK))
+                return
+        self._mark.close()
+        raise Unavailable(f"every block of {_BLOCK} test ports on 127.0.0.1 has an owner")
+
+    def free(self) -> int:
+        for port in islice(self._ports, _BLOCK):
+            with socket.socket() as listener, suppress(OSError):
+                # As servers do it: closed connections that linger are nobody's.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise Unavailable("no free port was found on 127.0.0.1")
+                return port
+        raise Unavailable("no free port was found on 127.0.0.1")
+
+
+@cache
+def _own_ports(pid: int) -> _OwnPorts:
+    """Those of the process with this id: what was forked takes a block of its own."""
+    del pid
+    return _OwnPorts()
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens at, and that no other process is given.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    return _own_ports(os.getpid()).free()
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.nats.server_process import RunningServer, free_port
 
 from .conftest import Example, running
 
@@ -27,9 +27,7 @@ class Front:
 
     def __init__(self, actors: Example) -> None:
         self.actors = actors
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self._process = actors.start("front.py", str(self.port))
         self._connections: list[HTTPConnection] = []
 

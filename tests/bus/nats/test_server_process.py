@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -169,3 +172,30 @@ async def test_more_configuration_replaces_what_is_there(tmp_path: Path) -> None
 
     assert info is not None
     assert info.max_payload == 4096
+
+
+def ports_of_a_process(count: int) -> list[int]:
+    """What `count` calls in a new process give."""
+    program = f"""
+from dynbus.bus.nats.server_process import free_port
+print(*(free_port() for _ in range({count})))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30
+    )
+    return [int(port) for port in ended.stdout.split()]
+
+
+def test_a_port_is_given_to_one_process_and_not_again_soon() -> None:
+    mine = [free_port() for _ in range(150)]
+
+    theirs = ports_of_a_process(150)
+
+    assert len(set(mine) | set(theirs)) == 300
+
+
+def test_a_port_that_somebody_listens_at_is_not_given() -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        ports = {free_port() for _ in range(250)}
+
+        assert taken.getsockname()[1] not in ports

@@ -11,20 +11,17 @@ import zmq
 import zmq.asyncio
 from tests.conditions import eventually
 
+from dynbus.bus.nats.server_process import free_port
+
 END = (-1).to_bytes(8, "big", signed=True)
 
 
 def free_ports(count: int) -> int:
     """The first of `count` ports in a row that are free."""
     while True:
-        with contextlib.ExitStack() as opened:
-            first = opened.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            try:
-                for port in range(first + 1, first + count):
-                    opened.enter_context(socket.create_server(("127.0.0.1", port)))
-            except (OSError, OverflowError):
-                continue
-            return int(first)
+        first, *others = (free_port() for _ in range(count))
+        if others == list(range(first + 1, first + count)):
+            return first
 
 
 async def _send(out: zmq.asyncio.Socket, frames: list[bytes], flags: int = 0) -> None:
