@@ -1,0 +1,109 @@
+"""What an engine is: something that takes requests, and makes tokens for many of them by steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from dynbus.kvrouter.events import KvEvent
+from dynbus.llm.generation import Generated, GenerateRequest
+
+
+class RequestTooLong(ValueError):
+    """A request does not fit into the context or the cache of the engine, even alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine tells of itself.
+
+    Attributes:
+        block_size: tokens of a block of its KV cache.
+        blocks: how many blocks the cache has.
+        max_num_seqs: requests that run at a time; others wait.
+        max_num_batched_tokens: tokens that one step computes.
+        context_length: the most tokens that a prompt and its output may have.
+        has_events: whether its steps tell what the cache stored and removed.
+    """
+
+    block_size: int
+    blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    context_length: int
+    has_events: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is, between two steps.
+
+    Attributes:
+        running, waiting: requests.
+        active_blocks: blocks that running requests use.
+        cached_tokens, prompt_tokens: of all requests so far; their ratio is the hit rate.
+        preempted: how many requests lost their blocks so far.
+    """
+
+    running: int
+    waiting: int
+    active_blocks: int
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    preempted: int = 0
+
+
+class Step(NamedTuple):
+    """What one step made.
+
+    Attributes:
+        outputs: request ids, each with what was made for it; a request with `n` may be there
+            several times. One that ended with `finish_reason` in all its continuations is gone.
+        events: what the KV cache stored and removed, in order.
+        delay: seconds until the outputs are there, for an engine that models time and computes
+            nothing; 0 for one that computed.
+    """
+
+    outputs: Sequence[tuple[str, Generated]]
+    events: Sequence[KvEvent] = ()
+    delay: float = 0.0
+
+
+class Engine(Protocol):
+    """An engine. One thread at a time uses it: `EngineRunner` sees to that.
+
+    Attributes:
+        limits: do not change.
+        computes: whether `step` takes its time by computing, so that it belongs into a thread.
+    """
+
+    limits: EngineLimits
+    computes: bool
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a request to step for."""
+        ...
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is now."""
+        ...
+
+    def add(self, request_id: str, request: GenerateRequest) -> None:
+        """Take in a request; it waits for a step that has room for it.
+
+        Raises:
+            RequestTooLong: its prompt and output do not fit.
+            ValueError: a value is not usable, and which; or the id is in use.
+        """
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request and free its blocks; nothing for an unknown one."""
+        ...
+
+    def step(self) -> Step:
+        """Compute the next tokens of all requests that have room."""
+        ...

@@ -1,0 +1,114 @@
+"""What is asked of an engine, and what it gives: the request and the items of a token endpoint.
+
+Whoever writes a worker by hand takes the same: a JSON object with `token_ids`, answered by objects
+with `token_ids`, the last of which has a `finish_reason`.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "cancelled"]
+"""A stop token or string came; `max_tokens` or the context length was reached; it was cancelled."""
+
+MAX_LOGPROBS: Final = 20
+"""How many alternatives of a token may be asked for."""
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a token is drawn from the logits.
+
+    In this order: bias, penalties, temperature, top-k, top-p, min-p.
+
+    Attributes:
+        temperature: 0 takes the likeliest token.
+        top_k: draws among so many of the likeliest; 0 for all.
+        top_p: draws among the likeliest whose probabilities reach this sum.
+        min_p: draws among those that have this part of the likeliest one's probability.
+        repetition_penalty: divides the positive logits of tokens that occur in prompt or output,
+            and multiplies the negative ones.
+        frequency_penalty: is taken off a logit for each time that the token is in the output.
+        presence_penalty: is taken off a logit once if the token is in the output.
+        seed: the same seed, prompt and position give the same draw; None for any.
+        logit_bias: by token id, what is added to its logit.
+        logprobs: how many alternatives of each token to give with their log-probabilities, beside
+            the token's own; 0 for its own alone, None for none.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A prompt to continue.
+
+    A request that was broken off is continued by another one whose prompt is the prompt and the
+    tokens that came, with `max_tokens` less these: it gives the rest.
+
+    Attributes:
+        token_ids: the prompt, one token at least, each from 0 to 2^32 - 1.
+        max_tokens: how many tokens it shall get at most; None for what the context has room for.
+        min_tokens: how many come before a stop token is drawn.
+        n: how many continuations; each item says by `index` whose it is.
+        stop_token_ids: end the output beside the model's own; they are in it.
+        stop: strings that end the output. Whoever turns tokens into text applies them; an engine
+            that makes text itself may.
+        ignore_eos: whether the model's own end-of-text tokens do not end the output.
+        lora_name: the adapter to use.
+        cache_salt: requests share cached blocks only where it is the same.
+        priority: a higher one is computed before a lower one.
+    """
+
+    token_ids: list[int]
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    n: int = 1
+    sampling: Sampling = Sampling()
+    stop_token_ids: list[int] = []
+    stop: list[str] = []
+    ignore_eos: bool = False
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+    """The log-probability of a token, and of those that were likeliest in its place.
+
+    Attributes:
+        logprob: natural logarithm, by the model's own distribution: before bias, penalties,
+            temperature and cuts.
+        top: token ids with theirs, likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Generated(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one step made for one continuation of a request.
+
+    Attributes:
+        token_ids: the new tokens, none at an end without one.
+        index: of the continuation, below the request's `n`.
+        logprobs: one for each token, where they were asked for.
+        finish_reason: None while more comes.
+        cached_tokens: of the prompt, found in the cache; the first item of a request has it.
+    """
+
+    token_ids: list[int]
+    index: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    cached_tokens: int | None = None
