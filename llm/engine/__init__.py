@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .interface import Engine, EngineLimits, EngineLoad, RequestTooLong, Step
+from .model import Chunk, Model
 
-__all__ = ["Engine", "EngineLimits", "EngineLoad", "RequestTooLong", "Step"]
+__all__ = ["Chunk", "Engine", "EngineLimits", "EngineLoad", "Model", "RequestTooLong", "Step"]

@@ -1,0 +1,54 @@
+"""What a step computes, and what computes it: the model behind a `ModelEngine`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Chunk(NamedTuple):
+    """What one step computes of one sequence: tokens that follow those computed before.
+
+    Chunks of one step may share blocks: one may read what an earlier one of the same step writes.
+    A model either takes them in their order, or writes the keys and values of all of them, layer
+    by layer, before it reads any.
+
+    Attributes:
+        token_ids: the tokens to compute, one at least.
+        computed: how many tokens of the sequence are computed before; their keys and values are
+            in its blocks. The position of the first of `token_ids`.
+        blocks: the ids of the sequence's blocks in their order, each below `EngineLimits.blocks`:
+            keys and values of position p are at p % block_size of `blocks[p // block_size]`. There
+            are as many as the tokens need, these included. To be read in this step only.
+        is_sampled: whether the token after these is drawn, so that its logits are needed. It is
+            false for a prompt that goes on in the next step.
+    """
+
+    token_ids: Sequence[int]
+    computed: int
+    blocks: Sequence[int]
+    is_sampled: bool
+
+
+class Model(Protocol):
+    """A model with a paged cache of keys and values. Used by one thread at a time.
+
+    Attributes:
+        vocabulary: how many tokens it knows; ids are below it.
+    """
+
+    vocabulary: int
+
+    def compute(self, chunks: Sequence[Chunk]) -> NDArray[np.float32]:
+        """Compute tokens of several sequences, and keep their keys and values.
+
+        A block that was another sequence's before is just written over.
+
+        Returns:
+            The logits behind the last token of each chunk with `is_sampled`, in their order; of
+            shape [sampled chunks, vocabulary]. They are read before the next call, and not changed.
+        """
+        ...
