@@ -156,7 +156,6 @@ class Heartbeats:
 
     Attributes:
         blocked: seconds for which the main loop has not run; 0 while it answers.
-        longest_block: the longest such time so far.
     """
 
     def __init__(
@@ -183,7 +182,6 @@ class Heartbeats:
         self._main_depth = 0
         self._block_report = BlockReport(TICK)
         self.blocked = 0.0
-        self.longest_block = 0.0
 
     def add(self, registry: Registry[Any]) -> None:
         """Beat for the remotes of `registry` from now on."""
@@ -399,7 +397,6 @@ class Heartbeats:
             self._to_main(self._main_answer)
             return
         self.blocked = now - self._main_asked_at
-        self.longest_block = max(self.longest_block, self.blocked)
         self._block_report.look(now, self._main_depth)
 
     def _dropped(self, reason: DropReason) -> None:

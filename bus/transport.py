@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol, TypedDict, Unpack
 
 from .drops import DropReason
 from .errors import DynbusError
-from .protocol.headers import MARKER_REASON
+from .protocol import headers
 
 REPLICAS: Final = 3
 """Servers that keep a stream, as far as a cluster has them: one of three may be lost."""
@@ -127,7 +127,7 @@ class StoredMessage(NamedTuple):
     @property
     def is_marker(self) -> bool:
         """Whether it only says that its subject expired or was deleted."""
-        return MARKER_REASON in self.headers or self.headers.get("KV-Operation") in (
+        return headers.MARKER_REASON in self.headers or self.headers.get("KV-Operation") in (
             "DEL",
             "PURGE",
         )
@@ -158,17 +158,9 @@ class StreamInfo(NamedTuple):
 
 
 class WrongLastSequence(DynbusError):
-    """Raised when a publish expected another last sequence of its subject.
-
-    Attributes:
-        last: the actual last sequence, 0 when the server did not say.
-    """
+    """Raised when a publish expected another last sequence of its subject."""
 
     code = "WrongLastSequence"
-
-    def __init__(self, message: str, last: int = 0) -> None:
-        super().__init__(message)
-        self.last = last
 
 
 class NoStream(DynbusError):
@@ -223,6 +215,43 @@ class ConsumeOptions(TypedDict, total=False):
     on_caught_up: Callable[[], None] | None
 
 
+class PublishOptions(TypedDict, total=False):
+    """What `JetStream.publish` asks of the server beside storing a message.
+
+    Attributes:
+        message_id: a repeat within the stream's window is stored once; the sequence of the first
+            is returned.
+        expected_last_subject_sequence: that of the subject's last message, 0 for none.
+        ttl: whole seconds after which the message expires, at least 1.
+        rollup: drop all earlier messages of the subject.
+        headers: further ones.
+    """
+
+    message_id: str
+    expected_last_subject_sequence: int | None
+    ttl: float
+    rollup: bool
+    headers: Mapping[str, str] | None
+
+
+def publish_headers(options: PublishOptions) -> bytes:
+    """The header block that says so to the server; empty without options.
+
+    Raises:
+        ConfigError: a key or a value has a character that a header cannot carry.
+    """
+    fields = dict(options.get("headers") or {})
+    if message_id := options.get("message_id"):
+        fields[headers.MESSAGE_ID] = message_id
+    if (expected := options.get("expected_last_subject_sequence")) is not None:
+        fields[headers.EXPECTED_LAST_SUBJECT_SEQUENCE] = str(expected)
+    if (ttl := options.get("ttl")) is not None:
+        fields[headers.TTL] = f"{max(1, round(ttl))}s"
+    if options.get("rollup"):
+        fields[headers.ROLLUP] = "sub"
+    return headers.encode(fields) if fields else b""
+
+
 class JetStream(Protocol):
     """The persistent half of a connection. Every call is bounded by `timeout` seconds and
     raises `Unavailable` when no answer came in that time."""
@@ -264,20 +293,10 @@ class JetStream(Protocol):
         subject: str,
         data: bytes,
         *,
-        message_id: str = "",
-        expected_last_subject_sequence: int | None = None,
-        ttl: float | None = None,
-        rollup: bool = False,
-        headers: Mapping[str, str] | None = None,
         timeout: float = 5.0,
+        **options: Unpack[PublishOptions],
     ) -> int:
         """Store a message and return its sequence once the server has acknowledged it.
-
-        Args:
-            message_id: a repeat within the stream's window is stored once; the sequence of
-                the first is returned.
-            ttl: whole seconds after which the message expires, at least 1.
-            rollup: drop all earlier messages of the subject.
 
         Raises:
             WrongLastSequence: `expected_last_subject_sequence` does not hold.
@@ -386,7 +405,7 @@ class Connection(Protocol):
     def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> Subscription:
         """Deliver messages of a subject (wildcards allowed) to `callback`.
 
-        An exception out of `callback` is logged and counted; it never stops the reader.
+        An exception out of `callback` is logged; it never stops the reader.
         """
         ...
 
@@ -433,14 +452,3 @@ class Connection(Protocol):
     async def close(self) -> None:
         """Send what is buffered and close; more calls change nothing."""
         ...
-
-
-class ConnectionCounts(NamedTuple):
-    """What a connection has counted since it was opened."""
-
-    reconnects: int
-    sent_messages: int
-    received_messages: int
-    dropped_while_disconnected: int
-    malformed: int
-    callback_errors: int

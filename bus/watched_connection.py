@@ -1,11 +1,10 @@
-"""The part that every connection has: its state, what it dropped, the work beside its callers, and
-who is told of them."""
+"""The part that every connection has: its state, the work beside its callers, and who is told of
+both and of what is dropped."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
 
 from .background import Background
@@ -17,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class WatchedConnection:
-    """A connection's state, drops and background work, with listeners. Lives on one event loop.
+    """A connection's state and background work, with listeners. Lives on one event loop.
 
     Attributes:
         background: what reads and watches for the connection; it ends with it.
@@ -31,8 +30,6 @@ class WatchedConnection:
         self._drop_listeners: list[Callable[[DropReason], None]] = []
         self._failure_listeners: list[Callable[[BaseException], None]] = []
         self.background = Background(name, self._fail)
-        self._drops: Counter[DropReason] = Counter()
-        self._callback_errors: int = 0
 
     @property
     def state(self) -> ConnectionState:
@@ -58,8 +55,7 @@ class WatchedConnection:
         self._drop_listeners.append(listener)
 
     def drop(self, reason: DropReason) -> None:
-        """Count a message that is dropped, and why."""
-        self._drops[reason] += 1
+        """Tell the listeners that a message is dropped, and why."""
         for listener in self._drop_listeners:
             listener(reason)
 
@@ -93,5 +89,4 @@ class WatchedConnection:
                 listener(state)
             except Exception:
                 # One listener must not keep the others, or the reader, from going on.
-                self._callback_errors += 1
                 logger.exception("%s: a listener to the state raised", self.name)

@@ -13,7 +13,7 @@ from typing import Final, Protocol, TypeVar
 
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import ConfigError, DynbusError, PayloadTooLarge, Unavailable
-from dynbus.bus.transport import Callback, ConnectionCounts, ConnectionState, Message
+from dynbus.bus.transport import Callback, ConnectionState, Message
 from dynbus.bus.watched_connection import WatchedConnection
 
 from .jetstream import JetStreamServer, MemoryJetStream
@@ -99,8 +99,6 @@ class MemoryConnection(WatchedConnection):
         self._flush_waiters: list[asyncio.Future[None]] = []
         self._answers: set[asyncio.Future[None]] = set()
         self._numbers = itertools.count(1)
-        self._sent = 0
-        self._received = 0
         self._jetstream = MemoryJetStream(self, bus.jetstream, bus.store)
 
     def __repr__(self) -> str:
@@ -125,17 +123,6 @@ class MemoryConnection(WatchedConnection):
     def jetstream(self) -> MemoryJetStream:
         return self._jetstream
 
-    def statistics(self) -> ConnectionCounts:
-        """What was counted since the connection was opened."""
-        return ConnectionCounts(
-            self._session,
-            self._sent,
-            self._received,
-            self._drops[DropReason.DISCONNECTED],
-            0,
-            self._callback_errors,
-        )
-
     @property
     def has_peers(self) -> bool:
         return False
@@ -152,7 +139,6 @@ class MemoryConnection(WatchedConnection):
         if self._state is not ConnectionState.CONNECTED:
             self.drop(DropReason.DISCONNECTED)
             return
-        self._sent += 1
         self.send(partial(self._bus.accept, self, message), size)
 
     def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> MemorySubscription:
@@ -308,15 +294,13 @@ class MemoryConnection(WatchedConnection):
         self.deliver(partial(self._receive, subscription, message))
 
     def call(self, callback: Callable[[], None], what: str) -> None:
-        """Run a callback of the library's; what it raises is logged and counted."""
+        """Run a callback of the library's; what it raises is logged."""
         try:
             callback()
         except Exception:
-            self._callback_errors += 1
             logger.exception("the callback of %s raised", what)
 
     def _receive(self, subscription: MemorySubscription, message: Message) -> None:
-        self._received += 1
         if not subscription.active:
             self.drop(DropReason.UNSUBSCRIBED)
             return

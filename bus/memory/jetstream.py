@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Final, Protocol, TypeVar, Unpack
 
@@ -18,9 +18,11 @@ from dynbus.bus.transport import (
     ConsumeOptions,
     Message,
     NoStream,
+    PublishOptions,
     StoredMessage,
     StreamConfig,
     StreamInfo,
+    publish_headers,
 )
 
 from .stream import MemoryStream
@@ -326,21 +328,10 @@ class MemoryJetStream:
         subject: str,
         data: bytes,
         *,
-        message_id: str = "",
-        expected_last_subject_sequence: int | None = None,
-        ttl: float | None = None,
-        rollup: bool = False,
-        headers: Mapping[str, str] | None = None,
         timeout: float = 5.0,
+        **options: Unpack[PublishOptions],
     ) -> int:
-        block = header_block.encode_publish(
-            headers,
-            message_id=message_id,
-            expected_last_subject_sequence=expected_last_subject_sequence,
-            ttl=ttl,
-            rollup=rollup,
-        )
-        message = Message(subject, "", block, bytes(data))
+        message = Message(subject, "", publish_headers(options), bytes(data))
         self._connection.check_size(message)
         return await self._connection.request(
             message, partial(self._store, message), timeout=timeout

@@ -89,7 +89,7 @@ class MemoryStream:
         expected = headers.get(EXPECTED_LAST_SUBJECT_SEQUENCE, "")
         last = self._last_sequence_of(subject)
         if expected and expected != str(last):
-            raise WrongLastSequence(f"publish to {subject}: wrong last sequence: {last}", last)
+            raise WrongLastSequence(f"publish to {subject}: wrong last sequence: {last}")
         message_id = headers.get(MESSAGE_ID, "")
         if message_id in self._message_ids:
             return self._message_ids[message_id][0]

@@ -88,13 +88,20 @@ class ServerRequests:
         return f"<ServerRequests [waiting: {len(self._waiting)}]>"
 
     async def send(
-        self, subject: str, data: bytes, headers: bytes, timeout: float, *, repeat: bool = False
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        headers: bytes = b"",
+        timeout: float = 5.0,
+        repeat: bool = False,
     ) -> Message:
-        """One request and its reply.
+        """One request and its reply, for APIs of the server.
 
         Args:
-            repeat: send it again while no reply comes. Servers of a cluster answer some
-                requests only once they have elected a leader, and forget those before.
+            repeat: send it again while no reply comes; for requests that may be carried out
+                twice. Servers of a cluster answer some requests only once they have elected a
+                leader, and forget those before.
 
         Raises:
             NoResponders: nobody serves the subject.
@@ -184,8 +191,7 @@ def _raise_for(error: Mapping[str, Any], what: str) -> None:
     code = int(error.get("err_code", 0))
     text = f"{what}: {error.get('description', 'refused')}"
     if code in (WRONG_LAST_SEQUENCE, WRONG_LAST_SEQUENCE_CONSTANT):
-        last = text.rpartition(" ")[2]
-        raise WrongLastSequence(text, int(last) if last.isdigit() else 0)
+        raise WrongLastSequence(text)
     if code == STREAM_NOT_FOUND:
         raise NoStream(text)
     if code == TOO_LARGE:

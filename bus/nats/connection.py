@@ -30,7 +30,7 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 from dynbus.bus.protocol.tokens import jitter
-from dynbus.bus.transport import Callback, ConnectionCounts, ConnectionState, Message
+from dynbus.bus.transport import Callback, ConnectionState, Message
 from dynbus.bus.watched_connection import WatchedConnection
 
 from .api_requests import ServerRequests
@@ -123,6 +123,11 @@ class NatsConnection(WatchedConnection):
     """A connection that is open until `close`, through any number of sessions.
 
     Make one with `connect`.
+
+    Attributes:
+        inbox: replies of server APIs arrive below it.
+        reconnects: how often another session followed the first.
+        request: `ServerRequests.send` over this connection.
     """
 
     def __init__(
@@ -141,18 +146,16 @@ class NatsConnection(WatchedConnection):
         self._denied: dict[str, str] = {}
         self._lame_duck = False
         self._max_payload = 1024 * 1024
-        self._reconnects = 0
-        self._sent = 0
-        self._received = 0
-        self._malformed = 0
+        self.reconnects = 0
         self._pings = Pings(self._loop, self._output.write)
         self._requests = ServerRequests(self)
+        self.request = self._requests.send
         self._jetstream = NatsJetStream(self)
 
     def __repr__(self) -> str:
         return (
             f"<NatsConnection {self.name} [{self._state.value} | {self.server_name}, "
-            f"subscriptions: {len(self._subscriptions)}, reconnects: {self._reconnects}]>"
+            f"subscriptions: {len(self._subscriptions)}, reconnects: {self.reconnects}]>"
         )
 
     # What callers see -----------------------------------------------------------------
@@ -178,17 +181,6 @@ class NatsConnection(WatchedConnection):
     def jetstream(self) -> NatsJetStream:
         return self._jetstream
 
-    def statistics(self) -> ConnectionCounts:
-        """What was counted since the connection was opened."""
-        return ConnectionCounts(
-            self._reconnects,
-            self._sent,
-            self._received,
-            self._drops[DropReason.DISCONNECTED],
-            self._malformed,
-            self._callback_errors,
-        )
-
     def on_error(self, listener: Callable[[DynbusError, str], None]) -> None:
         self._error_listeners.append(listener)
 
@@ -209,7 +201,6 @@ class NatsConnection(WatchedConnection):
         if self._state is not ConnectionState.CONNECTED:
             self.drop(DropReason.DISCONNECTED)
             return
-        self._sent += 1
         if headers:
             head = f"HPUB {subject} {reply} {len(headers)} {size}\r\n".encode()
             self._output.write(b"".join((head, headers, data, b"\r\n")))
@@ -269,28 +260,6 @@ class NatsConnection(WatchedConnection):
                     await anyio.lowlevel.checkpoint()
         except TimeoutError:
             raise Unavailable(f"the server took nothing for {timeout} s") from None
-
-    async def request(
-        self,
-        subject: str,
-        data: bytes,
-        *,
-        headers: bytes = b"",
-        timeout: float = 5.0,
-        repeat: bool = False,
-    ) -> Message:
-        """One request and its reply, for APIs of the server.
-
-        Args:
-            repeat: send it again while no reply comes; for requests that may be carried out
-                twice.
-
-        Raises:
-            NoResponders: nobody serves the subject.
-            PermissionDenied: the server does not let us ask.
-            Unavailable: no reply came in time.
-        """
-        return await self._requests.send(subject, data, headers, timeout, repeat=repeat)
 
     def refusal_of(self, subject: str) -> str:
         """Why the server refused a subject in this session; empty when it did not."""
@@ -407,7 +376,7 @@ class NatsConnection(WatchedConnection):
                 # A server that is killed in the middle of a handshake leaves half a line.
                 logger.exception("%s: the handshake broke", self.name)
             else:
-                self._reconnects += 1
+                self.reconnects += 1
                 self._begin(session)
                 return session
 
@@ -451,8 +420,6 @@ class NatsConnection(WatchedConnection):
                 pings.heard()
                 reader.feed(chunk)
         except (OSError, ProtocolViolation, asyncio.IncompleteReadError) as error:
-            if isinstance(error, ProtocolViolation):
-                self._malformed += 1
             return "the server is silent" if given_up else str(error) or type(error).__name__
         finally:
             pings.unwatch()
@@ -460,7 +427,6 @@ class NatsConnection(WatchedConnection):
     # Messages -------------------------------------------------------------------------
 
     def _deliver(self, number: int, message: Message) -> None:
-        self._received += 1
         subscription = self._subscriptions.get(number)
         if subscription is None:
             self.drop(DropReason.UNSUBSCRIBED)
@@ -469,7 +435,6 @@ class NatsConnection(WatchedConnection):
             subscription.callback(message)
         except Exception:
             # One message must never stop the others.
-            self._callback_errors += 1
             logger.exception("the callback of %s raised", subscription.subject)
 
     def _control(self, line: bytes) -> None:
@@ -504,7 +469,6 @@ class NatsConnection(WatchedConnection):
         try:
             info = msgspec.json.decode(line, type=dict[str, Any])
         except msgspec.DecodeError:
-            self._malformed += 1
             return
         before = set(session.info.get("connect_urls") or ())
         session.info.update(info)

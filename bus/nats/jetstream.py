@@ -17,10 +17,12 @@ from dynbus.bus.transport import (
     ConsumeOptions,
     NoRoom,
     NoStream,
+    PublishOptions,
     StoredMessage,
     StreamConfig,
     StreamInfo,
     StreamLimits,
+    publish_headers,
 )
 
 from .api_requests import (
@@ -199,20 +201,10 @@ class NatsJetStream:
         subject: str,
         data: bytes,
         *,
-        message_id: str = "",
-        expected_last_subject_sequence: int | None = None,
-        ttl: float | None = None,
-        rollup: bool = False,
-        headers: Mapping[str, str] | None = None,
         timeout: float = 5.0,
+        **options: Unpack[PublishOptions],
     ) -> int:
-        block = header_block.encode_publish(
-            headers,
-            message_id=message_id,
-            expected_last_subject_sequence=expected_last_subject_sequence,
-            ttl=ttl,
-            rollup=rollup,
-        )
+        block = publish_headers(options)
         try:
             reply = await self._connection.request(subject, data, headers=block, timeout=timeout)
         except NoResponders:

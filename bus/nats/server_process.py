@@ -86,8 +86,6 @@ class ServerInfo(msgspec.Struct, frozen=True, rename={"id": "server_id", "name":
     name: str = ""
     version: str = ""
     jetstream: bool = False
-    auth_required: bool = False
-    tls_required: bool = False
     max_payload: int = 0
 
 

@@ -54,31 +54,6 @@ def encode(fields: Mapping[str, str]) -> bytes:
     return f"NATS/1.0\r\n{encode_lines(fields)}\r\n".encode("ascii")
 
 
-def encode_publish(
-    fields: Mapping[str, str] | None,
-    *,
-    message_id: str,
-    expected_last_subject_sequence: int | None,
-    ttl: float | None,
-    rollup: bool,
-) -> bytes:
-    """The header block of a message for a stream, see `JetStream.publish`; empty without fields.
-
-    Raises:
-        ConfigError: a key or a value has a character that a header cannot carry.
-    """
-    every = dict(fields or {})
-    if message_id:
-        every[MESSAGE_ID] = message_id
-    if expected_last_subject_sequence is not None:
-        every[EXPECTED_LAST_SUBJECT_SEQUENCE] = str(expected_last_subject_sequence)
-    if ttl is not None:
-        every[TTL] = f"{max(1, round(ttl))}s"
-    if rollup:
-        every[ROLLUP] = "sub"
-    return encode(every) if every else b""
-
-
 def encode_lines(fields: Mapping[str, str]) -> str:
     """The lines of a header block for `fields`.
 

@@ -284,7 +284,6 @@ async def test_a_blocked_main_loop_is_measured_and_reported_with_the_lines_that_
 
     (report,) = [text for text in caplog.messages if "the main loop has been blocked" in text]
     assert measured >= 0.5
-    assert bus.heartbeats.longest_block >= measured
     assert "block_the_loop" in report
     assert "_run_once" not in report
 

@@ -149,7 +149,7 @@ async def test_faults_add_up() -> None:
     assert heard == [("a", 0.25), ("a", 0.25), ("b", 0.25)]
 
 
-async def test_a_disconnected_connection_drops_and_counts_what_it_publishes() -> None:
+async def test_a_disconnected_connection_drops_what_it_publishes() -> None:
     bus = MemoryBus()
     one, two = await pair(bus)
     heard = Heard()
@@ -166,8 +166,6 @@ async def test_a_disconnected_connection_drops_and_counts_what_it_publishes() ->
 
     assert heard.data == ["arrives"]
     assert states == [ConnectionState.DISCONNECTED, ConnectionState.CONNECTED]
-    assert two.statistics().dropped_while_disconnected == 2
-    assert two.statistics().reconnects == 1
 
 
 async def test_the_payload_limit_holds_while_disconnected() -> None:
@@ -402,12 +400,12 @@ async def test_drained_waits_through_a_partition_and_is_bounded() -> None:
 async def test_what_a_callback_publishes_is_delivered_in_a_later_turn() -> None:
     bus = MemoryBus()
     connection = await bus.connect()
-    depth = 0
-    deepest = 0
+    depth = deepest = count = 0
 
     def again(message: Message) -> None:
-        nonlocal depth, deepest
+        nonlocal depth, deepest, count
         depth += 1
+        count += 1
         deepest = max(deepest, depth)
         if int(message.data) < 50:
             connection.publish("a", b"%d" % (int(message.data) + 1))
@@ -417,22 +415,7 @@ async def test_what_a_callback_publishes_is_delivered_in_a_later_turn() -> None:
     connection.publish("a", b"0")
     await asyncio.sleep(1)
 
-    assert deepest == 1
-    assert connection.statistics().received_messages == 51
-
-
-async def test_callback_errors_are_counted() -> None:
-    bus = MemoryBus()
-    connection = await bus.connect()
-
-    def fail(message: Message) -> None:
-        raise ValueError("no")
-
-    connection.subscribe("a", fail)
-    connection.publish("a", b"")
-    await settled(connection)
-
-    assert connection.statistics().callback_errors == 1
+    assert (deepest, count) == (1, 51)
 
 
 @pytest.mark.parametrize(("subject", "queue"), [("", ""), ("a b", ""), ("a\r\n", ""), ("a", "q x")])

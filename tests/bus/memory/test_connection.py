@@ -145,22 +145,6 @@ async def test_a_drain_without_its_server_is_bounded_and_ends_delivery() -> None
     assert "subscriptions: 0" in repr(connection)
 
 
-async def test_statistics_count_what_was_sent_and_received() -> None:
-    _, connection = await connected()
-    connection.subscribe("a", lambda message: None)
-
-    for _ in range(3):
-        connection.publish("a", b"")
-    await connection.barrier()
-    connection.disconnect()
-    connection.publish("a", b"")
-    connection.reconnect()
-
-    found = connection.statistics()
-    assert (found.sent_messages, found.received_messages) == (3, 3)
-    assert (found.dropped_while_disconnected, found.reconnects) == (1, 1)
-
-
 @given(st.lists(st.sampled_from(["publish", "break", "turn", "barrier"]), max_size=40))
 def test_whatever_breaks_messages_keep_their_order_and_none_is_doubled(steps: list[str]) -> None:
     async def story() -> tuple[list[int], int]:
