@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import json_option, nats_option
 
-if TYPE_CHECKING:
-    from .kv_access import Where
-    from .kv_arguments import PointRequest
+from .place import parse_place
 
-F = TypeVar("F", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from .kv_access import Report
 
 _HELP: Final = """Look into the index of KV-cache events.
 
@@ -22,7 +22,7 @@ _HELP: Final = """Look into the index of KV-cache events.
     that starts, and changes nothing. Hashes are decimal, or hexadecimal with 0x.
 
     \b
-    dynbus kv top --namespace llm
+    dynbus kv top
     dynbus kv show --namespace llm 0x1f0a6c0d8a7e5b21 0x9c3d52aa01b7e644
     dynbus kv at --namespace llm --time 10m --to now
     """
@@ -49,8 +49,24 @@ def kv() -> None:
     pass
 
 
-def _place(command: F) -> F:
-    """The options that say which index is meant, and how it is printed."""
+def _report(command: Callable[..., Report]) -> Callable[..., None]:
+    """A command that prints the report it returns, with the options that say of which index."""
+
+    @wraps(command)
+    def print_report(
+        *,
+        namespace: str | None,
+        component: str | None,
+        timeout: float,
+        as_json: bool,
+        nats: str | None,
+        **options: Any,
+    ) -> None:
+        from .kv_access import run
+
+        report = command(**options)
+        run(report, parse_place(namespace, component), timeout=timeout, as_json=as_json, nats=nats)
+
     for option in (
         nats_option,
         json_option,
@@ -67,10 +83,14 @@ def _place(command: F) -> F:
             metavar="NAME",
             help="Also as namespace.component. Default: the only one with events.",
         ),
-        click.option("--namespace", metavar="NAME", help="Whose events."),
+        click.option(
+            "--namespace",
+            metavar="NAME",
+            help="Whose events. Default: the only one with instances and events.",
+        ),
     ):
-        command = option(command)
-    return command
+        print_report = option(print_report)
+    return print_report
 
 
 _all_option = click.option(
@@ -78,38 +98,20 @@ _all_option = click.option(
 )
 
 
-def _where(
-    namespace: str | None, component: str | None, timeout: float, as_json: bool, nats: str | None
-) -> Where:
-    from .kv_access import Where
-
-    if component is not None and "." in component:
-        of, _, component = component.partition(".")
-        if namespace not in (None, of):
-            raise click.UsageError(
-                f"--namespace is {namespace}, and --component names one of {of}: give one of them"
-            )
-        namespace = of
-    if namespace is None:
-        raise click.UsageError("give --namespace, or --component as namespace.component")
-    return Where(namespace, component, timeout, as_json, nats)
-
-
 @kv.command(short_help="Instances by blocks, and the prefixes that most of them hold.")
 @click.option("--limit", type=click.IntRange(0), default=10, show_default=True, help="Prefixes.")
 @_all_option
-@_place
-def top(limit: int, with_dead: bool, **place: Any) -> None:
+@_report
+def top(limit: int, with_dead: bool) -> Report:
     """List the instances by the blocks that they hold, and the hottest prefixes.
 
     Instances without a lease are left out, since the events of one that died stay in the
     stream; with --all they are there, and LEASE says no. A prefix is hot when many instances
     hold all of it.
     """
-    from .kv_access import run
     from .kv_reports import print_top
 
-    run(_where(**place), lambda at: print_top(at, limit, with_dead=with_dead))
+    return partial(print_top, limit=limit, with_dead=with_dead)
 
 
 @kv.command(short_help="Who holds a prefix.")
@@ -118,15 +120,14 @@ def top(limit: int, with_dead: bool, **place: Any) -> None:
 @click.option("--lora", metavar="NAME", help="The adapter of the token ids.")
 @click.option("--salt", metavar="TEXT", help="The cache salt of the token ids.")
 @_all_option
-@_place
+@_report
 def show(
     prefix: tuple[str, ...],
     block_size: int | None,
     lora: str | None,
     salt: str | None,
     with_dead: bool,
-    **place: Any,
-) -> None:
+) -> Report:
     """Show who holds how many blocks of a prefix, from its first block on.
 
     PREFIX is the hashes of its blocks, one after the other, or the token ids as one JSON
@@ -136,7 +137,6 @@ def show(
     dynbus kv show --namespace llm 0x1f0a6c0d8a7e5b21 0x9c3d52aa01b7e644
     dynbus kv show --namespace llm --block-size 16 "$(cat tokens.json)"
     """
-    from .kv_access import run
     from .kv_arguments import Prefix, parse_prefix
     from .kv_reports import print_holders
 
@@ -145,29 +145,28 @@ def show(
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="PREFIX") from None
     asked = Prefix(hashes, tokens, block_size, lora, salt)
-    run(_where(**place), lambda at: print_holders(at, asked, with_dead=with_dead))
+    return partial(print_holders, prefix=asked, with_dead=with_dead)
 
 
 @kv.command(short_help="All of the index, as lines of JSON.")
-@_place
-def dump(**place: Any) -> None:
+@_report
+def dump() -> Report:
     """Print the whole index as lines of JSON, whether --json is given or not.
 
     The first line is of `kind` index, then there is one of kind rank for each data-parallel
     rank, and one of kind run for each stretch of blocks without a branch, parents first.
     """
-    from .kv_access import run
     from .kv_reports import print_dump
 
-    run(_where(**place), print_dump)
+    return print_dump
 
 
 @kv.command(short_help="The index as it was, or what changed since.")
 @click.option("--time", "time_text", metavar="TIME", help="ISO 8601, Unix seconds, or 10m: ago.")
 @click.option("--seq", "sequence", type=click.IntRange(0), metavar="N", help="Of the stream.")
 @click.option("--to", "to_text", metavar="POINT", help="A later one of the same kind, or now.")
-@_place
-def at(time_text: str | None, sequence: int | None, to_text: str | None, **place: Any) -> None:
+@_report
+def at(time_text: str | None, sequence: int | None, to_text: str | None) -> Report:
     """Show what instances held at a point of the stream, or gained and lost from there to
     another one.
 
@@ -176,25 +175,22 @@ def at(time_text: str | None, sequence: int | None, to_text: str | None, **place
     dynbus kv at --namespace llm --time 10m --to 5m
     dynbus kv at --namespace llm --seq 1200 --to now --json
     """
-    from .kv_access import run
     from .kv_arguments import parse_points
     from .kv_reports import print_changes, print_past
 
     try:
-        points: PointRequest = parse_points(time_text, sequence, to_text)
+        before, after = parse_points(time_text, sequence, to_text)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    before, after = points
     if after is None:
-        run(_where(**place), lambda where: print_past(where, before))
-    else:
-        run(_where(**place), lambda where: print_changes(where, before, after))
+        return partial(print_past, point=before)
+    return partial(print_changes, before=before, after=after)
 
 
 @kv.command(short_help="The snapshots that routers have taken.")
 @click.option("--check", is_flag=True, help="Read each of them whole.")
-@_place
-def snapshots(check: bool, **place: Any) -> None:
+@_report
+def snapshots(check: bool) -> Report:
     """List the snapshots, of all components unless one is named.
 
     \b
@@ -203,7 +199,6 @@ def snapshots(check: bool, **place: Any) -> None:
            foreign  it is of a stream that was deleted
            torn     it cannot be read (with --check)
     """
-    from .kv_access import run
     from .kv_reports import print_snapshots
 
-    run(_where(**place), lambda where: print_snapshots(where, check=check))
+    return partial(print_snapshots, check=check)

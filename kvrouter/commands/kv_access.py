@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from dynbus.bus.commands.server import connected, prepare
 from dynbus.bus.commands.terminal import notice
 from dynbus.bus.errors import ConfigError, Unavailable
-from dynbus.bus.protocol.names import check_token
+from dynbus.bus.protocol.names import check_token, kv_event_stream
+from dynbus.bus.protocol.wire import InstanceRecord
 from dynbus.bus.records.leases import INSTANCES_STREAM, record_of, record_subject
 from dynbus.bus.records.reading import read_latest
 from dynbus.bus.transport import JetStream, NoStream
@@ -24,61 +26,78 @@ from dynbus.kvrouter.stream.history import (
 )
 from dynbus.kvrouter.stream.snapshots import SnapshotStore
 
-MAX_COMPONENTS_NAMED: Final = 10
+from .place import Place
+
+MAX_NAMED: Final = 10
 
 
 class Where(NamedTuple):
     """Which index a command is about, and how it prints.
 
     Attributes:
-        component: None for the only one that has events.
+        component: None where all of the namespace are meant.
         timeout: seconds for reading.
     """
 
+    jetstream: JetStream
     namespace: str
     component: str | None
     timeout: float
     as_json: bool
-    nats: str | None
 
 
-class Opened(NamedTuple):
-    """Where a command looks, once the server was reached."""
-
-    jetstream: JetStream
-    where: Where
+Report = Callable[[Where], Awaitable[None]]
 
 
-Report = Callable[[Opened], Awaitable[None]]
-
-
-def run(where: Where, report: Report) -> None:
+def run(report: Report, place: Place, *, timeout: float, as_json: bool, nats: str | None) -> None:
     """Connect, print the report, and close the connection.
 
     Raises:
         ConfigError, NoHistory, NoStream, PermissionDenied, Unavailable: it cannot be told, and why.
     """
-    config = prepare(where.nats)
-    check_token("namespace", where.namespace)
-    if where.component is not None:
-        check_token("component", where.component)
+    config = prepare(nats)
+    for kind, name in zip(place._fields, place, strict=True):
+        if name is not None:
+            check_token(kind, name)
 
     async def tell() -> None:
         async with connected(config, "dynbus-kv") as server:
-            await report(Opened(server.connection.jetstream, where))
+            jetstream = server.connection.jetstream
+            namespace = place.namespace or await _namespace(jetstream, place.component, timeout)
+            await report(Where(jetstream, namespace, place.component, timeout, as_json))
 
     asyncio.run(tell())
 
 
-async def component_of(at: Opened) -> str:
+async def _namespace(jetstream: JetStream, component: str | None, timeout: float) -> str:
+    """The namespace that is meant where none is given: the only one with events.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    remedy = "give --namespace, or --component as namespace.component"
+    records = await _records(jetstream, record_subject("*", component or "*", "*"), timeout)
+    found: list[str] = []
+    for namespace in sorted({record.namespace for record in records or ()}):
+        with suppress(NoStream):
+            await jetstream.stream_info(kv_event_stream(namespace))
+            found.append(namespace)
+    if len(found) == 1:
+        return found[0]
+    named = f", of {', '.join(found[:MAX_NAMED])}" if found else ""
+    what = "several namespaces have" if found else "no namespace with an instance has"
+    raise ConfigError(f"{what} KV events: {remedy}{named}")
+
+
+async def component_of(at: Where) -> str:
     """The component that is meant.
 
     Raises:
         ConfigError: there are several, or the one that was given has no events.
         NoStream: there is no stream of events, or nothing in it.
     """
-    namespace, asked = at.where.namespace, at.where.component
-    found = await components_of(at.jetstream, namespace, timeout=at.where.timeout)
+    namespace, asked = at.namespace, at.component
+    found = await components_of(at.jetstream, namespace, timeout=at.timeout)
     if asked is None and len(found) == 1:
         return found[0]
     if asked in found:
@@ -93,7 +112,7 @@ async def component_of(at: Opened) -> str:
         return found[0]
     if not found:
         raise no_events(namespace)
-    named = ", ".join(found[:MAX_COMPONENTS_NAMED])
+    named = ", ".join(found[:MAX_NAMED])
     raise ConfigError(
         f"several components of {namespace} have events: give --component, of {named}"
         if asked is None
@@ -101,11 +120,9 @@ async def component_of(at: Opened) -> str:
     )
 
 
-async def past_index(at: Opened, component: str, point: Point = NOW) -> PastIndex:
+async def past_index(at: Where, component: str, point: Point = NOW) -> PastIndex:
     """The index at a point; what is missing of it is said on standard error."""
-    past = await index_at(
-        at.jetstream, at.where.namespace, component, point, timeout=at.where.timeout
-    )
+    past = await index_at(at.jetstream, at.namespace, component, point, timeout=at.timeout)
     if not past.is_whole:
         named = ", ".join(map(str, past.partial[:5]))
         notice(
@@ -115,20 +132,26 @@ async def past_index(at: Opened, component: str, point: Point = NOW) -> PastInde
     return past
 
 
-async def leases_of(at: Opened, component: str) -> dict[str, Mapping[str, str]] | None:
+async def leases_of(at: Where, component: str) -> dict[str, Mapping[str, str]] | None:
     """The metadata of the instances with a lease; None when there are no leases to read."""
-    subject = record_subject(at.where.namespace, component, "*")
+    records = await _records(at.jetstream, record_subject(at.namespace, component, "*"), at.timeout)
+    if records is None:
+        return None
+    return {record.instance_id: record.metadata for record in records}
+
+
+async def _records(
+    jetstream: JetStream, subject: str, timeout: float
+) -> list[InstanceRecord] | None:
+    """The records of the instances with a lease; None when they cannot be read."""
     try:
-        latest = await read_latest(
-            at.jetstream, INSTANCES_STREAM.name, subject, timeout=at.where.timeout
-        )
+        latest = await read_latest(jetstream, INSTANCES_STREAM.name, subject, timeout=timeout)
     except NoStream:
         return None
     except Unavailable as error:
         notice(f"{error}: which instances have a lease is not known")
         return None
-    records = map(record_of, latest.values())
-    return {record.instance_id: record.metadata for record in records if record is not None}
+    return [record for one in latest.values() if (record := record_of(one)) is not None]
 
 
 def announced_block_sizes(leases: Mapping[str, Mapping[str, str]] | None) -> list[int]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -20,15 +20,10 @@ _AGO: Final = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
-class PointRequest(NamedTuple):
-    """A point, and a later one to compare it with."""
-
-    before: Point
-    after: Point | None
-
-
-def parse_points(time: str | None, sequence: int | None, to: str | None) -> PointRequest:
-    """The points that `--time` or `--seq`, and `--to` name.
+def parse_points(
+    time: str | None, sequence: int | None, to: str | None
+) -> tuple[Point, Point | None]:
+    """The point that `--time` or `--seq` names, and the later one of `--to`.
 
     Raises:
         ValueError: they name none, or in the wrong order; says what to write.
@@ -37,9 +32,9 @@ def parse_points(time: str | None, sequence: int | None, to: str | None) -> Poin
         raise ValueError("give either --time or --seq")
     before = Point(sequence) if time is None else Point(time=parse_time(time))
     if to is None:
-        return PointRequest(before, None)
+        return before, None
     if to == "now":
-        return PointRequest(before, NOW)
+        return before, NOW
     if time is not None:
         after = Point(time=parse_time(to))
     elif to.isdecimal():
@@ -48,7 +43,7 @@ def parse_points(time: str | None, sequence: int | None, to: str | None) -> Poin
         raise ValueError(f"--to {to!r}: with --seq it is a sequence, or now")
     if (before.sequence or 0, before.time or 0.0) > (after.sequence or 0, after.time or 0.0):
         raise ValueError("--to lies before the other point: swap the two")
-    return PointRequest(before, after)
+    return before, after
 
 
 def parse_time(text: str) -> float:

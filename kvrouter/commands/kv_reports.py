@@ -20,7 +20,6 @@ from dynbus.kvrouter.stream.history import PastIndex, Point, changes, no_events
 from dynbus.kvrouter.stream.snapshots import SnapshotInfo, SnapshotStore, UnusableSnapshot
 
 from .kv_access import (
-    Opened,
     Where,
     announced_block_sizes,
     block_size_of,
@@ -33,7 +32,7 @@ from .kv_arguments import Prefix
 # Reports ----------------------------------------------------------------------------------
 
 
-async def print_top(at: Opened, limit: int, *, with_dead: bool) -> None:
+async def print_top(at: Where, limit: int, *, with_dead: bool) -> None:
     """Instances by blocks, and the hottest prefixes.
 
     Args:
@@ -45,7 +44,7 @@ async def print_top(at: Opened, limit: int, *, with_dead: bool) -> None:
     left_out = _drop_dead(past.index, leases, with_dead=with_dead)
     rows = rank_rows(past.index)
     prefixes = hottest_prefixes(past.index, limit)
-    if at.where.as_json:
+    if at.as_json:
         print_json(
             _head(at, component, past)
             | {
@@ -77,7 +76,7 @@ async def print_top(at: Opened, limit: int, *, with_dead: bool) -> None:
         )
 
 
-async def print_holders(at: Opened, prefix: Prefix, *, with_dead: bool) -> None:
+async def print_holders(at: Where, prefix: Prefix, *, with_dead: bool) -> None:
     """Who holds how much of a prefix; see `print_top`."""
     component = await component_of(at)
     leases = await leases_of(at, component)
@@ -101,7 +100,7 @@ async def print_holders(at: Opened, prefix: Prefix, *, with_dead: bool) -> None:
         }
         for rank, overlap in found
     ]
-    if at.where.as_json:
+    if at.as_json:
         asked = [f"{number:#018x}" for number in blocks.tolist()]
         print_json(
             _head(at, component, past)
@@ -127,7 +126,7 @@ async def print_holders(at: Opened, prefix: Prefix, *, with_dead: bool) -> None:
     )
 
 
-async def print_dump(at: Opened) -> None:
+async def print_dump(at: Where) -> None:
     """The whole index, as lines of JSON."""
     component = await component_of(at)
     past = await past_index(at, component)
@@ -136,25 +135,25 @@ async def print_dump(at: Opened) -> None:
         click.echo(msgspec.json.encode(line))
 
 
-async def print_past(at: Opened, point: Point) -> None:
+async def print_past(at: Where, point: Point) -> None:
     """What instances held at a point."""
     component = await component_of(at)
     past = await past_index(at, component, point)
     rows = rank_rows(past.index)
-    if at.where.as_json:
+    if at.as_json:
         print_json(_head(at, component, past) | {"ranks": rows})
         return
     click.echo(_title(past))
     _print_ranks(rows, None)
 
 
-async def print_changes(at: Opened, before: Point, after: Point) -> None:
+async def print_changes(at: Where, before: Point, after: Point) -> None:
     """What instances gained and lost between two points."""
     component = await component_of(at)
     first = await past_index(at, component, before)
     second = await past_index(at, component, after)
     found = changes(first.index, second.index)
-    if at.where.as_json:
+    if at.as_json:
         print_json(
             {
                 "from": _head(at, component, first),
@@ -187,18 +186,18 @@ async def print_changes(at: Opened, before: Point, after: Point) -> None:
     )
 
 
-async def print_snapshots(at: Opened, *, check: bool) -> None:
+async def print_snapshots(at: Where, *, check: bool) -> None:
     """The snapshots, and whether a new router can begin with them."""
-    store = SnapshotStore(at.jetstream, at.where.namespace)
+    store = SnapshotStore(at.jetstream, at.namespace)
     try:
-        stream = await at.jetstream.stream_info(kv_event_stream(at.where.namespace))
+        stream = await at.jetstream.stream_info(kv_event_stream(at.namespace))
     except NoStream:
-        raise no_events(at.where.namespace) from None
-    found = await store.snapshots(at.where.component)
-    if at.where.component is not None and not found:
+        raise no_events(at.namespace) from None
+    found = await store.snapshots(at.component)
+    if at.component is not None and not found:
         await component_of(at)
-    rows = [(one, await _state(store, one, stream, at.where, check=check)) for one in found]
-    if at.where.as_json:
+    rows = [(one, await _state(store, one, stream, at, check=check)) for one in found]
+    if at.as_json:
         print_json(
             [
                 {
@@ -237,13 +236,13 @@ async def print_snapshots(at: Opened, *, check: bool) -> None:
 
 
 async def _state(
-    store: SnapshotStore, info: SnapshotInfo, stream: StreamInfo, where: Where, *, check: bool
+    store: SnapshotStore, info: SnapshotInfo, stream: StreamInfo, at: Where, *, check: bool
 ) -> str:
     if not info.fits(stream):
         return "foreign"
     if check:
         try:
-            await store.read(info, max_blocks=DEFAULT_MAX_BLOCKS, timeout=where.timeout)
+            await store.read(info, max_blocks=DEFAULT_MAX_BLOCKS, timeout=at.timeout)
         except UnusableSnapshot:
             return "torn"
     return "usable" if info.is_connected(stream) else "cut off"
@@ -292,9 +291,9 @@ def _say_left_out(left_out: list[str]) -> None:
 # Parts ------------------------------------------------------------------------------------
 
 
-def _head(at: Opened, component: str, past: PastIndex) -> dict[str, Any]:
+def _head(at: Where, component: str, past: PastIndex) -> dict[str, Any]:
     return {
-        "namespace": at.where.namespace,
+        "namespace": at.namespace,
         "component": component,
         "sequence": past.sequence,
         "time": past.time,

@@ -9,6 +9,8 @@ import click
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import json_option, nats_option
 
+from .place import parse_place
+
 _HELP: Final = """Say why a request went where it went.
 
     Asks all routers, in front ends and RouterActors alike, for what they decided: every
@@ -74,7 +76,9 @@ def why(
 
     if last and request_id is not None:
         raise click.UsageError("give a request id, or --last for the latest decision")
-    place = _place(namespace, component)
+    place = parse_place(namespace, component)
+    if place.component is not None and place.namespace is None:
+        raise click.UsageError("give --component as namespace.component, or --namespace beside it")
     question = Question(latest=1 if last else limit) if request_id is None else Question(request_id)
     config = prepare(nats)
     answers = asyncio.run(ask_routers(config, question, *place))
@@ -91,17 +95,3 @@ def why(
     if not knowing:
         notice(nobody_knows(request_id or "", answers))
         ctx.exit(exit_codes.FAILURE)
-
-
-def _place(namespace: str | None, component: str | None) -> tuple[str | None, str | None]:
-    """Namespace and component, of which either may be None for all."""
-    if component is None:
-        return namespace, None
-    of, dot, name = component.rpartition(".")
-    if dot and namespace not in (None, of):
-        raise click.UsageError(
-            f"--namespace is {namespace}, and --component names one of {of}: give one of them"
-        )
-    if not dot and namespace is None:
-        raise click.UsageError("give --component as namespace.component, or --namespace beside it")
-    return (of or namespace), name

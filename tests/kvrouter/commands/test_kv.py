@@ -247,11 +247,67 @@ def test_a_component_may_be_named_with_its_namespace(place: list[str], served: S
     assert json.loads(ended.stdout)["component"] == "Engine"
 
 
-def test_without_any_namespace_it_is_asked_for(served: Served) -> None:
-    ended = CliRunner().invoke(kv, ["top", "--nats", served.url, "--component", "Engine"])
+async def fill_namespaces(url: str, namespaces: list[str], component: str) -> None:
+    """In each namespace an instance with a lease and one block, but in the last without events."""
+    connection = await connect([url], name="test")
+    jetstream = connection.jetstream
+    await jetstream.ensure_stream(INSTANCES_STREAM)
+    message = encode_events([BlockStored(None, [1], [1])], event_epoch=1, first_id=0)
+    for namespace in namespaces:
+        if namespace is not namespaces[-1]:
+            await ensure_stream(jetstream, EventStream(namespace))
+            await jetstream.publish(f"{namespace}.{component}._kv.a.0", message)
+        record = InstanceRecord(
+            namespace=namespace,
+            component=component,
+            instance_id="a",
+            incarnation="x",
+            endpoints={},
+            started=1.0,
+            address="host:1",
+        )
+        subject = record_subject(namespace, component, "a")
+        await jetstream.publish(subject, encode_record(record), ttl=600.0)
+    await connection.close()
 
-    assert ended.exit_code == 2
-    assert "give --namespace, or --component as namespace.component" in ended.stderr
+
+def test_without_a_namespace_the_only_one_with_events_is_meant(nats_server: RunningServer) -> None:
+    asyncio.run(fill_namespaces(nats_server.url, ["kvalone", "kvwithout"], "Alone"))
+
+    place = ["--nats", nats_server.url, "--component", "Alone"]
+    ended = CliRunner().invoke(kv, ["top", "--json", *place])
+
+    found = json.loads(ended.stdout)
+    assert (found["namespace"], found["component"]) == ("kvalone", "Alone")
+
+
+@pytest.mark.parametrize(
+    ("namespaces", "message"),
+    [
+        (
+            ["kvone", "kvtwo", "kvwithout"],
+            "several namespaces have KV events: give --namespace, or --component as "
+            "namespace.component, of kvone, kvtwo",
+        ),
+        (
+            ["kvwithout"],
+            "no namespace with an instance has KV events: give --namespace, or --component as "
+            "namespace.component",
+        ),
+    ],
+    ids=["several", "none"],
+)
+def test_without_a_namespace_it_is_asked_for_where_not_just_one_has_events(
+    namespaces: list[str], message: str, nats_server: RunningServer
+) -> None:
+    component = f"Of{len(namespaces)}"
+    asyncio.run(fill_namespaces(nats_server.url, namespaces, component))
+
+    place = ["--nats", nats_server.url, "--component", component]
+    ended = CliRunner().invoke(kv, ["top", *place])
+
+    assert isinstance(ended.exception, ConfigError)
+    assert str(ended.exception) == message
 
 
 def test_snapshots_are_listed_with_what_they_are_good_for(served: Served) -> None:

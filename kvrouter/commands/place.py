@@ -1,0 +1,30 @@
+"""`--namespace` and `--component`, which say whose caches or routers are meant."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import click
+
+
+class Place(NamedTuple):
+    """What the options name; None for what has to be found."""
+
+    namespace: str | None
+    component: str | None
+
+
+def parse_place(namespace: str | None, component: str | None) -> Place:
+    """What the options name, where the component may be written with its namespace.
+
+    Raises:
+        click.UsageError: they name two namespaces.
+    """
+    if component is None or "." not in component:
+        return Place(namespace, component)
+    of, _, name = component.partition(".")
+    if namespace not in (None, of):
+        raise click.UsageError(
+            f"--namespace is {namespace}, and --component names one of {of}: give one of them"
+        )
+    return Place(of, name)
