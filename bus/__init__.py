@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         errors,
         exit_codes,
         lane,
+        lazy_exports,
         transport,
     )
 
@@ -32,5 +33,6 @@ __all__ = [
     "errors",
     "exit_codes",
     "lane",
+    "lazy_exports",
     "transport",
 ]

@@ -6,26 +6,29 @@ snapshots), `.stream` (followers, warm starts, history), `.engines` (vLLM and SG
 (how events are encoded).
 """
 
-from . import events, hashing
-from .events import AllBlocksCleared, BlockRemoved, BlockStored
-from .hashing import block_hashes, sequence_hashes
-from .radix import RadixIndex
-from .routing import (
-    Candidate,
-    CostFunction,
-    Decision,
-    DecisionQuery,
-    DynamoCost,
-    KvCost,
-    KvRouter,
-    PolicyChoice,
-    RequestFields,
-    RequestShape,
-    RouterActor,
-    RouterConfig,
-    open_router,
-)
-from .stream import AwarenessLevel, KvEventPublisher
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import events, hashing
+    from .events import AllBlocksCleared, BlockRemoved, BlockStored
+    from .hashing import block_hashes, sequence_hashes
+    from .radix import RadixIndex
+    from .routing import (
+        Candidate,
+        CostFunction,
+        Decision,
+        DecisionQuery,
+        DynamoCost,
+        KvCost,
+        KvRouter,
+        PolicyChoice,
+        RequestFields,
+        RequestShape,
+        RouterActor,
+        RouterConfig,
+        open_router,
+    )
+    from .stream import AwarenessLevel, KvEventPublisher
 
 __all__ = [
     "AllBlocksCleared",
@@ -52,3 +55,9 @@ __all__ = [
     "open_router",
     "sequence_hashes",
 ]
+
+if not TYPE_CHECKING:
+    # Whoever hashes or encodes needs neither the router nor actors, which take a second of CPU.
+    from dynbus.bus.lazy_exports import lazy_exports
+
+    __getattr__, __dir__ = lazy_exports(__name__, "events", "hashing", "radix", "stream", "routing")

@@ -4,19 +4,22 @@ A `KvRouter` routes the calls of a program, a `RouterActor` those of others. Bot
 `KvScheduler` decides, which needs neither the bus nor a clock: a simulation drives it as well.
 """
 
-from . import profiles
-from .active_load import ActiveLoad, RankLoad
-from .caches import Follower
-from .config import RouterConfig, RouterSettings
-from .cost import Candidate, CostFunction, DynamoCost, KvCost, PrefixCounts, RequestShape
-from .decision import Decision, Outcome, Reason, ShadowChoice
-from .policies import COST_FUNCTIONS, Policy
-from .profiles import InstanceProfile, read_profile
-from .queue import SchedulingRequest, Ticket
-from .requests import Constraints, RequestFields
-from .router import KvRouter, open_router
-from .router_actor import DecisionQuery, PolicyChoice, PolicyReport, RouterActor
-from .scheduler import KvScheduler, SchedulerStatistics
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import profiles
+    from .active_load import ActiveLoad, RankLoad
+    from .caches import Follower
+    from .config import RouterConfig, RouterSettings
+    from .cost import Candidate, CostFunction, DynamoCost, KvCost, PrefixCounts, RequestShape
+    from .decision import Decision, Outcome, Reason, ShadowChoice
+    from .policies import COST_FUNCTIONS, Policy
+    from .profiles import InstanceProfile, read_profile
+    from .queue import SchedulingRequest, Ticket
+    from .requests import Constraints, RequestFields
+    from .router import KvRouter, open_router
+    from .router_actor import DecisionQuery, PolicyChoice, PolicyReport, RouterActor
+    from .scheduler import KvScheduler, SchedulerStatistics
 
 __all__ = [
     "COST_FUNCTIONS",
@@ -52,3 +55,23 @@ __all__ = [
     "profiles",
     "read_profile",
 ]
+
+if not TYPE_CHECKING:
+    # Policies, replays and what reads decisions need no router.
+    from dynbus.bus.lazy_exports import lazy_exports
+
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        "profiles",
+        "active_load",
+        "cost",
+        "config",
+        "decision",
+        "policies",
+        "queue",
+        "requests",
+        "caches",
+        "scheduler",
+        "router",
+        "router_actor",
+    )

@@ -1,13 +1,16 @@
 """KV-cache events on their way: publisher, stream, follower, snapshots, history."""
 
-from . import history
-from .awareness import AwarenessLevel, CacheAwareness
-from .event_stream import EventStream
-from .follower import FollowerStatus, IndexFollower, Position
-from .publisher import KvEventPublisher, PublisherStatus
-from .snapshot_writer import SnapshotPlan, SnapshotWriter
-from .snapshots import SnapshotStore
-from .warm_start import warm_follower
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import history
+    from .awareness import AwarenessLevel, CacheAwareness
+    from .event_stream import EventStream
+    from .follower import FollowerStatus, IndexFollower, Position
+    from .publisher import KvEventPublisher, PublisherStatus
+    from .snapshot_writer import SnapshotPlan, SnapshotWriter
+    from .snapshots import SnapshotStore
+    from .warm_start import warm_follower
 
 __all__ = [
     "AwarenessLevel",
@@ -24,3 +27,19 @@ __all__ = [
     "history",
     "warm_follower",
 ]
+
+if not TYPE_CHECKING:
+    # The history of caches and what is said of them need no actors.
+    from dynbus.bus.lazy_exports import lazy_exports
+
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        "awareness",
+        "event_stream",
+        "snapshots",
+        "history",
+        "snapshot_writer",
+        "follower",
+        "publisher",
+        "warm_start",
+    )

@@ -1,6 +1,5 @@
 """A typed actor message bus on NATS JetStream for serving language models."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -87,30 +86,23 @@ __all__ = [
 if not TYPE_CHECKING:
     # A third of a second goes by while all of this is imported. A command must be able to take
     # a Ctrl-C before, and most of them need little of it.
-    _MODULES = (
-        "dynbus.bus.errors",
-        "dynbus.bus.context",
-        "dynbus.bus.config",
-        "dynbus.bus.protocol.names",
-        "dynbus.bus.records.instance_view",
-        "dynbus.actors.runtime",
-        "dynbus.actors.calling.clients",
-        "dynbus.actors.calling.dependencies",
-        "dynbus.actors.calling.options",
-        "dynbus.actors.calling.relay",
-        "dynbus.actors.calling.routing",
-        "dynbus.actors.calling.stream",
-        "dynbus.actors.declaring.handlers",
-        "dynbus.actors.declaring.json_object",
-        "dynbus.actors.declaring.reply",
+    from dynbus.bus.lazy_exports import lazy_exports
+
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        "bus.errors",
+        "bus.context",
+        "bus.config",
+        "bus.protocol.names",
+        "bus.records.instance_view",
+        "actors.runtime",
+        "actors.calling.clients",
+        "actors.calling.dependencies",
+        "actors.calling.options",
+        "actors.calling.relay",
+        "actors.calling.routing",
+        "actors.calling.stream",
+        "actors.declaring.handlers",
+        "actors.declaring.json_object",
+        "actors.declaring.reply",
     )
-
-    def __getattr__(name: str) -> object:
-        if name in __all__:
-            for module in map(import_module, _MODULES):
-                if hasattr(module, name):
-                    return globals().setdefault(name, getattr(module, name))
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})

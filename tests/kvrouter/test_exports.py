@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -34,3 +36,16 @@ def test_what_users_write_is_not_many_names() -> None:
     names = [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
 
     assert len(names) <= 21
+
+
+def test_whoever_only_hashes_and_encodes_loads_no_actors() -> None:
+    program = (
+        "import sys; from dynbus.kvrouter import BlockStored, block_hashes, events; "
+        "print([m for m in ('dynbus.actors', 'pydantic', 'anyio') if m in sys.modules])"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30
+    )
+
+    assert done.stdout == "[]\n"
