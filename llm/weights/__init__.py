@@ -1,0 +1,8 @@
+"""Models' weights and their configuration, read from files. Nothing in a model's files is run."""
+
+from __future__ import annotations
+
+from . import gguf
+from .errors import BrokenModel, UnsupportedModel
+
+__all__ = ["BrokenModel", "UnsupportedModel", "gguf"]
