@@ -7,7 +7,7 @@ import contextvars
 import logging
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import Any, Self, TypeVar, Unpack, cast, overload
 
 import anyio
 
@@ -27,7 +27,13 @@ from .declaring.actor import DeclaredActor, address_of, check_startable
 from .declaring.arguments import build_arguments, parameters_of
 from .declaring.brief_repr import brief_repr
 from .serving.endpoints import endpoints_of_functions, endpoints_of_object
-from .serving.instance import ServedInstance, inside_on_stop, new_instance_id, stop_all
+from .serving.instance import (
+    ServedInstance,
+    checked_metadata,
+    inside_on_stop,
+    new_instance_id,
+    stop_all,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -166,8 +172,10 @@ class ActorInstance(ServedInstance):
 class _Endpoints:
     """What stands behind endpoints that are served without a class."""
 
-    def __init__(self, metadata: Mapping[str, str] | None) -> None:
-        self._metadata = metadata or {}
+    def __init__(self, metadata: Any) -> None:
+        if not isinstance(metadata, Mapping):
+            raise ConfigError(f"metadata = {brief_repr(metadata)}: give a dict of strings")
+        self._metadata = checked_metadata(cast("Mapping[object, object]", metadata), "metadata")
 
     async def on_start(self) -> None:
         """There is nothing to start."""
@@ -407,7 +415,7 @@ class Runtime(ClientSide):
             self.background,
             ComponentName.of(namespace, component).instance(instance_id or new_instance_id()),
             endpoints_of_functions(endpoints),
-            _Endpoints(metadata),
+            _Endpoints({} if metadata is None else metadata),
             id_was_given=bool(instance_id),
             ended=self.forget,
         )

@@ -376,6 +376,11 @@ class Connection(Protocol):
     @property
     def state(self) -> ConnectionState: ...
     @property
+    def sessions(self) -> int:
+        """How often it has been connected."""
+        ...
+
+    @property
     def max_payload(self) -> int:
         """Bytes of headers and data that one message may have."""
         ...

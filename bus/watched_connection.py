@@ -20,11 +20,13 @@ class WatchedConnection:
 
     Attributes:
         background: what reads and watches for the connection; it ends with it.
+        sessions: how often it has been connected.
     """
 
     def __init__(self, name: str, state: ConnectionState) -> None:
         self.name = name
         self._state = state
+        self.sessions = int(state is ConnectionState.CONNECTED)
         self._loop = asyncio.get_running_loop()
         self._listeners: list[Callable[[ConnectionState], None]] = []
         self._drop_listeners: list[Callable[[DropReason], None]] = []
@@ -84,6 +86,7 @@ class WatchedConnection:
         if state is self._state or self._state is ConnectionState.CLOSED:
             return
         self._state = state
+        self.sessions += state is ConnectionState.CONNECTED
         for listener in list(self._listeners):
             try:
                 listener(state)

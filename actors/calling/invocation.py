@@ -14,7 +14,14 @@ from dynbus.actors.declaring.codec import Misfit
 from dynbus.bus.calling.pending_call import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, current_context
-from dynbus.bus.errors import Cancelled, DeadlineExceeded, DynbusError, InvalidResponse, Unavailable
+from dynbus.bus.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DynbusError,
+    InvalidResponse,
+    Unavailable,
+    describe_exception,
+)
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.protocol.names import EndpointName
@@ -189,7 +196,7 @@ class Invocation:
         """The result of a unary call, over as many attempts as are safe.
 
         Args:
-            decode: bytes to result; raises `Misfit`.
+            decode: bytes to result; whatever it raises says that they do not fit.
 
         Raises:
             InvalidResponse: the result does not fit.
@@ -206,10 +213,9 @@ class Invocation:
                 self._attempt.arrived((data,))
             try:
                 result = decode(data)
-            except Misfit as error:
-                raise InvalidResponse(
-                    f"the result of {self.endpoint}: {error}", request_id=self.request_id
-                ) from None
+            except Exception as error:  # noqa: BLE001 - validators of users raise what they like
+                failure = self.misfit("the result", error)
+                raise failure from failure.__cause__
         except BaseException as error:
             if (call := self.call) is not None:
                 call.abandon()
@@ -217,6 +223,14 @@ class Invocation:
             raise
         self._end(None)
         return result
+
+    def misfit(self, what: str, error: Exception) -> InvalidResponse:
+        """What it is to the caller that bytes could not be read."""
+        is_plain = isinstance(error, Misfit)
+        why = str(error) if is_plain else describe_exception(error)
+        failure = InvalidResponse(f"{what} of {self.endpoint}: {why}", request_id=self.request_id)
+        failure.__cause__ = None if is_plain else error
+        return failure
 
     async def items(self) -> list[bytes]:
         """The next items of a stream; empty at its end. The first call sends the request.

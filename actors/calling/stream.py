@@ -7,9 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from dynbus.actors.declaring.codec import Misfit
 from dynbus.bus.calling.pending_call import PendingCall
-from dynbus.bus.errors import InvalidResponse, describe_exception
+from dynbus.bus.errors import InvalidResponse
 
 from .invocation import Invocation
 
@@ -207,9 +206,5 @@ def decode_to_misfit(
             for data in raw:
                 good += decode_many([data])
         except Exception as error:  # noqa: BLE001 - validators of users raise what they like
-            why = str(error) if isinstance(error, Misfit) else describe_exception(error)
-            text = f"an item of {invocation.endpoint}: {why}"
-            failure = InvalidResponse(text, request_id=invocation.request_id)
-            failure.__cause__ = None if isinstance(error, Misfit) else error
-            return good, failure
+            return good, invocation.misfit("an item", error)
         return good, None

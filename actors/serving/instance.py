@@ -26,8 +26,10 @@ from dynbus.bus.errors import ConfigError, Draining, DynbusError, Unavailable
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
+from dynbus.bus.records.instance_view import EXPIRY_GRACE
 from dynbus.bus.records.leased_record import LeaseState
 from dynbus.bus.records.leases import LeaseKeeper
+from dynbus.bus.records.presence import is_there
 from dynbus.bus.serving.server import InstanceServer
 from dynbus.bus.serving.services import ServiceResponder
 from dynbus.bus.transport import ConnectionState
@@ -319,9 +321,11 @@ class ServedInstance:
     async def _open(self, variables: contextvars.Context) -> None:
         """Make ready and announce."""
         keeper = self._keeper = await self._bus.lane.run(self._make_keeper())
+        if self._id_was_given:
+            await self._claim_id(keeper)
         await self._object.start(variables)
         self._check_not_refused()
-        keeper.describe(announced_metadata(self._served))
+        keeper.describe(_announced_metadata(self._served))
         await self.server.start()
         self._end_listening.append(self._bus.data.on_state(self._on_state))
         self._services = ServiceResponder(self.server, self._service_metadata())
@@ -437,10 +441,21 @@ class ServedInstance:
         )
         end = connection.on_state(keeper.connection_changed)
         self._end_listening.append(lambda: bus.lane.call(end))
-        if self._id_was_given:
-            # Two holders of one id would both run every request until one of them notices.
-            await keeper.check_free()
         return keeper
+
+    async def _claim_id(self, keeper: LeaseKeeper) -> None:
+        """Make sure that no other process holds the id: two holders would both run every request
+        until one of them notices."""
+        other = await self._bus.lane.run(keeper.other_holder())
+        if other is None:
+            return
+        if await is_there(self._bus, other.record.name) is not False:
+            raise keeper.conflict(other.record)
+        logger.warning(
+            "%s waits for the lease of a process that had its id and is gone: %g s at most",
+            *(self.name, other.ttl + EXPIRY_GRACE),
+        )
+        await self._bus.lane.run(keeper.outlast(other))
 
     def _lease_changed(self, state: LeaseState) -> None:
         level = logging.DEBUG if state in (LeaseState.HELD, LeaseState.ENDED) else logging.WARNING
@@ -636,12 +651,7 @@ async def stop_all(instances: Iterable[ServedInstance], grace: float | None = No
             tasks.start_soon(stop, instance)
 
 
-def announced_metadata(served: Served) -> dict[str, str]:
-    """What an object says of its instance in discovery.
-
-    Raises:
-        ConfigError: it is no mapping of strings to strings, or too large.
-    """
+def _announced_metadata(served: Served) -> dict[str, str]:
     found: Any = served.instance_metadata()
     label = f"{type(served).__name__}.instance_metadata()"
     if not isinstance(found, Mapping):
@@ -650,9 +660,21 @@ def announced_metadata(served: Served) -> dict[str, str]:
         raise ConfigError(
             f"{label} returned {type(found).__name__}: write `def` and return a dict of strings"
         )
+    return checked_metadata(cast("Mapping[object, object]", found), label)
+
+
+def checked_metadata(found: Mapping[object, object], label: str) -> dict[str, str]:
+    """What an instance says of itself in discovery, as it is announced.
+
+    Args:
+        label: how messages name it.
+
+    Raises:
+        ConfigError: it holds something else than strings, or is too large.
+    """
     pairs: dict[str, str] = {}
     size = 0
-    for key, value in cast("Mapping[object, object]", found).items():
+    for key, value in found.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise ConfigError(f"{label} has {key!r}={value!r}: keys and values must be strings")
         try:

@@ -89,7 +89,6 @@ class MemoryConnection(WatchedConnection):
         self._bus = bus
         self._kept_away = False
         self._partitioned = False
-        self._session = 0
         self._subscriptions: dict[int, MemorySubscription] = {}
         self._outbound: deque[tuple[int, Callable[[], None]]] = deque()
         self._inbound: deque[Callable[[], None]] = deque()
@@ -104,7 +103,7 @@ class MemoryConnection(WatchedConnection):
     def __repr__(self) -> str:
         return (
             f"<MemoryConnection {self.name} [{self._state.value} | "
-            f"subscriptions: {len(self._subscriptions)}, reconnects: {self._session}]>"
+            f"subscriptions: {len(self._subscriptions)}, sessions: {self.sessions}]>"
         )
 
     @property
@@ -269,7 +268,6 @@ class MemoryConnection(WatchedConnection):
             or not self._bus.running
         ):
             return
-        self._session += 1
         for subscription in self._subscriptions.values():
             self._bus.add(subscription)
         self._set_state(ConnectionState.CONNECTED)
@@ -355,7 +353,7 @@ class MemoryConnection(WatchedConnection):
         await self.wait_connected()
         done: asyncio.Future[None] = self._loop.create_future()
         results: list[T] = []
-        session = self._session
+        session = self.sessions
 
         def resolve(result: T) -> None:
             if not done.done():
@@ -363,7 +361,7 @@ class MemoryConnection(WatchedConnection):
                 done.set_result(None)
 
         def answer(result: T) -> None:
-            if self._session == session:
+            if self.sessions == session:
                 self.deliver(partial(resolve, result))
 
         self._answers.add(done)

@@ -126,7 +126,6 @@ class NatsConnection(WatchedConnection):
 
     Attributes:
         inbox: replies of server APIs arrive below it.
-        reconnects: how often another session followed the first.
         request: `ServerRequests.send` over this connection.
     """
 
@@ -146,7 +145,6 @@ class NatsConnection(WatchedConnection):
         self._denied: dict[str, str] = {}
         self._lame_duck = False
         self._max_payload = 1024 * 1024
-        self.reconnects = 0
         self._pings = Pings(self._loop, self._output.write)
         self._requests = ServerRequests(self)
         self.request = self._requests.send
@@ -155,7 +153,7 @@ class NatsConnection(WatchedConnection):
     def __repr__(self) -> str:
         return (
             f"<NatsConnection {self.name} [{self._state.value} | {self.server_name}, "
-            f"subscriptions: {len(self._subscriptions)}, reconnects: {self.reconnects}]>"
+            f"subscriptions: {len(self._subscriptions)}, sessions: {self.sessions}]>"
         )
 
     # What callers see -----------------------------------------------------------------
@@ -376,7 +374,6 @@ class NatsConnection(WatchedConnection):
                 # A server that is killed in the middle of a handshake leaves half a line.
                 logger.exception("%s: the handshake broke", self.name)
             else:
-                self.reconnects += 1
                 self._begin(session)
                 return session
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import anyio
 import msgspec
@@ -28,6 +28,7 @@ from dynbus.bus.transport import (
     StreamLimits,
 )
 
+from .instance_view import EXPIRY_GRACE
 from .leased_record import LeasedRecord, LeaseState
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,17 @@ def ttl_of(message: StoredMessage) -> float | None:
     return float(seconds[1]) if seconds is not None else None
 
 
+class Holder(NamedTuple):
+    """A process that holds an instance's id.
+
+    Attributes:
+        ttl: seconds for which its record was written.
+    """
+
+    record: InstanceRecord
+    ttl: float
+
+
 class LeaseKeeper:
     """Keeps an instance's record alive from `announce` to `end`. Lives on the control lane.
 
@@ -151,6 +163,7 @@ class LeaseKeeper:
             make=self._make_bucket,
             remake=self._remake_bucket,
         )
+        self._gone = ""
         self._until_count = 0
         self._replicas = replicas
         self._now = asyncio.Event()
@@ -171,34 +184,53 @@ class LeaseKeeper:
         """The sequence of the record in the bucket; 0 before its first write."""
         return self._leased.lease.revision
 
-    async def check_free(self) -> None:
-        """Make sure that no other process holds the id, before anything is served under it.
+    async def other_holder(self) -> Holder | None:
+        """Another process that holds the id, to be asked for before anything is served under it;
+        None where there is none.
 
         Raises:
-            ConfigError: another process holds it.
             Unavailable: JetStream does not answer.
         """
         try:
-            await self._leased.look(timeout=ELECTION_SECONDS)
+            stored = await self._leased.look(timeout=ELECTION_SECONDS)
         except NoStream:
-            return
-        if self.state is LeaseState.CONFLICT:
-            raise self._conflict()
-        await self._check_other_components()
+            return None
+        if stored is None or self.state is not LeaseState.CONFLICT:
+            # Heartbeats and credit name an instance by its id alone, so the bus has it once.
+            anywhere = record_subject("*", "*", self._record.instance_id)
+            stored = await self._jetstream.last(INSTANCES_STREAM.name, anywhere)
+        if stored is None or stored.is_marker or self._is_mine(stored):
+            return None
+        record = record_of(stored)
+        return Holder(record, ttl_of(stored) or self._leased.lease.ttl) if record else None
 
-    async def _check_other_components(self) -> None:
-        """Heartbeats and credit name an instance by its id alone, so the bus has it once."""
+    async def outlast(self, other: Holder) -> None:
+        """Wait until the record of a process that seems to be gone has expired, for as long as its
+        lease at most: a server that was killed may keep a record for ever.
+
+        Raises:
+            ConfigError: the record is renewed, so its process is not gone.
+            Unavailable: JetStream does not answer.
+        """
+        with anyio.move_on_after(other.ttl + EXPIRY_GRACE):
+            while (held := await self.other_holder()) is not None:
+                if held != other:
+                    raise self.conflict(held.record)
+                await anyio.sleep(RETRY_DELAY)
+        self._gone = other.record.incarnation
+
+    def conflict(self, other: InstanceRecord) -> ConfigError:
+        """That another process holds the id."""
         mine = self._record
-        anywhere = record_subject("*", "*", mine.instance_id)
-        stored = await self._jetstream.last(INSTANCES_STREAM.name, anywhere)
-        if stored is None or stored.is_marker or stored.subject == self._leased.subject:
-            return
-        other = record_of(stored)
-        if other is not None and other.incarnation != mine.incarnation:
-            raise ConfigError(
+        if other.name != mine.name:
+            return ConfigError(
                 f"instance id {mine.instance_id!r} is in use by {other.name.address}: ids are "
                 "unique on the bus, so put the component into it"
             )
+        return ConfigError(
+            f"instance id {mine.instance_id!r} of {mine.name.address} is in "
+            "use by another process: leave the id out, or choose another"
+        )
 
     async def announce(self) -> None:
         """Write the record for the first time and keep it from then on.
@@ -281,7 +313,7 @@ class LeaseKeeper:
         self._record = msgspec.structs.replace(self._record, counter=self._record.counter + 1)
         try:
             if not await self._leased.write(encode_record(self._record)):
-                raise self._conflict()
+                raise self.conflict(self._record)
         finally:
             self._tell(before)
 
@@ -315,14 +347,7 @@ class LeaseKeeper:
 
     def _is_mine(self, stored: StoredMessage) -> bool:
         other = record_of(stored)
-        return other is None or other.incarnation == self._record.incarnation
-
-    def _conflict(self) -> ConfigError:
-        record = self._record
-        return ConfigError(
-            f"instance id {record.instance_id!r} of {record.name.address} is in "
-            "use by another process: leave the id out, or choose another"
-        )
+        return other is None or other.incarnation in (self._record.incarnation, self._gone)
 
     def _tell(self, before: LeaseState) -> None:
         if self.state is not before and self._on_state is not None:

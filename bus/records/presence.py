@@ -7,6 +7,7 @@ only while calls are open.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -22,48 +23,43 @@ ANSWER_SECONDS: Final = 0.25
 """The server's answer takes a round trip; none after this long means that somebody listens."""
 
 
-class Presence:
-    """The questions of one process. Belongs to its main loop."""
+def ask(bus: Bus, instance: InstanceName, answer: Callable[[bool | None], None]) -> None:
+    """Ask for one instance, on the main loop.
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
-        self._reconnects = 0
-        bus.data.on_state(self._on_state)
+    Args:
+        answer: called once: False when nobody listens, True when somebody does, which a frozen
+            process does too, None when the connection broke meanwhile.
+    """
+    if bus.data.state is not ConnectionState.CONNECTED:
+        bus.loop.call_soon(answer, None)
+        return
+    # Who could guess the subject could speak for the server.
+    token = random_id()
+    session = bus.data.sessions
 
-    def ask(self, instance: InstanceName, answer: Callable[[bool | None], None]) -> None:
-        """Ask for one instance.
+    def nobody_listens() -> None:
+        timer.cancel()
+        del bus.bounce_handlers[token]
+        answer(False)
 
-        Args:
-            answer: called once: False when nobody listens, True when somebody does, which a
-                frozen process does too, None when the connection broke meanwhile.
-        """
-        bus = self._bus
-        if bus.data.state is not ConnectionState.CONNECTED:
-            bus.loop.call_soon(answer, None)
-            return
-        # Who could guess the subject could speak for the server.
-        token = random_id()
-        reconnects = self._reconnects
-        timer = bus.loop.call_later(ANSWER_SECONDS, self._nothing_came, token, reconnects, answer)
-
-        def nobody_listens() -> None:
-            timer.cancel()
-            del bus.bounce_handlers[token]
-            answer(False)
-
-        bus.bounce_handlers[token] = nobody_listens
-        data = encode_batch(bus.replies.base, token, 0, [Ping(0)])
-        bus.data.publish(instance.control_subject, data, reply=bus.replies.bounce(token))
-
-    def _nothing_came(
-        self, token: str, reconnects: int, answer: Callable[[bool | None], None]
-    ) -> None:
-        del self._bus.bounce_handlers[token]
-        unbroken = (
-            reconnects == self._reconnects and self._bus.data.state is ConnectionState.CONNECTED
-        )
+    def nothing_came() -> None:
+        del bus.bounce_handlers[token]
+        unbroken = session == bus.data.sessions and bus.data.state is ConnectionState.CONNECTED
         answer(True if unbroken else None)
 
-    def _on_state(self, state: ConnectionState) -> None:
-        if state is ConnectionState.CONNECTED:
-            self._reconnects += 1
+    timer = bus.loop.call_later(ANSWER_SECONDS, nothing_came)
+    bus.bounce_handlers[token] = nobody_listens
+    data = encode_batch(bus.replies.base, token, 0, [Ping(0)])
+    bus.data.publish(instance.control_subject, data, reply=bus.replies.bounce(token))
+
+
+async def is_there(bus: Bus, instance: InstanceName) -> bool | None:
+    """Whether somebody listens where an instance would, as of `ask`."""
+    answered: asyncio.Future[bool | None] = bus.loop.create_future()
+
+    def answer(there: bool | None) -> None:
+        if not answered.done():
+            answered.set_result(there)
+
+    ask(bus, instance, answer)
+    return await answered

@@ -149,7 +149,8 @@ class ServerControl:
         dropped = len(remote.kept)
         actions = self._ledger.client_gone(remote, monotonic())
         # Callers come and go: what is left of them ends here.
-        logger.info(
+        logger.log(
+            logging.INFO if actions or dropped else logging.DEBUG,
             "%s: a caller is gone, %s; its calls that are cancelled: %d, its results dropped: %d",
             *(self._ledger.hop, remote.label, len(actions), dropped),
         )

@@ -11,6 +11,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoi
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from pydantic import BaseModel, model_validator
 
 from dynbus import (
     Actor,
@@ -237,6 +238,37 @@ class Streaming(Actor, namespace="kinds", component="Service"):
     @handler
     async def count(self) -> AsyncGenerator[int, None]:
         yield 1
+
+
+class Moody(BaseModel):
+    count: int
+
+    @model_validator(mode="before")
+    @classmethod
+    def check(cls, given: object) -> object:
+        raise LookupError("no such count")
+
+
+class Mistyped(Actor, namespace="kinds", component="Service"):
+    """What a caller takes the service for whose validator raises what it should not."""
+
+    @handler
+    async def count(self) -> Moody:
+        raise NotImplementedError
+
+
+def test_whatever_a_validator_raises_is_told_of_a_result_as_of_an_item() -> None:
+    async def story() -> InvalidResponse:
+        async with TestKit() as kit:
+            await kit.start(Unary, instance_id="u")
+            with pytest.raises(InvalidResponse) as caught:
+                await kit.client(Mistyped).count()
+            return caught.value
+
+    error = run(story())
+
+    assert error.message == "the result of kinds.Service.count: LookupError: no such count"
+    assert isinstance(error.__cause__, LookupError)
 
 
 def test_a_class_that_declares_a_stream_does_not_call_a_unary_endpoint() -> None:

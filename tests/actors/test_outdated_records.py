@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from dynbus import Actor, NoInstances, handler
+from dynbus import Actor, ConfigError, NoInstances, call_options, handler
+from dynbus.bus.clock import monotonic
 from dynbus.bus.protocol.names import InstanceName, control_subject
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
 from dynbus.bus.records.discovery import LAST_QUESTION, LOOK_PAUSE
@@ -138,3 +139,70 @@ def test_a_record_is_believed_for_as_long_as_its_own_ttl_says() -> None:
             return before, kit.caller.instance_ids(Worker)
 
     assert run(story()) == (["ghost"], [])
+
+
+async def start_again(kit: TestKit, actor: type[Actor], instance_id: str) -> float:
+    """Start an actor in another process; the seconds that it takes."""
+    begun = monotonic()
+    instance = await (await kit.runtime()).start(actor, instance_id=instance_id)
+    assert instance.id == instance_id
+    return monotonic() - begun
+
+
+class Other(Actor, namespace="outdated"):
+    @handler
+    async def where(self) -> str:
+        return self.instance_id
+
+
+@pytest.mark.parametrize("actor", [Worker, Other])
+def test_an_id_whose_process_was_killed_is_taken_when_its_lease_has_expired(
+    actor: type[Actor], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> tuple[float, float]:
+        async with TestKit() as kit:
+            await kit.kill(await kit.start(Worker, instance_id="fixed"))
+            caplog.clear()
+            return await start_again(kit, actor, "fixed"), kit.caller.bus.config.lease_ttl
+
+    took, ttl = run(story())
+
+    assert ttl / 2 < took <= ttl + EXPIRY_GRACE
+    (told,) = [text for text in caplog.messages if "waits for" in text]
+    assert told == (
+        f"outdated.{actor.__name__}@fixed waits for the lease of a process that had its id and "
+        "is gone: 13 s at most"
+    )
+
+
+def test_an_id_whose_record_never_expires_is_taken_after_its_lease() -> None:
+    async def story() -> tuple[float, float, str]:
+        async with TestKit() as kit:
+            await write(kit)
+            took = await start_again(kit, Worker, "ghost")
+            with call_options(instance="ghost", wait=5.0):
+                answer = await kit.client(Worker).where()
+            return took, kit.caller.bus.config.lease_ttl, answer
+
+    took, ttl, answer = run(story())
+
+    assert took == pytest.approx(ttl + EXPIRY_GRACE, abs=0.5)
+    assert answer == "ghost"
+
+
+def test_an_id_whose_process_comes_back_before_its_lease_has_expired_stays_taken() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            first = await kit.start(Worker, instance_id="fixed")
+            await kit.kill(first)
+            starting = asyncio.create_task(start_again(kit, Worker, "fixed"))
+            await asyncio.sleep(2.0)
+            for connection in (first.runtime.bus.data, first.runtime.bus.lane.connection):
+                connection.reconnect()  # type: ignore[attr-defined]
+
+            with pytest.raises(ConfigError, match="'fixed' of outdated.Worker is in use"):
+                await starting
+            with call_options(wait=5.0):
+                assert await kit.client(Worker).where() == "fixed"
+
+    run(story())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import re
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -131,6 +132,26 @@ def test_a_function_keeps_the_options_that_handler_gives_it() -> None:
                 return endpoint.concurrency, endpoint.timeout
 
     assert run(story()) == (1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "text"),
+    [
+        ({"model": 1}, "metadata has 'model'=1: keys and values must be strings"),
+        ({"model": "x" * 4096}, "metadata has 1 keys and 4101 bytes; at most 32 and 4096 are"),
+        (["model"], "metadata = ['model']: give a dict of strings"),
+    ],
+)
+def test_metadata_that_cannot_be_announced_is_named_as_it_was_given(
+    metadata: Any, text: str
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            serving = kit.caller.serve_endpoints("alone", "p", {"ping": ping}, metadata=metadata)
+            with pytest.raises(ConfigError, match=re.escape(text)):
+                await serving.__aenter__()
+
+    run(story())
 
 
 def test_calls_that_run_are_finished_at_the_end_of_the_block() -> None:

@@ -8,7 +8,7 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.config import BusConfig
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.protocol.names import InstanceName
-from dynbus.bus.records.presence import ANSWER_SECONDS, Presence
+from dynbus.bus.records.presence import ANSWER_SECONDS, ask
 from dynbus.bus.transport import Message
 from dynbus.testing import run
 
@@ -40,9 +40,8 @@ async def answers(
         other.subscribe(KEY.control_subject, hear)
     await other.barrier()
     found: list[bool | None] = []
-    presence = Presence(bus)
 
-    presence.ask(KEY, found.append)
+    ask(bus, KEY, found.append)
     if breaks:
         data.disconnect()
     await asyncio.sleep(2 * ANSWER_SECONDS)

@@ -12,7 +12,6 @@ from nats.aio.client import Client
 from tests.conditions import eventually
 
 from dynbus import HandlerError, InvalidRequest, PayloadTooLarge, Unavailable, call_options
-from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.server_process import RunningServer, run_server
 
 from .observation import leftovers
@@ -45,8 +44,7 @@ def settings() -> dict[str, Any]:
 
 def reconnects(stage: Stage) -> int:
     """How often either side lost its connection: what a message over the limit costs."""
-    connections = stage.serving.bus.data, stage.calling.bus.data
-    return sum(one.reconnects for one in connections if isinstance(one, NatsConnection))
+    return stage.serving.bus.data.sessions + stage.calling.bus.data.sessions - 2
 
 
 async def test_requests_of_every_size_around_a_message_arrive_whole(stage: Stage) -> None:

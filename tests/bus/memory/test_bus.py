@@ -435,7 +435,7 @@ async def test_repr_is_a_status_line() -> None:
 
     assert (
         repr(connection)
-        == "<MemoryConnection worker [disconnected | subscriptions: 1, reconnects: 0]>"
+        == "<MemoryConnection worker [disconnected | subscriptions: 1, sessions: 1]>"
     )
 
 

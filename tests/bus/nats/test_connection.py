@@ -70,7 +70,7 @@ async def test_a_connection_that_is_cut_again_and_again_comes_back_with_its_subs
 
         for count in range(1, 6):
             proxy.cut()
-            await eventually(lambda: connection.reconnects == count)  # noqa: B023
+            await eventually(lambda: connection.sessions == count + 1)  # noqa: B023
             await connection.barrier()
             other.publish(subject, b"%d" % count)
             await eventually(lambda: len(heard) == count)  # noqa: B023
@@ -190,7 +190,7 @@ async def test_bytes_that_are_no_protocol_end_the_session_and_the_next_one_serve
     poison: bytes,
 ) -> None:
     async with server_that_says(poison) as url, connected(url) as connection:
-        await eventually(lambda: connection.reconnects == 1)
+        await eventually(lambda: connection.sessions == 2)
 
         await connection.barrier()
 
@@ -213,7 +213,7 @@ async def test_what_a_server_may_say_oddly_ends_no_session(oddity: bytes) -> Non
         await connection.barrier()
         await connection.barrier()
 
-        assert connection.reconnects == 0
+        assert connection.sessions == 1
 
 
 async def test_a_listener_to_the_state_that_raises_stops_nobody(proxy: Proxy) -> None:
@@ -262,7 +262,7 @@ async def test_a_refused_subject_is_told_and_the_others_go_on(tmp_path: Path, su
         again.unsubscribe()
         assert all(isinstance(error, PermissionDenied) for error, _ in told)
         assert await hears(connection, subject)
-        assert connection.reconnects == 0
+        assert connection.sessions == 1
 
 
 # A cluster ---------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ async def test_a_server_that_is_going_away_is_left_for_another_before_it_goes(
             assert first.pid is not None
 
             os.kill(first.pid, signal.SIGUSR2)  # lame duck
-            await eventually(lambda: connection.reconnects == 1)
+            await eventually(lambda: connection.sessions == 2)
             assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
             assert connection.server_name == f"127.0.0.1:{second.port}"
@@ -312,4 +312,4 @@ async def test_the_loss_of_another_server_of_the_cluster_is_told(tmp_path: Path)
 
             assert before == []
             assert lost == [True]
-            assert connection.reconnects == 0
+            assert connection.sessions == 1

@@ -20,6 +20,7 @@ from tests.bus.near_side import (
     serving,
     until,
 )
+from tests.conditions import eventually
 
 from dynbus.bus.context import context
 from dynbus.bus.drops import DropReason
@@ -730,6 +731,26 @@ def test_of_a_caller_that_is_gone_it_is_said_who_it_was_and_what_became_of_its_c
         "near.Side@i1: a caller is gone, client c1; its calls that are cancelled: 2, "
         "its results dropped: 1"
     )
+
+
+def test_a_caller_that_is_gone_and_left_nothing_is_no_news(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story() -> None:
+        async with serving(Handler().endpoint) as given:
+            given.client.send(1, b"a")
+            await given.client.heard(End)
+            await given.client.say(Credit(1, secret_of(1), 1, 0, 1))
+            registry = given.instance.registry
+            (remote,) = registry.remotes.values()
+            await eventually(lambda: not remote.kept)
+
+            registry.side.gone(remote)
+
+    with caplog.at_level(logging.INFO):
+        run(story())
+
+    assert not any("is gone" in text for text in caplog.messages)
 
 
 def test_a_frame_that_no_client_sends_is_counted() -> None:
