@@ -267,13 +267,9 @@ class EventLog:
         """Say what is held after all events so far, if that is due."""
         if now < self.digest_at:
             return
-        self._note_digest(now)
+        self._digested, self._changed = now, False
         if not self._begins_anew:
             self._add(self.mirror.digest(), since)
-
-    def _note_digest(self, now: float) -> None:
-        self._digested = now
-        self._changed = False
 
     def begin_anew(self, *, above: int = 0) -> None:
         """Have a new epoch say again what is held at the time at which it can be published."""
@@ -372,7 +368,7 @@ class EventLog:
         self._in_flight.clear()
         self._last_sequence = 0
         self._resynced = now
-        self._note_digest(now)
+        self._digested, self._changed = now, False
         self.statistics.epochs += 1
         whole = self.mirror.state()
         state = (piece for event in whole for piece in pieces(event, self._max_batch_bytes))

@@ -103,7 +103,6 @@ class IndexFollower(Openable):
         stream: the stream's settings; the defaults for this namespace unless given.
         index, position: where to go on from, of a snapshot; an empty index at the beginning of
             the stream unless given.
-        plan: who is asked when.
         background: see `Openable`.
 
     Attributes:
@@ -124,7 +123,6 @@ class IndexFollower(Openable):
         index: RadixIndex | None = None,
         position: Position = Position(),  # noqa: B008 - immutable
         max_blocks: int = DEFAULT_MAX_BLOCKS,
-        plan: ResyncPlan | None = None,
         background: Background | None = None,
     ) -> None:
         super().__init__(background)
@@ -141,7 +139,7 @@ class IndexFollower(Openable):
         self._live = LiveIndex(
             f"{namespace}.{component}",
             index or RadixIndex(max_blocks=max_blocks),
-            plan or ResyncPlan(),
+            ResyncPlan(),
             self._wake.set,
         )
         self._max_blocks = max_blocks
@@ -276,7 +274,7 @@ class IndexFollower(Openable):
         return FollowerStatus(
             position=self.position,
             behind=self._behind,
-            staleness=live.staleness.summary(),
+            staleness=Staleness.of(live.ages),
             awareness=self.awareness(),
             ranks=len(self.index.ranks),
             refused=live.refused,

@@ -138,7 +138,10 @@ async def index_at(
         Unavailable: JetStream does not answer, or not in time.
     """
     end = monotonic() + timeout
-    stream = await _stream_info(jetstream, namespace)
+    try:
+        stream = await jetstream.stream_info(kv_event_stream(namespace))
+    except NoStream:
+        raise no_events(namespace) from None
     if point.sequence is not None and point.sequence > stream.last_sequence:
         raise NoHistory(
             f"sequence {point.sequence} is not there yet: the stream {kv_event_stream(namespace)} "
@@ -203,13 +206,6 @@ def _check_known(
 
 def _utc(time: float) -> str:
     return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}Z"
-
-
-async def _stream_info(jetstream: JetStream, namespace: str) -> StreamInfo:
-    try:
-        return await jetstream.stream_info(kv_event_stream(namespace))
-    except NoStream:
-        raise no_events(namespace) from None
 
 
 def no_events(namespace: str) -> NoStream:

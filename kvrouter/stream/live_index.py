@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,28 +34,19 @@ class Staleness:
     Clocks of two machines are compared: what they differ by is in it.
     """
 
-    messages: int
-    p50: float
-    p99: float
-    worst: float
+    messages: int = 0
+    p50: float = 0.0
+    p99: float = 0.0
+    worst: float = 0.0
 
-
-class StalenessWindow:
-    """The ages of the last messages when they were applied."""
-
-    def __init__(self, messages: int = WINDOW) -> None:
-        self._ages: deque[float] = deque(maxlen=messages)
-
-    def add(self, age: float) -> None:
-        self._ages.append(age)
-
-    def summary(self) -> Staleness:
-        """Percentiles of what is in the window; zeros when it is empty."""
-        ages = sorted(self._ages)
-        if not ages:
-            return Staleness(0, 0.0, 0.0, 0.0)
-        last = len(ages) - 1
-        return Staleness(len(ages), ages[last // 2], ages[round(last * 0.99)], ages[-1])
+    @classmethod
+    def of(cls, ages: Iterable[float]) -> Staleness:
+        """The percentiles of some ages; zeros of none."""
+        ordered = sorted(ages)
+        if not ordered:
+            return cls()
+        last = len(ordered) - 1
+        return cls(len(ordered), ordered[last // 2], ordered[round(last * 0.99)], ordered[-1])
 
 
 class LiveIndex:
@@ -69,8 +60,8 @@ class LiveIndex:
 
     Attributes:
         index: another one after `begin_anew`.
-        plan, members, check, staleness: who is asked when, who is there, what digests have shown,
-            and how old events were.
+        plan, members, check: who is asked when, who is there, and what digests have shown.
+        ages: seconds, of the last messages when they were applied.
         refused: messages that could not be used, and times of publishing that are no number.
     """
 
@@ -81,7 +72,7 @@ class LiveIndex:
         self.plan = plan
         self.members = Membership()
         self.check = IndexCheck()
-        self.staleness = StalenessWindow()
+        self.ages: deque[float] = deque(maxlen=WINDOW)
         self.refused = 0
         self._name = name
         self._on_need = on_need
@@ -156,7 +147,7 @@ class LiveIndex:
 
     def _note_staleness(self, published: str, unix_now: float) -> None:
         try:
-            self.staleness.add(unix_now - float(published))
+            self.ages.append(unix_now - float(published))
         except ValueError:
             self.refused += 1
 

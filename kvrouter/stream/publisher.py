@@ -110,7 +110,7 @@ class BatchSender:
                 return
             self._lacks_stream = False
         for log in logs:
-            self._limit_batches(log)
+            log.limit_batches(self._connection.max_payload - HEADER_ROOM)
         for log in logs:
             while (batch := log.next_batch(now)) is not None:
                 scope = anyio.CancelScope()
@@ -139,9 +139,6 @@ class BatchSender:
             self.retry_at = now + delay * random.uniform(0.5, 1.0)
             logger.warning("%r: %s; again in %.2f s", self, error, self.retry_at - now)
 
-    def _limit_batches(self, log: EventLog) -> None:
-        log.limit_batches(self._connection.max_payload - HEADER_ROOM)
-
     async def _publish(self, log: EventLog, batch: OutgoingBatch, scope: anyio.CancelScope) -> None:
         try:
             with scope:
@@ -167,7 +164,7 @@ class BatchSender:
             log.failed(batch)
             self._lacks_stream |= isinstance(error, NoStream)
             if isinstance(error, PayloadTooLarge):
-                self._limit_batches(log)
+                log.limit_batches(self._connection.max_payload - HEADER_ROOM)
             self.note_failure(error)
         else:
             self._tries = 0
@@ -216,20 +213,6 @@ class PublisherStatus:
     refused: int
     dropped: int
     last_failure: str
-
-
-def rank_status(log: EventLog) -> RankStatus:
-    """How a log's rank fares at this moment."""
-    return RankStatus(
-        log.dp_rank,
-        log.event_epoch,
-        log.mirror.digest().blocks,
-        log.waiting_bytes,
-        log.in_flight,
-        log.mirror.unknown_parents,
-        replace(log.statistics),
-        log.awareness,
-    )
 
 
 class KvEventPublisher(Openable):
@@ -432,8 +415,21 @@ class KvEventPublisher(Openable):
 
     def status(self) -> PublisherStatus:
         """Counters of this publisher and its ranks."""
+        ranks = tuple(
+            RankStatus(
+                log.dp_rank,
+                log.event_epoch,
+                log.mirror.digest().blocks,
+                log.waiting_bytes,
+                log.in_flight,
+                log.mirror.unknown_parents,
+                replace(log.statistics),
+                log.awareness,
+            )
+            for log in self._logs.values()
+        )
         return PublisherStatus(
-            ranks=tuple(rank_status(log) for log in self._logs.values()),
+            ranks=ranks,
             failures=self._sender.failures,
             malformed_requests=self._malformed_requests,
             refused=self._refused,

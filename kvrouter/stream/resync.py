@@ -16,6 +16,7 @@ import msgspec
 from dynbus.kvrouter.radix.index import Rank
 
 MOST_AT_ONCE: Final = 8
+"""Ranks that are asked and have not answered."""
 FIRST_DELAY: Final = 0.02
 """Seconds over which the first requests of several routers are spread."""
 FIRST_PATIENCE: Final = 0.5
@@ -73,22 +74,15 @@ class ResyncPlan:
     epoch of it begins.
 
     Args:
-        most_at_once: ranks that are asked and have not answered.
         jitter: numbers from 0 to 1.
 
     Attributes:
         asked: requests so far.
     """
 
-    def __init__(
-        self,
-        *,
-        most_at_once: int = MOST_AT_ONCE,
-        jitter: Callable[[], float] = random.random,
-    ) -> None:
+    def __init__(self, *, jitter: Callable[[], float] = random.random) -> None:
         self.asked = 0
         self._needs: dict[Rank, _Need] = {}
-        self._most_at_once = most_at_once
         self._jitter = jitter
 
     def __repr__(self) -> str:
@@ -163,7 +157,7 @@ class ResyncPlan:
         ]
         # Those that are overdue without an answer make room for others.
         busy = sum(need.is_asked and need.due > now for need in self._needs.values())
-        chosen = [rank for _, rank in sorted(waiting)[: max(0, self._most_at_once - busy)]]
+        chosen = [rank for _, rank in sorted(waiting)[: max(0, MOST_AT_ONCE - busy)]]
         for rank in chosen:
             need = self._needs[rank]
             need.is_asked = True

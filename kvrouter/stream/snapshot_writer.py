@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import anyio
@@ -49,13 +49,6 @@ class Due(NamedTuple):
     is_urgent: bool = False
 
 
-class Covered(NamedTuple):
-    """Up to where the latest snapshot covers the stream, and since when, Unix seconds."""
-
-    sequence: int
-    written: float
-
-
 @dataclass(frozen=True, slots=True)
 class SnapshotPlan:
     """How often snapshots are taken. Whatever comes first counts.
@@ -87,7 +80,7 @@ class SnapshotPlan:
             )
 
     def due(
-        self, latest: Covered | None, stream: StreamInfo, limits: StreamLimits, now: float
+        self, latest: SnapshotInfo | None, stream: StreamInfo, limits: StreamLimits, now: float
     ) -> Due | None:
         """Why a snapshot is due; None while none is.
 
@@ -99,7 +92,7 @@ class SnapshotPlan:
             return None
         if latest is None:
             return Due("there is none", is_urgent=True)
-        newer = stream.last_sequence - latest.sequence
+        newer = stream.last_sequence - latest.coverage.sequence
         if newer <= 0:
             return None
         urgent = self._urgency(latest, newer, stream, limits, now)
@@ -117,14 +110,14 @@ class SnapshotPlan:
 
     def _urgency(
         self,
-        latest: Covered,
+        latest: SnapshotInfo,
         newer: int,
         stream: StreamInfo,
         limits: StreamLimits,
         now: float,
     ) -> str:
         """What limit comes near what the latest snapshot needs of the stream; empty for none."""
-        if stream.first_sequence > latest.sequence + 1:
+        if stream.first_sequence > latest.coverage.sequence + 1:
             return "the limits have cut off what follows the latest"
         is_cut = stream.first_sequence > 1
         if is_cut and newer >= self.margin * stream.messages:
@@ -143,7 +136,7 @@ def _newer_size(newer: int, stream: StreamInfo) -> int:
     return stream.size * min(newer, stream.messages) // max(1, stream.messages)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SnapshotStatus:
     """How the snapshots of a component fare, as one router sees it.
 
@@ -158,13 +151,13 @@ class SnapshotStatus:
         last_failure: empty for none.
     """
 
-    is_elected: bool
-    written: int
-    abandoned: int
-    failures: int
-    latest: SnapshotInfo | None
-    seconds: float
-    last_failure: str
+    is_elected: bool = False
+    written: int = 0
+    abandoned: int = 0
+    failures: int = 0
+    latest: SnapshotInfo | None = None
+    seconds: float = 0.0
+    last_failure: str = ""
 
 
 class SnapshotWriter(Openable):
@@ -205,13 +198,8 @@ class SnapshotWriter(Openable):
         )
         self._knows_latest = False
         self._is_writing = False
-        self._latest: SnapshotInfo | None = None
         self._not_before = 0.0
-        self._written = 0
-        self._abandoned = 0
-        self._failures = 0
-        self._seconds = 0.0
-        self._last_failure = ""
+        self._status = SnapshotStatus()
 
     def __repr__(self) -> str:
         where = f"{self._follower.namespace}.{self._follower.component}"
@@ -227,14 +215,10 @@ class SnapshotWriter(Openable):
 
     def status(self) -> SnapshotStatus:
         """Counters of this writer."""
-        return SnapshotStatus(
-            self._election.is_elected,
-            self._written,
-            self._abandoned,
-            self._failures + self._election.failures,
-            self._latest,
-            self._seconds,
-            self._last_failure,
+        return replace(
+            self._status,
+            is_elected=self._election.is_elected,
+            failures=self._status.failures + self._election.failures,
         )
 
     def _is_fit(self) -> bool:
@@ -264,7 +248,9 @@ class SnapshotWriter(Openable):
                 await self._look()
             except DynbusError as error:
                 # A look comes every few seconds: what goes on is told once.
-                level = logging.DEBUG if str(error) == self._last_failure else logging.WARNING
+                level = (
+                    logging.DEBUG if str(error) == self._status.last_failure else logging.WARNING
+                )
                 logger.log(level, "%r: %s", self, error)
                 self._note_failure(error)
             except Exception as error:
@@ -273,8 +259,8 @@ class SnapshotWriter(Openable):
                 logger.exception("%r: looking whether a snapshot is due failed", self)
 
     def _note_failure(self, error: Exception) -> None:
-        self._failures += 1
-        self._last_failure = str(error)
+        self._status.failures += 1
+        self._status.last_failure = str(error)
         self._not_before = monotonic() + RETRY_DELAY
 
     async def _look(self) -> None:
@@ -283,13 +269,15 @@ class SnapshotWriter(Openable):
         if not self._knows_latest:
             await self._learn()
         stream = await self._jetstream.stream_info(follower.stream.name)
-        due = self._plan.due(
-            self._covered(stream), stream, follower.stream.config.limits, unix_time()
-        )
+        latest = self._status.latest
+        if latest is not None and not latest.fits(stream):
+            latest = None
+        due = self._plan.due(latest, stream, follower.stream.config.limits, unix_time())
         if due is None or not (due.is_urgent or self._is_calm):
             return
         newest = await self._newest()
-        if self._says_nothing_new(due, newest, stream):
+        if not due.is_urgent and latest is not None and newest <= latest.coverage.sequence:
+            # Only other components were heard since the latest, which is in no danger.
             return
         begun = monotonic()
         self._is_writing = True
@@ -297,12 +285,12 @@ class SnapshotWriter(Openable):
             with self._election.while_elected() as elected:
                 await self._write(due, stream, newest)
             if elected.cancelled_caught:
-                self._abandoned += 1
+                self._status.abandoned += 1
                 logger.warning("%r: a snapshot was given up: another router takes them now", self)
         finally:
             self._is_writing = False
-            self._seconds = monotonic() - begun
-            self._not_before = monotonic() + REST * self._seconds
+            self._status.seconds = monotonic() - begun
+            self._not_before = monotonic() + REST * self._status.seconds
 
     async def _learn(self) -> None:
         """Learn what others have written."""
@@ -312,14 +300,8 @@ class SnapshotWriter(Openable):
             logger.info("%r: dropped %d snapshots that were never finished", self, dropped)
         created = self._follower.position.created
         ours = [one for one in found if one.coverage.created == created]
-        self._latest = ours[-1] if ours else None
+        self._status.latest = ours[-1] if ours else None
         self._knows_latest = True
-
-    def _covered(self, stream: StreamInfo) -> Covered | None:
-        latest = self._latest
-        if latest is None or not latest.fits(stream):
-            return None
-        return Covered(latest.coverage.sequence, latest.written)
 
     async def _newest(self) -> int:
         """The sequence of the newest message of this component; 0 for none."""
@@ -331,11 +313,6 @@ class SnapshotWriter(Openable):
             return 0
         return 0 if stored is None else stored.sequence
 
-    def _says_nothing_new(self, due: Due, newest: int, stream: StreamInfo) -> bool:
-        """Whether only other components were heard since the latest, which is in no danger."""
-        latest = self._covered(stream)
-        return not due.is_urgent and latest is not None and newest <= latest.sequence
-
     async def _write(self, due: Due, stream: StreamInfo, newest: int) -> None:
         follower = self._follower
         async with follower.frozen() as index:
@@ -345,7 +322,8 @@ class SnapshotWriter(Openable):
             # What other components said since then is covered too.
             is_current = newest <= position.sequence
             sequence = max(position.sequence, stream.last_sequence if is_current else 0)
-            if self._latest is not None and self._latest.coverage == (stream.created, sequence):
+            latest = self._status.latest
+            if latest is not None and latest.coverage == (stream.created, sequence):
                 return
             dump = IndexDump(index, sequence)
             for _ in dump.slices():
@@ -353,14 +331,14 @@ class SnapshotWriter(Openable):
             counted = index.statistics()
             was_replaced = follower.index is not index
         if was_replaced:
-            self._abandoned += 1
+            self._status.abandoned += 1
             return
-        self._latest = await self._store.write(
+        self._status.latest = latest = await self._store.write(
             follower.component,
             Coverage(stream.created, sequence),
             dump.data,
             blocks=counted.blocks,
             instances=counted.instances,
         )
-        self._written += 1
-        logger.info("%r: took %s (%s)", self, self._latest.name, due.reason)
+        self._status.written += 1
+        logger.info("%r: took %s (%s)", self, latest.name, due.reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Collection
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -73,8 +73,7 @@ async def warm_index(
             info.name,
             stream.first_sequence,
         )
-    position = Position(info.coverage.sequence, stream.created)
-    return WarmStart(index, position, info)
+    return WarmStart(index, Position(info.coverage.sequence, stream.created), info)
 
 
 def forget_dead(start: WarmStart, known: Collection[str] | None, now: float) -> list[str]:
@@ -93,28 +92,6 @@ def forget_dead(start: WarmStart, known: Collection[str] | None, now: float) -> 
     for instance in dead:
         start.index.remove_instance(instance)
     return dead
-
-
-async def _warm_or_cold(
-    jetstream: JetStream,
-    component: str,
-    store: SnapshotStore,
-    stream_name: str,
-    max_blocks: int,
-    timeout: float,
-) -> WarmStart:
-    """A router without snapshots starts as well, and later."""
-    try:
-        return await warm_index(
-            jetstream, component, store, stream_name, max_blocks=max_blocks, timeout=timeout
-        )
-    except NoStream:
-        pass
-    except DynbusError as error:
-        logger.warning(
-            "no snapshot of %s could be read, so the whole stream is: %s", component, error
-        )
-    return WarmStart(RadixIndex(max_blocks=max_blocks), Position(), None)
 
 
 @asynccontextmanager
@@ -149,33 +126,32 @@ async def warm_follower(
     if instances is None:
         runtime.discovery.begin()
         instances = partial(live_instances, runtime, namespace, component)
-    start = await _warm_or_cold(jetstream, component, store, stream.name, max_blocks, READ_TIMEOUT)
+    start = WarmStart(RadixIndex(max_blocks=max_blocks), Position(), None)
+    try:
+        start = await warm_index(jetstream, component, store, stream.name, max_blocks=max_blocks)
+    except NoStream:
+        pass  # Nothing was ever published.
+    except DynbusError as error:
+        logger.warning(
+            "no snapshot of %s could be read, so the whole stream is: %s", component, error
+        )
     if start.snapshot is not None:
         if of_discovery:
             with anyio.move_on_after(LEASES_TIMEOUT):
                 await runtime.discovery.synchronized.wait()
         forget_dead(start, instances(), unix_time())
-    async with AsyncExitStack() as exits:
-        follower = await exits.enter_async_context(
-            IndexFollower(
-                runtime.bus.data,
-                namespace,
-                component,
-                instances=instances,
-                stream=stream,
-                index=start.index,
-                position=start.position,
-                max_blocks=max_blocks,
-                background=runtime.bus.background,
-            )
-        )
-        await exits.enter_async_context(
-            SnapshotWriter(
-                jetstream,
-                follower,
-                store=store,
-                plan=plan,
-                background=runtime.bus.background,
-            )
-        )
+    background = runtime.bus.background
+    follower = IndexFollower(
+        runtime.bus.data,
+        namespace,
+        component,
+        instances=instances,
+        stream=stream,
+        index=start.index,
+        position=start.position,
+        max_blocks=max_blocks,
+        background=background,
+    )
+    writer = SnapshotWriter(jetstream, follower, store=store, plan=plan, background=background)
+    async with follower, writer:
         yield follower

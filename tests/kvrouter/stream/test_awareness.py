@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dynbus.kvrouter.radix.index import RadixIndex
 from dynbus.kvrouter.stream.awareness import (
     EXACT,
     MAX_BEHIND,
@@ -20,7 +21,8 @@ from dynbus.kvrouter.stream.awareness import (
     encode_awareness,
 )
 from dynbus.kvrouter.stream.follower import IndexFollower
-from dynbus.kvrouter.stream.live_index import Staleness, StalenessWindow
+from dynbus.kvrouter.stream.live_index import WINDOW, LiveIndex, Staleness
+from dynbus.kvrouter.stream.resync import ResyncPlan
 from dynbus.kvrouter.stream.snapshot_writer import SnapshotWriter
 from dynbus.testing import TestKit, run
 
@@ -73,13 +75,19 @@ def test_the_worst_that_is_true_is_said(change: dict[str, Any], expected: str) -
     assert str(cache_awareness(replace(GOOD, **change))) == expected
 
 
-def test_staleness_looks_back_at_the_last_messages() -> None:
-    window = StalenessWindow(messages=100)
-    for age in [*[9.0] * 50, *range(1, 101)]:
-        window.add(float(age))
+def test_staleness_is_told_by_percentiles() -> None:
+    ages = map(float, range(100, 0, -1))
 
-    assert window.summary() == Staleness(100, p50=50.0, p99=99.0, worst=100.0)
-    assert StalenessWindow().summary() == Staleness(0, 0.0, 0.0, 0.0)
+    assert Staleness.of(ages) == Staleness(100, p50=50.0, p99=99.0, worst=100.0)
+    assert Staleness.of([]) == Staleness(0, 0.0, 0.0, 0.0)
+
+
+def test_staleness_looks_back_at_the_last_messages() -> None:
+    live = LiveIndex("llm.Engin", RadixIndex(), ResyncPlan(), lambda: None)
+
+    live.ages.extend([*[9.0] * 50, *[1.0] * WINDOW])
+
+    assert Staleness.of(live.ages) == Staleness(WINDOW, 1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(("instances", "elected"), [(["a"], False), ([], False), (None, True)])

@@ -5,14 +5,20 @@ from __future__ import annotations
 import pytest
 
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.stream.resync import ResyncPlan, ResyncRequest, decode_resync, encode_resync
+from dynbus.kvrouter.stream.resync import (
+    MOST_AT_ONCE,
+    ResyncPlan,
+    ResyncRequest,
+    decode_resync,
+    encode_resync,
+)
 
 RANKS = [Rank(f"i{number}", 0) for number in range(20)]
 A = RANKS[0]
 
 
-def plan(**settings: int) -> ResyncPlan:
-    return ResyncPlan(jitter=lambda: 0.5, **settings)
+def plan() -> ResyncPlan:
+    return ResyncPlan(jitter=lambda: 0.5)
 
 
 def asks_over(plan: ResyncPlan, seconds: float, begin: float = 0.0) -> list[float]:
@@ -30,7 +36,7 @@ def test_a_rank_in_need_is_asked_once_and_again_when_it_does_not_answer() -> Non
 
 
 def test_only_so_many_ranks_are_asked_at_once() -> None:
-    waiting = plan(most_at_once=3)
+    waiting = plan()
     for rank in RANKS:
         waiting.need(rank, "gap", 0.0)
 
@@ -39,11 +45,11 @@ def test_only_so_many_ranks_are_asked_at_once() -> None:
     waiting.answer(first[0])
     then = waiting.due(0.2)
 
-    assert (len(first), at_once, len(then)) == (3, [], 1)
+    assert (len(first), at_once, len(then)) == (MOST_AT_ONCE, [], 1)
 
 
 def test_ranks_that_never_answer_do_not_keep_others_from_being_asked() -> None:
-    waiting = plan(most_at_once=2)
+    waiting = plan()
     for rank in RANKS:
         waiting.need(rank, "gap", 0.0)
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.transport import StreamInfo, StreamLimits
-from dynbus.kvrouter.stream.snapshot_writer import Covered, SnapshotPlan
+from dynbus.kvrouter.stream.snapshot_writer import SnapshotPlan
+from dynbus.kvrouter.stream.snapshots import Coverage, SnapshotInfo
 
 PLAN = SnapshotPlan(messages=1000, size=1_000_000, seconds=60.0)
 WIDE = StreamLimits(max_bytes=1 << 40, max_age=1e9)
@@ -21,8 +22,12 @@ def stream(last: int, *, first: int = 1, mean: int = 100) -> StreamInfo:
     return StreamInfo(messages, messages * mean, first, last, created=1.0)
 
 
+def covered(sequence: int, written: float) -> SnapshotInfo:
+    return SnapshotInfo("Engine", Coverage(1.0, sequence), 0, written, 0, 0)
+
+
 def reason(
-    latest: Covered | None,
+    latest: SnapshotInfo | None,
     found: StreamInfo,
     limits: StreamLimits = WIDE,
     now: float = 10.0,
@@ -40,20 +45,20 @@ def test_the_first_one_is_due_at_once() -> None:
 
 
 def test_none_is_due_when_nothing_is_new_however_old_the_latest_is() -> None:
-    assert reason(Covered(500, 0.0), stream(500), now=1e9) == ""
+    assert reason(covered(500, 0.0), stream(500), now=1e9) == ""
 
 
 @pytest.mark.parametrize(
     ("latest", "found", "now", "expected"),
     [
-        (Covered(500, 0.0), stream(1499), 10.0, ""),
-        (Covered(500, 0.0), stream(1500), 10.0, "1000 messages since the latest"),
-        (Covered(500, 0.0), stream(600, mean=10_000), 10.0, "about 1000000 bytes since the latest"),
-        (Covered(500, 0.0), stream(501), 60.0, "60 s since the latest"),
+        (covered(500, 0.0), stream(1499), 10.0, ""),
+        (covered(500, 0.0), stream(1500), 10.0, "1000 messages since the latest"),
+        (covered(500, 0.0), stream(600, mean=10_000), 10.0, "about 1000000 bytes since the latest"),
+        (covered(500, 0.0), stream(501), 60.0, "60 s since the latest"),
     ],
 )
 def test_it_is_due_after_so_many_messages_bytes_or_seconds(
-    latest: Covered, found: StreamInfo, now: float, expected: str
+    latest: SnapshotInfo, found: StreamInfo, now: float, expected: str
 ) -> None:
     assert reason(latest, found, now=now) == expected
 
@@ -71,7 +76,7 @@ def test_it_is_due_after_so_many_messages_bytes_or_seconds(
 def test_it_is_urgent_when_a_limit_comes_near_what_the_latest_needs(
     limits: StreamLimits, found: StreamInfo, now: float
 ) -> None:
-    due = PLAN.due(Covered(500, 0.0), found, limits, now)
+    due = PLAN.due(covered(500, 0.0), found, limits, now)
 
     assert due is not None
     assert due.is_urgent
@@ -85,16 +90,16 @@ def test_with_a_look_after_every_message_the_latest_is_always_connected(
     sizes: list[int], max_bytes: int
 ) -> None:
     limits = StreamLimits(max_bytes=max_bytes)
-    first, latest = 1, Covered(1, 0.0)
+    first, latest = 1, covered(1, 0.0)
     for last in range(1, len(sizes) + 1):
         while sum(sizes[first - 1 : last]) > max_bytes:
             first += 1
         size = sum(sizes[first - 1 : last])
         found = StreamInfo(last - first + 1, size, first, last, 1.0)
-        assert first <= latest.sequence + 1
+        assert first <= latest.coverage.sequence + 1
 
         if PLAN.due(latest, found, limits, 1.0) is not None:
-            latest = Covered(last, 0.0)
+            latest = covered(last, 0.0)
 
 
 @pytest.mark.parametrize(
