@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -158,16 +158,3 @@ def announced_block_sizes(leases: Mapping[str, Mapping[str, str]] | None) -> lis
     """The block sizes that instances say, each once."""
     said = {metadata.get(BLOCK_SIZE_KEY, "") for metadata in (leases or {}).values()}
     return sorted({int(size) for size in said if size.isdecimal() and int(size)})
-
-
-def block_size_of(announced: Sequence[int]) -> int:
-    """The block size that all instances say.
-
-    Raises:
-        ConfigError: they say none, or several.
-    """
-    if len(announced) == 1:
-        return announced[0]
-    raise ConfigError(
-        "the instances do not say one block size: give --block-size, the tokens of a block"
-    )

@@ -57,16 +57,14 @@ def parse_time(text: str) -> float:
     if ago is not None:
         return unix_time() - float(ago[1]) * _SECONDS[ago[2]]
     try:
-        return float(text) if text.replace(".", "", 1).isdecimal() else _iso(text)
+        if text.replace(".", "", 1).isdecimal():
+            return float(text)
+        return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
         raise ValueError(
             f"{text!r} is not a time: write 2026-01-31T12:00:00Z, Unix seconds, or 10m for ten "
             "minutes ago"
         ) from None
-
-
-def _iso(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 import click
 import msgspec
@@ -22,12 +22,13 @@ from dynbus.kvrouter.stream.snapshots import SnapshotInfo, SnapshotStore, Unusab
 from .kv_access import (
     Where,
     announced_block_sizes,
-    block_size_of,
     component_of,
     leases_of,
     past_index,
 )
 from .kv_arguments import Prefix
+
+_HELD: Final = ("INSTANCE", "RANK", "LEASE", "BLOCKS", "DEVICE", "HOST", "DISK", "EXTERNAL")
 
 # Reports ----------------------------------------------------------------------------------
 
@@ -42,22 +43,14 @@ async def print_top(at: Where, limit: int, *, with_dead: bool) -> None:
     past = await past_index(at, component)
     leases = await leases_of(at, component)
     left_out = _drop_dead(past.index, leases, with_dead=with_dead)
-    rows = rank_rows(past.index)
+    rows = [row | _lease(leases, row["instance"]) for row in rank_rows(past.index)]
     prefixes = hottest_prefixes(past.index, limit)
     if at.as_json:
         print_json(
-            _head(at, component, past)
-            | {
-                "left_out": left_out,
-                "ranks": [
-                    row | {"lease": None if leases is None else row["instance"] in leases}
-                    for row in rows
-                ],
-                "prefixes": prefixes,
-            }
+            _head(at, component, past) | {"left_out": left_out, "ranks": rows, "prefixes": prefixes}
         )
         return
-    _print_ranks(rows, leases)
+    _print_ranks(rows)
     _say_left_out(left_out)
     if prefixes:
         click.echo()
@@ -90,11 +83,10 @@ async def print_holders(at: Where, prefix: Prefix, *, with_dead: bool) -> None:
     past = await past_index(at, component)
     left_out = _drop_dead(past.index, leases, with_dead=with_dead)
     found = sorted(past.index.overlaps(blocks).items(), key=lambda one: -one[1].total)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
-            "instance": rank.instance,
-            "dp_rank": rank.dp_rank,
-            "lease": None if leases is None else rank.instance in leases,
+            **rank._asdict(),
+            **_lease(leases, rank.instance),
             "blocks": overlap.total,
             **overlap._asdict(),
         }
@@ -111,19 +103,7 @@ async def print_holders(at: Where, prefix: Prefix, *, with_dead: bool) -> None:
     if not rows:
         notice(f"nobody holds the first of these {len(blocks)} blocks")
         return
-    print_table(
-        ("INSTANCE", "RANK", "LEASE", "BLOCKS", "DEVICE", "HOST", "DISK", "EXTERNAL"),
-        [
-            (
-                plain(str(row["instance"])),
-                str(row["dp_rank"]),
-                _yes_no(leases, str(row["instance"])),
-                f"{row['blocks']} of {len(blocks)}",
-                *(str(row[tier]) for tier in ("device", "host", "disk", "external")),
-            )
-            for row in rows
-        ],
-    )
+    print_table(_HELD, [_held(row, f"{row['blocks']} of {len(blocks)}") for row in rows])
 
 
 async def print_dump(at: Where) -> None:
@@ -144,7 +124,7 @@ async def print_past(at: Where, point: Point) -> None:
         print_json(_head(at, component, past) | {"ranks": rows})
         return
     click.echo(_title(past))
-    _print_ranks(rows, None)
+    _print_ranks(rows)
 
 
 async def print_changes(at: Where, before: Point, after: Point) -> None:
@@ -154,15 +134,12 @@ async def print_changes(at: Where, before: Point, after: Point) -> None:
     second = await past_index(at, component, after)
     found = changes(first.index, second.index)
     if at.as_json:
+        rows = [one._asdict() for one in found]
         print_json(
             {
                 "from": _head(at, component, first),
                 "to": _head(at, component, second),
-                "changes": [
-                    one.rank._asdict()
-                    | {key: value for key, value in one._asdict().items() if key != "rank"}
-                    for one in found
-                ],
+                "changes": [row.pop("rank")._asdict() | row for row in rows],
             }
         )
         return
@@ -254,7 +231,11 @@ def _block_size(prefix: Prefix, leases: Mapping[str, Mapping[str, str]] | None) 
         return 1
     announced = announced_block_sizes(leases)
     if prefix.block_size is None:
-        return block_size_of(announced)
+        if len(announced) == 1:
+            return announced[0]
+        raise ConfigError(
+            "the instances do not say one block size: give --block-size, the tokens of a block"
+        )
     if announced and prefix.block_size not in announced:
         said = " and ".join(map(str, announced))
         notice(
@@ -311,23 +292,23 @@ def _title(past: PastIndex) -> str:
     return f"sequence {past.sequence}{when}"
 
 
-def _print_ranks(rows: list[dict[str, Any]], leases: Mapping[str, object] | None) -> None:
+def _print_ranks(rows: list[dict[str, Any]]) -> None:
     if not rows:
         notice("no instance holds anything")
         return
     print_table(
-        ("INSTANCE", "RANK", "LEASE", "BLOCKS", "DEVICE", "HOST", "DISK", "EXTERNAL", "STATE"),
-        [
-            (
-                plain(row["instance"]),
-                str(row["dp_rank"]),
-                _yes_no(leases, row["instance"]),
-                str(row["blocks"]),
-                *(str(row[tier]) for tier in ("device", "host", "disk", "external")),
-                _rank_state(row),
-            )
-            for row in rows
-        ],
+        (*_HELD, "STATE"), [(*_held(row, str(row["blocks"])), _rank_state(row)) for row in rows]
+    )
+
+
+def _held(row: dict[str, Any], blocks: str) -> tuple[str, ...]:
+    """What a rank holds, in the columns of `_HELD`."""
+    return (
+        plain(row["instance"]),
+        str(row["dp_rank"]),
+        {None: "-", True: "yes", False: "[yellow]no[/]"}[row.get("lease")],
+        blocks,
+        *(str(row[tier]) for tier in ("device", "host", "disk", "external")),
     )
 
 
@@ -338,8 +319,8 @@ def _rank_state(row: dict[str, Any]) -> str:
     return f"{whole}, [yellow]{plain(row['awareness'])}[/]"
 
 
-def _yes_no(leases: Mapping[str, object] | None, instance: str) -> str:
-    return "-" if leases is None else "yes" if instance in leases else "[yellow]no[/]"
+def _lease(leases: Mapping[str, object] | None, instance: str) -> dict[str, bool | None]:
+    return {"lease": None if leases is None else instance in leases}
 
 
 def _some(instances: list[str]) -> str:

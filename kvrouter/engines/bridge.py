@@ -7,7 +7,9 @@ not raise; what it could not use is in its status, and logged once for each reas
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Literal, Protocol
 
 from dynbus.bus.clock import monotonic
@@ -24,7 +26,7 @@ from .messages import (
     decode_payload,
 )
 from .numbering import Arrival, Numbering
-from .status import BridgeStatus, Counters, RankKnowledge, worst_level
+from .status import BridgeStatus, RankKnowledge, worst_level
 from .translation import Translation
 
 logger = logging.getLogger(__name__)
@@ -79,9 +81,10 @@ class EngineBridge:
         self._lora_names = lora_names
         self.expire_after = expire_after
         self.clock = clock
-        self.counters = Counters()
+        self.counters = BridgeStatus()
         self._streams: dict[int | None, RankStream] = {}
         self._last_logged: dict[str, float] = {}
+        self._last_event: float | None = None
 
     def stream(self, dp_rank: int | None = None) -> RankStream:
         """The stream of a rank; with None the rank is the one that its first batch names.
@@ -114,35 +117,26 @@ class EngineBridge:
 
     def status(self) -> BridgeStatus:
         """The state and the counters as of now."""
-        counters, streams = self.counters, list(self._streams.values())
+        streams = list(self._streams.values())
         found = [(stream, stream.awareness) for stream in streams]
         told = [f"rank {one.dp_rank or 0}: {held.reason}" for one, held in found if held.reason]
         level = worst_level(held.level for _, held in found)
         if not streams:
             told, level = ["no engine is followed"], AwarenessLevel.DEGRADED
         translations = [stream.translation for stream in streams]
-        filtered: dict[str, int] = {}
-        for one in translations:
-            for kind, count in one.filtered.items():
-                filtered[kind] = filtered.get(kind, 0) + count
-        return BridgeStatus(
+        age = None if self._last_event is None else self.clock() - self._last_event
+        return replace(
+            self.counters,
             level=level,
             reason="; ".join(told) or None,
-            messages=counters.messages,
-            events=dict(counters.events),
-            quarantined=dict(counters.quarantined),
-            filtered=filtered,
-            gaps=counters.gaps,
-            replayed=counters.replayed,
-            lost=counters.lost,
-            resets=counters.resets,
+            events=self.counters.events.copy(),
+            quarantined=self.counters.quarantined.copy(),
+            filtered=sum((one.filtered for one in translations), Counter[str]()),
             unknown_parents=sum(one.unknown_parents for one in translations),
             incomplete_blocks=sum(one.incomplete_blocks for one in translations),
             unknown_media=sum(one.unknown_media for one in translations),
             block_size_mismatch=next((one.mismatch for one in translations if one.mismatch), None),
-            last_event_age=None
-            if counters.last_event is None
-            else self.clock() - counters.last_event,
+            last_event_age=age,
         )
 
     # For its streams ------------------------------------------------------------------------
@@ -154,7 +148,7 @@ class EngineBridge:
         elif isinstance(event, EngineCleared):
             kind = "cleared"
         self.counters.events[kind] += 1
-        self.counters.last_event = self.clock()
+        self._last_event = self.clock()
 
     def quarantine(self, rank: int, quarantined: Quarantined) -> None:
         reason = quarantined.reason

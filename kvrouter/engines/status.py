@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dynbus.kvrouter.stream.awareness import EXACT, AwarenessLevel, CacheAwareness
@@ -12,7 +12,7 @@ from .messages import QuarantineReason
 from .translation import BlockSizeMismatch, Translation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BridgeStatus:
     """The counters of a bridge since it was made, all ranks together.
 
@@ -35,21 +35,21 @@ class BridgeStatus:
         last_event_age: seconds since the last event; None before the first.
     """
 
-    level: AwarenessLevel
-    reason: str | None
-    messages: int
-    events: Mapping[str, int]
-    quarantined: Mapping[QuarantineReason, int]
-    filtered: Mapping[str, int]
-    gaps: int
-    replayed: int
-    lost: int
-    resets: int
-    unknown_parents: int
-    incomplete_blocks: int
-    unknown_media: int
-    block_size_mismatch: BlockSizeMismatch | None
-    last_event_age: float | None
+    level: AwarenessLevel = AwarenessLevel.DEGRADED
+    reason: str | None = None
+    messages: int = 0
+    events: Counter[str] = field(default_factory=Counter[str])
+    quarantined: Counter[QuarantineReason] = field(default_factory=Counter[QuarantineReason])
+    filtered: Counter[str] = field(default_factory=Counter[str])
+    gaps: int = 0
+    replayed: int = 0
+    lost: int = 0
+    resets: int = 0
+    unknown_parents: int = 0
+    incomplete_blocks: int = 0
+    unknown_media: int = 0
+    block_size_mismatch: BlockSizeMismatch | None = None
+    last_event_age: float | None = None
 
     @property
     def state(self) -> str:
@@ -61,20 +61,6 @@ def worst_level(levels: Iterable[AwarenessLevel]) -> AwarenessLevel:
     """The one of some levels that can be relied on the least; `exact` of none."""
     order = list(AwarenessLevel)
     return max(levels, key=order.index, default=AwarenessLevel.EXACT)
-
-
-@dataclass(slots=True)
-class Counters:
-    """What the ranks of a bridge count together."""
-
-    messages: int = 0
-    gaps: int = 0
-    replayed: int = 0
-    lost: int = 0
-    resets: int = 0
-    events: Counter[str] = field(default_factory=Counter[str])
-    quarantined: Counter[QuarantineReason] = field(default_factory=Counter[QuarantineReason])
-    last_event: float | None = None
 
 
 @dataclass(slots=True)

@@ -134,9 +134,8 @@ class _Places:
         self._keys = self._bases + ends
         self._shifts = row_ends - ends
         self._starts = starts
-        by_number = np.argsort(np.array(order, dtype=np.uint64))
-        self._at = by_number
-        self._numbers = np.array(order, dtype=np.uint64)[by_number]
+        self._at = np.argsort(np.array(order, dtype=np.uint64))
+        self._numbers = np.array(order, dtype=np.uint64)[self._at]
         self._shift_of = dict(zip(order, self._shifts.tolist(), strict=True))
 
     def find(self, locations: Words) -> NDArray[np.int64]:

@@ -332,7 +332,8 @@ class RadixIndex:
         }
         share = fair_share(held.values(), room)
         for instance in [instance for instance, blocks in held.items() if blocks > share]:
-            holders = self._holders_of(instance)
+            ranks = self._of_instance[instance]
+            holders = [one for rank in ranks for one in self.ranks[rank].holders.values()]
             # An instance's caches share likewise.
             of_each = fair_share([holder.blocks for holder in holders], share)
             self._to_forget.extend(
@@ -343,10 +344,6 @@ class RadixIndex:
         if not self._victims:
             self._to_forget.clear()
         return bool(self._to_forget)
-
-    def _holders_of(self, instance: str) -> list[Holder]:
-        ranks = self._of_instance[instance]
-        return [holder for rank in ranks for holder in self.ranks[rank].holders.values()]
 
     def _holder(self, rank: Rank, state: RankState, tier: int) -> Holder:
         holder = state.holders.get(tier)
@@ -432,7 +429,7 @@ class RadixIndex:
 
     def statistics(self) -> IndexStatistics:
         """Figures of this index."""
-        holders = self._all_holders()
+        holders = [one for state in self.ranks.values() for one in state.holders.values()]
         return IndexStatistics(
             instances=len(self._of_instance),
             blocks=self._blocks,
@@ -442,9 +439,6 @@ class RadixIndex:
             unknown_removals=self._unknown_removals,
             evicted=self._evicted,
         )
-
-    def _all_holders(self) -> list[Holder]:
-        return [holder for state in self.ranks.values() for holder in state.holders.values()]
 
 
 def _packed(block_hashes: Hashes) -> bytes:

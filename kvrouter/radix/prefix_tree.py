@@ -19,12 +19,13 @@ their run lead to it.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from .freed_memory import give_back
 from .holdings import cut, forget, mark, remove_copy, split_detached
 from .runs import MOST_NAMED, NAME_BYTES, Holder, NamedBlocks, Run, common_bytes, pack_name
 
@@ -95,7 +96,7 @@ class PrefixTree:
                 self._leaving.pop()
         if not self._leaving and self._swept >= GIVE_BACK:
             self._swept = 0
-            give_back()
+            _give_back()
 
     # Storing --------------------------------------------------------------------------
 
@@ -416,6 +417,17 @@ class PrefixTree:
             run = waiting.popleft()
             yield run
             waiting += (run.children or {}).values()
+
+
+def _give_back() -> None:
+    """Give memory that the C library keeps for later back to the system: glibc does not by itself.
+
+    Costs about 7 ms for 50 MB.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(ctypes.c_size_t(0))
 
 
 def run_at(run: Run, depth: int) -> Run:
