@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynbus.kvrouter.events import KvEvent
+from dynbus.llm.engine.block_manager import BlockManager
+from dynbus.llm.engine.scheduler import ScheduledRequest, Scheduler
 
-from .block_manager import BlockManager
-from .scheduler import ScheduledRequest, Scheduler
 from .sequence import VOCABULARY, Sequence, TokenSequence
 from .timing import Timing
 
@@ -151,14 +151,14 @@ class MockEngine:
             headroom=self.config.headroom,
             prefix_caching=self.config.prefix_caching,
         )
-        self._scheduler = Scheduler(
+        self._scheduler: Scheduler[Sequence] = Scheduler(
             self.manager,
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             chunked_prefill=self.config.chunked_prefill,
         )
-        self._requests: dict[str, ScheduledRequest] = {}
+        self._requests: dict[str, ScheduledRequest[Sequence]] = {}
 
     def __repr__(self) -> str:
         return f"<MockEngine [{self.running} running, {self.waiting} waiting | {self.manager!r}]>"
@@ -205,7 +205,7 @@ class MockEngine:
             )
         added = ScheduledRequest(request_id, sequence, max_tokens)
         self._requests[request_id] = added
-        self._scheduler.waiting.append(added)
+        self._scheduler.add(added)
 
     def cancel(self, request_id: str) -> bool:
         """Forget a request and free its blocks; False for an unknown one."""
@@ -234,7 +234,9 @@ class MockEngine:
             duration += timing.decode(plan.context_tokens, self.config.capacity_tokens)
         decoding = 0
         outputs: list[Output] = []
-        for request in plan.ready:
+        for request, _ in plan.chunks:
+            if not request.is_ready:
+                continue
             decoding += request.generated > 0 and not request.resumes
             outputs.append(self._emit(request, request.sequence.extend(1), 1))
         return StepResult(
@@ -279,7 +281,7 @@ class MockEngine:
             0,
         )
 
-    def _emit(self, request: ScheduledRequest, tokens: list[int], steps: int) -> Output:
+    def _emit(self, request: ScheduledRequest[Sequence], tokens: list[int], steps: int) -> Output:
         """Count the tokens of a request, and end it with its last."""
         is_first = not request.generated
         resumes, request.resumes = request.resumes, False

@@ -2,35 +2,64 @@
 
 Running requests come first, each with the tokens that it lacks, a prompt in chunks; then waiting
 ones in their order, as long as the token budget, the number of sequences and the blocks allow.
-A running request that finds no block takes those of the last one that was admitted: that one
-waits again, at the head, and is computed anew.
+A running request that finds no block takes those of the last one: that one waits again, at the
+head, and is computed anew. The order is that of priority, and of admission where it is the same.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from .block_manager import Allocation, BlockManager
-from .sequence import Sequence
+from .block_manager import BlockManager
+
+
+class HashedSequence(Protocol):
+    """What the scheduler needs of a request's tokens.
+
+    Attributes:
+        length: the tokens so far.
+        sequence_hashes, block_hashes: of the complete blocks that were asked for by `hash_to`;
+            those of the prompt from the beginning.
+    """
+
+    length: int
+    sequence_hashes: list[int]
+    block_hashes: list[int]
+
+    def hash_to(self, blocks: int) -> None:
+        """Have the hashes of the first `blocks` blocks, which are complete."""
+        ...
+
+
+S = TypeVar("S", bound=HashedSequence)
 
 
 @dataclass(slots=True, eq=False)
-class ScheduledRequest:
-    """A request in the scheduler.
+class ScheduledRequest(Generic[S]):
+    """A request in the scheduler, or one of the continuations of a request.
 
     Attributes:
-        computed: tokens whose keys and values are in the cache.
+        index: of the continuation.
+        max_tokens: with so many tokens of output it ends.
+        priority: a higher one goes before a lower one.
+        may_stop: whether it may end before `max_tokens`.
+        blocks: its block table.
+        computed: tokens whose keys and values are in the cache, when the step has ended.
         generated: tokens of output so far.
         cached_tokens: tokens of the prompt found in the cache when it was first admitted.
         resumes: whether it was preempted after its last token.
     """
 
     id: str
-    sequence: Sequence
+    sequence: S
     max_tokens: int
-    allocation: Allocation = field(default_factory=Allocation)
+    index: int = 0
+    priority: int = 0
+    may_stop: bool = False
+    blocks: list[int] = field(default_factory=list[int])
     computed: int = 0
     generated: int = 0
     cached_tokens: int | None = None
@@ -39,24 +68,30 @@ class ScheduledRequest:
     def __repr__(self) -> str:
         return f"<ScheduledRequest {self.id} [{self.computed}/{self.sequence.length} computed]>"
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether all its tokens are computed when the step ends, so that it has the next one."""
+        return self.computed == self.sequence.length
 
-class StepPlan(NamedTuple):
+
+class StepPlan(NamedTuple, Generic[S]):
     """What one step computes.
 
     Attributes:
+        chunks: the requests in the order in which they are computed, each with how many of its
+            tokens: the last ones of those that are `computed` now.
         prefill_tokens: tokens of prompts, and of output that a preempted request had.
         context_tokens: the tokens before those that are decoded, of all requests together.
-        ready: the requests that have a token when the step ends.
         preempted: how many lost their blocks.
     """
 
+    chunks: list[tuple[ScheduledRequest[S], int]]
     prefill_tokens: int
     context_tokens: int
-    ready: list[ScheduledRequest]
     preempted: int
 
 
-class Scheduler:
+class Scheduler(Generic[S]):
     """Chooses what each step computes.
 
     Args:
@@ -64,6 +99,9 @@ class Scheduler:
         max_num_seqs: requests that run at a time.
         max_num_batched_tokens: tokens of a step; `max_num_seqs` at least.
         chunked_prefill: whether a prompt may be computed in several steps.
+
+    Attributes:
+        running, waiting: requests in their order. Not to be changed by others.
     """
 
     def __init__(
@@ -75,8 +113,8 @@ class Scheduler:
         max_num_batched_tokens: int,
         chunked_prefill: bool = True,
     ) -> None:
-        self.running: list[ScheduledRequest] = []
-        self.waiting: deque[ScheduledRequest] = deque()
+        self.running: list[ScheduledRequest[S]] = []
+        self.waiting: deque[ScheduledRequest[S]] = deque()
         self._manager = manager
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
@@ -86,53 +124,53 @@ class Scheduler:
     def __repr__(self) -> str:
         return f"<Scheduler [{len(self.running)} running, {len(self.waiting)} waiting]>"
 
-    def schedule(self) -> StepPlan:
+    def add(self, request: ScheduledRequest[S]) -> None:
+        """Let a request wait for a step that has room for it."""
+        _insert(self.waiting, request)
+
+    def schedule(self) -> StepPlan[S]:
         """Choose what the next step computes, and give it its blocks."""
         budget = self._max_num_batched_tokens
         prefill_tokens = context_tokens = preempted = 0
-        ready: list[ScheduledRequest] = []
+        chunks: list[tuple[ScheduledRequest[S], int]] = []
         at = 0
         while at < len(self.running) and budget:
             request = self.running[at]
             length = request.sequence.length
             lacking = length - request.computed
             taken = min(lacking, budget)
-            gone = self._make_room(request, request.computed + taken)
-            preempted += gone
-            if gone and self._is_waiting(request):
+            preempted += self._make_room(request, request.computed + taken)
+            if at == len(self.running):
+                # It was the last one, and has lost its own blocks.
                 break
             if request.generated and lacking == 1:
                 context_tokens += length
             else:
                 prefill_tokens += taken
             self._compute(request, taken)
-            if taken == lacking:
-                ready.append(request)
+            chunks.append((request, taken))
             budget -= taken
             at += 1
         if not preempted:
-            prefill_tokens += self._admit(budget, ready)
-        return StepPlan(prefill_tokens, context_tokens, ready, preempted)
+            prefill_tokens += self._admit(budget, chunks)
+        return StepPlan(chunks, prefill_tokens, context_tokens, preempted)
 
-    def _make_room(self, request: ScheduledRequest, tokens: int) -> int:
+    def _make_room(self, request: ScheduledRequest[S], tokens: int) -> int:
         """Give a running request blocks for so many tokens; returns how many were preempted."""
         blocks = -(-tokens // self._block_size)
         gone = 0
-        while not self._manager.grow(request.allocation, blocks):
+        while not self._manager.grow(request.blocks, blocks):
             victim = self.running.pop()
-            self._manager.release(victim.allocation)
+            self._manager.release(victim.blocks)
             victim.computed = 0
             victim.resumes = victim.generated > 0
-            self.waiting.appendleft(victim)
+            _insert(self.waiting, victim, first=True)
             gone += 1
             if victim is request:
                 break
         return gone
 
-    def _is_waiting(self, request: ScheduledRequest) -> bool:
-        return bool(self.waiting) and self.waiting[0] is request
-
-    def _admit(self, budget: int, ready: list[ScheduledRequest]) -> int:
+    def _admit(self, budget: int, chunks: list[tuple[ScheduledRequest[S], int]]) -> int:
         """Start waiting requests; returns how many tokens they compute."""
         used = 0
         while self.waiting and budget > used and len(self.running) < self._max_num_seqs:
@@ -146,22 +184,19 @@ class Scheduler:
             if taken < lacking and not self._chunked_prefill:
                 break
             self.waiting.popleft()
-            self.running.append(request)
-            self._manager.claim(request.allocation, request.sequence.sequence_hashes, found)
+            _insert(self.running, request)
+            self._manager.claim(request.blocks, request.sequence.sequence_hashes, found)
             request.computed = cached
             if request.cached_tokens is None:
                 request.cached_tokens = cached
-            has_room = self._manager.grow(
-                request.allocation, -(-(cached + taken) // self._block_size)
-            )
+            has_room = self._manager.grow(request.blocks, -(-(cached + taken) // self._block_size))
             assert has_room, "a request was admitted without room for it"
             self._compute(request, taken)
-            if taken == lacking:
-                ready.append(request)
+            chunks.append((request, taken))
             used += taken
         return used
 
-    def _room_for(self, request: ScheduledRequest) -> int | None:
+    def _room_for(self, request: ScheduledRequest[S]) -> int | None:
         """Cached blocks that a waiting request would begin with; None without room for it."""
         length = request.sequence.length
         size = self._block_size
@@ -169,7 +204,7 @@ class Scheduler:
         found, used = self._manager.prefix(request.sequence.sequence_hashes, (length - 1) // size)
         return found if self._manager.admits(-(-length // size), used) else None
 
-    def _compute(self, request: ScheduledRequest, tokens: int) -> None:
+    def _compute(self, request: ScheduledRequest[S], tokens: int) -> None:
         """Note tokens as computed, and cache the blocks that they complete."""
         size = self._block_size
         first = request.computed // size
@@ -179,7 +214,8 @@ class Scheduler:
             sequence = request.sequence
             sequence.hash_to(last)
             self._manager.store(
-                request.allocation,
+                request.blocks,
+                first,
                 sequence.sequence_hashes[first:last],
                 sequence.block_hashes[first:last],
                 sequence.sequence_hashes[first - 1] if first else None,
@@ -197,7 +233,8 @@ class Scheduler:
             return 0
         steps = limit
         for request in self.running:
-            if not request.generated or request.sequence.length - request.computed != 1:
+            lacking = request.sequence.length - request.computed
+            if not request.generated or lacking != 1 or request.may_stop:
                 return 0
             left = request.max_tokens - request.generated
             if left < steps:
@@ -213,7 +250,7 @@ class Scheduler:
     def _added_blocks(self, steps: int) -> int:
         size = self._block_size
         return sum(
-            max(0, -(-(request.computed + steps) // size) - request.allocation.blocks)
+            max(0, -(-(request.computed + steps) // size) - len(request.blocks))
             for request in self.running
         )
 
@@ -222,23 +259,39 @@ class Scheduler:
         """The tokens of all running requests."""
         return sum(request.sequence.length for request in self.running)
 
-    def decode(self, request: ScheduledRequest, steps: int) -> None:
+    def decode(self, request: ScheduledRequest[S], steps: int) -> None:
         """Carry out quiet steps for a running request; the tokens that they make are there."""
         blocks = -(-(request.computed + steps) // self._block_size)
-        has_room = self._manager.grow(request.allocation, blocks)
+        has_room = self._manager.grow(request.blocks, blocks)
         assert has_room, "quiet steps ran out of blocks"
         self._compute(request, steps)
 
     # Leaving --------------------------------------------------------------------------
 
-    def finish(self, request: ScheduledRequest) -> None:
+    def finish(self, request: ScheduledRequest[S]) -> None:
         """Take a running request out, and its blocks back."""
         self.running.remove(request)
-        self._manager.release(request.allocation)
+        self._manager.release(request.blocks)
 
-    def cancel(self, request: ScheduledRequest) -> None:
+    def cancel(self, request: ScheduledRequest[S]) -> None:
         """Take a request out wherever it is."""
         if request in self.running:
             self.finish(request)
         else:
             self.waiting.remove(request)
+
+
+def _insert(
+    requests: MutableSequence[ScheduledRequest[S]],
+    request: ScheduledRequest[S],
+    *,
+    first: bool = False,
+) -> None:
+    """Put a request in its place by priority: behind all of its own, or before them."""
+    priority = request.priority
+    if not first and (not requests or requests[-1].priority >= priority):
+        requests.append(request)
+        return
+    least = priority + 1 if first else priority
+    before = (at for at, other in enumerate(requests) if other.priority < least)
+    requests.insert(next(before, len(requests)), request)

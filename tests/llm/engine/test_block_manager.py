@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
-from dynbus.llm.mock.block_manager import Allocation, BlockManager
+from dynbus.kvrouter.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from dynbus.llm.engine.block_manager import BlockManager
 
 
-def filled(manager: BlockManager, hashes: list[int]) -> Allocation:
-    """A request that has computed these blocks."""
-    allocation = Allocation()
-    assert manager.grow(allocation, len(hashes))
-    manager.store(allocation, hashes, hashes, None)
-    return allocation
+def filled(manager: BlockManager, hashes: list[int]) -> list[int]:
+    """The block table of a request that has computed these blocks."""
+    table: list[int] = []
+    assert manager.grow(table, len(hashes))
+    manager.store(table, 0, hashes, hashes, None)
+    return table
 
 
 def contents(events: list[KvEvent]) -> set[int]:
@@ -42,7 +44,7 @@ def test_a_prefix_is_found_up_to_the_first_block_that_is_missing() -> None:
 def test_blocks_in_use_are_told_from_idle_ones() -> None:
     manager = BlockManager(8)
     manager.release(filled(manager, [1, 2, 3]))
-    manager.claim(Allocation(), [1, 2, 3], 1)
+    manager.claim([], [1, 2, 3], 1)
 
     assert manager.prefix([1, 2, 3], 3) == (3, 1)
     assert manager.active == 1
@@ -54,7 +56,7 @@ def test_the_least_recently_used_block_is_evicted_first_and_a_tail_before_its_he
     manager.release(filled(manager, [3, 4]))
     manager.take_events()
 
-    manager.grow(Allocation(), 3)
+    manager.grow([], 3)
 
     assert manager.take_events() == [BlockRemoved([2, 1, 4])]
 
@@ -63,7 +65,7 @@ def test_a_block_in_use_is_never_evicted() -> None:
     manager = BlockManager(4)
     filled(manager, [1, 2])
 
-    assert not manager.grow(Allocation(), 3)
+    assert not manager.grow([], 3)
     assert manager.free == 2
 
 
@@ -73,7 +75,7 @@ def test_admission_leaves_the_headroom_free_and_growth_uses_it() -> None:
     assert manager.admits(8, 0)
     assert not manager.admits(9, 0)
     assert manager.admits(9, 1)
-    assert manager.grow(Allocation(), 10)
+    assert manager.grow([], 10)
 
 
 def test_a_block_that_another_has_cached_meanwhile_stays_private() -> None:
@@ -83,10 +85,34 @@ def test_a_block_that_another_has_cached_meanwhile_stays_private() -> None:
 
     second = filled(manager, [1, 2, 3])
 
-    assert (second.cached, second.private) == ([3], 2)
     assert manager.take_events() == [BlockStored(2, [3], [3])]
+    assert manager.active == 5
     manager.release(second)
     assert (manager.active, manager.cached) == (2, 3)
+
+
+def test_a_block_that_is_found_again_keeps_its_id() -> None:
+    manager = BlockManager(8)
+    first = filled(manager, [1, 2, 3])
+    ids = list(first)
+    manager.release(first)
+    filled(manager, [7, 8])
+
+    again: list[int] = []
+    manager.claim(again, [1, 2, 3], 3)
+
+    assert again == ids
+
+
+def test_the_copy_of_a_cached_block_has_an_id_of_its_own() -> None:
+    manager = BlockManager(8)
+
+    first, second = filled(manager, [1, 2]), filled(manager, [1, 2])
+
+    assert set(first).isdisjoint(second)
+    found: list[int] = []
+    manager.claim(found, [1, 2], 2)
+    assert found == first
 
 
 def test_without_prefix_caching_nothing_is_found_and_nothing_told() -> None:
@@ -104,7 +130,8 @@ class Manager(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.manager = BlockManager(12)
-        self.requests: list[tuple[Allocation, list[int]]] = []
+        self.requests: list[tuple[list[int], list[int]]] = []
+        self.ids: dict[int, int] = {}
         self.told: list[KvEvent] = []
 
     @rule(path=st.lists(st.integers(0, 2), min_size=1, max_size=6))
@@ -113,41 +140,60 @@ class Manager(RuleBasedStateMachine):
         found, used = self.manager.prefix(hashes, len(hashes) - 1)
         if not self.manager.admits(len(hashes), used):
             return
-        allocation = Allocation()
-        self.manager.claim(allocation, hashes, found)
-        assert self.manager.grow(allocation, len(hashes))
+        table: list[int] = []
+        self.manager.claim(table, hashes, found)
+        assert table == [self.ids[block] for block in hashes[:found]]
+        assert self.manager.grow(table, len(hashes))
         parent = hashes[found - 1] if found else None
-        self.manager.store(allocation, hashes[found:], hashes[found:], parent)
-        assert allocation.blocks == len(hashes)
-        self.requests.append((allocation, hashes))
+        self.manager.store(table, found, hashes[found:], hashes[found:], parent)
+        assert len(table) == len(hashes)
+        self.requests.append((table, hashes))
+        self.note_events(dict(zip(hashes, table, strict=True)))
+
+    def note_events(self, ids: dict[int, int]) -> None:
+        """Which id a block has that was stored, as long as it is cached."""
+        for event in self.manager.take_events():
+            self.told.append(event)
+            for block in event.engine_hashes if not isinstance(event, AllBlocksCleared) else ():
+                if isinstance(event, BlockStored):
+                    self.ids[block] = ids[block]
+                else:
+                    del self.ids[block]
 
     @precondition(lambda self: bool(self.requests))
     @rule(pick=st.integers(0, 99))
     def grow(self, pick: int) -> None:
-        allocation, _ = self.requests[pick % len(self.requests)]
-        before, free = allocation.blocks, self.manager.free
+        table, _ = self.requests[pick % len(self.requests)]
+        before, free = len(table), self.manager.free
 
-        grown = self.manager.grow(allocation, before + 2)
+        grown = self.manager.grow(table, before + 2)
 
         assert grown == (free >= 2)
-        assert allocation.blocks == before + 2 * grown
+        assert len(table) == before + 2 * grown
+        self.note_events({})
 
     @precondition(lambda self: bool(self.requests))
     @rule(pick=st.integers(0, 99))
     def end(self, pick: int) -> None:
-        allocation, _ = self.requests.pop(pick % len(self.requests))
-        self.manager.release(allocation)
+        table, _ = self.requests.pop(pick % len(self.requests))
+        self.manager.release(table)
+        assert not table
 
     @invariant()
     def every_block_is_counted_once(self) -> None:
-        shared = {block for allocation, _ in self.requests for block in allocation.cached}
-        private = sum(allocation.private for allocation, _ in self.requests)
+        used = {block for table, _ in self.requests for block in table}
 
-        assert self.manager.active == len(shared) + private
+        assert self.manager.active == len(used)
+
+    @invariant()
+    def only_cached_blocks_are_shared(self) -> None:
+        counts = Counter(block for table, _ in self.requests for block in table)
+
+        shared = {block for block, count in counts.items() if count > 1}
+        assert shared <= set(self.ids.values())
 
     @invariant()
     def the_events_tell_what_is_cached(self) -> None:
-        self.told += self.manager.take_events()
         held = contents(self.told)
 
         assert len(held) == self.manager.cached

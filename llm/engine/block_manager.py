@@ -3,34 +3,20 @@
 A block is unused, private to a request, or cached under its sequence hash. A cached block that
 no request uses is idle: it can be found as part of a prefix, and it is evicted when room is
 needed, the least recently used first. A request that computes a block which another has cached
-meanwhile keeps its own copy private until it ends.
+meanwhile keeps its own copy private until it ends: events tell of one of them.
+
+A block is known by its id, from 0 on. It keeps it as long as it is cached or used, so an engine
+may keep the block's keys and values at a place of this number. A request's block table is the list
+of its blocks' ids, in the order of its tokens.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
-
-
-@dataclass(slots=True)
-class Allocation:
-    """The blocks of one request.
-
-    Attributes:
-        cached: sequence hashes of the cached blocks that it uses, in their order.
-        private: how many other blocks it has.
-    """
-
-    cached: list[int] = field(default_factory=list[int])
-    private: int = 0
-
-    @property
-    def blocks(self) -> int:
-        return len(self.cached) + self.private
 
 
 class BlockManager:
@@ -46,9 +32,11 @@ class BlockManager:
         self.blocks = blocks
         self.headroom = headroom
         self._prefix_caching = prefix_caching
-        self._unused = blocks
-        # By sequence hash, how many requests use a cached block; and those that none uses.
-        self._uses: dict[int, int] = {}
+        self._unused = list(range(blocks - 1, -1, -1))
+        # Cached blocks by sequence hash; by id the hash, and how many requests use the block.
+        self._cached: dict[int, int] = {}
+        self._hashes: list[int | None] = [None] * blocks
+        self._uses = [0] * blocks
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._events: list[KvEvent] = []
         self._evicted: list[int] = []
@@ -59,7 +47,7 @@ class BlockManager:
     @property
     def free(self) -> int:
         """Blocks that a request can have, those included that must be evicted for it."""
-        return self._unused + len(self._idle)
+        return len(self._unused) + len(self._idle)
 
     @property
     def active(self) -> int:
@@ -69,57 +57,72 @@ class BlockManager:
     @property
     def cached(self) -> int:
         """Blocks that can be found as part of a prefix."""
-        return len(self._uses) + len(self._idle)
+        return len(self._cached)
 
     def prefix(self, sequence_hashes: Sequence[int], limit: int) -> tuple[int, int]:
         """How many of the first `limit` blocks are cached, from the first on, and in use."""
         if not self._prefix_caching:
             return 0, 0
-        uses, idle = self._uses, self._idle
+        cached, uses = self._cached, self._uses
         found = used = 0
-        for block in islice(sequence_hashes, limit):
-            if block in uses:
-                used += 1
-            elif block not in idle:
+        for sequence_hash in islice(sequence_hashes, limit):
+            block = cached.get(sequence_hash)
+            if block is None:
                 break
             found += 1
+            if uses[block]:
+                used += 1
         return found, used
 
     def admits(self, blocks: int, used: int) -> bool:
         """Whether a request of `blocks` blocks has room, `used` of them being in use by others."""
         return blocks - used <= self.free - self.headroom
 
-    def claim(self, allocation: Allocation, sequence_hashes: Sequence[int], count: int) -> None:
-        """Give a request the first `count` blocks of a prefix that is cached."""
-        uses, idle = self._uses, self._idle
-        for block in islice(sequence_hashes, count):
-            if block in uses:
-                uses[block] += 1
-            else:
-                del idle[block]
-                uses[block] = 1
-            allocation.cached.append(block)
+    def claim(self, table: list[int], sequence_hashes: Sequence[int], count: int) -> None:
+        """Give a request the first `count` blocks of a prefix that is cached.
 
-    def grow(self, allocation: Allocation, blocks: int) -> bool:
+        Args:
+            table: its block table, which they are appended to.
+        """
+        cached, uses, idle = self._cached, self._uses, self._idle
+        for sequence_hash in islice(sequence_hashes, count):
+            block = cached[sequence_hash]
+            if not uses[block]:
+                del idle[block]
+            uses[block] += 1
+            table.append(block)
+
+    def grow(self, table: list[int], blocks: int) -> bool:
         """Let a request have `blocks` blocks in all; False, and nothing done, without room."""
-        wanted = blocks - len(allocation.cached) - allocation.private
+        wanted = blocks - len(table)
         if wanted <= 0:
             return True
-        evictions = wanted - self._unused
+        unused = self._unused
+        evictions = wanted - len(unused)
         if evictions > len(self._idle):
             return False
         if evictions > 0:
-            pop = self._idle.popitem
-            self._evicted += [pop(last=False)[0] for _ in range(evictions)]
-            self._unused = 0
-        else:
-            self._unused -= wanted
-        allocation.private += wanted
+            self._evict(evictions)
+        # The block that was used last is the likeliest to be in the processor's cache.
+        table += unused[: -wanted - 1 : -1]
+        del unused[-wanted:]
         return True
+
+    def _evict(self, count: int) -> None:
+        pop, hashes, cached = self._idle.popitem, self._hashes, self._cached
+        for _ in range(count):
+            block, _ = pop(last=False)
+            sequence_hash = hashes[block]
+            assert sequence_hash is not None, "an idle block is cached"
+            hashes[block] = None
+            del cached[sequence_hash]
+            self._evicted.append(sequence_hash)
+            self._unused.append(block)
 
     def store(
         self,
-        allocation: Allocation,
+        table: Sequence[int],
+        first: int,
         sequence_hashes: Sequence[int],
         block_hashes: Sequence[int],
         parent: int | None,
@@ -127,22 +130,28 @@ class BlockManager:
         """Cache blocks that a request has computed, and that follow each other.
 
         Args:
+            table: the request's block table.
+            first: where in it the first of these blocks is.
             sequence_hashes, block_hashes: of these blocks.
             parent: the sequence hash of the block before the first.
         """
         if not self._prefix_caching:
             return
-        uses, idle = self._uses, self._idle
-        first = 0
-        for at, block in enumerate(sequence_hashes):
-            if block in uses or block in idle:
-                self._stored(allocation, sequence_hashes, block_hashes, first, at, parent)
-                first = at + 1
-        self._stored(allocation, sequence_hashes, block_hashes, first, len(sequence_hashes), parent)
+        cached, hashes, uses = self._cached, self._hashes, self._uses
+        new = 0
+        for at, sequence_hash in enumerate(sequence_hashes):
+            if sequence_hash in cached:
+                self._tell_stored(sequence_hashes, block_hashes, new, at, parent)
+                new = at + 1
+            else:
+                block = table[first + at]
+                cached[sequence_hash] = block
+                hashes[block] = sequence_hash
+                uses[block] = 1
+        self._tell_stored(sequence_hashes, block_hashes, new, len(sequence_hashes), parent)
 
-    def _stored(
+    def _tell_stored(
         self,
-        allocation: Allocation,
         sequence_hashes: Sequence[int],
         block_hashes: Sequence[int],
         first: int,
@@ -151,27 +160,24 @@ class BlockManager:
     ) -> None:
         if first == last:
             return
-        new = sequence_hashes[first:last]
-        self._uses.update(dict.fromkeys(new, 1))
-        allocation.cached += new
-        allocation.private -= len(new)
         self._note_evictions()
         before = sequence_hashes[first - 1] if first else parent
-        self._events.append(BlockStored(before, new, block_hashes[first:last]))
+        self._events.append(
+            BlockStored(before, sequence_hashes[first:last], block_hashes[first:last])
+        )
 
-    def release(self, allocation: Allocation) -> None:
+    def release(self, table: list[int]) -> None:
         """Take back all blocks of a request; the last ones are evicted first."""
-        uses, idle = self._uses, self._idle
-        for block in reversed(allocation.cached):
-            left = uses[block] - 1
-            if left:
-                uses[block] = left
+        hashes, uses, idle, unused = self._hashes, self._uses, self._idle, self._unused
+        for block in reversed(table):
+            if hashes[block] is None:
+                unused.append(block)
+            elif uses[block] > 1:
+                uses[block] -= 1
             else:
-                del uses[block]
+                uses[block] = 0
                 idle[block] = None
-        self._unused += allocation.private
-        allocation.cached.clear()
-        allocation.private = 0
+        table.clear()
 
     def take_events(self) -> list[KvEvent]:
         """What was stored and removed since the last call, in its order."""

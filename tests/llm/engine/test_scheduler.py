@@ -1,0 +1,127 @@
+"""What is computed in each step: by priority, within the budget, with blocks of its own."""
+
+from __future__ import annotations
+
+from dynbus.llm.engine.block_manager import BlockManager
+from dynbus.llm.engine.scheduler import ScheduledRequest, Scheduler, StepPlan
+
+BLOCK = 4
+
+
+class Numbered:
+    """A sequence whose blocks are no other's."""
+
+    def __init__(self, name: str, length: int) -> None:
+        self.length = length
+        self.block_hashes: list[int] = []
+        self.sequence_hashes: list[int] = []
+        self._name = name
+        self.hash_to(length // BLOCK)
+
+    def hash_to(self, blocks: int) -> None:
+        for at in range(len(self.block_hashes), blocks):
+            made = hash((self._name, at)) & 0xFFFFFFFF
+            self.block_hashes.append(made)
+            self.sequence_hashes.append(made)
+
+
+def scheduler(
+    *, blocks: int = 64, max_num_seqs: int = 8, max_num_batched_tokens: int = 32
+) -> Scheduler[Numbered]:
+    return Scheduler(
+        BlockManager(blocks),
+        block_size=BLOCK,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+
+
+def request(
+    name: str, length: int, *, max_tokens: int = 50, priority: int = 0
+) -> ScheduledRequest[Numbered]:
+    return ScheduledRequest(name, Numbered(name, length), max_tokens, priority=priority)
+
+
+def step(running: Scheduler[Numbered]) -> StepPlan[Numbered]:
+    """The next step, after which those that are ready have a token more."""
+    plan = running.schedule()
+    for scheduled, _ in plan.chunks:
+        if scheduled.is_ready:
+            scheduled.sequence.length += 1
+            scheduled.generated += 1
+    return plan
+
+
+def names(plan: StepPlan[Numbered]) -> list[tuple[str, int]]:
+    return [(scheduled.id, tokens) for scheduled, tokens in plan.chunks]
+
+
+def test_a_step_says_which_tokens_of_each_request_it_computes() -> None:
+    running = scheduler(max_num_batched_tokens=10)
+    running.add(request("a", 7))
+    running.add(request("b", 8))
+
+    plans = [names(step(running)) for _ in range(3)]
+
+    assert plans == [[("a", 7), ("b", 3)], [("a", 1), ("b", 5)], [("a", 1), ("b", 1)]]
+
+
+def test_a_request_has_the_blocks_of_all_tokens_that_are_computed() -> None:
+    running = scheduler(max_num_batched_tokens=10)
+    added = request("a", 7)
+    running.add(added)
+
+    for blocks in (2, 2, 3, 3, 3, 3, 4):
+        step(running)
+        assert len(added.blocks) == len(set(added.blocks)) == blocks
+
+
+def test_the_higher_priority_is_admitted_first() -> None:
+    running = scheduler(max_num_seqs=2)
+    for name, priority in (("a", 0), ("b", 5), ("c", 5), ("d", -1)):
+        running.add(request(name, 4, priority=priority))
+
+    step(running)
+
+    assert [each.id for each in running.running] == ["b", "c"]
+    assert [each.id for each in running.waiting] == ["a", "d"]
+
+
+def test_the_tokens_of_a_step_go_to_the_higher_priority() -> None:
+    running = scheduler(max_num_batched_tokens=8)
+    running.add(request("a", 13))
+    step(running)
+    running.add(request("b", 30, priority=1))
+
+    assert names(step(running)) == [("a", 5), ("b", 3)]
+    assert names(step(running)) == [("b", 8)]
+
+
+def test_the_lowest_priority_loses_its_blocks_and_waits_behind_higher_ones() -> None:
+    running = scheduler(blocks=8)
+    low, high = request("low", 12, priority=-1), request("high", 12)
+    running.add(low)
+    step(running)
+    running.add(high)
+    step(running)
+    running.add(request("new", 30))
+    lost = 0
+    while not lost:
+        lost = step(running).preempted
+
+    assert [each.id for each in running.running] == ["high"]
+    assert [each.id for each in running.waiting] == ["new", "low"]
+    assert not low.blocks
+
+
+def test_a_request_that_lost_its_blocks_waits_before_those_of_its_priority() -> None:
+    running = scheduler(blocks=8)
+    for name in ("a", "b"):
+        running.add(request(name, 12))
+    step(running)
+    running.add(request("c", 30))
+    lost = 0
+    while not lost:
+        lost = step(running).preempted
+
+    assert [each.id for each in running.waiting] == ["b", "c"]
