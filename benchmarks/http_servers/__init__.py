@@ -1,0 +1,1 @@
+"""What HTTP servers cost for streams of server-sent events."""
