@@ -67,6 +67,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         lora_name: the adapter to use.
         cache_salt: requests share cached blocks only where it is the same.
         priority: a higher one is computed before a lower one.
+        stream: whether whoever asks wants tokens as they come. Otherwise an engine may give the
+            first one at once, which tells routers that the prompt is computed, and keep the others
+            until a continuation ends.
     """
 
     token_ids: list[int]
@@ -80,6 +83,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     lora_name: str | None = None
     cache_salt: str | None = None
     priority: int = 0
+    stream: bool = True
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
