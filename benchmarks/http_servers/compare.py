@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -58,12 +59,20 @@ def memory(processes: list[psutil.Process]) -> int:
     return sum(one.memory_info().rss for one in processes)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds, for a minute at most."""
+    for _ in range(600):
+        if condition():
+            return
+        await asyncio.sleep(0.1)
+
+
 async def measure(name: str, how: str, streams: int, seconds: float) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "benchmarks.http_servers.servers", name, str(port), how]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    process = await asyncio.to_thread(subprocess.Popen, command, stderr=subprocess.DEVNULL)
     loop = asyncio.get_running_loop()
     readers: list[Reader] = []
     try:
@@ -73,8 +82,7 @@ async def measure(name: str, how: str, streams: int, seconds: float) -> str:
                 break
             except OSError:
                 await asyncio.sleep(0.1)
-        while not first.events:
-            await asyncio.sleep(0.05)
+        await until(lambda: first.events > 0)
         processes = tree(process)
         before = memory(processes)
         for begin in range(0, streams, 64):
@@ -86,9 +94,7 @@ async def measure(name: str, how: str, streams: int, seconds: float) -> str:
             )
             readers += [reader for _, reader in opened]
             await asyncio.sleep(0.02)
-        deadline = time.monotonic() + 60
-        while not all(reader.events > 1 for reader in readers) and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
+        await until(lambda: all(reader.events > 1 for reader in readers))
         await asyncio.sleep(1.0)
         per_stream = (memory(processes) - before) / streams
         used, events = cpu(processes), sum(reader.events for reader in readers)
