@@ -1,0 +1,178 @@
+"""The process in which chat templates are rendered: it reads requests and writes answers.
+
+A template comes from a model's files. In Jinja's sandbox it reaches nothing, but it can still
+compute without end or make something enormous, within one call too, and neither a thread nor the
+interpreter's lock could be taken back from it. So it has a process of its own, which the system
+ends when one rendering takes too much processor time, and which gets no more than so much memory.
+
+Each request and each answer is one line: JSON, which has no line ends of its own. The process ends
+when its input does, so it never outlives the one that it renders for.
+
+This file is run by its path. It imports nothing of dynbus, so that it starts fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, BinaryIO, Final, NoReturn
+
+import jinja2
+import msgspec
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_CHARACTERS: Final = 32 * 1024 * 1024
+"""Of a prompt: no request is larger."""
+
+MAX_MEMORY: Final = 1024**3
+"""Bytes of address space."""
+
+
+class RenderRequest(msgspec.Struct, frozen=True):
+    """A template, and what it is rendered with; None to see whether it is one at all.
+
+    Attributes:
+        seconds: of processor time that it may take.
+    """
+
+    source: str
+    variables: dict[str, Any] | None
+    seconds: float
+
+
+class RenderAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of it.
+
+    Attributes:
+        text: the prompt.
+        refused: what the template said against the conversation, by `raise_exception`.
+        failed: why there is neither.
+    """
+
+    text: str = ""
+    refused: str | None = None
+    failed: str | None = None
+
+
+class _Refused(Exception):
+    pass
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the model is trained on; it is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _Refused(str(message))
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes what has a meaning in HTML, which a prompt is not.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    # Any function may be there, whatever the type of those that are there already says.
+    functions: dict[str, Any] = environment.globals
+    functions["raise_exception"] = _raise_exception
+    functions["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT: Final = _environment()
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: str) -> jinja2.Template:
+    return _ENVIRONMENT.from_string(source)
+
+
+def render(source: str, variables: Mapping[str, Any] | None) -> RenderAnswer:
+    """Render a template, without a limit on its time."""
+    try:
+        template = _compiled(source)
+        if variables is None:
+            return RenderAnswer()
+        pieces: list[str] = []
+        left = MAX_CHARACTERS
+        for piece in template.generate(**variables):
+            left -= len(piece)
+            if left < 0:
+                return RenderAnswer(failed=f"it makes more than {MAX_CHARACTERS} characters")
+            pieces.append(piece)
+        return RenderAnswer("".join(pieces))
+    except _Refused as error:
+        return RenderAnswer(refused=str(error))
+    except jinja2.TemplateSyntaxError as error:
+        return RenderAnswer(failed=f"line {error.lineno}: {error.message}")
+    except MemoryError:
+        return RenderAnswer(failed=f"it takes more than {MAX_MEMORY} bytes of memory")
+    except RecursionError:
+        return RenderAnswer(failed="it is nested too deeply, or calls itself without end")
+    except Exception as error:  # noqa: BLE001 - whatever it raises is the template's failure
+        return RenderAnswer(failed=f"{type(error).__name__}: {error}")
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer requests until there are no more."""
+    decoder, encoder = msgspec.json.Decoder(RenderRequest), msgspec.json.Encoder()
+    for line in requests:
+        request = decoder.decode(line)
+        # Its signal ends the process, whatever it is doing.
+        signal.setitimer(signal.ITIMER_PROF, request.seconds)
+        answer = encoder.encode(render(request.source, request.variables))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(answer + b"\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Serve standard input and output."""
+    # Whoever is rendered for decides when it ends: Ctrl-C goes to the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    with contextlib.suppress(ValueError, OSError):
+        # Some systems have no such limit.
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(BrokenPipeError):
+        serve(sys.stdin.buffer, sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Chat templates: how a model writes a conversation as a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from dynbus.bus.errors import DynbusError, InvalidRequest
+
+from .renderers import RENDERERS, RendererEnded
+from .rendering import RenderAnswer, RenderRequest
+
+MAX_SOURCE: Final = 1024 * 1024
+"""Characters of a template; the longest in use have some ten thousand."""
+
+MAX_SECONDS: Final = 2.0
+"""Of processor time for one prompt; the templates in use take milliseconds."""
+
+
+class BrokenTemplate(DynbusError):
+    """Raised when a model's chat template is none, fails, or does not end."""
+
+    code = "BrokenTemplate"
+
+
+class ChatTemplate:
+    """A model's own template, in Jinja's sandbox and in a process that can be ended: see
+    `rendering`.
+
+    It is rendered as `transformers` does: with `trim_blocks` and `lstrip_blocks`, the functions
+    `raise_exception` and `strftime_now`, a `tojson` that escapes nothing, and the tags `break`,
+    `continue` and `generation`.
+
+    Args:
+        model: its name, for errors.
+        special_tokens: `bos_token`, `eos_token` and so on, which templates use.
+        seconds: of processor time that one prompt may take.
+
+    Raises:
+        BrokenTemplate: it is too long.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        model: str,
+        special_tokens: Mapping[str, str] | None = None,
+        seconds: float = MAX_SECONDS,
+    ) -> None:
+        self.source = source
+        self.model = model
+        self._special_tokens = dict(special_tokens or {})
+        self._seconds = seconds
+        if len(source) > MAX_SOURCE:
+            raise self._broken(
+                f"it has {len(source)} characters, and at most {MAX_SOURCE} are read"
+            )
+
+    def __repr__(self) -> str:
+        return f"<ChatTemplate of {self.model}, {len(self.source)} characters>"
+
+    def check(self) -> None:
+        """See whether it is a template at all. Takes a thread, as `render` does.
+
+        Raises:
+            BrokenTemplate: it is none.
+        """
+        self._run(None)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt of a conversation. Waits for another process: to be called in a thread.
+
+        Args:
+            messages, tools: as in a request for a chat completion.
+            add_generation_prompt: whether it ends with the beginning of an answer.
+            variables: whatever else the template knows.
+
+        Raises:
+            InvalidRequest: the template refuses the conversation, and why.
+            BrokenTemplate: it fails, takes too long or makes too much.
+        """
+        given = {
+            **self._special_tokens,
+            **variables,
+            "messages": messages,
+            "tools": tools,
+            "documents": variables.get("documents"),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        answer = self._run(given)
+        if answer.refused is not None:
+            raise InvalidRequest(
+                f"the model {self.model} takes no such conversation: {answer.refused}"
+            )
+        return answer.text
+
+    def _run(self, variables: dict[str, Any] | None) -> RenderAnswer:
+        try:
+            data = msgspec.json.encode(RenderRequest(self.source, variables, self._seconds))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"the conversation is no JSON: {error}") from None
+        try:
+            answer = RENDERERS.ask(data)
+        except RendererEnded as error:
+            raise self._broken(
+                f"it takes more than {self._seconds:g} s of processor time"
+                if error.time_is_over
+                else "the process that renders it has ended"
+            ) from None
+        if answer.failed is not None:
+            raise self._broken(answer.failed)
+        return answer
+
+    def _broken(self, why: str) -> BrokenTemplate:
+        return BrokenTemplate(f"the chat template of the model {self.model} does not work: {why}")

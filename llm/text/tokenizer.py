@@ -1,0 +1,351 @@
+"""Tokenizers of models: from a `tokenizer.json`, and from what a GGUF file says of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Self, cast
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from dynbus.llm.weights.errors import BrokenModel, UnsupportedModel
+
+MAX_FILE_BYTES: Final = 64 * 1024 * 1024
+"""Of a tokenizer.json; the largest in use are a third of it."""
+
+_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+_GGUF_IDS: Final = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+_GGUF_END_IDS: Final = (
+    "tokenizer.ggml.eos_token_id",
+    "tokenizer.ggml.eot_token_id",
+    "tokenizer.ggml.eom_token_id",
+)
+_CONTROL, _USER_DEFINED = 3, 4
+
+_WORDS: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Llama 3 and Qwen 2 cut text into words; they differ in how many digits make one."""
+
+
+class Tokenizer:
+    """Text to token ids and back. Its methods may be called from any thread.
+
+    Args:
+        raw: of the library.
+        eos_token_ids: which end a text that the model writes.
+        special_tokens: what a chat template calls `bos_token`, `eos_token` and so on.
+
+    Attributes:
+        raw, eos_token_ids, special_tokens: see above.
+        special_ids: of the tokens that are left out of text.
+    """
+
+    def __init__(
+        self,
+        raw: tokenizers.Tokenizer,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        # A prompt is taken as long as it is; its length is checked where the limit is known.
+        raw.no_truncation()
+        raw.no_padding()
+        self.raw = raw
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(eos_token_ids))
+        self.special_tokens: Mapping[str, str] = dict(special_tokens or {})
+        added = raw.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+
+    def __repr__(self) -> str:
+        return f"<Tokenizer {self.vocabulary_size} tokens>"
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many tokens there are, added ones included."""
+        return self.raw.get_vocab_size()
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The token ids of a text; other threads run meanwhile.
+
+        Args:
+            special: add what the tokenizer puts around every text, such as a token at its
+                beginning. Rendered chat templates have it already.
+
+        Raises:
+            ValueError: it is no text that can be encoded as UTF-8.
+        """
+        # Not `encode`, which keeps the interpreter's lock while it works.
+        (encoding,) = self.raw.encode_batch_fast([_checked(text)], add_special_tokens=special)
+        return encoding.ids
+
+    def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of several texts, each by itself and with nothing put around it."""
+        found = self.raw.encode_batch_fast(list(map(_checked, texts)), add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of tokens; bytes that are no character become U+FFFD.
+
+        Args:
+            special: write special tokens out, which are left out otherwise.
+        """
+        (text,) = self.raw.decode_batch([token_ids], skip_special_tokens=not special)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, which may be part of a character; those of its name
+        for a special token, and none for an unknown id."""
+        token = self.raw.id_to_token(token_id)
+        if token is None:
+            return b""
+        if isinstance(self.raw.decoder, decoders.ByteLevel):
+            try:
+                return bytes([_BYTE_OF[character] for character in token])
+            except KeyError:
+                return token.encode()
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    def to_json(self) -> bytes:
+        """The tokenizer as a `tokenizer.json`."""
+        return self.raw.to_str().encode()
+
+    @classmethod
+    def from_json(
+        cls,
+        data: bytes,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        special_tokens: Mapping[str, str] | None = None,
+        origin: str = "tokenizer.json",
+    ) -> Self:
+        """Read a `tokenizer.json`.
+
+        Args:
+            origin: where it is from, for errors.
+
+        Raises:
+            BrokenModel: it is none.
+        """
+        try:
+            raw = tokenizers.Tokenizer.from_buffer(data)
+        except Exception as error:  # noqa: BLE001 - the library raises plain ones
+            raise BrokenModel(f"{origin} is no tokenizer: {error}") from None
+        return cls(raw, eos_token_ids=eos_token_ids, special_tokens=special_tokens)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Self:
+        """The tokenizer of a checkout of a model: of `tokenizer.json`, `tokenizer_config.json`,
+        `generation_config.json` and `config.json`.
+
+        Raises:
+            BrokenModel: there is none, or a file of it cannot be read.
+        """
+        path = folder / "tokenizer.json"
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise BrokenModel(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+            data = path.read_bytes()
+        except OSError as error:
+            raise BrokenModel(
+                f"{path} cannot be read: {error.strerror}; a model folder needs a tokenizer.json"
+            ) from None
+        made = cls.from_json(data, origin=str(path))
+        config = read_json_object(folder / "tokenizer_config.json")
+        special = {
+            name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name)))
+        }
+        generation = read_json_object(folder / "generation_config.json")
+        ids = _ids(generation.get("eos_token_id"))
+        ids = ids or _ids(read_json_object(folder / "config.json").get("eos_token_id"))
+        eos = made.raw.token_to_id(special.get("eos_token", ""))
+        if eos is not None:
+            ids.append(eos)
+        return cls(made.raw, eos_token_ids=ids, special_tokens=special)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object], *, origin: str = "the GGUF file") -> Self:
+        """The tokenizer that the metadata of a GGUF file describes.
+
+        Args:
+            origin: the file's path, for errors.
+
+        Raises:
+            BrokenModel: the metadata contradict each other.
+            UnsupportedModel: the kind of tokenizer is not one of those known here.
+        """
+        kind = metadata.get("tokenizer.ggml.model")
+        if kind != "gpt2":
+            raise UnsupportedModel(
+                f"{origin} has a tokenizer of the kind {kind!r}: supported in a GGUF file is "
+                "'gpt2', byte-level BPE; take the model as a folder with a tokenizer.json"
+            )
+        name = metadata.get("tokenizer.ggml.pre")
+        split = _PRE_TOKENIZERS.get(str(name))
+        if split is None:
+            rules = (
+                f"by the rules {name!r}" if name is not None else "by rules that it does not name"
+            )
+            raise UnsupportedModel(
+                f"{origin} cuts text {rules}: supported in a GGUF file are "
+                f"{', '.join(map(repr, _PRE_TOKENIZERS))}; take the model as a folder with a "
+                "tokenizer.json"
+            )
+        try:
+            return cls._from_gguf(metadata, str(name), split)
+        except Exception as error:  # noqa: BLE001 - the library raises plain ones
+            raise BrokenModel(f"{origin} has no usable tokenizer: {error}") from None
+
+    @classmethod
+    def _from_gguf(
+        cls, metadata: Mapping[str, object], name: str, split: pre_tokenizers.PreTokenizer
+    ) -> Self:
+        tokens = _strings(metadata, "tokenizer.ggml.tokens")
+        merges = [_pair(merge) for merge in _strings(metadata, "tokenizer.ggml.merges")]
+        kinds = list(cast("Iterable[int]", metadata.get("tokenizer.ggml.token_type") or ()))
+        vocabulary = {token: index for index, token in enumerate(tokens)}
+        if len(vocabulary) != len(tokens):
+            raise ValueError(f"{len(tokens) - len(vocabulary)} of its tokens are there twice")
+        if kinds and len(kinds) != len(tokens):
+            raise ValueError(f"{len(kinds)} token types for {len(tokens)} tokens")
+        # What it takes is not typed in full.
+        raw: Any = tokenizers.Tokenizer(
+            models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS_FIRST)
+        )
+        if name in _NORMALIZED:
+            raw.normalizer = normalizers.NFC()
+        raw.pre_tokenizer = split
+        raw.decoder = decoders.ByteLevel()
+        special_tokens = [
+            AddedToken(token, normalized=False, special=True)
+            for token, kind in zip(tokens, kinds, strict=False)
+            if kind == _CONTROL
+        ]
+        raw.add_special_tokens(special_tokens)
+        raw.add_tokens(
+            [
+                AddedToken(token, normalized=False)
+                for token, kind in zip(tokens, kinds, strict=False)
+                if kind == _USER_DEFINED
+            ]
+        )
+        special = {
+            token: tokens[index]
+            for token, key in _GGUF_IDS.items()
+            if isinstance(index := metadata.get(key), int) and 0 <= index < len(tokens)
+        }
+        bos = special.get("bos_token")
+        begins = metadata.get("tokenizer.ggml.add_bos_token", name in _BEGUN)
+        if begins is True and bos is not None:
+            raw.post_processor = processors.TemplateProcessing(
+                single=[bos, "$A"], pair=None, special_tokens=[(bos, vocabulary[bos])]
+            )
+        ends = [index for key in _GGUF_END_IDS if isinstance(index := metadata.get(key), int)]
+        return cls(raw, eos_token_ids=ends, special_tokens=special)
+
+
+def read_json_object(path: Path) -> Mapping[str, Any]:
+    """The JSON object in a file; an empty one where there is no file.
+
+    Raises:
+        BrokenModel: the file cannot be read, or has something else.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise BrokenModel(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+        found: object = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise BrokenModel(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise BrokenModel(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BrokenModel(f"{path} has {type(found).__name__}, not an object")
+    return cast("Mapping[str, Any]", found)
+
+
+def _checked(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has half a surrogate pair at {error.start}, which is no character"
+        ) from None
+    return text
+
+
+def _token_text(given: object) -> str | None:
+    """What a special token is written as: a string, or an object that has it."""
+    if isinstance(given, dict):
+        given = cast("dict[str, object]", given).get("content")
+    return given if isinstance(given, str) else None
+
+
+def _ids(given: object) -> list[int]:
+    """One id, a list of them, or none at all."""
+    found = cast("list[object]", given) if isinstance(given, list) else [given]
+    return [one for one in found if isinstance(one, int) and not isinstance(one, bool)]
+
+
+def _strings(metadata: Mapping[str, object], key: str) -> list[str]:
+    found = metadata.get(key)
+    if not isinstance(found, Iterable) or isinstance(found, str):
+        raise ValueError(f"there is no {key}")
+    strings = list(cast("Iterable[object]", found))
+    if not all(isinstance(one, str) for one in strings):
+        raise ValueError(f"{key} has something that is no string")
+    return cast("list[str]", strings)
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not left or not right:
+        raise ValueError(f"{merge!r} is no merge of two tokens")
+    return left, right
+
+
+def _byte_level(*, split: bool) -> pre_tokenizers.ByteLevel:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
+
+
+def _words(digits: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(_WORDS % digits), "isolated"), _byte_level(split=False)]
+    )
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """The bytes by the characters that stand for them in a byte-level vocabulary: the printable
+    ones of Latin-1 for themselves, the others from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {
+        chr(0x100 + place): byte for place, byte in enumerate(hidden)
+    }
+
+
+_BYTE_OF: Final = _bytes_by_character()
+
+_PRE_TOKENIZERS: Final[Mapping[str, pre_tokenizers.PreTokenizer]] = {
+    "gpt-2": _byte_level(split=True),
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), _byte_level(split=True)]),
+    "llama-bpe": _words("{1,3}"),
+    "qwen2": _words(""),
+}
+"""How text is cut before the merges, by the name that GGUF files give it."""
+
+_WHOLE_WORDS_FIRST: Final = {"llama-bpe"}
+_NORMALIZED: Final = {"qwen2"}
+_BEGUN: Final = {"llama-bpe"}
+"""Which put a token at the beginning of a text unless the file says otherwise."""
