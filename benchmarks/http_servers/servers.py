@@ -180,7 +180,7 @@ def run_hypercorn(port: int) -> None:
     config = Config()
     config.bind = [f"127.0.0.1:{port}"]
     config.backlog = 4096
-    uvloop.run(serve(asgi, config))  # type: ignore[arg-type]
+    uvloop.run(serve(asgi, config))  # type: ignore[arg-type, unused-ignore]
 
 
 if __name__ == "__main__":
