@@ -102,16 +102,16 @@ class Background:
 
     Args:
         name: what the task is called.
-        failed: called once, with what the work raised, after the rest has ended.
+        failed: the first of `on_failure`.
 
     Attributes:
         failure: what the work raised; None as long as none has failed.
     """
 
-    def __init__(self, name: str, failed: Callable[[BaseException], object]) -> None:
+    def __init__(self, name: str, failed: Callable[[BaseException], object] | None = None) -> None:
         self.name = name
         self.failure: BaseException | None = None
-        self._failed = failed
+        self._listeners = [] if failed is None else [failed]
         self._closing = asyncio.Event()
         self._tasks: TaskGroup | None = None
         self._host: asyncio.Task[None] | None = None
@@ -132,6 +132,16 @@ class Background:
             self._run(opened), name=self.name, context=self._variables
         )
         await opened.wait()
+
+    def on_failure(self, listener: Callable[[BaseException], object]) -> None:
+        """Call `listener(error)` once, with what the work raised, after the rest has ended."""
+        self._listeners.append(listener)
+
+    def fail(self, error: BaseException) -> None:
+        """Take no more work, and tell who listens: the work, or its owner itself, has failed."""
+        self.failure = error
+        for listener in self._listeners:
+            listener(error)
 
     def start(self, function: Callable[..., Awaitable[object]], *args: Any, name: str) -> Work:
         """Start `function(*args)` beside what runs.
@@ -168,9 +178,9 @@ class Background:
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:
             self._closing.set()
-            self.failure = error = only_cause(group)
+            error = only_cause(group)
             logger.error("%s: background work failed", self.name, exc_info=error)
-            self._failed(error)
+            self.fail(error)
         finally:
             self._tasks = None
 

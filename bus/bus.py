@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import anyio
 
@@ -76,9 +76,9 @@ class Bus:
         self.background = Background("the bus", self.fail)
         self.failure: BaseException | None = None
         self._failure_listeners: list[Callable[[], object]] = []
-        lane.on_failure(partial(self.to_main, self.fail))
-        data.on_failure(self.fail)
-        lane.connection.on_failure(partial(self.to_main, self.fail))
+        data.background.on_failure(self.fail)
+        for background in (lane.background, lane.connection.background):
+            background.on_failure(partial(self.to_main, self.fail))
 
     def __repr__(self) -> str:
         return f"<Bus {self.replies.client_id[:8]} [{self.data.state.value}]>"
@@ -177,14 +177,13 @@ class Bus:
         telemetry = self.telemetry
         if telemetry is None:
             return
-        connections = (("data", self.data), ("control", self.lane.connection))
-        for name, connection in connections:
 
-            def count(state: ConnectionState, name: str = name) -> None:
-                if state is ConnectionState.CONNECTED:
-                    telemetry.reconnect(name)
+        def count(name: Literal["data", "control"], state: ConnectionState) -> None:
+            if state is ConnectionState.CONNECTED:
+                telemetry.reconnect(name)
 
-            connection.on_state(count)
+        self.data.on_state(partial(count, "data"))
+        self.lane.connection.on_state(partial(count, "control"))
 
     def drop(self, reason: DropReason) -> None:
         """Count a message that is dropped, and why."""

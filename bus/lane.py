@@ -38,12 +38,8 @@ class ControlLane(Protocol):
 
     @property
     def background(self) -> Background:
-        """Work on the lane's loop, which ends with the lane; to be used on that loop only."""
-        ...
-
-    def on_failure(self, listener: Callable[[BaseException], object]) -> None:
-        """Call `listener(error)` on the lane's thread when its background work, or the lane itself,
-        fails."""
+        """Work on the lane's loop, which ends with the lane; to be used on that loop only. It fails
+        with the lane itself, too."""
         ...
 
     def call(self, function: Callable[..., object], *args: object) -> None:
@@ -61,28 +57,13 @@ class ControlLane(Protocol):
     async def stop(self) -> None: ...
 
 
-class _Failing:
-    """What may fail, and who is to be told."""
-
-    def __init__(self) -> None:
-        self._listeners: list[Callable[[BaseException], object]] = []
-
-    def on_failure(self, listener: Callable[[BaseException], object]) -> None:
-        self._listeners.append(listener)
-
-    def _fail(self, error: BaseException) -> None:
-        for listener in self._listeners:
-            listener(error)
-
-
-class InlineLane(_Failing):
+class InlineLane:
     """A lane on the main loop itself, for the in-memory bus."""
 
     def __init__(self, connection: Connection) -> None:
-        super().__init__()
         self.loop = asyncio.get_running_loop()
         self.connection = connection
-        self.background = Background("control lane", self._fail)
+        self.background = Background("control lane")
 
     async def start(self) -> None:
         await self.background.open()
@@ -98,13 +79,12 @@ class InlineLane(_Failing):
         await self.connection.close()
 
 
-class ThreadLane(_Failing):
+class ThreadLane:
     """A lane on a thread of its own."""
 
     def __init__(self, name: str) -> None:
-        super().__init__()
         self._name = name
-        self.background = Background(name, self._fail)
+        self.background = Background(name)
         self._connection: Connection | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -212,7 +192,7 @@ class ThreadLane(_Failing):
         except BaseException as error:
             if ready.done() and not ready.cancelled():
                 logger.exception("the control lane broke")
-                self._fail(error)
+                self.background.fail(error)
             elif ready.cancelled() or not ready.set_running_or_notify_cancel():
                 logger.debug("nobody waited for the control lane any longer: %r", error)
             else:

@@ -1,7 +1,7 @@
 """What dynbus needs of a message bus.
 
 `Connection` is one connection; `nats/connection.py` implements it over nats-server and
-`memory/connection.py` over nothing. Both pass the same contract suite (`tests/contracts`).
+`memory/bus.py` over nothing. Both pass the same contract suite (`tests/contracts`).
 Publishing and delivery are plain functions: a callback runs inside the reader, once per message,
 and hands on what takes longer.
 """
@@ -12,6 +12,7 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple, Protocol, TypedDict, Unpack
 
+from .background import Background
 from .drops import DropReason
 from .errors import DynbusError
 from .protocol import headers
@@ -376,6 +377,11 @@ class Connection(Protocol):
     @property
     def state(self) -> ConnectionState: ...
     @property
+    def background(self) -> Background:
+        """What reads and watches for it; where that fails, it is of no use any more."""
+        ...
+
+    @property
     def sessions(self) -> int:
         """How often it has been connected."""
         ...
@@ -447,11 +453,6 @@ class Connection(Protocol):
     def on_drop(self, listener: Callable[[DropReason], None]) -> None:
         """Call `listener(reason)` for every message that this connection drops: what is
         published while disconnected, and what comes for nobody any longer."""
-        ...
-
-    def on_failure(self, listener: Callable[[BaseException], None]) -> None:
-        """Call `listener(error)` when what reads and watches for this connection has failed, so
-        that it is of no use any more."""
         ...
 
     async def close(self) -> None:

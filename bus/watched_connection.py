@@ -30,8 +30,7 @@ class WatchedConnection:
         self._loop = asyncio.get_running_loop()
         self._listeners: list[Callable[[ConnectionState], None]] = []
         self._drop_listeners: list[Callable[[DropReason], None]] = []
-        self._failure_listeners: list[Callable[[BaseException], None]] = []
-        self.background = Background(name, self._fail)
+        self.background = Background(name)
 
     @property
     def state(self) -> ConnectionState:
@@ -45,13 +44,6 @@ class WatchedConnection:
                 self._listeners.remove(listener)
 
         return end
-
-    def on_failure(self, listener: Callable[[BaseException], None]) -> None:
-        self._failure_listeners.append(listener)
-
-    def _fail(self, error: BaseException) -> None:
-        for listener in self._failure_listeners:
-            listener(error)
 
     def on_drop(self, listener: Callable[[DropReason], None]) -> None:
         self._drop_listeners.append(listener)

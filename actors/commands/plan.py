@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import click
 import msgspec
@@ -30,11 +30,9 @@ from dynbus.actors.running.loader import load_targets
 from dynbus.bus.commands.terminal import plain, print_json, print_table
 from dynbus.bus.config import BusConfig, is_loopback, load_config
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.extras import has_extra, how_to_install
 from dynbus.bus.telemetry.health import parse_address
 from dynbus.bus.telemetry.logs import LogFormat, redact_url
-
-OTLP_MODULES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp")
-"""What telemetry is sent with: the extra `otlp`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +93,8 @@ def make_plan(options: RunOptions, environment: Mapping[str, str]) -> Plan:
     if options.health is not None:
         health_address(options.health, public=options.health_public)
     check_otlp_endpoint(options.otlp_endpoint)
-    if options.otlp_endpoint is not None:
-        check_otlp_extra()
+    if options.otlp_endpoint is not None and not has_extra("otlp"):
+        raise ConfigError(f"--otlp-endpoint needs an extra: {how_to_install('otlp')}")
     file = _file(options)
     bus, config = _bus(file, options, environment)
     nodes = load_targets(options.targets, declared_nodes(file))
@@ -159,19 +157,6 @@ def check_otlp_endpoint(url: str | None) -> None:
             f"--otlp-endpoint {url} is not the URL of a collector: write http://HOST:PORT, for "
             "example http://localhost:4317"
         )
-
-
-def check_otlp_extra() -> None:
-    """Check that there is what `--otlp-endpoint` needs.
-
-    Raises:
-        ConfigError: the extra is not installed.
-    """
-    # Few runs need what `dynbus doctor` asks too.
-    from dynbus.bus.commands.diagnosis import is_installed
-
-    if not all(map(is_installed, OTLP_MODULES)):
-        raise ConfigError('--otlp-endpoint needs an extra: pip install "dynbus[otlp]"')
 
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:

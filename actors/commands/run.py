@@ -32,8 +32,9 @@ from dynbus.bus.background import task_group
 from dynbus.bus.commands.server import embedded_if_local
 from dynbus.bus.commands.terminal import error_line, json_option, nats_option, notice
 from dynbus.bus.errors import ConfigError, DynbusError
+from dynbus.bus.extras import has_extra
 from dynbus.bus.lane import new_event_loop
-from dynbus.bus.telemetry.health import METRICS_REMEDY, HealthServer, Status
+from dynbus.bus.telemetry.health import HealthServer, Status, metrics_remedy
 from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
 from .interrupts import Interrupts
@@ -47,13 +48,6 @@ AT_ONCE_SECONDS: Final = 2.0
 """Seconds after the second signal within which this process has ended whatever happens."""
 CHILDREN_SECONDS: Final = 5.0
 """The same where there are children, which are killed one by one before."""
-
-METRICS_MODULES: Final = (
-    "prometheus_client",
-    "opentelemetry.sdk",
-    "opentelemetry.exporter.prometheus",
-)
-"""What a metrics page is made with: the extra `metrics`."""
 
 _HELP: Final = """Serve the actors of TARGETs, one process per instance.
 
@@ -189,7 +183,7 @@ def _execute(options: RunOptions) -> tuple[Failure | None, int]:
 
 
 async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | None, int]:
-    metrics = options.health is not None and _can_expose()
+    metrics = options.health is not None and has_extra("metrics")
     supervisor = Supervisor(
         plan.assignments,
         WorkerSettings(
@@ -238,7 +232,7 @@ def _in_process(plan: Plan, options: RunOptions) -> tuple[Failure | None, int]:
 
 
 async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | None, int]:
-    metrics = options.health is not None and _can_expose()
+    metrics = options.health is not None and has_extra("metrics")
     ending = Ending()
     async with contextlib.AsyncExitStack() as stack:
         _listen(stack, options, ending, within=AT_ONCE_SECONDS)
@@ -308,7 +302,6 @@ def _health(
         ready=ready,
         metrics=metrics,
         registry=registry,
-        insecure=options.health_public,
     )
 
 
@@ -323,14 +316,8 @@ async def _open_health(server: HealthServer) -> None:
 
 
 def _tell_health(server: HealthServer) -> None:
-    without = "" if server.has_metrics else f"; /metrics {METRICS_REMEDY}"
+    without = "" if server.has_metrics else f"; /metrics {metrics_remedy()}"
     logger.info("health at %s%s", server.url, without)
-
-
-def _can_expose() -> bool:
-    from dynbus.bus.commands.diagnosis import is_installed
-
-    return all(map(is_installed, METRICS_MODULES))
 
 
 def _telemetry(otlp_endpoint: str | None, metrics: bool) -> Callable[[], object]:

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple
 from dynbus.bus.clock import unix_time
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ConfigError, DynbusError, PermissionDenied
+from dynbus.bus.extras import EXTRAS, has_extra, how_to_install
 from dynbus.bus.nats.api_requests import unix_seconds
 from dynbus.bus.nats.connection import NatsConnection
 from dynbus.bus.nats.jetstream import NatsJetStream, stream_request
@@ -39,13 +40,6 @@ SMALL_STORAGE: Final = 256 * 1024 * 1024
 STREAMS: Final = ("KV_dynbus_", "DYNBUS_EVENTS_", "OBJ_DYNBUS_")
 ROUND_TRIPS: Final = 21
 API_SECONDS: Final = 5.0
-
-EXTRAS: Final = {
-    "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp"),
-    "metrics": ("opentelemetry.sdk", "prometheus_client"),
-    "nkeys": ("nkeys",),
-    "zmq": ("zmq",),
-}
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -243,19 +237,11 @@ def check_machine() -> list[Check]:
         checks.append(Check("embedded server", "ok", str(find_nats_server())))
     except ConfigError as error:
         checks.append(Check("embedded server", "warn", "missing", str(error)))
-    present = [name for name, modules in EXTRAS.items() if all(map(is_installed, modules))]
+    present = list(filter(has_extra, EXTRAS))
     missing = [name for name in EXTRAS if name not in present]
-    hint = f"when needed: pip install 'dynbus[{','.join(missing)}]'" if missing else ""
+    hint = f"when needed: {how_to_install(*missing)}" if missing else ""
     checks.append(Check("extras", "ok", ", ".join(present) or "none", hint))
     return checks
-
-
-def is_installed(module: str) -> bool:
-    """Whether a module can be found; the packages above it are imported."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 # The server --------------------------------------------------------------------------------

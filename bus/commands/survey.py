@@ -30,26 +30,7 @@ QUIET_SECONDS: Final = 0.4
 READ_SECONDS: Final = 3.0
 """Seconds within which all records must have been read."""
 
-NO_STATUS: Final[Mapping[str, str]] = MappingProxyType({})
-
-
-class InstanceAnswer(NamedTuple):
-    """What an instance said of itself.
-
-    Attributes:
-        started: Unix time.
-        status: what its process says of how it is.
-    """
-
-    namespace: str
-    component: str
-    instance_id: str
-    endpoints: tuple[str, ...]
-    started: float
-    running: int
-    waiting: int
-    draining: bool
-    status: Mapping[str, str] = NO_STATUS
+NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Row(NamedTuple):
@@ -57,7 +38,7 @@ class Row(NamedTuple):
 
     Attributes:
         state: serving, draining, silent or unlisted.
-        started: Unix time; 0 when unknown.
+        started: Unix time.
         answers: whether `running` and `waiting` are known.
         metadata: what its record says; empty without one.
         status: what its process says of how it is; empty without an answer.
@@ -66,19 +47,20 @@ class Row(NamedTuple):
     namespace: str
     component: str
     instance_id: str
-    state: str
-    started: float
-    answers: bool
-    running: int
-    waiting: int
-    endpoints: tuple[str, ...]
-    address: str
-    metadata: Mapping[str, str]
-    status: Mapping[str, str] = NO_STATUS
+    state: str = "silent"
+    started: float = 0.0
+    answers: bool = False
+    running: int = 0
+    waiting: int = 0
+    endpoints: tuple[str, ...] = ()
+    address: str = ""
+    metadata: Mapping[str, str] = NOTHING
+    status: Mapping[str, str] = NOTHING
 
     def to_json(self, now: float) -> dict[str, Any]:
         """The row for programs; `age` is in seconds."""
-        fields = self._asdict() | {"status": dict(self.status)}
+        fields = self._asdict()
+        fields |= {"metadata": dict(self.metadata), "status": dict(self.status)}
         fields["age"] = round(max(0.0, now - self.started), 1) if self.started else None
         if not self.answers:
             fields["running"] = fields["waiting"] = None
@@ -121,40 +103,25 @@ async def survey(server: Server) -> Survey:
     return Survey(join(records, answers), notice)
 
 
-def join(records: Iterable[InstanceRecord], answers: Iterable[InstanceAnswer]) -> list[Row]:
+def join(records: Iterable[InstanceRecord], answers: Iterable[Row]) -> list[Row]:
     """Rows by component and start, out of what is listed and what answers."""
-    by_key = {InstanceName(*one[:3]): one for one in answers}
-    rows: list[Row] = []
+    rows = {InstanceName(*row[:3]): row for row in answers}
     for record in records:
-        key = record.name
-        answer = by_key.pop(key, None)
-        draining = record.draining or (answer is not None and answer.draining)
-        state = "silent" if answer is None else "draining" if draining else "serving"
-        rows.append(
-            Row(
-                *key,
-                state,
-                record.started,
-                answer is not None,
-                answer.running if answer is not None else 0,
-                answer.waiting if answer is not None else 0,
-                tuple(record.endpoints),
-                record.address,
-                record.metadata,
-                answer.status if answer is not None else NO_STATUS,
-            )
+        row = rows.get(record.name, Row(*record.name))
+        draining = record.draining or row.state == "draining"
+        rows[record.name] = row._replace(
+            state="silent" if not row.answers else "draining" if draining else "serving",
+            started=record.started,
+            endpoints=tuple(record.endpoints),
+            address=record.address,
+            metadata=record.metadata,
         )
-    for key, answer in by_key.items():
-        state = "draining" if answer.draining else "unlisted"
-        load = (answer.running, answer.waiting)
-        endpoints, status = answer.endpoints, answer.status
-        row = Row(*key, state, answer.started, True, *load, endpoints, "", {}, status)
-        rows.append(row)
-    return sorted(rows, key=lambda row: (row.namespace, row.component, row.started))
+    return sorted(rows.values(), key=lambda row: (row.namespace, row.component, row.started))
 
 
-def parse_answer(data: bytes) -> InstanceAnswer | None:
-    """Read an answer to `$SRV.STATS`; None when it is not that of a dynbus instance."""
+def parse_answer(data: bytes) -> Row | None:
+    """What an instance that answers `$SRV.STATS` says of itself, as one that no record lists; None
+    when it is not a dynbus instance."""
     try:
         found = msgspec.json.decode(data, type=_Stats)
         started = datetime.fromisoformat(found.started).timestamp()
@@ -164,16 +131,18 @@ def parse_answer(data: bytes) -> InstanceAnswer | None:
     component = found.name.removeprefix(f"{namespace}_")
     if component == found.name or not _are_names(namespace, component, found.id):
         return None
-    return InstanceAnswer(
+    loads = [endpoint.data for endpoint in found.endpoints]
+    return Row(
         namespace,
         component,
         found.id,
-        tuple(endpoint.name for endpoint in found.endpoints),
+        "draining" if any(load.draining for load in loads) else "unlisted",
         started,
-        sum(endpoint.data.running for endpoint in found.endpoints),
-        sum(endpoint.data.waiting for endpoint in found.endpoints),
-        any(endpoint.data.draining for endpoint in found.endpoints),
-        next((one.data.status for one in found.endpoints if one.data.status), NO_STATUS),
+        True,
+        sum(load.running for load in loads),
+        sum(load.waiting for load in loads),
+        tuple(endpoint.name for endpoint in found.endpoints),
+        status=next((load.status for load in loads if load.status), NOTHING),
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from dynbus.bus.background import Background
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, PayloadTooLarge, Unavailable
 from dynbus.bus.protocol import headers as header_block
@@ -46,11 +45,9 @@ class ServerLink(Connection, Protocol):
 
     Attributes:
         inbox: replies arrive below it.
-        background: where work beside the callers is done.
     """
 
     inbox: str
-    background: Background
 
     async def wait_connected(self) -> None: ...
     def drop(self, reason: DropReason) -> None: ...

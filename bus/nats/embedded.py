@@ -107,7 +107,8 @@ async def embedded_server(
         )
     folder = DataFolder((data_dir or default_data_dir(Path.cwd())).absolute())
     user = _User(url, address, folder)
-    background = Background(f"the user of {folder.path}", _leave_alone)
+    # Without a watch over its guard the server runs on, and the end of the block raises.
+    background = Background(f"the user of {folder.path}")
     watched = False
     try:
         server = await user.enter(fresh)
@@ -128,10 +129,6 @@ async def embedded_server(
                 await user.wait_gone()
     if background.failure is not None:
         raise background.failure
-
-
-def _leave_alone(failure: BaseException) -> None:
-    """The server runs on without a watch over its guard, and the end of the block raises."""
 
 
 class _Record(msgspec.Struct, frozen=True):

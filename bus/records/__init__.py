@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import discovery, instance_view, leased_record, leases, object_records, objects, reading
+    from . import discovery, instance_view, leased_record, leases, objects, presence, reading
 
 __all__ = [
     "discovery",
     "instance_view",
     "leased_record",
     "leases",
-    "object_records",
     "objects",
+    "presence",
     "reading",
 ]

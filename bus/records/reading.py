@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Unpack
 
 import anyio
 
 from dynbus.bus.errors import Unavailable
-from dynbus.bus.transport import JetStream, OrderedConsumer, StoredMessage
+from dynbus.bus.transport import ConsumeOptions, JetStream, OrderedConsumer, StoredMessage
 
 RETRY_DELAY: Final = 0.25
 
@@ -20,19 +20,15 @@ async def read_until(
     take: Callable[[StoredMessage], bool | None],
     *,
     timeout: float,
-    subject: str = "",
-    start_sequence: int = 1,
-    last_per_subject: bool = False,
-    created: float | None = None,
-    on_restart: Callable[[], None] | None = None,
     retry: bool = False,
+    **options: Unpack[ConsumeOptions],
 ) -> bool:
     """Read a stream until all that it held at the beginning is read, or `take` returns True.
 
     Args:
         take: called with each message in order, and with none after it has returned True.
-        start_sequence, last_per_subject, created, on_restart: see `JetStream.consume`.
         retry: ask a server that is away again, until `timeout` seconds are over.
+        options: see `ConsumeOptions`; two of them, `on_caught_up` and `on_recreated`, are its own.
 
     Returns:
         False when the stream was deleted and made again meanwhile, so that what was read is of no
@@ -54,21 +50,15 @@ async def read_until(
         is_whole = False
         done.set()
 
+    options["on_caught_up"] = done.set
+    if not options.get("last_per_subject"):
+        # Otherwise the last messages are the whole state, whichever stream they are of.
+        options["on_recreated"] = on_recreated
+
     async def begin() -> OrderedConsumer:
         while True:
             try:
-                return await jetstream.consume(
-                    stream,
-                    on_message,
-                    subject=subject,
-                    start_sequence=start_sequence,
-                    last_per_subject=last_per_subject,
-                    created=created,
-                    on_restart=on_restart,
-                    # The last messages are the whole state, whichever stream they are of.
-                    on_recreated=None if last_per_subject else on_recreated,
-                    on_caught_up=done.set,
-                )
+                return await jetstream.consume(stream, on_message, **options)
             except Unavailable:
                 left = anyio.current_effective_deadline() - anyio.current_time()
                 if not retry or left <= RETRY_DELAY:

@@ -394,8 +394,9 @@ class Execution:
         if call.reply.ended:
             return
         if self.bus.telemetry is not None:
-            kind = "kill" if kill_after == 0 else "stop"
-            self.bus.telemetry.cancellation(call.served.address, kind)
+            self.bus.telemetry.cancellation(
+                call.served.address, "kill" if kill_after == 0 else "stop"
+            )
         if kill_after == 0:
             self.abort(call, Cancelled("the caller cancelled the call"))
             return

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Final, Self
 import anyio
 
 from dynbus.bus.background import Background
-from dynbus.bus.config import is_loopback
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.extras import how_to_install
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -31,8 +31,6 @@ MAX_REQUEST_BYTES: Final = 8192
 MAX_CONNECTIONS: Final = 64
 REQUEST_TIMEOUT: Final = 5.0
 """Seconds that a connection may last."""
-
-METRICS_REMEDY: Final = "needs an extra: pip install 'dynbus[metrics]', then start again"
 
 _JSON: Final = "application/json"
 _TEXT: Final = "text/plain; charset=utf-8"
@@ -73,6 +71,11 @@ class _Response:
         return head + self.body if with_body else head
 
 
+def metrics_remedy() -> str:
+    """What `/metrics` needs where its extra is not installed."""
+    return f"needs an extra: {how_to_install('metrics')}, then start again"
+
+
 def parse_address(text: str) -> tuple[str, int]:
     """Split `HOST:PORT`; an IPv6 host stands in brackets, port 0 takes a free one.
 
@@ -105,13 +108,9 @@ class HealthServer:
         metrics: serve `/metrics`; without it the answer there is 501 with the remedy.
         registry: what `/metrics` shows; prometheus-client's own registry unless given, which
             `telemetry.configure(prometheus=True)` fills.
-        insecure: allow a host that other machines can reach.
 
-    `live` and `ready` are called in the server's loop. One that raises counts as not well.
-
-    Raises:
-        ConfigError: the host is not a loopback address and `insecure` is not set, or metrics
-            are asked for without the extra.
+    `live` and `ready` are called in the server's loop. One that raises counts as not well. It has
+    no credentials: whoever opens it decides who may reach its host.
     """
 
     def __init__(
@@ -123,13 +122,7 @@ class HealthServer:
         ready: Callable[[], Status],
         metrics: bool = False,
         registry: CollectorRegistry | None = None,
-        insecure: bool = False,
     ) -> None:
-        if not insecure and not is_loopback(host):
-            raise ConfigError(
-                f"the health server would be open to other machines at {host!r}: it has no "
-                "credentials, so use 127.0.0.1, or allow it with --health-public (insecure=True)"
-            )
         # localhost may stand for two addresses, which would get two different free ports.
         self.host = "127.0.0.1" if host.lower() == "localhost" else host
         self.port = port
@@ -237,7 +230,7 @@ class HealthServer:
             return _answer_check(path, check)
         if path == "/metrics":
             if self._expose is None:
-                text = f"/metrics {METRICS_REMEDY}\n".encode()
+                text = f"/metrics {metrics_remedy()}\n".encode()
                 return _Response(HTTPStatus.NOT_IMPLEMENTED, text, _TEXT)
             # Collecting takes the longer the more series there are, and this loop may also
             # be the one that sends heartbeats.
@@ -268,10 +261,7 @@ def _problem(status: HTTPStatus) -> _Response:
 
 
 def _metrics_page(registry: CollectorRegistry | None) -> Callable[[], tuple[str, bytes]]:
-    try:
-        from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
-    except ImportError as error:
-        raise ConfigError(f"/metrics {METRICS_REMEDY}") from error
+    from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
     collecting = threading.Lock()
 

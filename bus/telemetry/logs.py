@@ -16,14 +16,11 @@ from collections.abc import MutableMapping
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
 from dynbus.bus.context import current_context, current_instance
-from dynbus.bus.errors import ConfigError
 
 if TYPE_CHECKING:
     from structlog.typing import Processor
 
 LogFormat = Literal["console", "json"]
-
-LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 
 HIDDEN: Final = "***"
 
@@ -72,14 +69,7 @@ def configure_logging(
         stream: standard error by default.
         actor, instance: `namespace.component` and the id of the only instance of this process, for
             the records of code that belongs to no call and no instance.
-
-    Raises:
-        ConfigError: format or level is unknown.
     """
-    if level.lower() not in LEVELS:
-        raise ConfigError(f"log level {level!r} is unknown: use one of {', '.join(LEVELS)}")
-    if format not in ("console", "json", None):
-        raise ConfigError(f"log format {format!r} is unknown: use console or json")
     import structlog
 
     out = sys.stderr if stream is None else stream

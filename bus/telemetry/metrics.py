@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import ERRORS, DynbusError
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Histogram, MeterProvider, Observation
 
 OTHER: Final = "_OTHER"
-"""The label of whatever is not in a closed list: OpenTelemetry's own fallback value."""
+"""The label of whatever is not in a bounded list: OpenTelemetry's own fallback value."""
 
 SECONDS: Final = (
     0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
@@ -28,17 +27,6 @@ SECONDS: Final = (
 
 Labels = tuple[tuple[str, str], ...]
 """The attributes of a measurement, in a form that can be a key."""
-
-CANCELLATIONS: Final = frozenset({"stop", "kill"})
-CONNECTIONS: Final = frozenset({"data", "control"})
-
-
-DROP_REASONS: Final = frozenset(DropReason)
-
-
-def listed(value: str, known: Collection[str]) -> str:
-    """`value` where it is in the list, else `_OTHER`."""
-    return str(value) if value in known else OTHER
 
 
 def error_code(error: BaseException, side: str) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.extras import how_to_install
 from dynbus.bus.protocol.names import InstanceName
 
 from .export import watch
@@ -302,7 +303,7 @@ def configure(
 
 
 def _missing_extra(extra: str, error: ImportError) -> ConfigError:
-    return ConfigError(f'telemetry needs an extra: pip install "dynbus[{extra}]" ({error})')
+    return ConfigError(f"telemetry needs an extra: {how_to_install(extra)} ({error})")
 
 
 def _resource(service_name: str, service_namespace: str, instance_id: str) -> Resource:
@@ -387,7 +388,7 @@ def _exporter(signal: Signal, name: str, otlp_endpoint: str | None) -> Any:
         extra = "metrics" if name == "prometheus" else "otlp"
         raise ConfigError(
             f"OTEL_{signal.upper()}_EXPORTER {name!r} is not installed: "
-            f'otlp comes with pip install "dynbus[{extra}]"'
+            f"otlp comes with {how_to_install(extra)}"
         )
     try:
         make = next(iter(found)).load()

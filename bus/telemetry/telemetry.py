@@ -15,22 +15,14 @@ import time
 from collections.abc import Mapping
 from contextvars import Token
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from dynbus.bus.context import Context, current_instance
+from dynbus.bus.drops import DropReason
 from dynbus.bus.protocol import headers as h
 from dynbus.bus.protocol.names import EndpointName, InstanceName
 
-from .metrics import (
-    CANCELLATIONS,
-    CONNECTIONS,
-    DROP_REASONS,
-    OTHER,
-    Labels,
-    Metrics,
-    error_code,
-    listed,
-)
+from .metrics import OTHER, Labels, Metrics, error_code
 from .sdk import Shutdown as Shutdown
 from .sdk import configure as configure
 from .sdk import configure_from_environment as configure_from_environment
@@ -289,24 +281,21 @@ class Telemetry:
         if self.metrics is not None:
             self.metrics.in_flight.add(self._profile(endpoint, side).labels, delta)
 
-    def cancellation(self, endpoint: EndpointName, kind: str, *, side: str = "server") -> None:
-        """Note a `stop` or a `kill`."""
+    def cancellation(self, endpoint: EndpointName, kind: Literal["stop", "kill"]) -> None:
+        """Note that a call here was told to stop, or was killed."""
         if self.metrics is not None:
-            label = ("dynbus.kind", listed(kind, CANCELLATIONS))
-            labels = self._profile(endpoint, side).labels
-            self.metrics.cancellations.add((*labels, label))
+            labels = self._profile(endpoint, "server").labels
+            self.metrics.cancellations.add((*labels, ("dynbus.kind", kind)))
 
-    def reconnect(self, connection: str) -> None:
-        """Note that the `data` or the `control` connection came back."""
+    def reconnect(self, connection: Literal["data", "control"]) -> None:
+        """Note that a connection came back."""
         if self.metrics is not None:
-            label = ("dynbus.connection", listed(connection, CONNECTIONS))
-            self.metrics.reconnects.add((label,))
+            self.metrics.reconnects.add((("dynbus.connection", connection),))
 
-    def drop(self, reason: str, count: int = 1) -> None:
-        """Note messages that were dropped unanswered; `reason` is a `DropReason`."""
+    def drop(self, reason: DropReason) -> None:
+        """Note a message that was dropped unanswered."""
         if self.metrics is not None:
-            label = ("dynbus.reason", listed(reason, DROP_REASONS))
-            self.metrics.drops.add((label,), count)
+            self.metrics.drops.add((("dynbus.reason", str(reason)),))
 
     def _tracer_of(self, instance: InstanceName) -> Tracer:
         tracer = self._tracers.get(instance)

@@ -19,13 +19,15 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.lowlevel
 
+from dynbus.bus.extras import how_to_install
+
 try:
     import zmq
     import zmq.asyncio
     from zmq.utils.monitor import parse_monitor_message
 except ImportError as error:
     raise ImportError(
-        f'the events of engines come over ZeroMQ: pip install "dynbus[zmq]" ({error})'
+        f"the events of engines come over ZeroMQ: {how_to_install('zmq')} ({error})"
     ) from error
 
 from .bridge import EngineBridge, RankStream

@@ -17,8 +17,14 @@ from typing import Final, NamedTuple
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import TOKEN, check_token, kv_event_stream, kv_snapshot_bucket
-from dynbus.bus.records.object_records import NoObject, ObjectBucket, ObjectDamaged, ObjectInfo
-from dynbus.bus.records.objects import CHUNK_SIZE, ObjectStore
+from dynbus.bus.records.objects import (
+    CHUNK_SIZE,
+    NoObject,
+    ObjectBucket,
+    ObjectDamaged,
+    ObjectInfo,
+    ObjectStore,
+)
 from dynbus.bus.transport import REPLICAS, JetStream, NoStream, StreamFull, StreamInfo
 from dynbus.kvrouter.radix.index import RadixIndex
 from dynbus.kvrouter.radix.snapshot import TornSnapshot, load_index

@@ -21,7 +21,7 @@ from dynbus import (
 from dynbus.actors.calling.clients import WAIT_TIMEOUT
 from dynbus.actors.serving.instance import STOP_TIMEOUT, InstanceState
 from dynbus.bus.clock import monotonic
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryConnection
 from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.transport import ConnectionState
 from dynbus.testing import TestKit, run

@@ -12,8 +12,7 @@ from dynbus.bus.calling.caller import Caller
 from dynbus.bus.calling.pending_call import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import load_config
-from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.memory.connection import MemoryConnection, MemorySubscription
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection, MemorySubscription
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.names import EndpointName, control_subject, split_number
 from dynbus.bus.protocol.wire import Frame, Heartbeat, decode_batch, encode_batch

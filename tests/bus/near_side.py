@@ -10,8 +10,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from dynbus.bus.bus import Bus
 from dynbus.bus.config import load_config
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import EndpointName, control_subject

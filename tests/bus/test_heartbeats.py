@@ -19,8 +19,7 @@ from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import DynbusError, PayloadTooLarge, StreamLost
 from dynbus.bus.heartbeats import TICK
 from dynbus.bus.lane import ThreadLane
-from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.protocol.liveness import (
     GONE_AFTER,
     HEARTBEAT_INTERVAL,

@@ -17,7 +17,6 @@ import structlog
 from opentelemetry.sdk.trace import TracerProvider
 
 from dynbus.bus.context import Context, enter_context, inside_instance
-from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
@@ -237,18 +236,6 @@ def test_configuring_again_replaces_what_was_configured(stream: io.StringIO) -> 
 
     assert len(lines(stream)) == 1
     assert foreign in logging.getLogger().handlers
-
-
-@pytest.mark.parametrize(
-    ("format", "level", "message"),
-    [
-        ("xml", "info", "log format 'xml' is unknown: use console or json"),
-        ("json", "loud", "log level 'loud' is unknown: use one of debug, info"),
-    ],
-)
-def test_an_unknown_format_or_level_is_refused(format: Any, level: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        configure_logging(format, level)
 
 
 def test_importing_it_does_not_import_structlog() -> None:

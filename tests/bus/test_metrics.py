@@ -6,22 +6,17 @@ import asyncio
 import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from opentelemetry.metrics import CallbackOptions
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import ERRORS, Cancelled, DynbusError, Unavailable
 from dynbus.bus.telemetry.metrics import (
-    DROP_REASONS,
     OTHER,
     SECONDS,
     Metrics,
     Tally,
     error_code,
-    listed,
 )
 from dynbus.bus.transport import NoStream
 
@@ -30,18 +25,6 @@ LABELS = (("side", "server"),)
 
 class OfAUser(DynbusError):
     code = "OfAUser"
-
-
-@given(st.text(), st.sets(st.text(), max_size=5))
-def test_a_label_is_one_of_the_list_or_the_rest(value: str, known: set[str]) -> None:
-    assert listed(value, known) in known | {OTHER}
-    assert (listed(value, known) == value) == (value in known or value == OTHER)
-
-
-def test_every_reason_to_drop_a_message_has_its_label() -> None:
-    assert {listed(reason, DROP_REASONS) for reason in DropReason} == {
-        str(reason) for reason in DropReason
-    }
 
 
 @pytest.mark.parametrize(

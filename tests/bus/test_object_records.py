@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.records.object_records import (
+from dynbus.bus.records.objects import (
     ObjectBucket,
     ObjectDamaged,
     ObjectRecord,

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 
 from dynbus.bus.clock import JumpingLoop, monotonic, run
 from dynbus.bus.errors import Unavailable
-from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer
-from dynbus.bus.records.object_records import NoObject, ObjectBucket, record_subject
-from dynbus.bus.records.objects import ObjectStore
+from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectStore, record_subject
 from dynbus.bus.transport import Message
 
 pytestmark = pytest.mark.anyio

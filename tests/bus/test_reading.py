@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from dynbus.bus.errors import Unavailable
-from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.records.reading import read_latest, read_until
 from dynbus.bus.transport import NoStream, StoredMessage, StreamConfig
 from dynbus.testing import run

@@ -15,8 +15,7 @@ from dynbus.bus.calling.caller import Caller
 from dynbus.bus.calling.pending_call import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import load_config
-from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.serving.server import InstanceServer
 from dynbus.testing import run

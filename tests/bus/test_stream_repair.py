@@ -10,7 +10,7 @@ import pytest
 from dynbus.bus.errors import PermissionDenied
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.memory.jetstream import MemoryJetStream
-from dynbus.bus.records.stream_repair import StreamRepair
+from dynbus.bus.records.leased_record import StreamRepair
 from dynbus.bus.transport import StreamConfig, StreamInfo
 from dynbus.testing import run
 

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import pytest
 
 from dynbus.bus.clock import JumpingLoop
-from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.nats.connection import NatsConnection, connect
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.transport import Connection, ConnectionState, StreamConfig, StreamLimits

@@ -11,8 +11,13 @@ import pytest
 
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.records.object_records import NoObject, ObjectBucket, ObjectDamaged, bucket_stream
-from dynbus.bus.records.objects import ObjectStore
+from dynbus.bus.records.objects import (
+    NoObject,
+    ObjectBucket,
+    ObjectDamaged,
+    ObjectStore,
+    bucket_stream,
+)
 from dynbus.bus.transport import Connection, NoStream, StreamFull
 
 from .conftest import Bus

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dynbus.actors.commands import plan as planning
 from dynbus.actors.commands.plan import (
     Plan,
     check_otlp_endpoint,
@@ -21,6 +20,7 @@ from dynbus.actors.commands.plan import (
 )
 from dynbus.actors.running.configuration import NodeOption
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.extras import EXTRAS, how_to_install
 
 from .options import run_options
 
@@ -149,12 +149,12 @@ def test_the_url_of_a_collector_is_accepted(url: str | None) -> None:
 def test_a_collector_without_the_extra_for_it_is_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planning, "OTLP_MODULES", ("dynbus_has_no.such_package",))
+    monkeypatch.setitem(EXTRAS, "otlp", ("dynbus_has_no.such_package",))
 
     with pytest.raises(ConfigError) as caught:
         plan_of(targets=["missing.py"], otlp_endpoint="http://h:4317")
 
-    assert str(caught.value) == '--otlp-endpoint needs an extra: pip install "dynbus[otlp]"'
+    assert str(caught.value) == f"--otlp-endpoint needs an extra: {how_to_install('otlp')}"
 
 
 # Printed ------------------------------------------------------------------------------------

@@ -15,15 +15,13 @@ import pytest
 
 from dynbus.actors.commands import run as running
 from dynbus.actors.commands.run import (
-    _can_expose as can_expose,  # pyright: ignore[reportPrivateUsage]
-)
-from dynbus.actors.commands.run import (
     _in_process as in_process,  # pyright: ignore[reportPrivateUsage]
 )
 from dynbus.actors.commands.run import execute
 from dynbus.actors.running.in_process import Failure, leave_within
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import Unavailable
+from dynbus.bus.extras import EXTRAS
 from dynbus.bus.nats.server_process import RunningServer
 
 from .options import run_options
@@ -101,15 +99,6 @@ def test_a_task_that_swallows_its_cancellation_keeps_no_process_that_has_run(
     assert "dynbus: the model is missing" in capsys.readouterr().err
 
 
-def test_metrics_are_left_out_where_a_package_above_their_exporter_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    there = can_expose()
-    monkeypatch.setattr(running, "METRICS_MODULES", ("dynbus_has_no.such_package",))
-
-    assert (there, can_expose()) == (True, False)
-
-
 @pytest.mark.parametrize("in_process_too", [False, True])
 def test_a_health_port_that_is_taken_ends_the_run_with_one_line_and_the_remedy(
     in_process_too: bool,
@@ -119,7 +108,7 @@ def test_a_health_port_that_is_taken_ends_the_run_with_one_line_and_the_remedy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # The provider of a run in this process would be that of every later test, and shut down.
-    monkeypatch.setattr(running, "METRICS_MODULES", ("dynbus_has_no.such_package",))
+    monkeypatch.setitem(EXTRAS, "metrics", ("dynbus_has_no.such_package",))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))  # pyright: ignore[reportUnknownMemberType]
     module = f"healthy_actors_{in_process_too}".lower()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tests.bus.servers import survey_of
 
-from dynbus.bus.commands.survey import InstanceAnswer, Row, join, parse_answer
+from dynbus.bus.commands.survey import Row, join, parse_answer
 from dynbus.bus.nats.connection import connect
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.protocol.wire import InstanceRecord, encode_record
@@ -25,7 +25,7 @@ RECORD = InstanceRecord(
     started=100.0,
     address="host:1",
 )
-ANSWER = InstanceAnswer("demo", "Hello", "i1", ("greet",), 100.0, 2, 3, False)
+ANSWER = Row("demo", "Hello", "i1", "unlisted", 100.0, True, 2, 3, ("greet",))
 
 
 def test_an_instance_that_is_listed_and_answers_is_serving() -> None:
@@ -72,10 +72,10 @@ def test_an_instance_that_answers_without_a_record_is_unlisted() -> None:
     ("record", "answer"),
     [
         (msgspec.structs.replace(RECORD, draining=True), ANSWER),
-        (RECORD, ANSWER._replace(draining=True)),
+        (RECORD, ANSWER._replace(state="draining")),
     ],
 )
-def test_draining_is_told_by_either(record: InstanceRecord, answer: InstanceAnswer) -> None:
+def test_draining_is_told_by_either(record: InstanceRecord, answer: Row) -> None:
     (row,) = join([record], [answer])
 
     assert row.state == "draining"
@@ -107,8 +107,8 @@ def stats(**changes: Any) -> bytes:
 
 
 def test_an_answer_is_summed_over_its_endpoints() -> None:
-    assert parse_answer(stats()) == InstanceAnswer(
-        "my_space", "Hello", "i1", ("a", "b"), 1767225600.0, 4, 2, True
+    assert parse_answer(stats()) == Row(
+        "my_space", "Hello", "i1", "draining", 1767225600.0, True, 4, 2, ("a", "b")
     )
 
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from dynbus.bus.clock import JumpingLoop, monotonic, run
 from dynbus.bus.errors import ConfigError, PayloadTooLarge, Unavailable
-from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.memory.subjects import SubjectTree, matches
 from dynbus.bus.protocol.headers import status
 from dynbus.bus.transport import ConnectionState, Message

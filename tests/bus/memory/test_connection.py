@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from dynbus.bus.clock import JumpingLoop, run
 from dynbus.bus.errors import Unavailable
-from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.transport import ConnectionState, Message, StreamConfig
 
 pytestmark = pytest.mark.anyio

@@ -10,8 +10,7 @@ import pytest
 
 from dynbus.bus.clock import EPOCH, JumpingLoop, monotonic
 from dynbus.bus.errors import ConfigError, DynbusError, PayloadTooLarge, Unavailable
-from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.memory.stream import MemoryStream
 from dynbus.bus.transport import (
     Message,

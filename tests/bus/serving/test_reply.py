@@ -21,8 +21,7 @@ from tests.bus.near_side import (
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import Cancelled, DynbusError, HandlerError, Overloaded, Unavailable
-from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.protocol import headers
 from dynbus.bus.protocol.stream_writer import StreamWriter
 from dynbus.bus.protocol.wire import End, Failed, Items, encode_batch

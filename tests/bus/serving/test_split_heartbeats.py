@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from tests.bus.near_side import Served, endpoint, serving, until
 
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryConnection
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.liveness import HEARTBEAT_INTERVAL
 from dynbus.bus.protocol.wire import Failed, Heartbeat, Open

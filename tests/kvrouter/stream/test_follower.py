@@ -19,7 +19,7 @@ from tests.kvrouter.event_bus import (
 from dynbus import Actor, handler
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryConnection
 from dynbus.kvrouter.events import (
     AllBlocksCleared,
     BlockRemoved,

@@ -8,7 +8,7 @@ import pytest
 from tests.kvrouter.event_bus import STREAM, EventBus, event_subject, stored
 
 from dynbus.bus.clock import unix_time
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryConnection
 from dynbus.bus.transport import NoStream
 from dynbus.kvrouter.events import BlockRemoved, KvEvent, encode_events
 from dynbus.kvrouter.radix.index import RadixIndex, Rank

@@ -10,7 +10,7 @@ import pytest
 from tests.kvrouter.event_bus import STREAM, EventBus, event_subject, eventually, stored
 
 from dynbus import Actor, handler
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryConnection
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
 from dynbus.kvrouter.radix.snapshot import dump_index
 from dynbus.kvrouter.stream.digest import index_digest

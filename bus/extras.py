@@ -1,0 +1,31 @@
+"""The extras of dynbus: whether they are there, and how to install them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Final
+
+EXTRAS: Final = {
+    "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp"),
+    "metrics": ("opentelemetry.sdk", "opentelemetry.exporter.prometheus", "prometheus_client"),
+    "nkeys": ("nkeys",),
+    "zmq": ("zmq",),
+}
+"""The modules of each extra."""
+
+
+def has_extra(name: str) -> bool:
+    """Whether all modules of an extra can be found; the packages above them are imported."""
+    try:
+        return all(importlib.util.find_spec(module) is not None for module in EXTRAS[name])
+    except ModuleNotFoundError:
+        return False
+
+
+def how_to_install(*extras: str) -> str:
+    """The command that installs extras of dynbus, where it is a clone too."""
+    names, clone = ",".join(extras), Path(__file__).resolve().parents[1]
+    if (clone / "pyproject.toml").is_file():
+        return f'pip install -e "{"." if clone == Path.cwd() else clone}[{names}]"'
+    return f'pip install "dynbus[{names}]"'
