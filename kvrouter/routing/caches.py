@@ -258,13 +258,10 @@ class ApproximateIndex:
 
     Args:
         ttl: seconds after its last use until a block counts as gone; None for never.
-        default_capacity: blocks of a rank beyond which the least recently used are forgotten,
-            where `store` is not given another number.
     """
 
-    def __init__(self, *, ttl: float | None, default_capacity: int = DEFAULT_CAPACITY) -> None:
+    def __init__(self, *, ttl: float | None) -> None:
         self._ttl = ttl
-        self._default_capacity = default_capacity
         # In the order of their last request, so that those that nobody asks for any longer are
         # found in front.
         self._ranks: OrderedDict[Rank, _Held] = OrderedDict()
@@ -289,7 +286,8 @@ class ApproximateIndex:
         Args:
             now: seconds of any clock that never goes back.
             start: blocks at the beginning that the exact index has, as after `confirm`.
-            capacity: blocks that this rank has room for; None for the default.
+            capacity: blocks that this rank has room for, beyond which the least recently used are
+                forgotten; None for `DEFAULT_CAPACITY`.
         """
         held = self._ranks.get(rank)
         if held is None:
@@ -307,7 +305,7 @@ class ApproximateIndex:
             ]
             held.reversals += bool(again)
         held.tell(sequence_hashes, start)
-        limit = self._default_capacity if capacity is None else capacity
+        limit = DEFAULT_CAPACITY if capacity is None else capacity
         while len(blocks) > limit:
             held.forget_oldest()
         while self._ranks and next(iter(self._ranks.values())).gone_at <= now:

@@ -99,61 +99,6 @@ def read_profile(instance: str, metadata: Mapping[str, str]) -> InstanceProfile:
     )
 
 
-def agreed_block_size(
-    profiles: Iterable[InstanceProfile],
-    *,
-    block_size: int | None,
-    tokenizer_id: str,
-    needs_events: bool,
-) -> int:
-    """The block size that all instances have, once they are found to fit together.
-
-    Args:
-        block_size: what it must be; None for whatever the instances say.
-        tokenizer_id: what makes the token ids of requests; empty for no check.
-        needs_events: whether the router counts on events.
-
-    Raises:
-        ConfigError: they do not fit, and why: routing by prefix would never find one.
-    """
-    agreed, said_by = block_size, "the router"
-    for profile in profiles:
-        size = profile.block_size
-        if size is not None and agreed is not None and size != agreed:
-            raise ConfigError(
-                f"block sizes differ: {said_by} has {agreed} tokens, instance "
-                f"{profile.instance} has {BLOCK_SIZE_KEY} = {size}, so no prefix would be found "
-                "there: start all engines with the same block size"
-            )
-        if size is not None and agreed is None:
-            agreed, said_by = size, f"instance {profile.instance}"
-        if tokenizer_id and not profile.tokenizer_id:
-            raise ConfigError(
-                f"the router's token ids are of {tokenizer_id!r}, instance {profile.instance} "
-                f"does not announce its tokenizer: set {TOKENIZER_KEY} in its "
-                "instance_metadata(), or no tokenizer_id of the router"
-            )
-        if tokenizer_id and profile.tokenizer_id != tokenizer_id:
-            raise ConfigError(
-                f"tokenizers differ: the router's token ids are of {tokenizer_id!r}, instance "
-                f"{profile.instance} has {TOKENIZER_KEY} = {profile.tokenizer_id!r}: use the "
-                "model's own tokenizer on both sides"
-            )
-        if needs_events and not profile.has_events:
-            raise ConfigError(
-                f"instance {profile.instance} publishes no KV events ({EVENTS_KEY} is not true) "
-                "and the router follows events: open a KvEventPublisher in the engine and set "
-                f"{EVENTS_KEY} = true, or let the router guess from its own decisions "
-                "(open_router(..., exact=False); a RouterActor: exact=false)"
-            )
-    if agreed is None:
-        raise ConfigError(
-            f"no instance announces its block size: set {BLOCK_SIZE_KEY} in instance_metadata(), "
-            "or block_size of the router"
-        )
-    return agreed
-
-
 def _number(instance: str, metadata: Mapping[str, str], key: str) -> int | None:
     text = metadata.get(key)
     if text is None:
@@ -191,7 +136,9 @@ class Profiles:
     logged once. Times are of one monotonic clock.
 
     Args:
-        block_size, tokenizer_id, needs_events: see `agreed_block_size`.
+        block_size: of the router; None for whatever the instances say.
+        tokenizer_id: what makes the token ids of requests; empty for no check.
+        needs_events: whether the router counts on events.
     """
 
     def __init__(self, *, block_size: int | None, tokenizer_id: str, needs_events: bool) -> None:
@@ -228,7 +175,8 @@ class Profiles:
             ConfigError: none is left, and why.
         """
         if self._agreed is None:
-            self._agree(instances)
+            profiles = [read_profile(one.id, one.metadata) for one in instances]
+            self._agreed = self.agree(profiles, self._given_block_size)
         found: list[InstanceProfile] = []
         misfits: dict[str, str] = {}
         for instance in instances:
@@ -237,7 +185,7 @@ class Profiles:
             known = self._read.get(instance_id)
             if known is None or known[0] is not metadata:
                 # A new record; as a rule it says again what the one before it said.
-                self._look_at_incarnation(instance)
+                self._note_incarnation(instance)
                 same = known is not None and known[0] == metadata
                 read = known[1] if known is not None and same else self._check(instance)
                 known = self._read[instance_id] = (metadata, read)
@@ -266,30 +214,64 @@ class Profiles:
             self._incarnations.pop(name, None)
         return gone
 
-    def _look_at_incarnation(self, instance: Instance) -> None:
+    def _note_incarnation(self, instance: Instance) -> None:
         incarnation = instance.record.incarnation
         before = self._incarnations.get(instance.id)
         if before is not None and before != incarnation:
             self._restarted.add(instance.id)
         self._incarnations[instance.id] = incarnation
 
-    def _agree(self, instances: Sequence[Instance]) -> None:
-        self._agreed = agreed_block_size(
-            [read_profile(one.id, one.metadata) for one in instances],
-            block_size=self._given_block_size,
-            tokenizer_id=self._tokenizer_id,
-            needs_events=self._needs_events,
-        )
+    def agree(self, profiles: Iterable[InstanceProfile], block_size: int | None) -> int:
+        """The block size that instances have, once they are found to fit together.
+
+        Args:
+            block_size: what it must be; None for whatever the instances say.
+
+        Raises:
+            ConfigError: they do not fit, and why: routing by prefix would never find one.
+        """
+        agreed, said_by = block_size, "the router"
+        wanted = self._tokenizer_id
+        for profile in profiles:
+            size = profile.block_size
+            if size is not None and agreed is not None and size != agreed:
+                raise ConfigError(
+                    f"block sizes differ: {said_by} has {agreed} tokens, instance "
+                    f"{profile.instance} has {BLOCK_SIZE_KEY} = {size}, so no prefix would be "
+                    "found there: start all engines with the same block size"
+                )
+            if size is not None and agreed is None:
+                agreed, said_by = size, f"instance {profile.instance}"
+            if wanted and not profile.tokenizer_id:
+                raise ConfigError(
+                    f"the router's token ids are of {wanted!r}, instance {profile.instance} "
+                    f"does not announce its tokenizer: set {TOKENIZER_KEY} in its "
+                    "instance_metadata(), or no tokenizer_id of the router"
+                )
+            if wanted and profile.tokenizer_id != wanted:
+                raise ConfigError(
+                    f"tokenizers differ: the router's token ids are of {wanted!r}, instance "
+                    f"{profile.instance} has {TOKENIZER_KEY} = {profile.tokenizer_id!r}: use the "
+                    "model's own tokenizer on both sides"
+                )
+            if self._needs_events and not profile.has_events:
+                raise ConfigError(
+                    f"instance {profile.instance} publishes no KV events ({EVENTS_KEY} is not "
+                    "true) and the router follows events: open a KvEventPublisher in the engine "
+                    f"and set {EVENTS_KEY} = true, or let the router guess from its own decisions "
+                    "(open_router(..., exact=False); a RouterActor: exact=false)"
+                )
+        if agreed is None:
+            raise ConfigError(
+                f"no instance announces its block size: set {BLOCK_SIZE_KEY} in "
+                "instance_metadata(), or block_size of the router"
+            )
+        return agreed
 
     def _check(self, instance: Instance) -> InstanceProfile | ConfigError:
         try:
             profile = read_profile(instance.id, instance.metadata)
-            agreed_block_size(
-                [profile],
-                block_size=self._agreed,
-                tokenizer_id=self._tokenizer_id,
-                needs_events=self._needs_events,
-            )
+            self.agree([profile], self._agreed)
         except ConfigError as error:
             logger.error("instance %s gets no calls: %s", instance.id, error)
             return error

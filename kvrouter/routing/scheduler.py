@@ -15,9 +15,9 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
@@ -38,9 +38,10 @@ from .queue import RETRY_AFTER, RequestQueue, SchedulingRequest, Ticket
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS: Final = 65_536
+"""Sessions that are remembered; beyond it the least recently used are forgotten."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SchedulerStatistics:
     """Figures of a scheduler since it began.
 
@@ -58,19 +59,19 @@ class SchedulerStatistics:
         agreements: by shadow policy, in how many decisions it would have chosen the same.
     """
 
-    decisions: int
-    running: int
-    waiting: int
-    waited: int
-    refused: int
-    sessions_kept: int
-    prompt_tokens: int
-    best_tokens: int
-    expected_tokens: int
-    reused_tokens: int
-    compared_tokens: int
-    resyncs: int
-    agreements: Mapping[str, int]
+    decisions: int = 0
+    running: int = 0
+    waiting: int = 0
+    waited: int = 0
+    refused: int = 0
+    sessions_kept: int = 0
+    prompt_tokens: int = 0
+    best_tokens: int = 0
+    expected_tokens: int = 0
+    reused_tokens: int = 0
+    compared_tokens: int = 0
+    resyncs: int = 0
+    agreements: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 class SessionAffinity:
@@ -78,13 +79,11 @@ class SessionAffinity:
 
     Args:
         ttl, overload: `session_ttl` and `session_overload` of `RouterConfig`.
-        limit: sessions to remember; beyond it the least recently used are forgotten.
     """
 
-    def __init__(self, *, ttl: float, overload: float, limit: int = MAX_SESSIONS) -> None:
+    def __init__(self, *, ttl: float, overload: float) -> None:
         self._ttl = ttl
         self._overload = overload
-        self._limit = limit
         self._sessions: OrderedDict[str, tuple[Rank, float]] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -113,7 +112,9 @@ class SessionAffinity:
         sessions = self._sessions
         sessions[session] = (rank, now + self._ttl)
         sessions.move_to_end(session)
-        while sessions and (len(sessions) > self._limit or next(iter(sessions.values()))[1] <= now):
+        while sessions and (
+            len(sessions) > MAX_SESSIONS or next(iter(sessions.values()))[1] <= now
+        ):
             sessions.popitem(last=False)
 
 
@@ -151,8 +152,7 @@ class KvScheduler:
         self._caches = ExpectedCaches(follower, config)
         self._popularity = Popularity()
         self._running: dict[int, Decision] = {}
-        self._number = 0
-        self._counts: Counter[str] = Counter()
+        self._counts = SchedulerStatistics()
         self._has_failed = False
 
     def __repr__(self) -> str:
@@ -258,9 +258,9 @@ class KvScheduler:
         # An engine may say anything; of a prompt no more than all of it can be reused.
         tokens = min(tokens, decision.prompt_tokens)
         decision.outcome.reused_tokens = tokens
-        self._counts["reused"] += tokens
-        self._counts["compared"] += decision.expected_reuse
-        self._counts["resyncs"] += self._caches.note_reused(decision, tokens, now)
+        self._counts.reused_tokens += tokens
+        self._counts.compared_tokens += decision.expected_reuse
+        self._counts.resyncs += self._caches.note_reused(decision, tokens, now)
         return decision
 
     def note_elsewhere(self, rank: Rank, sequence_hashes: Sequence[int], now: float) -> None:
@@ -286,20 +286,11 @@ class KvScheduler:
 
     def statistics(self) -> SchedulerStatistics:
         """Figures of this scheduler."""
-        counts = self._counts
-        return SchedulerStatistics(
-            decisions=self._number,
+        return replace(
+            self._counts,
             running=len(self._running),
             waiting=len(self._queue),
-            waited=counts["waited"],
             refused=self._queue.refused,
-            sessions_kept=counts["session"],
-            prompt_tokens=counts["prompt"],
-            best_tokens=counts["best"],
-            expected_tokens=counts["expected"],
-            reused_tokens=counts["reused"],
-            compared_tokens=counts["compared"],
-            resyncs=counts["resyncs"],
             agreements=dict(self._shadows.agreements),
         )
 
@@ -313,10 +304,10 @@ class KvScheduler:
         costs = self._costs(request, candidates)
         at, reason = self._choose(request, candidates, costs, now)
         chosen = candidates[at]
-        self._number += 1
+        self._counts.decisions += 1
         reuse = min(shape.prompt_tokens, chosen.overlap.total * block_size)
         decision = Decision(
-            number=self._number,
+            number=self._counts.decisions,
             request_id=request.request_id,
             attempt=request.attempt,
             decided_at=now,
@@ -389,7 +380,7 @@ class KvScheduler:
                     )
                 )
         best = max(map(sum, overlaps), default=0)
-        self._counts["best"] += min(best * shape.block_size, shape.prompt_tokens)
+        self._counts.best_tokens += min(best * shape.block_size, shape.prompt_tokens)
         return candidates, predicted
 
     def _choose(
@@ -402,7 +393,7 @@ class KvScheduler:
         if request.session:
             kept = self._affinity.find(request.session, request.shape, candidates, now)
             if kept is not None and costs[kept] < math.inf:
-                self._counts["session"] += 1
+                self._counts.sessions_kept += 1
                 return kept, Reason.SESSION
         at = choose(costs, self.config.temperature, self._random)
         if at is None:
@@ -442,6 +433,6 @@ class KvScheduler:
         )
         self._running[decision.number] = decision
         self.decisions.add(decision)
-        self._counts["waited"] += now > request.arrived
-        self._counts["expected"] += decision.expected_reuse
-        self._counts["prompt"] += decision.prompt_tokens
+        self._counts.waited += now > request.arrived
+        self._counts.expected_tokens += decision.expected_reuse
+        self._counts.prompt_tokens += decision.prompt_tokens

@@ -310,7 +310,11 @@ class SharedLoad(ActiveLoad):
                 yield encode_message(
                     ActiveSet(VERSION, self.router, self._sequence, part, len(parts), requests)
                 )
-        missing = [name for name, peer in self._peers.items() if self._must_ask(peer, now)]
+        missing = [
+            name
+            for name, peer in self._peers.items()
+            if peer.next is None and now - peer.asked_at >= ASK_AGAIN
+        ]
         if missing:
             for name in missing:
                 self._peers[name].asked_at = now
@@ -319,9 +323,6 @@ class SharedLoad(ActiveLoad):
     def farewell(self) -> bytes:
         """The last message of this router."""
         return encode_message(Left(VERSION, self.router))
-
-    def _must_ask(self, peer: _Peer, now: float) -> bool:
-        return peer.next is None and now - peer.asked_at >= ASK_AGAIN
 
     # What is heard ------------------------------------------------------------------------
 
@@ -502,11 +503,6 @@ class LoadSharing:
         except BaseException:
             subscription.unsubscribe()
             raise
-
-    async def close(self) -> None:
-        """Tell the others that this router leaves; more calls change nothing."""
-        if self._work is not None:
-            await self._work.end()
 
     def notify(self) -> None:
         """Something happened to own requests: it is said within `BATCH_TIME`."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dynbus.kvrouter.radix.index import Rank
+from dynbus.kvrouter.routing import scheduler
 from dynbus.kvrouter.routing.cost import Candidate
 from dynbus.kvrouter.routing.scheduler import SessionAffinity
 
 from .routing_fixtures import shape
 
 
-def test_sessions_are_forgotten_by_time_and_by_number() -> None:
-    affinity = SessionAffinity(ttl=10.0, overload=2.0, limit=2)
+def test_sessions_are_forgotten_by_time_and_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_SESSIONS", 2)
+    affinity = SessionAffinity(ttl=10.0, overload=2.0)
     wanted, candidates = shape(4), [Candidate(Rank("a", 0)), Candidate(Rank("b", 0))]
     for at, session in enumerate(("one", "two", "three")):
         affinity.bind(session, Rank("b", 0), float(at))

@@ -41,21 +41,13 @@ def test_blocks_are_gone_after_their_time_and_reuse_renews_it() -> None:
 
 
 def test_beyond_its_capacity_a_rank_forgets_what_was_used_the_longest_ago() -> None:
-    index = ApproximateIndex(ttl=None, default_capacity=4)
-    index.store(A, chain(1, 2, 3), 0.0)
+    index = ApproximateIndex(ttl=None)
+    index.store(A, chain(1, 2, 3), 0.0, capacity=4)
 
-    index.store(A, chain(5, 6), 1.0)
+    index.store(A, chain(5, 6), 1.0, capacity=4)
 
     assert index.reach(A, chain(1, 2, 3), 1e9) == 2
     assert index.reach(A, chain(5, 6), 1e9) == 2
-
-
-def test_the_capacity_of_a_rank_goes_before_the_default() -> None:
-    index = ApproximateIndex(ttl=120.0, default_capacity=1)
-
-    index.store(A, chain(1, 2, 3), 0.0, capacity=2)
-
-    assert index.reach(A, chain(1, 2, 3), 1.0) == 2
 
 
 def test_guesses_go_on_from_what_is_known_exactly() -> None:
@@ -139,13 +131,13 @@ PROMPTS = st.lists(st.integers(0, 2), max_size=5)
 def test_answers_are_those_of_a_walk_over_what_was_used_last(
     stores: Sequence[tuple[int, list[int]]], question: list[int], capacity: int
 ) -> None:
-    index = ApproximateIndex(ttl=20.0, default_capacity=capacity)
+    index = ApproximateIndex(ttl=20.0)
     used: dict[int, float] = {}
     now = 0.0
 
     for pause, prompt in stores:
         now += pause
-        index.store(A, chain(*prompt), now)
+        index.store(A, chain(*prompt), now, capacity=capacity)
         for block in reversed(chain(*prompt)):
             used.pop(block, None)
             used[block] = now
@@ -176,14 +168,14 @@ STEPS = st.one_of(
 def test_guesses_end_where_the_exact_index_was_known_to_have_more(
     steps: Sequence[tuple[str, list[int], int]], question: list[int], start: int, capacity: int
 ) -> None:
-    index = ApproximateIndex(ttl=20.0, default_capacity=capacity)
+    index = ApproximateIndex(ttl=20.0)
     guessed: dict[int, bool] = {}
 
     for kind, blocks, at in steps:
         prompt = chain(*blocks)
         at = min(at, len(prompt))
         if kind == "store":
-            index.store(A, prompt, 0.0, start=at)
+            index.store(A, prompt, 0.0, start=at, capacity=capacity)
             for place in reversed(range(len(prompt))):
                 guessed.pop(prompt[place], None)
                 guessed[prompt[place]] = place >= at

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dynbus.bus.background import Background
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import kv_load_subject
 from dynbus.kvrouter.radix.index import Rank
@@ -32,13 +33,11 @@ class Stage:
     async def router(self, name: str) -> AsyncGenerator[LoadSharing]:
         bus = (await self.kit.runtime()).bus
         self.connections[name] = bus.data
-        load = SharedLoad(name)
-        sharing = LoadSharing(bus.data, bus.background, "llm", "Worker", load, self._note)
-        await sharing.open()
-        try:
+        async with Background(name, lambda error: pytest.fail(str(error))) as background:
+            load = SharedLoad(name)
+            sharing = LoadSharing(bus.data, background, "llm", "Worker", load, self._note)
+            await sharing.open()
             yield sharing
-        finally:
-            await sharing.close()
 
     def _note(self, heard: Heard) -> None:
         self.changes += heard.released

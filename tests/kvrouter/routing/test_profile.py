@@ -6,7 +6,7 @@ import pytest
 
 from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter.radix.index import Rank
-from dynbus.kvrouter.routing.profiles import InstanceProfile, agreed_block_size, read_profile
+from dynbus.kvrouter.routing.profiles import InstanceProfile, Profiles, read_profile
 
 
 def agree(
@@ -15,9 +15,8 @@ def agree(
     tokenizer_id: str = "",
     needs_events: bool = False,
 ) -> int:
-    return agreed_block_size(
-        profiles, block_size=block_size, tokenizer_id=tokenizer_id, needs_events=needs_events
-    )
+    known = Profiles(block_size=block_size, tokenizer_id=tokenizer_id, needs_events=needs_events)
+    return known.agree(profiles, block_size)
 
 
 def test_a_profile_has_all_that_the_metadata_says() -> None:
