@@ -437,5 +437,6 @@ class ReuseWatch:
 
     def remove_instance(self, instance: str) -> None:
         """An instance is gone."""
-        for rank in [rank for rank in self._comparisons if rank.instance == instance]:
-            del self._comparisons[rank]
+        self._comparisons = {
+            rank: one for rank, one in self._comparisons.items() if rank.instance != instance
+        }

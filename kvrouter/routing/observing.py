@@ -78,10 +78,9 @@ class RouterWatch(Openable):
         self._bus = bus
         self._router = router
         self._subject = why_subject(namespace, component)
+        self._labels: Labels = (("dynbus.namespace", namespace), ("dynbus.component", component))
         metrics = bus.telemetry.metrics if bus.telemetry is not None else None
-        self._metrics = (
-            None if metrics is None else RouterMetrics(metrics, self.id, namespace, component)
-        )
+        self._readings = {} if metrics is None else _readings(metrics)
         self._said: CacheAwareness | None = None
         self._logged: str | None = None
         self._looked = False
@@ -102,8 +101,8 @@ class RouterWatch(Openable):
         finally:
             subscription.unsubscribe()
             self._bus.status.remove(self.id)
-            if self._metrics is not None:
-                self._metrics.remove()
+            for readings in self._readings.values():
+                readings.remove(self.id)
 
     async def _run(self) -> None:
         while True:
@@ -124,8 +123,29 @@ class RouterWatch(Openable):
         self._bus.status.put(
             self.id, self.target, {AWARENESS_KEY: str(awareness), TARGET_KEY: self.target}
         )
-        if self._metrics is not None:
-            self._metrics.put(awareness, self._router.statistics(), self._router.follower)
+        if self._readings:
+            self._measure(awareness)
+
+    def _measure(self, awareness: CacheAwareness) -> None:
+        source, labels, readings = self.id, self._labels, self._readings
+        statistics, follower = self._router.statistics(), self._router.follower
+        levels = {
+            (*labels, ("dynbus.level", level.value)): float(level is awareness.level)
+            for level in AwarenessLevel
+        }
+        tokens = {kind: getattr(statistics, f"{kind}_tokens") for kind in TOKEN_KINDS}
+        counts = {(*labels, ("dynbus.kind", kind)): count for kind, count in tokens.items()}
+        readings["cache_aware"].put(source, levels)
+        readings["decisions"].put(source, {labels: statistics.decisions})
+        readings["waiting"].put(source, {labels: statistics.waiting})
+        readings["tokens"].put(source, counts)
+        if tokens["prompt"]:
+            readings["hit_rate"].put(source, {labels: tokens["expected"] / tokens["prompt"]})
+        if isinstance(follower, IndexFollower):
+            status = follower.status()
+            readings["resyncs"].put(source, {labels: status.requests})
+            readings["staleness"].put(source, {labels: status.staleness.p99})
+            readings["blocks"].put(source, {labels: follower.index.statistics().blocks})
 
     def _log(self, awareness: CacheAwareness) -> None:
         shape = _shape(awareness)
@@ -186,63 +206,23 @@ def _shape(awareness: CacheAwareness) -> str:
     return re.sub(r"\d+", "#", str(awareness))
 
 
-class RouterMetrics:
-    """The metrics of one router.
-
-    Args:
-        source: the router's id.
-        namespace, component: of the instances that it chooses among.
-    """
-
-    def __init__(self, metrics: Metrics, source: str, namespace: str, component: str) -> None:
-        self._source = source
-        self._labels: Labels = (("dynbus.namespace", namespace), ("dynbus.component", component))
-        self._readings: dict[str, Readings] = {
-            "cache_aware": metrics.gauge(
-                "kv.cache_aware", "{router}", "Routers, by how far they know the caches."
-            ),
-            "decisions": metrics.counter("kv.decisions", "{decision}", "Requests routed."),
-            "tokens": metrics.counter(
-                "kv.tokens", "{token}", "Prompt tokens of routed requests, by what they are."
-            ),
-            "hit_rate": metrics.gauge(
-                "kv.hit_rate", "1", "Share of prompt tokens expected in the chosen cache.", max
-            ),
-            "waiting": metrics.gauge("kv.waiting", "{request}", "Requests in routers' queues."),
-            "resyncs": metrics.counter("kv.resyncs", "{request}", "Resyncs asked for."),
-            "blocks": metrics.gauge("kv.index.blocks", "{block}", "Blocks held in the index."),
-            "staleness": metrics.gauge(
-                "kv.staleness", "s", "Age of events when applied, 99th percentile.", max
-            ),
-        }
-
-    def put(
-        self,
-        awareness: CacheAwareness,
-        statistics: SchedulerStatistics,
-        follower: Follower | None,
-    ) -> None:
-        """Replace all values."""
-        source, labels, readings = self._source, self._labels, self._readings
-        levels = {
-            (*labels, ("dynbus.level", level.value)): float(level is awareness.level)
-            for level in AwarenessLevel
-        }
-        tokens = {kind: getattr(statistics, f"{kind}_tokens") for kind in TOKEN_KINDS}
-        counts = {(*labels, ("dynbus.kind", kind)): count for kind, count in tokens.items()}
-        readings["cache_aware"].put(source, levels)
-        readings["decisions"].put(source, {labels: statistics.decisions})
-        readings["waiting"].put(source, {labels: statistics.waiting})
-        readings["tokens"].put(source, counts)
-        if tokens["prompt"]:
-            readings["hit_rate"].put(source, {labels: tokens["expected"] / tokens["prompt"]})
-        if isinstance(follower, IndexFollower):
-            status = follower.status()
-            readings["resyncs"].put(source, {labels: status.requests})
-            readings["staleness"].put(source, {labels: status.staleness.p99})
-            readings["blocks"].put(source, {labels: follower.index.statistics().blocks})
-
-    def remove(self) -> None:
-        """The router is gone."""
-        for readings in self._readings.values():
-            readings.remove(self._source)
+def _readings(metrics: Metrics) -> dict[str, Readings]:
+    """What is measured of routers."""
+    return {
+        "cache_aware": metrics.gauge(
+            "kv.cache_aware", "{router}", "Routers, by how far they know the caches."
+        ),
+        "decisions": metrics.counter("kv.decisions", "{decision}", "Requests routed."),
+        "tokens": metrics.counter(
+            "kv.tokens", "{token}", "Prompt tokens of routed requests, by what they are."
+        ),
+        "hit_rate": metrics.gauge(
+            "kv.hit_rate", "1", "Share of prompt tokens expected in the chosen cache.", max
+        ),
+        "waiting": metrics.gauge("kv.waiting", "{request}", "Requests in routers' queues."),
+        "resyncs": metrics.counter("kv.resyncs", "{request}", "Resyncs asked for."),
+        "blocks": metrics.gauge("kv.index.blocks", "{block}", "Blocks held in the index."),
+        "staleness": metrics.gauge(
+            "kv.staleness", "s", "Age of events when applied, 99th percentile.", max
+        ),
+    }

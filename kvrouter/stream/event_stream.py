@@ -88,17 +88,11 @@ class EventStream:
         )
 
 
-class _Setting(NamedTuple):
-    name: str
-    found: object
-    wanted: object
-
-    @property
-    def is_met(self) -> bool:
-        if isinstance(self.found, float) and isinstance(self.wanted, float):
-            # The server keeps whole nanoseconds: a third of a second comes back as another float.
-            return isclose(self.found, self.wanted, rel_tol=1e-12, abs_tol=2e-9)
-        return self.found == self.wanted
+def _is_met(found: object, wanted: object) -> bool:
+    if isinstance(found, float) and isinstance(wanted, float):
+        # The server keeps whole nanoseconds: a third of a second comes back as another float.
+        return isclose(found, wanted, rel_tol=1e-12, abs_tol=2e-9)
+    return found == wanted
 
 
 async def ensure_stream(jetstream: JetStream, stream: EventStream, *, timeout: float = 5.0) -> None:
@@ -111,9 +105,12 @@ async def ensure_stream(jetstream: JetStream, stream: EventStream, *, timeout: f
     wanted = stream.config
     await jetstream.ensure_stream(wanted, timeout=timeout)
     found = await jetstream.stream_config(wanted.name, timeout=timeout)
-    differing = [setting for setting in _settings(found, wanted) if not setting.is_met]
-    if differing:
-        listed = ", ".join(f"{name} = {has}, not {want}" for name, has, want in differing)
+    listed = ", ".join(
+        f"{name} = {has}, not {want}"
+        for name, has, want in _settings(found, wanted)
+        if not _is_met(has, want)
+    )
+    if listed:
         raise ConfigError(
             f"stream {wanted.name} exists with {listed}: give EventStream its settings, "
             f"or change the stream with `nats stream edit {wanted.name}`; storage and retention "
@@ -121,12 +118,11 @@ async def ensure_stream(jetstream: JetStream, stream: EventStream, *, timeout: f
         )
 
 
-def _settings(found: StreamConfig, wanted: StreamConfig) -> Iterator[_Setting]:
+def _settings(found: StreamConfig, wanted: StreamConfig) -> Iterator[tuple[str, object, object]]:
     for name in ("subjects", "in_memory", "work_queue"):
-        yield _Setting(name, getattr(found, name), getattr(wanted, name))
+        yield name, getattr(found, name), getattr(wanted, name)
     for name in StreamLimits._fields:
-        has, want = getattr(found.limits, name), getattr(wanted.limits, name)
-        yield _Setting(name, has, want)
+        yield name, getattr(found.limits, name), getattr(wanted.limits, name)
 
 
 def latest_epoch(stored: float) -> int:

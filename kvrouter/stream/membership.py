@@ -60,17 +60,10 @@ class Membership:
         lost = set(self.known or ()) - set(known)
         self.known = known
         without = set(present) - set(known)
-        for instance in self._without_lease.keys() - without:
-            del self._without_lease[instance]
-        for instance in without:
-            self._without_lease.setdefault(instance, now)
-        for instance in self._said.keys() - without:
-            del self._said[instance]
         silent = set(known) - set(present)
-        for instance in self._silent.keys() - silent:
-            del self._silent[instance]
-        for instance in silent:
-            self._silent.setdefault(instance, now)
+        self._without_lease = {one: self._without_lease.get(one, now) for one in without}
+        self._said = {one: said for one, said in self._said.items() if one in without}
+        self._silent = {one: self._silent.get(one, now) for one in silent}
         return [
             instance
             for instance, since in self._without_lease.items()

@@ -145,8 +145,7 @@ class ResyncPlan:
 
     def forget(self, instance: str) -> None:
         """An instance is gone."""
-        for rank in [rank for rank in self._needs if rank.instance == instance]:
-            del self._needs[rank]
+        self._needs = {rank: one for rank, one in self._needs.items() if rank.instance != instance}
 
     def due(self, now: float) -> list[Rank]:
         """The ranks to ask now; they count as asked."""

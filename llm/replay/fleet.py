@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from heapq import heappop, heappush
 from random import Random
@@ -163,24 +163,6 @@ class _OpenRequest:
     output_tokens: int = 0
 
 
-@dataclass(slots=True)
-class _Intervals:
-    durations: list[NDArray[np.float64] | tuple[float, ...]] = field(
-        default_factory=list[NDArray[np.float64] | tuple[float, ...]]
-    )
-    counts: list[int] = field(default_factory=list[int])
-
-    def add(self, durations: NDArray[np.float64] | tuple[float, ...], count: int) -> None:
-        self.durations.append(durations)
-        self.counts.append(count)
-
-    def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        if not self.durations:
-            return np.empty(0), np.empty(0, dtype=np.int64)
-        lengths = [len(each) for each in self.durations]
-        return np.concatenate(self.durations), np.repeat(np.array(self.counts), lengths)
-
-
 class DelayedIndex:
     """The index of a router: a `Follower` that learns of events some time after they happened.
 
@@ -270,7 +252,8 @@ class Fleet:
         self._entries = 0
         self._requests: dict[str, _OpenRequest] = {}
         self._waiting = 0
-        self._intervals = _Intervals()
+        # Seconds between tokens, and how many requests had each.
+        self._intervals: list[tuple[NDArray[np.float64] | tuple[float, ...], int]] = []
         self._preempted = 0
 
     def run(
@@ -295,9 +278,11 @@ class Fleet:
             if progress is not None and number % 64 == 0:
                 progress(number)
         self._advance(_NEVER)
+        durations, counts = zip(*(((), 0), *self._intervals), strict=True)
+        repeated = np.repeat(counts, [len(each) for each in durations])
         return ReplayResult(
             replayed,
-            self._intervals.arrays(),
+            (np.concatenate(durations), repeated),
             [instance.busy for instance in self._instances.values()],
             self._preempted,
         )
@@ -407,7 +392,7 @@ class Fleet:
         instance.busy += result.duration
         self._preempted += result.preempted
         if result.decoding:
-            self._intervals.add(result.durations, result.decoding)
+            self._intervals.append((result.durations, result.decoding))
         for output in result.outputs:
             self._note(output, now)
         if result.events and self._index is not None:
@@ -422,7 +407,7 @@ class Fleet:
             scheduler.first_item(opened.decision, now)
             scheduler.note_reused(opened.decision, output.cached_tokens, now)
         elif output.resumes:
-            self._intervals.add((now - replayed.last_token,), 1)
+            self._intervals.append(((now - replayed.last_token,), 1))
         replayed.last_token = now
         if scheduler.config.track_output:
             opened.output_tokens += output.count
