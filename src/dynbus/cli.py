@@ -27,6 +27,7 @@ DISTRIBUTION: Final = "dynbus"
 OWN: Final[Mapping[str, str]] = {
     "bench": "Measure your own server.",
     "call": "Call an endpoint.",
+    "chat": "Talk to a model.",
     "doctor": "Check the server and this machine.",
     "kv": "Look into KV caches.",
     "ps": "List the instances.",

@@ -1,0 +1,383 @@
+"""What `dynbus chat` does: one question, or a conversation, over HTTP.
+
+It needs nothing but the standard library, so that it talks to front ends of any make from where
+no extra is installed. It does one thing at a time and nothing else meanwhile: it is not async, and
+Ctrl-C interrupts whatever it reads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from http.client import HTTPException, HTTPResponse
+from typing import Any, Final
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
+
+import click
+import msgspec
+
+from dynbus.bus import exit_codes
+from dynbus.bus.commands.terminal import error_line, notice, printable
+from dynbus.bus.config import is_loopback
+from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.bus.telemetry.logs import redact_url
+
+MAX_ERROR_BYTES: Final = 64 * 1024
+"""Of a refusal that is read for its message."""
+
+STDIN: Final = "-"
+
+
+class Refused(Exception):
+    """Raised when the front end answers with an error."""
+
+
+class Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    delta: Delta = Delta()
+    finish_reason: str | None = None
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One event of a streamed answer, as far as it is read here."""
+
+    choices: list[Choice] = []
+    error: Any = None
+
+
+class Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class Models(msgspec.Struct, frozen=True):
+    data: list[Model]
+
+
+_chunk = msgspec.json.Decoder(Chunk)
+_models = msgspec.json.Decoder(Models)
+
+
+def events(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The data of server-sent events, up to `[DONE]` or the end of the lines."""
+    data: list[bytes] = []
+    for line in lines:
+        line = line.rstrip(b"\r\n")
+        if line.startswith(b"data:"):
+            data.append(line[5:].removeprefix(b" "))
+        elif not line and data:
+            event = b"\n".join(data)
+            data.clear()
+            if event == b"[DONE]":
+                return
+            yield event
+
+
+class FrontEnd:
+    """A front end that speaks the API of OpenAI.
+
+    Args:
+        url: without a path, `/v1` is added.
+        api_key: sent as a bearer token; None for none.
+        timeout: seconds of silence after which reading is given up.
+
+    Raises:
+        ConfigError: the URL is none.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 300.0) -> None:
+        self.url = _base_url(url)
+        self._api_key = api_key
+        self._timeout = timeout
+        self._opener = _opener(self.url)
+
+    def __repr__(self) -> str:
+        return f"<FrontEnd {redact_url(self.url)}>"
+
+    def models(self) -> list[str]:
+        """The names of its models.
+
+        Raises:
+            Unavailable: nobody answers.
+            Refused: it answers with an error.
+        """
+        with closing(self._open("/models")) as response:
+            data = self._read(response)
+        try:
+            return [model.id for model in _models.decode(data).data]
+        except msgspec.DecodeError as error:
+            raise Refused(f"{redact_url(self.url)}/models is no list of models: {error}") from None
+
+    def answer(self, request: Mapping[str, Any]) -> Generator[tuple[str, str | None], None, None]:
+        """The pieces of an answer as they come, each with the reason for its end or None.
+
+        Closing the iterator closes the connection, which cancels the request.
+
+        Raises:
+            Unavailable: nobody answers, or the connection breaks.
+            Refused: it answers with an error.
+        """
+        with closing(self._open("/chat/completions", {**request, "stream": True})) as response:
+            is_ended = False
+            for event in events(self._lines(response)):
+                for choice in self._chunk(event).choices[:1]:
+                    is_ended = is_ended or choice.finish_reason is not None
+                    yield choice.delta.content or "", choice.finish_reason
+            if not is_ended:
+                raise Unavailable("the front end closed the connection in the middle of the answer")
+
+    def _chunk(self, event: bytes) -> Chunk:
+        try:
+            chunk = _chunk.decode(event)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Refused(f"an event of the answer cannot be read: {error}") from None
+        if chunk.error is not None:
+            raise Refused(_message(event) or "the answer ended with an error")
+        return chunk
+
+    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
+        headers = {"Accept": "application/json, text/event-stream"}
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        data = None
+        if body is not None:
+            data = msgspec.json.encode(body)
+            headers["Content-Type"] = "application/json"
+        try:
+            request = Request(self.url + path, data, headers)
+            response: HTTPResponse = self._opener.open(request, timeout=self._timeout)
+        except HTTPError as error:
+            with closing(error):
+                said = _message(error.read(MAX_ERROR_BYTES)) or error.reason
+            raise Refused(f"{error.code}: {said}") from None
+        except (OSError, HTTPException, ValueError) as error:
+            reason = error.reason if isinstance(error, URLError) else error
+            raise Unavailable(
+                f"no front end answers at {redact_url(self.url)}: {reason}; start one, or give "
+                "the address of another with --url"
+            ) from None
+        return response
+
+    def _read(self, response: HTTPResponse) -> bytes:
+        return b"".join(self._lines(response))
+
+    def _lines(self, response: HTTPResponse) -> Iterator[bytes]:
+        try:
+            yield from response
+        except TimeoutError:
+            raise Unavailable(
+                f"the front end was silent for {self._timeout:g} s; raise --timeout"
+            ) from None
+        except (OSError, HTTPException) as error:
+            raise Unavailable(f"the connection to the front end broke: {error}") from None
+
+
+def _base_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(
+            f"--url {redact_url(url)} is not the URL of a front end: write http://HOST:PORT, for "
+            "example http://127.0.0.1:8000"
+        )
+    base = url.rstrip("/")
+    return base if urlsplit(base).path else f"{base}/v1"
+
+
+def _opener(url: str) -> OpenerDirector:
+    """Whatever proxy the environment names is for other machines."""
+    host = urlsplit(url).hostname or ""
+    return build_opener(ProxyHandler({})) if is_loopback(host) else build_opener()
+
+
+def _message(data: bytes) -> str:
+    """What an error's body says, in OpenAI's form or others; empty for nothing."""
+    try:
+        found: Any = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]  # pyright: ignore[reportUnknownVariableType]
+    return found if isinstance(found, str) else ""
+
+
+# Conversations ------------------------------------------------------------------------------
+
+
+class Conversation:
+    """The messages so far, and what is asked with them."""
+
+    def __init__(
+        self, front_end: FrontEnd, model: str, system: str | None, settings: Mapping[str, Any]
+    ) -> None:
+        self.model = model
+        self._front_end = front_end
+        self._settings = settings
+        self._system = [{"role": "system", "content": system}] if system else []
+        self._messages: list[dict[str, str]] = []
+
+    def forget(self) -> None:
+        """Begin anew, with the instructions alone."""
+        self._messages.clear()
+
+    def ask(self, question: str) -> Generator[str, None, None]:
+        """The answer, piece by piece.
+
+        What came of it is part of the conversation, also when it was stopped. A question that
+        failed before the first piece is not.
+
+        Raises:
+            Unavailable, Refused: as `FrontEnd.answer`.
+        """
+        asked = {"role": "user", "content": question}
+        messages = [*self._system, *self._messages, asked]
+        request = {"model": self.model, "messages": messages, **self._settings}
+        pieces: list[str] = []
+        try:
+            with closing(self._front_end.answer(request)) as answer:
+                for piece, ended in answer:
+                    pieces.append(piece)
+                    yield piece
+                    if ended == "length":
+                        notice("[the answer reached its limit of tokens]")
+        finally:
+            if any(pieces):
+                answered = {"role": "assistant", "content": "".join(pieces)}
+                self._messages += [asked, answered]
+
+
+def execute(
+    front_end: FrontEnd,
+    question: Sequence[str],
+    *,
+    model: str | None,
+    system: str | None,
+    settings: Mapping[str, Any],
+) -> int:
+    """Ask once, or talk; returns the exit code.
+
+    Raises:
+        BrokenPipeError: nobody reads standard output any longer; the request was cancelled.
+        KeyboardInterrupt: Ctrl-C; the request was cancelled.
+    """
+    talks = not question and sys.stdin.isatty() and sys.stdout.isatty()
+    asked = "" if talks else _question(question)
+    try:
+        chosen = model or _only_model(front_end)
+        conversation = Conversation(front_end, chosen, system, settings)
+        if talks:
+            return _talk(conversation, front_end)
+        _print_answer(conversation, asked)
+    except (Unavailable, Refused) as error:
+        click.echo(error_line(str(error)), err=True)
+        return exit_codes.NO_SERVER if isinstance(error, Unavailable) else exit_codes.FAILURE
+    return exit_codes.OK
+
+
+def _question(words: Sequence[str]) -> str:
+    """The question of the command line, with standard input where it belongs."""
+    if not words:
+        words = [STDIN]
+    before, found, after = _split(words)
+    parts = [" ".join(before), sys.stdin.read() if found else "", " ".join(after)]
+    text = "\n\n".join(filter(None, map(str.strip, parts)))
+    if not text:
+        raise click.UsageError("the question is empty")
+    return text
+
+
+def _split(words: Sequence[str]) -> tuple[Sequence[str], bool, Sequence[str]]:
+    if STDIN not in words:
+        return words, False, ()
+    at = list(words).index(STDIN)
+    return words[:at], True, words[at + 1 :]
+
+
+def _only_model(front_end: FrontEnd) -> str:
+    models = front_end.models()
+    if not models:
+        raise Unavailable(
+            f"{redact_url(front_end.url)} has no model now; its engines may still be loading"
+        )
+    if len(models) > 1:
+        names = ", ".join(sorted(models))
+        raise Refused(f"there are several models: choose one with --model: {names}")
+    return models[0]
+
+
+def _talk(conversation: Conversation, front_end: FrontEnd) -> int:
+    """A conversation until the user ends it."""
+    # With it, `input` has lines that can be edited and called back.
+    import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+    notice(
+        f"{conversation.model} at {redact_url(front_end.url)}\n"
+        "Ctrl-C stops an answer, Ctrl-C twice or Ctrl-D ends, /new begins a new conversation."
+    )
+    was_interrupted = False
+    while True:
+        try:
+            question = input("\n> ").strip()
+        except EOFError:
+            click.echo()
+            return exit_codes.OK
+        except KeyboardInterrupt:
+            if was_interrupted:
+                raise
+            was_interrupted = True
+            notice("\n[Ctrl-C again, or Ctrl-D, ends]")
+            continue
+        was_interrupted = False
+        if question == "/new":
+            conversation.forget()
+            notice("[a new conversation]")
+        elif question:
+            was_interrupted = _answer_in_talk(conversation, question)
+
+
+def _answer_in_talk(conversation: Conversation, question: str) -> bool:
+    """Print an answer or why there is none; whether Ctrl-C stopped it."""
+    try:
+        _print_answer(conversation, question)
+    except KeyboardInterrupt:
+        notice("\n[stopped]")
+        return True
+    except (Unavailable, Refused) as error:
+        click.echo(error_line(str(error)), err=True)
+    return False
+
+
+def _print_answer(conversation: Conversation, question: str) -> None:
+    shows = sys.stdout.isatty()
+    is_begun = False
+    ends_line = False
+    with closing(conversation.ask(question)) as pieces:
+        try:
+            for piece in pieces:
+                # Some models begin with a blank: it is no part of what they say.
+                text = piece if is_begun else piece.lstrip()
+                is_begun = is_begun or bool(text)
+                if text:
+                    ends_line = text.endswith("\n")
+                    sys.stdout.write(_for_terminal(text) if shows else text)
+                    sys.stdout.flush()
+        finally:
+            if is_begun and not ends_line:
+                click.echo()
+
+
+def _for_terminal(text: str) -> str:
+    """What a model says cannot steer the terminal."""
+    return "".join(
+        letter if letter in "\n\t" else printable(letter) for letter in text.replace("\r\n", "\n")
+    )
