@@ -1,0 +1,113 @@
+"""A model's way with text: its tokenizer, its chat template, and the threads that work for them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from dynbus.bus.errors import InvalidRequest
+
+from .cached_encoder import MAX_BYTES, CachedEncoder
+from .detokenizer import Detokenizer
+from .template import ChatTemplate
+from .tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+_THREADS: Final = ThreadPoolExecutor(_cores(), thread_name_prefix="dynbus-text")
+"""They wait for work without taking time. More threads than cores would only be in each other's
+way; a call that is cancelled before its turn takes none."""
+
+
+class TextModel:
+    """What turns the text of requests into tokens, off the event loop, and tokens into text.
+
+    Args:
+        name: the model's.
+        template: None for a model without chat.
+        cache_bytes: that are remembered of the tokens of texts; see `CachedEncoder`.
+
+    Attributes:
+        encoder: counts what was remembered.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        *,
+        cache_bytes: int = MAX_BYTES,
+    ) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.template = template
+        self.encoder = CachedEncoder(tokenizer, cache_bytes)
+
+    def __repr__(self) -> str:
+        return f"<TextModel {self.name} {self.encoder!r}>"
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The token ids of a text; what was in an earlier text is remembered.
+
+        Args:
+            special: add what the tokenizer puts around every text.
+
+        Raises:
+            InvalidRequest: it is no text that can be encoded as UTF-8.
+        """
+        return await _in_thread(partial(self._encode, text, special=special))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """The token ids of a conversation, written by the model's template; see
+        `ChatTemplate.render`.
+
+        Raises:
+            InvalidRequest: the model has no template, or its template refuses the conversation.
+            BrokenTemplate: the template fails.
+        """
+        if self.template is None:
+            raise InvalidRequest(f"the model {self.name} has no chat template: use completions")
+        render = partial(
+            self.template.render,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+        return await _in_thread(lambda: self._encode(render(), special=False))
+
+    def detokenizer(
+        self, prompt_ids: Sequence[int] = (), stop: Sequence[str] = (), *, special: bool = False
+    ) -> Detokenizer:
+        """What turns the tokens of one output into text."""
+        return Detokenizer(self.tokenizer, prompt_ids, stop, special=special)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            return self.encoder.encode(text, special=special)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, function)
