@@ -209,7 +209,7 @@ class Runtime(ClientSide):
         self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        running = sum(i.server.load for i in self.instances.values())
+        running = sum(i.server.execution.load for i in self.instances.values())
         state = "closed" if self._closed else self.bus.data.state.value
         return f"<Runtime [{state} | {len(self.instances)} instances | calls: {running} served]>"
 

@@ -22,7 +22,7 @@ from dynbus.bus.background import Background, Work
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import unix_time
 from dynbus.bus.context import inside_instance
-from dynbus.bus.errors import ConfigError, Draining, DynbusError, Unavailable
+from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
@@ -60,37 +60,6 @@ class InstanceState(Enum):
     READY = "ready"
     DRAINING = "draining"
     STOPPED = "stopped"
-
-
-TRANSITIONS: Final = {
-    InstanceState.NEW: frozenset({InstanceState.STARTING}),
-    InstanceState.STARTING: frozenset({InstanceState.READY, InstanceState.STOPPED}),
-    InstanceState.READY: frozenset({InstanceState.DRAINING, InstanceState.STOPPED}),
-    InstanceState.DRAINING: frozenset({InstanceState.STOPPED}),
-    InstanceState.STOPPED: frozenset[InstanceState](),
-}
-
-
-class Lifecycle:
-    """The current state, which changes along the table only."""
-
-    __slots__ = ("state",)
-
-    def __init__(self) -> None:
-        self.state = InstanceState.NEW
-
-    def __repr__(self) -> str:
-        return f"<Lifecycle {self.state.value}>"
-
-    def to(self, state: InstanceState) -> None:
-        """Move on.
-
-        Raises:
-            RuntimeError: the table has no such step.
-        """
-        if state not in TRANSITIONS[self.state]:
-            raise RuntimeError(f"an instance cannot go from {self.state.value} to {state.value}")
-        self.state = state
 
 
 def new_instance_id() -> str:
@@ -154,7 +123,7 @@ class ServedInstance:
         self.name = name
         with inside_instance(name):  # what its calls run in
             self.server = InstanceServer(bus, name, endpoints)
-        self.lifecycle = Lifecycle()
+        self._state = InstanceState.NEW
         self.broken = ""
         self.stopped = asyncio.Event()
         self._bus = bus
@@ -178,7 +147,7 @@ class ServedInstance:
         self._stops_alone = False
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} [{self.lifecycle.state.value}] {self.server!r}>"
+        return f"<{type(self).__name__} [{self.state.value}] {self.server!r}>"
 
     @property
     def id(self) -> str:
@@ -187,7 +156,8 @@ class ServedInstance:
 
     @property
     def state(self) -> InstanceState:
-        return self.lifecycle.state
+        """Where it is in its life."""
+        return self._state
 
     async def start(self) -> None:
         """Run `on_start`, subscribe, and announce once the server knows every subscription.
@@ -198,7 +168,9 @@ class ServedInstance:
             InstanceBroken: the instance has been reported as broken; nor then.
             Exception: what `on_start` raised; nor then.
         """
-        self.lifecycle.to(InstanceState.STARTING)
+        if self._state is not InstanceState.NEW:
+            raise RuntimeError(f"{self!r} was started already: make another instance")
+        self._state = InstanceState.STARTING
         variables = contextvars.copy_context()
         self._background.start(self._live, variables, name=f"the life of {self.name}")
         try:
@@ -244,8 +216,7 @@ class ServedInstance:
     def stop_now(self) -> None:
         """End what is still running in a drain, `on_stop` after `HURRIED_TIMEOUT` seconds."""
         self._object.hurry()
-        self.server.draining = True
-        self.server.end_all(lambda: Draining("the instance was stopped"))
+        self.server.end_all("the instance was stopped")
 
     def report_broken(self, reason: str) -> None:
         """Say that the instance cannot serve any longer; it is withdrawn at once.
@@ -283,12 +254,12 @@ class ServedInstance:
             except Exception as failure:
                 logger.error("%s was not withdrawn cleanly", self.name, exc_info=failure)
             finally:
-                self.lifecycle.to(InstanceState.STOPPED)
+                self._state = InstanceState.STOPPED
                 self._start_ended.set()
             if isinstance(error, asyncio.CancelledError):
                 raise
             return
-        self.lifecycle.to(InstanceState.READY)
+        self._state = InstanceState.READY
         self._start_ended.set()
         logger.info("%s is ready", self.name)
         try:
@@ -300,7 +271,7 @@ class ServedInstance:
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
-            self.lifecycle.to(InstanceState.STOPPED)
+            self._state = InstanceState.STOPPED
             self._on_end(self)
             self.stopped.set()
             logger.info("%s is stopped", self.name)
@@ -347,12 +318,10 @@ class ServedInstance:
         keeper = self._keeper
         if keeper is not None:
             self._bus.lane.call(lambda: keeper.change(draining=True))
-        if self.server.load:
+        if load := self.server.execution.load:
             logger.info(
                 "%s: calls that run or wait: %d; they have %g s to finish",
-                self.name,
-                self.server.load,
-                round(self._grace, 1),
+                *(self.name, load, round(self._grace, 1)),
             )
         await self.server.drain(self._grace)
 
@@ -382,7 +351,7 @@ class ServedInstance:
             raise Unavailable(f"{self.id} was stopped while it started", started=False) from None
 
     def _ask_to_stop(self, grace: float) -> None:
-        self.lifecycle.to(InstanceState.DRAINING)
+        self._state = InstanceState.DRAINING
         self._grace = grace
         self._stop_asked.set()
 
@@ -402,8 +371,7 @@ class ServedInstance:
         if state is InstanceState.STARTING:
             self._opening.cancel()
             return
-        self.server.draining = True
-        self.server.end_all(lambda: Draining(f"the instance is broken: {self.broken}"))
+        self.server.end_all(f"the instance is broken: {self.broken}")
         self._stop_unattended(0.0)
 
     def _object_was_cancelled(self) -> None:

@@ -54,7 +54,6 @@ from .requests import read_context, read_fields, read_framing, read_part, read_r
 if TYPE_CHECKING:
     from dynbus.bus.bus import Bus
     from dynbus.bus.context import Context
-    from dynbus.bus.heartbeats import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ class InstanceServer:
         )
         self.execution = Execution(bus, name.instance_id, self.ledger.finish)
         self._is_draining = self.execution.is_draining
-        self._control = ServerControl(
+        self.control = ServerControl(
             bus,
             name,
             self.ledger,
@@ -112,30 +111,11 @@ class InstanceServer:
         self._stop_listening: Callable[[], None] = _nothing
 
     def __repr__(self) -> str:
-        state = "draining" if self.draining else "serving"
+        state = "draining" if self.execution.draining else "serving"
         running, waiting = self._counts()
         return (
             f"<InstanceServer {self.name} [{state} | calls: {running} running, {waiting} waiting]>"
         )
-
-    @property
-    def draining(self) -> bool:
-        """Whether new requests are refused."""
-        return self.execution.draining
-
-    @draining.setter
-    def draining(self, draining: bool) -> None:
-        self.execution.draining = draining
-
-    @property
-    def load(self) -> int:
-        """Calls that run or wait here."""
-        return self.execution.load
-
-    @property
-    def registry(self) -> Registry[RemoteClient]:
-        """The dynbus clients with calls here."""
-        return self._control.registry
 
     async def start(self) -> None:
         """Subscribe; when this returns the server knows all of it.
@@ -144,7 +124,7 @@ class InstanceServer:
             PermissionDenied: the server refuses one of the subjects.
         """
         data = self.bus.data
-        await self._control.start()
+        await self.control.start()
         for served in self.served.values():
             receive = partial(self._receive, served)
             self._subscriptions.append(
@@ -159,7 +139,7 @@ class InstanceServer:
         self._sweeper = self.bus.loop.call_later(SWEEP_INTERVAL, self._sweep)
 
     def _open_outbox(self, key: str, base: str) -> ClientOutbox:
-        bounce = self.bus.replies.bounce(self._control.registry.bounce_token(key))
+        bounce = self.bus.replies.bounce(self.control.registry.bounce_token(key))
         return ClientOutbox(self._outbox, key, base, bounce)
 
     def _counts(self) -> tuple[int, int]:
@@ -172,7 +152,7 @@ class InstanceServer:
         the rest with `Draining`."""
         # Plain clients do not try again, so what is on its way to us is still served.
         await _drain_all(self._queue_subscriptions)
-        self.draining = True
+        self.execution.draining = True
         with anyio.move_on_after(grace) as limit:
             await self.execution.idle()
         if limit.cancelled_caught:
@@ -180,18 +160,18 @@ class InstanceServer:
                 "%s: %s after %g s of draining; they are ended",
                 *(self.name, calls_told(*self._counts()), round(grace, 1)),
             )
-        self.end_all(lambda: Draining("the instance is going away"))
+        self.end_all("the instance is going away")
 
-    def end_all(self, make_error: Callable[[], DynbusError]) -> None:
-        """End every call now, each with an error of its own."""
+    def end_all(self, why: str) -> None:
+        """Take no more calls, and end every call now with `Draining`."""
+        self.execution.draining = True
         for call in self.ledger.calls():
             if not call.ended:
-                self.execution.abort(call, make_error())
+                self.execution.abort(call, Draining(why))
 
     async def stop(self) -> None:
         """End what is left, say so, and unsubscribe."""
-        self.draining = True
-        self.end_all(lambda: Draining("the instance was stopped"))
+        self.end_all("the instance was stopped")
         try:
             await self.execution.stop()
             # What is on its way to us is refused, not lost: its callers try elsewhere at once.
@@ -205,7 +185,7 @@ class InstanceServer:
             self._stop_listening()
             if self._sweeper is not None:
                 self._sweeper.cancel()
-            self._control.stop()
+            self.control.stop()
 
     # Requests ----------------------------------------------------------------------------
 
@@ -339,7 +319,7 @@ class InstanceServer:
     # What the ledger asks for ------------------------------------------------------------
 
     def _carry_out(self, actions: list[Action]) -> None:
-        execution, control = self.execution, self._control
+        execution, control = self.execution, self.control
         for action in actions:
             match action:
                 case GoOn(call):

@@ -114,7 +114,7 @@ class ServiceResponder:
                     "data": {
                         "running": served.admission.running,
                         "waiting": served.admission.waiting,
-                        "draining": server.draining,
+                        "draining": server.execution.draining,
                         **said,
                     },
                 }

@@ -462,6 +462,17 @@ def test_one_that_breaks_while_it_starts_is_never_seen() -> None:
     assert run(story()) < 1.0
 
 
+def test_an_instance_is_started_once() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            instance = await kit.start(Logging)
+            with pytest.raises(RuntimeError, match="was started already"):
+                await instance.start()
+            assert instance.state is InstanceState.READY
+
+    run(story())
+
+
 def test_one_that_is_not_started_cannot_report_anything() -> None:
     with pytest.raises(RuntimeError, match="is not started"):
         Logging().report_broken("x")

@@ -67,10 +67,10 @@ def leftovers(runtime: Runtime) -> dict[str, object]:
     }
     for instance in runtime.instances.values():
         server = instance.server
-        found[f"load of {instance.id}"] = server.load
+        found[f"load of {instance.id}"] = server.execution.load
         found[f"calls of {instance.id}"] = [
             call
-            for peer in server.registry.remotes.values()
+            for peer in server.control.registry.remotes.values()
             for call in peer.calls.values()
             if not call.ended
         ]

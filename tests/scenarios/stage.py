@@ -41,11 +41,15 @@ class Stage:
 
     async def has_load(self, calls: int) -> None:
         """Wait until so many calls run or wait at `Source`."""
-        await eventually(lambda: self.server.load == calls, what=f"{self.server!r}: {calls} calls")
+        await eventually(
+            lambda: self.server.execution.load == calls, what=f"{self.server!r}: {calls} calls"
+        )
 
     async def has_load_of(self, calls: int) -> None:
         """Wait until at least so many calls run or wait at `Source`."""
-        await eventually(lambda: self.server.load >= calls, what=f"{self.server!r}: {calls} calls")
+        await eventually(
+            lambda: self.server.execution.load >= calls, what=f"{self.server!r}: {calls} calls"
+        )
 
     async def is_quiet(self, within: float = 2.0) -> float:
         """Wait until no handler runs and nothing is left of any call.

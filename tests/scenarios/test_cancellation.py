@@ -202,7 +202,8 @@ async def test_a_stream_that_the_far_side_cancels_ends_in_an_error_and_not_in_si
     stream = stage.source.count(Count(items=10**9, pause=0.01))
     await anext(stream)
 
-    stage.server.end_all(lambda: Cancelled("the operator cancelled it"))
+    for call in stage.server.ledger.calls():
+        stage.server.execution.abort(call, Cancelled("the operator cancelled it"))
 
     with pytest.raises(Cancelled):
         async for _ in stream:

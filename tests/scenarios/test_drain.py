@@ -46,7 +46,7 @@ async def test_running_streams_finish_while_new_calls_go_to_another_instance(
 
         begun = time.monotonic()
         stopping = asyncio.create_task(leaving.stop(10.0))
-        await eventually(lambda: leaving.server.draining, 1.0)
+        await eventually(lambda: leaving.server.execution.draining, 1.0)
         places: set[str] = set()
         while not stopping.done():
             places.add((await source.where()).instance)
@@ -93,7 +93,7 @@ async def test_a_handler_sees_that_its_instance_drains(own_server: RunningServer
         source = runtime.client(Source)
         with call_options(wait=5.0):
             call = asyncio.create_task(source.work(Wait(seconds=0.3)))
-        await eventually(lambda: instance.server.load == 1)
+        await eventually(lambda: instance.server.execution.load == 1)
 
         await instance.stop(5.0)
 

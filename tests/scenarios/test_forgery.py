@@ -48,7 +48,7 @@ async def test_a_forged_503_makes_no_request_run_twice(stage: Stage, forger: Cli
         asyncio.create_task(stage.source.work(Wait(seconds=1.0, tag=str(number))))
         for number in range(20)
     ]
-    await eventually(lambda: stage.server.load == len(calls))
+    await eventually(lambda: stage.server.execution.load == len(calls))
 
     for _ in range(3):
         for number in range(100):
@@ -85,7 +85,7 @@ async def test_nobody_else_can_say_that_an_instance_is_blocked(
     instance, incarnation = stage.server.name.instance_id, stage.serving.bus.incarnation
     blocked = Heartbeat(1e9, False, [])
     call = asyncio.create_task(stage.source.work(Wait(seconds=2.0, tag="kept")))
-    await eventually(lambda: stage.server.load == 1)
+    await eventually(lambda: stage.server.execution.load == 1)
 
     while not call.done():
         for said in (incarnation, stage.calling.bus.incarnation, ""):
@@ -106,7 +106,7 @@ async def test_nobody_else_can_say_that_a_caller_has_left_its_calls(
     server = stage.server
     control = server.name.control_subject
     call = asyncio.create_task(stage.source.work(Wait(seconds=2.0, tag="kept")))
-    await eventually(lambda: server.load == 1)
+    await eventually(lambda: server.execution.load == 1)
 
     while not call.done():
         for said in (stage.calling.bus.incarnation, stage.serving.bus.incarnation, ""):

@@ -94,7 +94,7 @@ class Source(Actor, namespace="scenario"):
     async def census(self) -> Census:
         gc.collect()
         instances = self.runtime.instances.values()
-        peers = [peer for one in instances for peer in one.server.registry.remotes.values()]
+        peers = [peer for one in instances for peer in one.server.control.registry.remotes.values()]
         return Census(
             tasks=len(asyncio.all_tasks()),
             served=sum(len(peer.calls) for peer in peers),

@@ -61,12 +61,12 @@ def test_a_call_of_a_client_taken_for_dead_is_known_however_many_others_died() -
             for index in range(FLEET):
                 request(given.client, f"_R.-.dead{index}", 1)
             await asyncio.sleep(10.0)
-            assert given.instance.registry.remotes == {}
+            assert given.instance.control.registry.remotes == {}
             given.client.send(1, b"a")
             await settle(given.client.connection)
-            assert given.instance.load == 1
+            assert given.instance.execution.load == 1
             await asyncio.sleep(10.0)
-            assert given.instance.registry.remotes == {}
+            assert given.instance.control.registry.remotes == {}
             given.client.batches.clear()
             given.client.control.clear()
 
@@ -203,7 +203,7 @@ def test_a_result_that_is_never_acknowledged_is_not_kept_for_ever(seconds: float
                 # It lives, and lists the call as one of which it has nothing.
                 await given.client.say(Open([(1, 0)], []))
                 await asyncio.sleep(1.0)
-            client = given.instance.registry.remotes.get(KEY)
+            client = given.instance.control.registry.remotes.get(KEY)
             kept = len(client.kept) if client is not None else 0
             if kept:
                 return kept, None
@@ -229,7 +229,7 @@ def test_so_many_results_are_kept_of_a_client_and_no_more(monkeypatch: pytest.Mo
             for number in range(1, 15):
                 given.client.send(number, b"a")
             await given.client.heard(End, 14)
-            return list(given.instance.registry.remotes[KEY].kept)
+            return list(given.instance.control.registry.remotes[KEY].kept)
 
     assert run(story()) == list(range(5, 15))
 
@@ -242,7 +242,7 @@ def test_so_many_clients_may_have_calls_here_and_no_more(monkeypatch: pytest.Mon
             for index in range(15):
                 request(given.client, f"_R.-.other{index}", 1)
             await settle(given.client.connection)
-            assert len(given.instance.registry.remotes) == 10
+            assert len(given.instance.control.registry.remotes) == 10
             assert given.bus.drops == {DropReason.EXCESS: 5}
 
             # They do not live, so there is room for others soon.
@@ -250,6 +250,6 @@ def test_so_many_clients_may_have_calls_here_and_no_more(monkeypatch: pytest.Mon
             given.client.send(1, b"a")
             await settle(given.client.connection)
 
-            assert list(given.instance.registry.remotes) == [KEY]
+            assert list(given.instance.control.registry.remotes) == [KEY]
 
     run(story())

@@ -169,7 +169,7 @@ def test_an_engine_ends_a_call_and_its_handler_goes_on_from_there(error: Overloa
             assert (len(given.client.all(End)), len(given.client.all(Failed))) == (
                 (1, 0) if error is None else (0, 1)
             )
-            assert given.instance.load == 0
+            assert given.instance.execution.load == 0
 
     run(story())
 

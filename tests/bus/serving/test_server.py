@@ -111,7 +111,7 @@ def test_a_stopped_instance_hears_nothing() -> None:
 
             assert headers.status(reply.headers) == headers.NO_RESPONDERS
             assert handler.requests == []
-            assert given.instance.registry.remotes == {}
+            assert given.instance.control.registry.remotes == {}
 
     run(story())
 
@@ -127,7 +127,7 @@ def test_it_says_how_many_calls_run_and_wait() -> None:
             assert repr(given.instance) == (
                 f"<InstanceServer near.Side@{INSTANCE} [serving | calls: 1 running, 2 waiting]>"
             )
-            assert given.instance.load == 3
+            assert given.instance.execution.load == 3
 
     run(story())
 
@@ -608,7 +608,7 @@ def test_calls_that_waited_do_not_begin_when_their_client_takes_no_results() -> 
             assert {(frame.code, frame.started) for frame in refused} == {("Overloaded", False)}
             assert len(given.client.all(End)) >= window // size
             assert given.instance.ledger.unread.held < window + 2 * size
-            assert given.instance.load == 0
+            assert given.instance.execution.load == 0
 
     run(story())
 
@@ -643,7 +643,7 @@ def test_what_still_runs_after_the_grace_ends_in_draining(
             failed = await heard_failure(given)
 
             assert (failed.code, failed.retryable) == ("Draining", True)
-            assert given.instance.draining
+            assert given.instance.execution.draining
 
     run(story())
 
@@ -663,7 +663,7 @@ def test_a_stop_tells_every_caller_before_it_returns() -> None:
             await settle(given.client.connection)
 
             assert [failed.code for failed in given.client.all(Failed)] == ["Draining"] * 3
-            assert given.instance.load == 0
+            assert given.instance.execution.load == 0
 
     run(story())
 
@@ -697,7 +697,7 @@ def test_a_client_that_has_had_no_call_for_a_while_is_forgotten() -> None:
         async with serving(Handler().endpoint) as given:
             given.client.send(1, b"a")
             await given.client.heard(End)
-            known = given.instance.registry.remotes
+            known = given.instance.control.registry.remotes
             assert list(known) == [client_key("c1", INCARNATION)]
 
             await given.client.say(Credit(1, secret_of(1), 1, 0, 1))
@@ -720,7 +720,7 @@ def test_of_a_caller_that_is_gone_it_is_said_who_it_was_and_what_became_of_its_c
 
             await asyncio.sleep(2 * SILENCE_LIMIT)
 
-            assert given.instance.load == 0
+            assert given.instance.execution.load == 0
 
     with caplog.at_level(logging.INFO):
         run(story())
@@ -741,7 +741,7 @@ def test_a_caller_that_is_gone_and_left_nothing_is_no_news(
             given.client.send(1, b"a")
             await given.client.heard(End)
             await given.client.say(Credit(1, secret_of(1), 1, 0, 1))
-            registry = given.instance.registry
+            registry = given.instance.control.registry
             (remote,) = registry.remotes.values()
             await eventually(lambda: not remote.kept)
 
@@ -820,7 +820,7 @@ def test_large_requests_that_wait_are_bounded_and_leave_room_to_other_clients() 
             gate.set()
             await other.heard(End)
             refused = [failed.code for failed in await given.client.heard(Failed)]
-            await until(lambda: given.instance.load == 0)
+            await until(lambda: given.instance.execution.load == 0)
             requests = sum(call.waiting_bytes for call in given.instance.ledger.calls())
             return waiting, refused, len(given.client.all(End)), requests
 

@@ -31,7 +31,7 @@ async def begin(given: Served, count: int = CALLS) -> None:
     """Open calls that are no longer young."""
     for number in range(count):
         given.client.send(number)
-    await until(lambda: given.instance.load == count)
+    await until(lambda: given.instance.execution.load == count)
     for _ in range(round(2 * ARRIVAL_GRACE / HEARTBEAT_INTERVAL)):
         await given.client.say(Open([(number, 0) for number in range(count)], []))
         await asyncio.sleep(HEARTBEAT_INTERVAL)
