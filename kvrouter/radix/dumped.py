@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .contents import Words
 from .intervals import Interval
 
 DEPTH_BITS: Final = 24
@@ -17,8 +18,6 @@ MAX_DEPTH: Final = (1 << DEPTH_BITS) - 1
 _RUN_LIMIT: Final = 1 << (64 - DEPTH_BITS)
 _HOLDER_LIMIT: Final = 1 << 31
 _COPIES_LIMIT: Final = 1 << 31
-
-Words = NDArray[np.uint64]
 
 
 class DumpedRun(msgspec.Struct, frozen=True, array_like=True):
@@ -71,7 +70,7 @@ def check_dumped(
     if len(numbers) < len(caches) or not all(0 < number < _HOLDER_LIMIT for number in numbers):
         raise ValueError("two caches with one number, or a number that no cache can have")
     places = _Places(runs)
-    of_holder: dict[int, _Claims] = {cache.number: _Claims() for cache in caches}
+    of_holder: dict[int, _Claims] = {cache.number: _Claims([], {}) for cache in caches}
     for run in runs:
         _claim(run, places, of_holder)
     next_run, next_holder = next_numbers
@@ -167,7 +166,7 @@ class _Places:
         return shift + depth
 
 
-class _Claims:
+class _Claims(NamedTuple):
     """What runs say that a cache holds.
 
     Attributes:
@@ -175,9 +174,8 @@ class _Claims:
         copies: place, and further names of the block there.
     """
 
-    def __init__(self) -> None:
-        self.spans: list[tuple[int, int]] = []
-        self.copies: dict[int, int] = {}
+    spans: list[tuple[int, int]]
+    copies: dict[int, int]
 
 
 def _claim(run: DumpedRun, places: _Places, of_holder: dict[int, _Claims]) -> None:
@@ -205,7 +203,7 @@ def _claim(run: DumpedRun, places: _Places, of_holder: dict[int, _Claims]) -> No
         spans = spans if held is None else [(start, held), *spans]
         if holder not in of_holder or spans[-1][1] > end:
             raise ValueError(f"run {run.number} is held by {holder} up to {spans[-1][1]}")
-        of_holder[holder].spans += (
+        of_holder[holder].spans.extend(
             (places.place(run.number, first), last - first) for first, last in spans
         )
     for holder, depth, count in run.copies:

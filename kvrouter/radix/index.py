@@ -153,7 +153,7 @@ class RadixIndex:
         # By the number of a holder in device memory.
         self._names: dict[int, str] = {}
         self._owners: dict[int, Rank] = {}
-        self._by_instance = LabelledHolders(self._names, _whole)
+        self._by_instance = LabelledHolders(self._names, int)
         self._by_rank = LabelledHolders(self._owners, _device_overlap)
         self._is_plain = True  # one rank per instance and one tier
         self._verdicts = dict.fromkeys(Verdict, 0)
@@ -443,10 +443,6 @@ class RadixIndex:
 
 def _packed(block_hashes: Hashes) -> bytes:
     return np.asarray(block_hashes, dtype="<u8").tobytes()
-
-
-def _whole(held: int) -> int:
-    return held
 
 
 @lru_cache(maxsize=1 << 14)

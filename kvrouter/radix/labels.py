@@ -25,8 +25,6 @@ class LabelledHolders(Generic[Label, Value]):
         values: what to say of a number of blocks.
     """
 
-    __slots__ = ("_labels", "_remembered", "_values")
-
     def __init__(self, labels: dict[int, Label], values: Callable[[int], Value]) -> None:
         self._labels = labels
         self._values = values

@@ -8,9 +8,7 @@ holder has of a run is one number, the end of what it holds without a gap from t
             ends = {a: 4,│
                     b: 4}└── run [4, 6)     ends = {c: 6}
 
-The invariant: `ends[holder] = e` in a run says that the holder has the blocks [start, e) of
-it and all blocks before the run. Blocks that it has behind a hole are kept as `detached`
-intervals; when the hole is filled they count again.
+`holdings` has the invariant, and what becomes of blocks behind a hole.
 
 A holder finds its blocks by the engine's own hashes, which name up to 64 neighbours in a run
 together. When a run is split, its lower part is its `tail`: names of blocks beyond the end of

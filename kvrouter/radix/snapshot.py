@@ -16,8 +16,8 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 from dynbus.kvrouter.events import EPOCH_LIMIT, ID_LIMIT, Tier
 
-from .contents import held_columns
-from .dumped import DEPTH_BITS, MAX_DEPTH, DumpedCache, DumpedRun, Words, check_dumped
+from .contents import Words, held_columns
+from .dumped import DEPTH_BITS, MAX_DEPTH, DumpedCache, DumpedRun, check_dumped
 from .index import RadixIndex, Rank, RankState
 from .prefix_tree import PrefixTree
 from .runs import MOST_NAMED, Holder, NamedBlocks, Run

@@ -323,8 +323,6 @@ class Popularity:
         window: requests after which the older half of what is counted is forgotten.
     """
 
-    __slots__ = ("_before", "_now", "_requests", "_window")
-
     def __init__(self, window: int = WINDOW) -> None:
         self._window = window
         self._now: dict[int, int] = {}

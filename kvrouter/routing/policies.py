@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from random import Random
@@ -88,32 +89,27 @@ class Policy:
         Raises:
             ConfigError: it does not return one number for each candidate, or raises.
         """
+        failed = partial(ConfigError, request_id=request_id, started=False)
         try:
             # A tuple: one that sorts them would have its costs told of others.
             costs = self.cost(shape, tuple(candidates))
         except Exception as error:
-            raise ConfigError(
+            raise failed(
                 f"policy {self.name} raised {type(error).__name__}: {error}"
-                f"{_place(self.cost, error)}",
-                request_id=request_id,
-                started=False,
+                f"{_place(self.cost, error)}"
             ) from error
         if inspect.iscoroutine(costs):
             costs.close()
-            raise ConfigError(
+            raise failed(
                 f"policy {self.name} is asynchronous: write `def`, since the router calls it "
-                "without awaiting",
-                request_id=request_id,
-                started=False,
+                "without awaiting"
             )
         numbers = _numbers(costs)
         if numbers is None or len(numbers) != len(candidates):
-            raise ConfigError(
+            raise failed(
                 f"policy {self.name} returned {brief_repr(costs)} for {len(candidates)} "
                 "candidates: return a list with one number for each, in their order; infinity "
-                "means never, NaN and -infinity are not costs",
-                request_id=request_id,
-                started=False,
+                "means never, NaN and -infinity are not costs"
             )
         return numbers
 

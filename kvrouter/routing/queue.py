@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 from dynbus.bus.errors import NoInstances, Overloaded
@@ -82,6 +83,9 @@ class Ticket:
     place: tuple[int, int]
 
 
+_place: Final = attrgetter("place")
+
+
 class RequestQueue:
     """Requests of one component that wait for room.
 
@@ -99,14 +103,14 @@ class RequestQueue:
         self._limit = limit
         self._load = load
         self._arrivals = 0
-        self._order: list[tuple[int, int]] = []
-        self._tickets: dict[tuple[int, int], Ticket] = {}
+        # In the order of service.
+        self._tickets: list[Ticket] = []
 
     def __repr__(self) -> str:
         return f"<RequestQueue [{len(self)} of {self._limit} waiting]>"
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._tickets)
 
     def holds(self, request: SchedulingRequest) -> bool:
         """Whether a request that arrives now has to wait."""
@@ -133,15 +137,15 @@ class RequestQueue:
             )
         self._arrivals += 1
         ticket = Ticket(request, (-request.shape.priority, self._arrivals))
-        insort(self._order, ticket.place)
-        self._tickets[ticket.place] = ticket
+        insort(self._tickets, ticket, key=_place)
         return ticket
 
     def withdraw(self, ticket: Ticket) -> bool:
         """A request waits no longer, since nobody wants it; False when it did not wait."""
-        if self._tickets.pop(ticket.place, None) is None:
+        at = bisect_left(self._tickets, ticket.place, key=_place)
+        if self._tickets[at : at + 1] != [ticket]:
             return False
-        self._order.remove(ticket.place)
+        del self._tickets[at]
         return True
 
     def take_free(self) -> Iterator[Ticket]:
@@ -150,7 +154,7 @@ class RequestQueue:
         Whoever takes one charges the load with it before it takes the next.
         """
         is_held = False
-        for ticket in self._in_order():
+        for ticket in self._tickets.copy():
             request = ticket.request
             if is_held and not request.is_narrow:
                 continue
@@ -162,7 +166,7 @@ class RequestQueue:
 
     def refresh(self, profiles: Sequence[InstanceProfile]) -> None:
         """Other instances are there now: whoever waits may go there as well."""
-        for ticket in self._in_order():
+        for ticket in self._tickets:
             request = ticket.request
             fit = [one for one in profiles if request.constraints.refusal(one) is None]
             if request.attempt > 1:
@@ -171,15 +175,12 @@ class RequestQueue:
                 fit = [one for one in fit if one.instance in before] or fit
             request.profiles = fit or request.profiles
 
-    def _in_order(self) -> list[Ticket]:
-        return [self._tickets[place] for place in self._order]
-
     def _has_before(self, priority: int) -> bool:
         """Whether a request that arrives now would wait behind one that waits for all."""
-        for place in self._order:
-            if place[0] > -priority:
+        for ticket in self._tickets:
+            if ticket.place[0] > -priority:
                 return False
-            if not self._tickets[place].request.is_narrow:
+            if not ticket.request.is_narrow:
                 return True
         return False
 

@@ -78,19 +78,17 @@ class RequestFields:
         body = _opened(request)
         tokens = field_of(body, self.token_ids)
         if tokens is None:
-            raise InvalidRequest(
-                f"{request.endpoint} is routed by token ids, and {brief_repr(body)} has no "
-                f"{self.token_ids!r}: give fields=RequestFields(token_ids=...) to the router, or "
-                'to a RouterActor the field\'s name as fields={"token_ids": ...}',
-                request_id=request.request_id,
-                started=False,
+            raise _invalid(
+                request,
+                f" is routed by token ids, and {brief_repr(body)} has no {self.token_ids!r}: give "
+                "fields=RequestFields(token_ids=...) to the router, or to a RouterActor the "
+                'field\'s name as fields={"token_ids": ...}',
             )
         if not _is_row(tokens):
-            raise InvalidRequest(
-                f"{request.endpoint}: {self.token_ids} of the request is {brief_repr(tokens)}: "
-                "give one list or array of token ids",
-                request_id=request.request_id,
-                started=False,
+            raise _invalid(
+                request,
+                f": {self.token_ids} of the request is {brief_repr(tokens)}: give one list or "
+                "array of token ids",
             )
         lora_name = _text(request, self.lora_name, field_of(body, self.lora_name))
         salt = _text(request, self.salt, field_of(body, self.salt))
@@ -108,12 +106,13 @@ class RequestFields:
                 metadata=request.metadata,
             )
         except (TypeError, ValueError) as error:
-            raise InvalidRequest(
-                f"{request.endpoint}: {self.token_ids} of the request: {error}",
-                request_id=request.request_id,
-                started=False,
-            ) from None
+            raise _invalid(request, f": {self.token_ids} of the request: {error}") from None
         return shape, lora_name
+
+
+def _invalid(request: RouteRequest, text: str) -> InvalidRequest:
+    """What is wrong with a call that was not sent, said of its endpoint."""
+    return InvalidRequest(f"{request.endpoint}{text}", request_id=request.request_id, started=False)
 
 
 def _opened(request: RouteRequest) -> Any:
@@ -124,11 +123,7 @@ def _opened(request: RouteRequest) -> Any:
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(
-            f"{request.endpoint}: the request is not JSON: {error}",
-            request_id=request.request_id,
-            started=False,
-        ) from None
+        raise _invalid(request, f": the request is not JSON: {error}") from None
 
 
 def _is_row(tokens: Any) -> bool:
@@ -161,11 +156,7 @@ def _text(request: RouteRequest, name: str, value: Any) -> str:
     if value is None:
         return ""
     if not isinstance(value, str) or not (value.isascii() or _has_bytes(value)):
-        raise InvalidRequest(
-            f"{request.endpoint}: {name} of the request is {brief_repr(value)}, not a string",
-            request_id=request.request_id,
-            started=False,
-        )
+        raise _invalid(request, f": {name} of the request is {brief_repr(value)}, not a string")
     return value
 
 

@@ -516,17 +516,6 @@ class AttemptObserver:
         waited: seconds in the queue, which the error of the attempt tells.
     """
 
-    __slots__ = (
-        "_block_size",
-        "_changed",
-        "_key",
-        "_number",
-        "_output",
-        "_reused_field",
-        "_scheduler",
-        "_waited",
-    )
-
     def __init__(
         self,
         scheduler: KvScheduler,

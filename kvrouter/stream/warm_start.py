@@ -21,7 +21,7 @@ from .event_stream import EventStream
 from .follower import IndexFollower, Position
 from .membership import UNKNOWN_GRACE, Instances, live_instances
 from .snapshot_writer import SnapshotPlan, SnapshotWriter
-from .snapshots import READ_TIMEOUT, SnapshotInfo, SnapshotStore
+from .snapshots import SnapshotInfo, SnapshotStore
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,6 @@ async def warm_index(
     stream_name: str,
     *,
     max_blocks: int = DEFAULT_MAX_BLOCKS,
-    timeout: float = READ_TIMEOUT,
 ) -> WarmStart:
     """The index of the newest snapshot that can be used, or an empty one.
 
@@ -64,7 +63,7 @@ async def warm_index(
         Unavailable: JetStream does not answer.
     """
     stream = await jetstream.stream_info(stream_name)
-    info, index = await store.read_newest(component, stream, max_blocks=max_blocks, timeout=timeout)
+    info, index = await store.read_newest(component, stream, max_blocks=max_blocks)
     if info is None:
         return WarmStart(index, Position(0, stream.created), None)
     if not info.is_connected(stream):
