@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from dynbus import Actor, handler
 from dynbus.bus.clock import monotonic
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.transport import StoredMessage
-from dynbus.kvrouter.events import BlockStored, Tier
+from dynbus.kvrouter.events import BlockStored, KvEvent, Tier
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.awareness import AwarenessLevel
 from dynbus.kvrouter.stream.digest import index_digest
@@ -45,6 +46,27 @@ async def stored_messages(bus: MemoryBus) -> list[StoredMessage]:
     await consumer.stop()
     await connection.close()
     return found
+
+
+async def publish(publisher: KvEventPublisher, *events: KvEvent) -> None:
+    """Publish events, and wait until the stream has them."""
+    publisher.publish(events)
+    await publisher.flush()
+
+
+class Engine(Actor, namespace="demo"):
+    """Publishes two blocks from `on_start` on."""
+
+    async def on_start(self) -> None:
+        self.events = await KvEventPublisher.of(self).__aenter__()
+        self.events.publish([stored(1, 2)])
+
+    async def on_stop(self) -> None:
+        await self.events.close()
+
+    @handler
+    async def load(self) -> int:
+        return 0
 
 
 class EventBus:

@@ -22,6 +22,12 @@ async def candidate(bus: MemoryBus, name: str, exits: AsyncExitStack) -> Electio
     return await exits.enter_async_context(election)
 
 
+async def elected(bus: MemoryBus, exits: AsyncExitStack) -> Election:
+    election = await candidate(bus, "a", exits)
+    await eventually(lambda: election.is_elected)
+    return election
+
+
 async def lost(election: Election, within: float) -> None:
     """Be cancelled because another one may be elected."""
     with anyio.fail_after(within), election.while_elected():
@@ -64,8 +70,7 @@ def test_another_one_is_elected_soon_after_the_elected_one_dies() -> None:
     async def story() -> float:
         bus = MemoryBus()
         async with AsyncExitStack() as exits:
-            first = await candidate(bus, "a", exits)
-            await eventually(lambda: first.is_elected)
+            first = await elected(bus, exits)
             second = await candidate(bus, "b", exits)
             bus.connections[0].disconnect()
             took = await eventually(lambda: second.is_elected, within=2 * TTL)
@@ -79,8 +84,7 @@ def test_one_that_steps_back_makes_room_at_once() -> None:
     async def story() -> float:
         bus = MemoryBus()
         async with AsyncExitStack() as exits:
-            first = await candidate(bus, "a", exits)
-            await eventually(lambda: first.is_elected)
+            first = await elected(bus, exits)
             second = await candidate(bus, "b", exits)
             await first.close()
             return await eventually(lambda: second.is_elected, within=2 * TTL)
@@ -109,8 +113,7 @@ def test_the_elected_one_writes_its_record_again_when_everything_stored_is_gone(
     async def story() -> bytes:
         bus = MemoryBus()
         async with AsyncExitStack() as exits:
-            election = await candidate(bus, "a", exits)
-            await eventually(lambda: election.is_elected)
+            election = await elected(bus, exits)
             bus.jetstream.delete(ELECTION_STREAM.name)
             await asyncio.sleep(TTL)
             assert election.is_elected
@@ -142,8 +145,7 @@ def test_the_bucket_is_made_again_in_memory_after_it_met_a_full_disk() -> None:
     async def story() -> None:
         bus = MemoryBus()
         async with AsyncExitStack() as exits:
-            election = await candidate(bus, "a", exits)
-            await eventually(lambda: election.is_elected)
+            election = await elected(bus, exits)
             jetstream = bus.connections[0].jetstream
 
             bus.jetstream.break_store(ELECTION_STREAM.name, "no space left on device")

@@ -9,14 +9,15 @@ from collections.abc import Callable
 import pytest
 from tests.kvrouter.event_bus import (
     STREAM,
+    Engine,
     EventBus,
     event_subject,
     eventually,
+    publish,
     resync_subject,
     stored,
 )
 
-from dynbus import Actor, handler
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.memory.bus import MemoryConnection
@@ -66,8 +67,7 @@ def test_a_follower_that_comes_late_reads_all_that_the_stream_holds() -> None:
     async def story() -> tuple[dict[str, int], int]:
         at = EventBus()
         async with at.publisher() as publisher:
-            publisher.publish([stored(1, 2)])
-            await publisher.flush()
+            await publish(publisher, stored(1, 2))
             async with at.follower() as follower:
                 await at.settled(follower)
                 return follower.lookup([1, 2]), follower.status().requests
@@ -82,8 +82,7 @@ def test_a_follower_goes_on_from_an_index_and_its_position() -> None:
             async with at.follower() as first:
                 publisher.publish([stored(1, 2)])
                 await at.settled(first)
-            publisher.publish([stored(3, parent=2)])
-            await publisher.flush()
+            await publish(publisher, stored(3, parent=2))
             connection = await at.bus.connect()
             async with IndexFollower(
                 connection, "demo", "Engine", index=first.index, position=first.position
@@ -98,12 +97,10 @@ def test_a_message_that_the_limits_dropped_before_it_was_read_is_asked_for() -> 
     async def story() -> int:
         at = EventBus()
         async with at.publisher() as publisher:
-            publisher.publish([stored(1, 2)])
-            await publisher.flush()
+            await publish(publisher, stored(1, 2))
             connection = await at.bus.connect()
             await connection.jetstream.purge(STREAM)
-            publisher.publish([stored(3, parent=2)])
-            await publisher.flush()
+            await publish(publisher, stored(3, parent=2))
             async with at.follower() as follower:
                 await at.settled(follower)
                 # Asked a second time when the rank, which has just begun an epoch, took its time.
@@ -117,11 +114,9 @@ def test_two_followers_that_lack_the_same_message_cost_one_resend() -> None:
     async def story() -> int:
         at = EventBus()
         async with at.publisher() as publisher:
-            publisher.publish([stored(1, 2)])
-            await publisher.flush()
+            await publish(publisher, stored(1, 2))
             await (await at.bus.connect()).jetstream.purge(STREAM)
-            publisher.publish([stored(3, parent=2)])
-            await publisher.flush()
+            await publish(publisher, stored(3, parent=2))
             async with at.follower() as one, at.follower() as other:
                 await at.settled(one, other)
                 return publisher.status().ranks[0].statistics.resyncs
@@ -133,11 +128,9 @@ def test_a_lost_request_is_repeated() -> None:
     async def story() -> float:
         at = EventBus()
         async with at.publisher() as publisher:
-            publisher.publish([stored(1, 2)])
-            await publisher.flush()
+            await publish(publisher, stored(1, 2))
             await (await at.bus.connect()).jetstream.purge(STREAM)
-            publisher.publish([stored(3, parent=2)])
-            await publisher.flush()
+            await publish(publisher, stored(3, parent=2))
             with at.bus.drop(resync_subject("a"), 1) as lost:
                 async with at.follower() as follower:
                     took = await at.settled(follower)
@@ -151,8 +144,7 @@ def test_a_diverged_index_is_found_by_the_next_digest_and_healed() -> None:
     async def story() -> int:
         at = EventBus()
         async with at.follower() as follower, at.publisher() as publisher:
-            publisher.publish([stored(1, 2)])
-            await publisher.flush()
+            await publish(publisher, stored(1, 2))
             await at.settled(follower)
             mine = follower.index.ranks[Rank("a", 0)].next_id
             broken = encode_events([BlockRemoved([2])], event_epoch=1, first_id=mine)
@@ -343,12 +335,10 @@ def test_who_died_long_ago_leaves_the_index_of_a_new_follower_soon() -> None:
     async def story() -> tuple[float, set[str]]:
         at = EventBus()
         async with at.publisher("dead") as dead, at.publisher("late") as late:
-            dead.publish([stored(1)])
-            await dead.flush()
+            await publish(dead, stored(1))
             await dead.close()
             await asyncio.sleep(60.0)
-            late.publish([stored(1)])
-            await late.flush()
+            await publish(late, stored(1))
             async with at.follower(frozenset) as follower:
                 await eventually(lambda: len(follower.index.lookup([1])) == 2)
                 took = await eventually(lambda: len(follower.index.lookup([1])) == 1)
@@ -379,8 +369,7 @@ def test_what_a_purge_took_of_an_idle_instance_with_a_lease_is_asked_for_soon() 
     async def story() -> float:
         at = EventBus()
         async with at.publisher() as publisher:
-            publisher.publish([stored(1, 2)])
-            await publisher.flush()
+            await publish(publisher, stored(1, 2))
             await asyncio.sleep(2.0)
             await (await at.bus.connect()).jetstream.purge(STREAM)
             async with at.follower(lambda: frozenset({"a"})) as follower:
@@ -619,21 +608,6 @@ def random_events(chance: random.Random, held: list[int]) -> list[KvEvent]:
     fresh = [chance.randrange(1, 1 << 63) for _ in range(chance.randrange(1, 6))]
     held += fresh
     return [stored(*fresh, parent=parent)]
-
-
-class Engine(Actor, namespace="demo"):
-    """Publishes from `on_start` on."""
-
-    async def on_start(self) -> None:
-        self.events = await KvEventPublisher.of(self).__aenter__()
-        self.events.publish([stored(1, 2)])
-
-    async def on_stop(self) -> None:
-        await self.events.close()
-
-    @handler
-    async def load(self) -> int:
-        return 0
 
 
 def test_an_actor_s_blocks_come_with_its_lease_and_go_with_it_but_not_with_its_connection() -> None:

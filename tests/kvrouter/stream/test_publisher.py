@@ -16,6 +16,7 @@ from tests.kvrouter.event_bus import (
     EventBus,
     event_subject,
     eventually,
+    publish,
     resync_subject,
     stored,
     stored_messages,
@@ -180,8 +181,7 @@ def test_a_resend_lets_the_loop_go_on_after_each_message() -> None:
             turns += 1
 
         async with at.publisher(max_batch_bytes=4096) as publisher:
-            publisher.publish([stored(*range(1, 5001))])
-            await publisher.flush()
+            await publish(publisher, stored(*range(1, 5001)))
             log = at.logs["a", 0]
             made: list[int] = []
             next_batch = log.next_batch
@@ -194,8 +194,7 @@ def test_a_resend_lets_the_loop_go_on_after_each_message() -> None:
 
             log.next_batch = noted  # type: ignore[method-assign]
             publisher.reset()
-            publisher.publish([stored(*range(1, 5001))])
-            await publisher.flush()
+            await publish(publisher, stored(*range(1, 5001)))
         return len(made), len(set(made))
 
     messages_made, turns_taken = run(story())
@@ -279,11 +278,9 @@ def test_a_stream_made_again_is_told_everything_with_the_next_message() -> None:
     async def story() -> tuple[int, list[int]]:
         at = EventBus()
         async with at.publisher() as publisher:
-            publisher.publish([stored(1, 2)])
-            await publisher.flush()
+            await publish(publisher, stored(1, 2))
             at.bus.jetstream.delete(STREAM)
-            publisher.publish([stored(3, parent=2)])
-            await publisher.flush()
+            await publish(publisher, stored(3, parent=2))
             found = [decode_events(message.data) for message in await stored_messages(at.bus)]
             epoch = found[-1].event_epoch
             disorders = publisher.status().ranks[0].statistics.disorders
@@ -301,8 +298,7 @@ def test_many_requests_for_a_resync_cost_one_resend() -> None:
     async def story() -> tuple[int, int]:
         at = EventBus()
         async with at.publisher() as publisher:
-            publisher.publish([stored(1, 2)])
-            await publisher.flush()
+            await publish(publisher, stored(1, 2))
             epoch = publisher.status().ranks[0].event_epoch
             for _ in range(20):
                 await ask(at, epoch)
@@ -364,8 +360,7 @@ def test_a_reset_forgets_what_the_engine_held() -> None:
     async def story() -> bool:
         at = EventBus()
         async with at.follower() as follower, at.publisher() as publisher:
-            publisher.publish([stored(1, 2)])
-            await publisher.flush()
+            await publish(publisher, stored(1, 2))
             await eventually(lambda: follower.lookup([1, 2]) == {"a": 2})
             publisher.reset()
             publisher.publish([stored(7)])
@@ -379,8 +374,7 @@ def test_an_event_that_is_larger_than_a_message_is_cut_into_pieces() -> None:
     async def story() -> bool:
         at = EventBus()
         async with at.follower() as follower, at.publisher(max_batch_bytes=4096) as publisher:
-            publisher.publish([stored(*range(1, 3001)), BlockRemoved(list(range(2000, 3001)))])
-            await publisher.flush()
+            await publish(publisher, stored(*range(1, 3001)), BlockRemoved(list(range(2000, 3001))))
             await at.settled(follower)
             sizes = [len(message.data) for message in await stored_messages(at.bus)]
             return max(sizes) <= 4096 and follower.lookup(list(range(1, 3001))) == {"a": 1999}
@@ -450,8 +444,7 @@ def test_a_publisher_that_could_not_be_entered_takes_nothing_and_says_so() -> No
 
         at.bus.jetstream.stall(False)
         async with publisher:
-            publisher.publish([stored(1)])
-            await publisher.flush()
+            await publish(publisher, stored(1))
             return publisher.status().ranks[0].blocks
 
     assert run(story()) == 1
@@ -470,8 +463,7 @@ def test_what_a_blocked_loop_cannot_take_in_is_bounded_and_the_rank_begins_anew(
             ) as publisher,
         ):
             publisher.publish([stored(7)], dp_rank=1)
-            publisher.publish([stored(1)])
-            await publisher.flush()
+            await publish(publisher, stored(1))
             for number in range(2, 32):  # in one turn of the loop
                 publisher.publish([stored(number)])
             await publisher.flush()

@@ -7,16 +7,22 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import pytest
-from tests.kvrouter.event_bus import STREAM, EventBus, event_subject, eventually, stored
+from tests.kvrouter.event_bus import (
+    STREAM,
+    Engine,
+    EventBus,
+    event_subject,
+    eventually,
+    publish,
+    stored,
+)
 
-from dynbus import Actor, handler
 from dynbus.bus.memory.bus import MemoryConnection
 from dynbus.kvrouter.radix.index import RadixIndex, Rank
 from dynbus.kvrouter.radix.snapshot import dump_index
 from dynbus.kvrouter.stream.digest import index_digest
 from dynbus.kvrouter.stream.follower import IndexFollower
 from dynbus.kvrouter.stream.membership import UNKNOWN_GRACE
-from dynbus.kvrouter.stream.publisher import KvEventPublisher
 from dynbus.kvrouter.stream.snapshot_writer import SnapshotPlan, SnapshotWriter
 from dynbus.kvrouter.stream.snapshots import (
     Coverage,
@@ -30,21 +36,6 @@ from dynbus.testing import TestKit, run
 
 BUCKET = "OBJ_DYNBUS_SNAPSHOTS_demo"
 PLAN = SnapshotPlan(messages=1)
-
-
-class Engine(Actor, namespace="demo"):
-    """Holds two blocks."""
-
-    async def on_start(self) -> None:
-        self.events = await KvEventPublisher.of(self).__aenter__()
-        self.events.publish([stored(1, 2)])
-
-    async def on_stop(self) -> None:
-        await self.events.close()
-
-    @handler
-    async def load(self) -> int:
-        return 0
 
 
 class Router:
@@ -94,8 +85,7 @@ def test_a_snapshot_is_taken_and_a_new_router_begins_with_it() -> None:
     async def story() -> tuple[WarmStart, int]:
         at = EventBus()
         async with at.publisher() as publisher, router(at) as one:
-            publisher.publish([stored(1, 2)])
-            await publisher.flush()
+            await publish(publisher, stored(1, 2))
             await eventually(lambda: one.writer.status().written, within=5.0)
             return await warm(at), await messages(at, STREAM)
 
@@ -158,8 +148,7 @@ def test_without_a_snapshot_a_new_router_begins_with_the_stream() -> None:
     async def story() -> WarmStart:
         at = EventBus()
         async with at.publisher() as publisher:
-            publisher.publish([stored(1)])
-            await publisher.flush()
+            await publish(publisher, stored(1))
             return await warm(at)
 
     start = run(story())
@@ -173,8 +162,7 @@ def test_only_the_latest_snapshots_are_kept_and_nothing_of_the_stream_goes() -> 
         at = EventBus()
         async with at.publisher() as publisher, router(at) as one:
             for number in range(1, 7):
-                publisher.publish([stored(number)])
-                await publisher.flush()
+                await publish(publisher, stored(number))
                 await one.has_written(number)
             return (
                 await one.snapshots(),
@@ -193,8 +181,7 @@ def test_one_of_two_routers_takes_the_snapshots() -> None:
         at = EventBus()
         async with at.publisher() as publisher, router(at) as one, router(at) as other:
             for number in range(1, 5):
-                publisher.publish([stored(number)])
-                await publisher.flush()
+                await publish(publisher, stored(number))
                 await asyncio.sleep(3.0)
             return sorted(each.writer.status().written for each in (one, other))
 
@@ -225,8 +212,7 @@ def test_the_index_can_be_asked_while_it_is_frozen_and_follows_afterwards() -> N
             publisher.publish([stored(1)])
             await at.settled(follower)
             async with follower.frozen() as index:
-                publisher.publish([stored(2, parent=1)])
-                await publisher.flush()
+                await publish(publisher, stored(2, parent=1))
                 await eventually(lambda: follower.status().behind)
                 frozen = index.lookup([1, 2])
                 behind = follower.status().behind
@@ -242,8 +228,7 @@ def test_a_stream_that_is_made_again_while_the_index_is_frozen_leaves_nothing_of
             publisher.publish([stored(1)])
             await at.settled(follower)
             async with follower.frozen() as index:
-                publisher.publish([stored(2, parent=1)])
-                await publisher.flush()
+                await publish(publisher, stored(2, parent=1))
                 at.bus.jetstream.delete(STREAM)
                 await eventually(lambda: follower.status().recreations == 1, within=5.0)
                 old = index.lookup([1, 2])
@@ -258,8 +243,7 @@ def test_a_snapshot_whose_chunks_are_gone_is_skipped_for_the_one_before() -> Non
         at = EventBus()
         async with at.publisher() as publisher, router(at) as one:
             for number in (1, 2):
-                publisher.publish([stored(number)])
-                await publisher.flush()
+                await publish(publisher, stored(number))
                 await one.has_written(number)
             sequences = await one.snapshots()
             chunk = await one.connection.jetstream.last(BUCKET, "$O.*.C.>")
@@ -280,8 +264,7 @@ def test_a_snapshot_that_is_not_what_its_name_says_is_not_used(data: bytes) -> N
     async def story() -> WarmStart:
         at = EventBus()
         async with at.publisher() as publisher:
-            publisher.publish([stored(1)])
-            await publisher.flush()
+            await publish(publisher, stored(1))
             connection = await at.bus.connect()
             store = SnapshotStore(connection.jetstream, "demo")
             created = (await connection.jetstream.stream_info(STREAM)).created
@@ -319,8 +302,7 @@ def test_what_other_components_say_is_covered_too() -> None:
     async def story() -> tuple[WarmStart, int]:
         at = EventBus()
         async with at.publisher() as publisher:
-            publisher.publish([stored(1)])
-            await publisher.flush()
+            await publish(publisher, stored(1))
             other = await at.bus.connect()
             for _ in range(50):
                 await other.jetstream.publish("demo.Other._kv.x.0", b"x")
@@ -343,8 +325,7 @@ def test_a_warm_router_and_one_that_saw_everything_hold_the_same() -> None:
                 await asyncio.sleep(0.2)
             await publisher.flush()
             start = await warm(at)
-            publisher.publish([stored(99, parent=1)])
-            await publisher.flush()
+            await publish(publisher, stored(99, parent=1))
             connection = await at.bus.connect()
             async with IndexFollower(
                 connection, "demo", "Engine", index=start.index, position=start.position
@@ -388,8 +369,7 @@ def test_events_that_are_no_ones_are_no_reason_to_fail() -> None:
         at = EventBus()
         connection = await at.bus.connect()
         async with at.publisher() as publisher, router(at) as one:
-            publisher.publish([stored(1)])
-            await publisher.flush()
+            await publish(publisher, stored(1))
             await connection.jetstream.publish(event_subject("x"), b"junk")
             await eventually(lambda: one.writer.status().written, within=6.0)
             return one.writer.status().failures
