@@ -94,7 +94,7 @@ class Call:
 
     def _as_stream(self) -> Stream[Any]:
         if self._stream is None:
-            self._stream = Stream(self._invocation, self._decode_many)
+            self._stream = Stream(self._invocation, self._decode, self._decode_many)
         return self._stream
 
     async def _result(self) -> Any:
@@ -417,11 +417,11 @@ def _unary_method(spec: HandlerSpec) -> Callable[..., Any]:
 
 
 def _stream_method(spec: HandlerSpec) -> Callable[..., Any]:
-    decode_many = spec.result_codec.decode_many
+    decode, decode_many = spec.result_codec.decoder(), spec.result_codec.decode_many
     invoke = _invoker(spec)
 
     def call(self: ActorClient, *request: Any, **named: Any) -> Stream[Any]:
-        return Stream(invoke(self, request, named), decode_many)
+        return Stream(invoke(self, request, named), decode, decode_many)
 
     return call
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
 
 from dynbus.actors.declaring.brief_repr import brief_repr
-from dynbus.bus.calling.pending_call import PendingCall
+from dynbus.bus.calling.pending_call import Gathering, PendingCall
 from dynbus.bus.errors import (
     Cancelled,
     ConfigError,
@@ -49,6 +49,12 @@ class Arrival(NamedTuple, Generic[K, T]):
     error: DynbusError | None = None
 
 
+# Without the frame of Python's that `Arrival(...)` runs in.
+_arrival: Callable[[tuple[RelayedStream[Any], Sequence[Any], bool, None]], Arrival[Any, Any]] = (
+    partial(tuple.__new__, Arrival)
+)
+
+
 class Relay(Generic[K, T]):
     """Reads many streams for somebody who passes their items on, such as a router or a gateway.
 
@@ -65,7 +71,7 @@ class Relay(Generic[K, T]):
     def __init__(self, deliver: Callable[[list[Arrival[K, T]]], object]) -> None:
         self._deliver = deliver
         self._open: set[RelayedStream[K]] = set()
-        self._news: dict[RelayedStream[K], None] = {}
+        self._gathering: Gathering[RelayedStream[K]] = Gathering(self._pass_on)
         self._closed = False
 
     def __repr__(self) -> str:
@@ -103,21 +109,14 @@ class Relay(Generic[K, T]):
                 f"{brief_repr(stream)} cannot be relayed: give the stream that a client's method "
                 "returns"
             )
-        relayed = RelayedStream(key, *reading.hand_over(), self._note, self._open.discard)
+        relayed = RelayedStream(key, *reading.hand_over(), self._gathering, self._open.discard)
         self._open.add(relayed)
         if self._closed:
             relayed.cancel()
         await relayed.begin()
         return relayed
 
-    def _note(self, stream: RelayedStream[K]) -> None:
-        """A stream has news: pass them on together with those of all others."""
-        if not self._news:
-            asyncio.get_running_loop().call_soon(self._pass_on)
-        self._news[stream] = None
-
-    def _pass_on(self) -> None:
-        streams, self._news = list(self._news), {}
+    def _pass_on(self, streams: list[RelayedStream[K]]) -> None:
         for first in range(0, len(streams), MOST_ARRIVALS):
             self._pass_on_some(streams[first : first + MOST_ARRIVALS])
 
@@ -155,11 +154,12 @@ class RelayedStream(Generic[K]):
 
     __slots__ = (
         "_call",
+        "_decode",
         "_decode_many",
         "_error",
+        "_gathering",
         "_is_direct",
         "_invocation",
-        "_note",
         "_over",
         "_undelivered",
         "_waiting",
@@ -174,15 +174,17 @@ class RelayedStream(Generic[K]):
         self,
         key: K,
         invocation: Invocation,
+        decode: Callable[[bytes], Any],
         decode_many: Callable[[Sequence[bytes]], list[Any]],
-        note: Callable[[RelayedStream[K]], object],
+        gathering: Gathering[RelayedStream[K]],
         over: Callable[[RelayedStream[K]], object],
     ) -> None:
         self.key = key
         self.is_over = False
         self._invocation = invocation
+        self._decode = decode
         self._decode_many = decode_many
-        self._note = partial(note, self)
+        self._gathering = gathering
         self._over = over
         self._call: PendingCall | None = None
         self.grain = 1
@@ -268,16 +270,20 @@ class RelayedStream(Generic[K]):
         if self._undelivered is not None:
             self._finish(self._undelivered)
             return Arrival(self, (), True, self._undelivered)
-        items: list[Any] = []
+        items: Sequence[Any] = ()
         reader = call.reader
         raw = reader.ready
         if raw:
             reader.ready = []
-            self.unread_bytes += len(raw[0]) if len(raw) == 1 else sum(map(len, raw))
             if not self._is_direct:
                 self._invocation.arrived(raw)
             try:
-                items = self._decode_many(raw)
+                if len(raw) == 1:
+                    self.unread_bytes += len(raw[0])
+                    items = [self._decode(raw[0])]
+                else:
+                    self.unread_bytes += sum(map(len, raw))
+                    items = self._decode_many(raw)
             except Exception:  # noqa: BLE001 - found again item by item
                 items, failure = decode_to_misfit(self._invocation, self._decode_many, raw)
                 if failure is not None:
@@ -285,7 +291,7 @@ class RelayedStream(Generic[K]):
                     return Arrival(self, items, True, failure)
         error = call.error
         if error is None and reader.terminal is None:
-            return Arrival(self, items) if items else None
+            return _arrival((self, items, False, None)) if items else None
         if error is not None and not reader.has_begun and self._begin_again(error):
             return None
         self._invocation.finish(error)
@@ -314,7 +320,7 @@ class RelayedStream(Generic[K]):
         # Credit is granted for half of a window; what was read is told in no smaller pieces.
         self.grain = max(1, call.reader.window // 8)
         self._is_direct = self._invocation.is_direct
-        call.on_news = self._note
+        call.gathering, call.member = self._gathering, self
 
     def _begin_again(self, error: DynbusError) -> bool:
         """Make the call once more beside all else; False where no work is begun any longer."""
@@ -340,13 +346,13 @@ class RelayedStream(Generic[K]):
             # Whatever of the user's raises here ends this stream, and not the work beside it.
             logger.exception("%r could not be tried again", self)
             self._undelivered = DynbusError(describe_exception(raised), request_id=self.id)
-        self._note()
+        self._gathering.add(self)
 
     def _finish(self, error: BaseException | None) -> None:
         self.is_over = True
         self._error = error
         if self._call is not None:
-            self._call.on_news = None
+            self._call.gathering = None
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
         self._over(self)

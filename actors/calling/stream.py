@@ -25,6 +25,7 @@ class Stream(AsyncGenerator[T, None]):
     __slots__ = (
         "_call",
         "_closed",
+        "_decode",
         "_decode_many",
         "_failure",
         "_index",
@@ -34,9 +35,13 @@ class Stream(AsyncGenerator[T, None]):
     )
 
     def __init__(
-        self, invocation: Invocation, decode_many: Callable[[Sequence[bytes]], list[Any]]
+        self,
+        invocation: Invocation,
+        decode: Callable[[bytes], Any],
+        decode_many: Callable[[Sequence[bytes]], list[Any]],
     ) -> None:
         self._invocation = invocation
+        self._decode = decode
         self._decode_many = decode_many
         self._call: PendingCall | None = None
         self._items: list[Any] = []
@@ -101,7 +106,7 @@ class Stream(AsyncGenerator[T, None]):
             data = raw.pop()
             self._size = len(data)
             try:
-                return self._decode_many([data])[0]  # type: ignore[no-any-return]
+                return self._decode(data)  # type: ignore[no-any-return]
             except Exception:  # noqa: BLE001 - becomes the error of the stream
                 return await self._take([data])
         reader.ready = []
@@ -120,8 +125,13 @@ class Stream(AsyncGenerator[T, None]):
         self._close()
         raise typ if isinstance(typ, BaseException) else typ()
 
-    def hand_over(self) -> tuple[Invocation, Callable[[Sequence[bytes]], list[Any]]]:
-        """Close the stream for somebody who reads in its place: the call, and how items are read.
+    def hand_over(
+        self,
+    ) -> tuple[Invocation, Callable[[bytes], Any], Callable[[Sequence[bytes]], list[Any]]]:
+        """Close the stream for somebody who reads in its place.
+
+        Returns:
+            The call, and how an item is read, or many of them.
 
         Raises:
             RuntimeError: it was iterated over already, or is closed.
@@ -129,7 +139,7 @@ class Stream(AsyncGenerator[T, None]):
         if self._closed or self._invocation.call is not None:
             raise RuntimeError(f"{self!r} is read already: make another call")
         self._closed = True
-        return self._invocation, self._decode_many
+        return self._invocation, self._decode, self._decode_many
 
     async def aclose(self) -> None:
         """Leave the stream; the far side stops."""

@@ -169,6 +169,10 @@ class Codec:
         except pydantic.ValidationError as error:
             raise Misfit(explain(error)) from None
 
+    def decoder(self) -> Callable[[bytes], Any]:
+        """`decode` for the hot path of a stream, which raises what the library does."""
+        return self._validate_json
+
     def decode_many(self, items: Sequence[bytes]) -> list[Any]:
         """`decode` of each; a run of items is validated in one go.
 
@@ -260,6 +264,9 @@ class StructCodec:
         except (msgspec.DecodeError, RecursionError) as error:
             raise Misfit(str(error)) from None
 
+    def decoder(self) -> Callable[[bytes], Any]:
+        return self._decoder.decode
+
     def decode_many(self, items: Sequence[bytes]) -> list[Any]:
         return [self.decode(item) for item in items]
 
@@ -301,6 +308,9 @@ class WholeCodec:
     def decode(self, data: bytes) -> Any:
         self._check_not_empty(data)
         return self.annotation(data)
+
+    def decoder(self) -> Callable[[bytes], Any]:
+        return bytes if self.annotation is bytes else self.decode
 
     def decode_many(self, items: Sequence[bytes]) -> list[Any]:
         return list(items) if self.annotation is bytes else [self.decode(item) for item in items]

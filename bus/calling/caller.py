@@ -58,7 +58,6 @@ logger = logging.getLogger(__name__)
 
 PART_HEADER_BYTES: Final = 64
 
-_ITEMS = (Item, Items)
 _RESULTS = (Item, Items, End, Failed, Part)
 
 
@@ -309,11 +308,14 @@ class Caller:
                 self.bus.drop(DropReason.STALE)
                 continue
             proven = call
-            if isinstance(frame, _ITEMS) and call.reader.receive_next(frame):
-                if (news := call.on_news) is not None:
-                    news()
-                else:
+            if call.reader.receive_next(frame):
+                if (gathering := call.gathering) is None:
                     call.wake()
+                else:
+                    # `add`, for the item that each of many streams gets at each step.
+                    if not gathering.fresh:
+                        gathering.begin()
+                    gathering.fresh.append(call.member)
             else:
                 call.receive(frame)
         if proven is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context
@@ -20,6 +20,8 @@ from .call_progress import CallProgress
 from .remote_instance import RemoteInstance
 
 KILL_AFTER: Final = 1.0
+
+M = TypeVar("M")
 
 
 class CallHead(NamedTuple):
@@ -39,6 +41,41 @@ class CallHead(NamedTuple):
     fields: dict[str, str]
 
 
+class Gathering(Generic[M]):
+    """The calls with news of a reader of many, who is told of all of them at the end of a turn.
+
+    Args:
+        read: called with the members that have news, each once. A member is what the reader knows
+            a call by.
+
+    Attributes:
+        fresh: those of this turn; `begin` comes before the first, and one may be in it twice.
+    """
+
+    __slots__ = ("_read", "fresh")
+
+    def __init__(self, read: Callable[[list[M]], object]) -> None:
+        self._read = read
+        self.fresh: list[M] = []
+
+    def __repr__(self) -> str:
+        return f"<Gathering [{len(self.fresh)} fresh]>"
+
+    def add(self, member: M) -> None:
+        """A call has news."""
+        if not self.fresh:
+            self.begin()
+        self.fresh.append(member)
+
+    def begin(self) -> None:
+        """The first call of a turn has news."""
+        asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        fresh, self.fresh = self.fresh, []
+        self._read(list(dict.fromkeys(fresh)))
+
+
 class PendingCall(CallProgress):
     """A call that was sent to one instance. Owned by the task that awaits it.
 
@@ -49,8 +86,9 @@ class PendingCall(CallProgress):
         doubt: the bounce token of the question whether it arrived at all; empty if unasked.
         unreachable: whether nobody took it, or its instance died.
         deadline_number: of its deadline, for whoever has armed it.
-        on_news: called in place of waking a task, whenever items have come or it has ended; for
-            whoever reads many calls at once.
+        gathering: where it is noted in place of waking a task, whenever items have come or it has
+            ended; for whoever reads many calls at once.
+        member: what that reader knows it by.
     """
 
     __slots__ = (
@@ -60,7 +98,8 @@ class PendingCall(CallProgress):
         "deadline_number",
         "doubt",
         "endpoint",
-        "on_news",
+        "gathering",
+        "member",
         "remote",
         "request_id",
         "streaming",
@@ -89,7 +128,8 @@ class PendingCall(CallProgress):
         self.doubt = ""
         self.deadline_number: int | None = None
         self.unreachable = False
-        self.on_news: Callable[[], object] | None = None
+        self.gathering: Gathering[Any] | None = None
+        self.member: Any = None
         self._waiter: asyncio.Future[None] | None = None
         self._unlink: Callable[[], None] | None = None
 
@@ -137,7 +177,7 @@ class PendingCall(CallProgress):
         """The reader took items of `size` bytes; tells the writer now and then."""
         credit = self.consume(size)
         if credit is not None:
-            self.remote.send((credit,))
+            self.remote.grant(credit)
 
     def abandon(self) -> None:
         """The reader leaves: the far side stops, and is killed a second later."""
@@ -175,8 +215,8 @@ class PendingCall(CallProgress):
 
     def wake(self) -> None:
         """Something has happened that the reader waits for."""
-        if self.on_news is not None:
-            self.on_news()
+        if self.gathering is not None:
+            self.gathering.add(self.member)
             return
         waiter = self._waiter
         if waiter is not None:

@@ -10,7 +10,7 @@ from dynbus.bus.protocol.call_ranges import CALL_BYTES, heartbeat_room, split_ca
 from dynbus.bus.protocol.liveness import RemoteLiveness
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.tokens import random_id
-from dynbus.bus.protocol.wire import BATCH_OVERHEAD, Frame, Open, encode_batch
+from dynbus.bus.protocol.wire import BATCH_OVERHEAD, Credit, Frame, Open, encode_batch
 from dynbus.bus.transport import ConnectionState
 
 from .call_progress import CallProgress
@@ -56,6 +56,7 @@ class RemoteInstance(Generic[C]):
         self.calls: dict[int, C] = {}
         self.done: list[tuple[int, bytes]] = []
         self.load = 0
+        self._credits: list[Frame] = []
 
     def __repr__(self) -> str:
         return f"<RemoteInstance {self.name} [{len(self.calls)} calls]>"
@@ -83,6 +84,19 @@ class RemoteInstance(Generic[C]):
             batch = list(frames[first : first + room])
             data = encode_batch(bus.replies.base, self.incarnation, 0, batch)
             bus.data.publish(self.control_subject, data, reply=reply)
+
+    def grant(self, credit: Credit) -> None:
+        """Send credit at the end of this turn of the loop, together with that of other calls.
+
+        Streams that began together and are of one pace need theirs together.
+        """
+        if not self._credits:
+            self._bus.loop.call_soon(self._send_credits)
+        self._credits.append(credit)
+
+    def _send_credits(self) -> None:
+        credits, self._credits = self._credits, []
+        self.send(credits)
 
     def beat(self) -> list[Frame]:
         open_calls = list(self.calls.values())

@@ -25,6 +25,7 @@ class StreamReader:
 
     __slots__ = (
         "_consumed",
+        "_is_special",
         "_limit_is_small",
         "_parts",
         "_parts_bytes",
@@ -42,6 +43,8 @@ class StreamReader:
         self.max_item_bytes = max_item_bytes
         # Only then can a frame of whole items hold one that is too large.
         self._limit_is_small = max_item_bytes < MAX_FRAME_BYTES
+        # Whether there is more to see to than the sequence, even for a frame that is the next.
+        self._is_special = self._limit_is_small
         self.next_sequence = 0
         self.terminal: Terminal | None = None
         self.behind = False
@@ -61,24 +64,21 @@ class StreamReader:
         """Whether anything but the end has arrived."""
         return self.next_sequence > (self.terminal is not None)
 
-    def receive_next(self, frame: Item | Items) -> bool:
-        """Take in a frame of whole items that comes just in time; False if it does not.
+    def receive_next(self, frame: Item | Items | Part | Terminal) -> bool:
+        """Take in a frame of whole items that comes just in time; False for any other.
 
         This is `receive` for nearly every frame of a stream, at a fraction of its cost.
         """
-        if (
-            frame.sequence != self.next_sequence
-            or self._parts
-            or self._limit_is_small
-            or self.terminal is not None
-        ):
+        sequence = self.next_sequence
+        if frame.sequence != sequence or self._is_special:
             return False
-        self.behind = False
-        if isinstance(frame, Item):
-            self.next_sequence += 1
+        if type(frame) is Item:
+            self.next_sequence = sequence + 1
             self.ready.append(frame.data)
             return True
-        self.next_sequence += len(frame.items)
+        if type(frame) is not Items:
+            return False
+        self.next_sequence = sequence + len(frame.items)
         if self.ready:
             self.ready += frame.items
         else:
@@ -99,7 +99,7 @@ class StreamReader:
             return
         ahead = frame.sequence - self.next_sequence
         if ahead > 0:
-            self.behind = True
+            self.behind = self._is_special = True
             return
         if isinstance(frame, Item):
             self._receive_items([frame.data], -ahead)
@@ -110,6 +110,7 @@ class StreamReader:
         elif isinstance(frame, Failed):
             self.behind = False
             self.terminal = frame
+            self._is_special = True
 
     def drain(self) -> list[bytes]:
         """The items that arrived since the last call, in order."""
@@ -149,6 +150,7 @@ class StreamReader:
             items = [b"".join([*self._parts, items[0]]), *items[1:]]
             self._parts = None
             self._parts_bytes = 0
+        self._is_special = self._limit_is_small
         if self.ready:
             self.ready += items
         else:
@@ -157,6 +159,7 @@ class StreamReader:
     def _receive_unit(self, frame: Part | Terminal) -> None:
         self.next_sequence += 1
         self.behind = False
+        self._is_special = True
         if isinstance(frame, Part):
             self._parts_bytes += len(frame.data)
             self._check_size(0)
