@@ -265,11 +265,8 @@ class RelayedStream(Generic[K]):
     def take(self) -> Arrival[K, Any] | None:
         """What has arrived since the last time, and its end; None for nothing."""
         call = self._call
-        if self.is_over or call is None:
-            return None
-        if self._undelivered is not None:
-            self._finish(self._undelivered)
-            return Arrival(self, (), True, self._undelivered)
+        if call is None:
+            return self._take_failure()
         items: Sequence[Any] = ()
         reader = call.reader
         raw = reader.ready
@@ -293,10 +290,19 @@ class RelayedStream(Generic[K]):
         if error is None and reader.terminal is None:
             return _arrival((self, items, False, None)) if items else None
         if error is not None and not reader.has_begun and self._begin_again(error):
+            self._call = None
             return None
         self._invocation.finish(error)
         self._finish(error)
         return Arrival(self, items, True, error)
+
+    def _take_failure(self) -> Arrival[K, Any] | None:
+        """Why no call is open and none will be, where nobody has been told so."""
+        error = self._undelivered
+        if self.is_over or error is None:
+            return None
+        self._finish(error)
+        return Arrival(self, (), True, error)
 
     def lose(self, error: BaseException) -> None:
         """What was taken was not delivered, and nothing else will be."""
@@ -316,6 +322,8 @@ class RelayedStream(Generic[K]):
     # Internals -----------------------------------------------------------------------------
 
     def _listen(self, call: PendingCall) -> None:
+        if self.is_over:
+            return
         self._call = call
         # Credit is granted for half of a window; what was read is told in no smaller pieces.
         self.grain = max(1, call.reader.window // 8)
@@ -353,6 +361,7 @@ class RelayedStream(Generic[K]):
         self._error = error
         if self._call is not None:
             self._call.gathering = None
+            self._call = None
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
         self._over(self)

@@ -106,8 +106,7 @@ def push_each(pairs: Iterable[tuple[Reply[T], T]]) -> list[Reply[T]]:
     An item that cannot be sent ends its stream with the reason, and no other.
     """
     paused: list[Reply[T]] = []
-    for pair in pairs:
-        reply, item = pair
+    for reply, item in pairs:
         try:
             if not reply._push(reply._encode(item)):  # pyright: ignore[reportPrivateUsage]
                 paused.append(reply)

@@ -26,6 +26,9 @@ from .wire import End, Failed, Item, Items, Part, Terminal, failed_frame
 
 UNIT_OVERHEAD: Final = 5
 """Bytes that a unit may take in a frame beside its own."""
+UNCOUNTED_ITEMS: Final = 16
+UNCOUNTED_BYTES: Final = 256
+"""So many items in a row, each of so many bytes at most, are counted as kept only later."""
 
 
 class _Piece(bytes):
@@ -197,6 +200,19 @@ class StreamWriter:
         Raises:
             PayloadTooLarge: it is larger than `max_item_bytes`.
         """
+        size = len(item)
+        pushed = self.pushed_bytes + size
+        if pushed >= self._free_until or size > self._whole_bytes:
+            return self._push_with_care(item)
+        self.pushed_bytes = pushed
+        self._units.append(item)
+        if not self.dirty:
+            self.dirty = True
+            self._on_dirty(self)
+        return True
+
+    def _push_with_care(self, item: bytes) -> bool:
+        """Add an item that is large, or after which it may be time to wait, or that is too late."""
         if self.ended:
             return False
         size = len(item)
@@ -204,13 +220,11 @@ class StreamWriter:
             item = self._split(item)
             # The parts before the last are counted.
             self._counted_bytes += size - len(item)
-        self.pushed_bytes = pushed = self.pushed_bytes + size
+        self.pushed_bytes += size
         self._units.append(item)
         if not self.dirty:
             self.dirty = True
             self._on_dirty(self)
-        if pushed < self._free_until:
-            return True
         self.count_pushed()
         if self.blocked:
             self._on_blocked(self)
@@ -219,7 +233,7 @@ class StreamWriter:
         return True
 
     def count_pushed(self) -> None:
-        """Count what was pushed since the last time as kept, as `take` does.
+        """Count what was pushed since the last time as kept, as `take` does of all but a few.
 
         Few and small items are not worth counting one by one.
         """
@@ -292,19 +306,9 @@ class StreamWriter:
                 return None
             self.taken_bytes = size
             self._next_unsent = first + 1
-            if self._counted_sequence != sequence:
+            # Six figures more to change for the item that a stream sends at each step.
+            if size > UNCOUNTED_BYTES or first % UNCOUNTED_ITEMS == UNCOUNTED_ITEMS - 1:
                 self.count_pushed()
-                return Item(self.number, self.secret, self.attempt, sequence, data)
-            # `_hold`, for the item that a stream sends at each step.
-            self._counted_sequence = sequence + 1
-            self._counted_bytes = self.pushed_bytes
-            cost = size + (UNIT_COST - UNIT_OVERHEAD)
-            held = self.held_bytes = self.held_bytes + cost
-            unread = self._unread
-            unread.held += cost
-            unread.whole.free -= cost
-            if held > LEAST_PER_STREAM:
-                self._set_free_until()
             return Item(self.number, self.secret, self.attempt, sequence, data)
         items: list[bytes] = units[first:]  # type: ignore[assignment]
         size = sum(map(len, items)) + UNIT_OVERHEAD * count
@@ -312,7 +316,7 @@ class StreamWriter:
             return None
         self.taken_bytes = size
         self._next_unsent = first + count
-        self._count_taken(sequence, count, size)
+        self.count_pushed()
         return Items(self.number, self.secret, self.attempt, sequence, items)
 
     def take_result(self, limit: int) -> End | None:
@@ -387,6 +391,7 @@ class StreamWriter:
             # The reader may hold other units of these sequences: the error must reach it.
             drop = min(drop, len(self._units) - 1)
         if drop > 0:
+            self.count_pushed()
             self._hold(-_cost(self._units[:drop]))
             del self._units[:drop]
             self._acknowledged += drop
@@ -418,15 +423,6 @@ class StreamWriter:
         self._hold(-self.held_bytes)
         self._unread = _UNCOUNTED
 
-    def _count_taken(self, sequence: int, count: int, size: int) -> None:
-        """Count so many units from a sequence on that need `size` bytes of a limit."""
-        if self._counted_sequence == sequence:
-            self._counted_sequence = sequence + count
-            self._counted_bytes = self.pushed_bytes
-            self._hold(size + (UNIT_COST - UNIT_OVERHEAD) * count)
-        else:
-            self.count_pushed()
-
     def _hold(self, cost: int) -> None:
         """Keep so many bytes more for the reader."""
         held = self.held_bytes = self.held_bytes + cost
@@ -439,7 +435,7 @@ class StreamWriter:
 
     def _set_free_until(self) -> None:
         """Set up to which number of pushed bytes nothing can stand in the way."""
-        if self.is_short_of_room:
+        if self.ended or self.is_short_of_room:
             self._free_until = 0
         else:
             self._free_until = min(self.granted, self._counted_bytes + LEAST_PER_STREAM)
@@ -466,6 +462,7 @@ class StreamWriter:
         self._hold(ending.size + UNIT_COST)
         self._items_only = False
         self.ended = True
+        self._free_until = 0
 
     def _frame(self, unit: _Unit, sequence: int) -> Part | Terminal:
         if isinstance(unit, _Ending):
