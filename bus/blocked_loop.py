@@ -68,7 +68,7 @@ class ThreadClock:
 
     def __init__(self) -> None:
         # How long a thread waited for a processor is told by Linux only.
-        self._file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
         thread = threading.get_ident()
         known = hasattr(time, "pthread_getcpuclockid")
         self._clock = time.pthread_getcpuclockid(thread) if known else None
@@ -76,8 +76,12 @@ class ThreadClock:
     def read(self, now: float) -> Reading:
         used = time.clock_gettime(self._clock) if self._clock is not None else 0.0
         try:
-            with self._file.open("rb", buffering=0) as figures:
-                waited = int(figures.read().split()[1]) / 1e9
+            # Ten times a second in every process: without a file object.
+            figures = os.open(self._path, os.O_RDONLY)
+            try:
+                waited = int(os.read(figures, 64).split()[1]) / 1e9
+            finally:
+                os.close(figures)
         except (OSError, IndexError, ValueError):
             waited = 0.0
         return Reading(now, used, waited)
