@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynbus.bus.protocol.stream_writer import StreamWriter
+from dynbus.bus.protocol.stream_writer import UNCOUNTED_BYTES, UNCOUNTED_ITEMS, StreamWriter
 from dynbus.bus.protocol.unread_bytes import (
     LEAST_PER_STREAM,
     UNIT_COST,
@@ -169,4 +169,29 @@ def test_the_count_is_always_that_of_what_is_kept(steps: list[tuple[int, str, in
         stream.end()
         stream.take(1 << 30)
         stream.acknowledge(stream.next_sequence)
+    assert whole.held == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 40)), max_size=120))
+def test_items_sent_one_by_one_are_counted_sixteen_late_at_most(
+    steps: list[tuple[int, int]],
+) -> None:
+    whole = UnreadBytes(LIMIT)
+    stream = writer(ClientUnreadBytes(whole))
+    kept: list[int] = []
+    dropped = 0
+
+    for size, acknowledged in steps:
+        stream.push(bytes(size))
+        stream.dirty = False
+        assert stream.take_items(100_000) is not None
+        kept.append(size)
+        if acknowledged <= len(kept) and acknowledged:
+            dropped += acknowledged
+            stream.acknowledge(dropped)
+            del kept[:acknowledged]
+        missed = sum(kept) + UNIT_COST * len(kept) - whole.held
+        assert 0 <= missed <= (UNCOUNTED_ITEMS - 1) * (UNCOUNTED_BYTES + UNIT_COST)
+
+    stream.acknowledge(dropped + len(kept))
     assert whole.held == 0
