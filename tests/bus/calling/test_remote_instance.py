@@ -8,8 +8,7 @@ from tests.bus.far_side import ENDPOINT, Played, played, settle
 from dynbus.bus.calling.open_calls import Remote
 from dynbus.bus.calling.remote_instance import RemoteInstance
 from dynbus.bus.errors import UnknownOutcome
-from dynbus.bus.memory.bus import MemoryBus
-from dynbus.bus.memory.connection import MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
 from dynbus.bus.protocol.names import control_subject
 from dynbus.bus.protocol.wire import Credit, Item, Open, encode_batch
 from dynbus.testing import run
