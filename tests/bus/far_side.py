@@ -43,6 +43,7 @@ class FarSide:
     Attributes:
         requests: the messages of requests.
         frames: what came to its control lane.
+        control_messages: in how many messages.
     """
 
     def __init__(self, connection: MemoryConnection, instance_id: str) -> None:
@@ -50,6 +51,7 @@ class FarSide:
         self.instance_id = instance_id
         self.requests: list[Request] = []
         self.frames: list[Frame] = []
+        self.control_messages = 0
         self._subscriptions: list[MemorySubscription] = []
         self._arrived = asyncio.Event()
 
@@ -126,6 +128,7 @@ class FarSide:
         batch = decode_batch(message.data)
         assert batch is not None, message.data
         self.frames += batch.frames
+        self.control_messages += 1
         self._arrived.set()
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.bus.far_side import ENDPOINT, Played, played, settle
+from tests.bus.far_side import ENDPOINT, Played, played
 
 from dynbus.bus.calling.open_calls import Remote
 from dynbus.bus.calling.remote_instance import RemoteInstance
 from dynbus.bus.errors import UnknownOutcome
-from dynbus.bus.memory.bus import MemoryBus, MemoryConnection
+from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.protocol.names import control_subject
 from dynbus.bus.protocol.wire import Credit, Item, Open, encode_batch
 from dynbus.testing import run
@@ -68,18 +68,15 @@ def test_a_call_that_has_ended_is_acknowledged_once() -> None:
 def test_the_credit_of_calls_that_are_read_in_one_turn_leaves_in_one_message() -> None:
     async def story() -> tuple[int, list[int]]:
         async with played() as side:
-            data = side.bus.data
-            assert isinstance(data, MemoryConnection)
             calls = [side.begin(streaming=True) for _ in range(3)]
-            await settle(data)
-            before = data.statistics().sent_messages
+            await side.far.request(3)
+            before = side.far.control_messages
 
             for call in calls:
                 call.consumed(call.reader.window)
             credits = await side.far.heard(Credit, 3)
 
-            sent = data.statistics().sent_messages - before
-            return sent, [credit.number for credit in credits]
+            return side.far.control_messages - before, [credit.number for credit in credits]
 
     assert run(story()) == (1, [1, 2, 3])
 
