@@ -121,7 +121,8 @@ class ExpectedCaches:
         overlaps: list[Overlap] = []
         guessed: list[int] = []
         for profile in profiles:
-            guesses = self._guesses(profile)
+            is_followed = self._is_followed(profile)
+            guesses = self._predictions if is_followed else self._approximations
             for rank in profile.ranks:
                 overlap = exact.get(rank, NO_OVERLAP)
                 known = 0
@@ -211,9 +212,6 @@ class ExpectedCaches:
             self._look_at = now + AWARENESS_INTERVAL
             self._awareness = str(self.awareness())
         return self._awareness
-
-    def _guesses(self, profile: InstanceProfile) -> ApproximateIndex:
-        return self._predictions if self._is_followed(profile) else self._approximations
 
     def _is_followed(self, profile: InstanceProfile) -> bool:
         return self._follower is not None and profile.has_events

@@ -513,7 +513,11 @@ class KvEventPublisher(Openable):
             self._wake.clear()
             await asyncio.sleep(self._linger if self._handover.events < EVENTS_PER_STEP else 0)
             try:
-                await self._step(tasks)
+                self._take_in()
+                now = self._stepped = monotonic()
+                for log in self._logs.values():
+                    log.append_digest(unix_time(), now)
+                await self._sender.send(list(self._logs.values()), now, tasks)
             except Exception as error:
                 # An engine without its publisher would look idle for ever.
                 logger.exception("%r: a step failed, so everything is sent again", self)
@@ -521,13 +525,6 @@ class KvEventPublisher(Openable):
                 for log in self._logs.values():
                     log.begin_anew()
             self._progress.set()
-
-    async def _step(self, tasks: TaskGroup) -> None:
-        self._take_in()
-        now = self._stepped = monotonic()
-        for log in self._logs.values():
-            log.append_digest(unix_time(), now)
-        await self._sender.send(list(self._logs.values()), now, tasks)
 
     def _take_in(self) -> None:
         """Take in what was handed over, or as much of it as does not keep the loop for long."""

@@ -273,15 +273,12 @@ class SnapshotStore:
             stored = await self._objects.put(name, data, headers=fields, timeout=timeout)
         except StreamFull:
             # The newest one stays: a router that starts meanwhile needs it.
-            await self._make_room(component, coverage, keep=1)
+            logger.warning("%r is full: older snapshots of %s are deleted", self, component)
+            await self._drop_superseded(component, coverage.created, keep=1)
+            await self.drop_abandoned()
             stored = await self._objects.put(name, data, headers=fields, timeout=timeout)
         await self._drop_superseded(component, coverage.created, self.keep)
         return SnapshotInfo(component, coverage, len(data), stored.modified, blocks, instances)
-
-    async def _make_room(self, component: str, coverage: Coverage, keep: int) -> None:
-        logger.warning("%r is full: older snapshots of %s are deleted", self, component)
-        await self._drop_superseded(component, coverage.created, keep)
-        await self.drop_abandoned()
 
     async def _drop_superseded(self, component: str, created: float, keep: int) -> None:
         found = await self.snapshots(component)
