@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import gguf
+from . import config, gguf, model, safetensors
 from .errors import BrokenModel, UnsupportedModel
 
-__all__ = ["BrokenModel", "UnsupportedModel", "gguf"]
+__all__ = ["BrokenModel", "UnsupportedModel", "config", "gguf", "model", "safetensors"]

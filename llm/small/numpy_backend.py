@@ -1,0 +1,216 @@
+"""The decoder's parts in numpy, float32."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynbus.llm.weights.model import LayerWeights
+
+from .backend import Layer, Rows
+from .batch import Batch, Piece
+
+Array: TypeAlias = NDArray[Any]
+
+_QUERIES: Final = 128
+"""Rows of a sequence that attend at a time: their scores stay in the processor's cache."""
+_SHAPE: Final = 16
+"""Rows of every matrix product of a deterministic backend."""
+_MASKED: Final = np.triu(np.full((_QUERIES, _QUERIES), -np.inf, np.float32), 1)
+"""What is added to the scores of a tile's queries and its own keys."""
+_GATHERED_BLOCKS: Final = 3
+"""A sequence is gathered if its blocks lie in runs shorter than this on average. A copy of a block
+takes about as long as a product more for each run."""
+
+
+class NumpyBackend:
+    """Computes with numpy.
+
+    Args:
+        deterministic: computes each row in one shape, so that it has the same bits whatever is
+            computed beside it. Several times slower.
+    """
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self.name = "numpy"
+        self.threads = min(4, os.cpu_count() or 1)
+        self._deterministic = deterministic
+
+    def put(self, array: Array) -> Array:
+        return array
+
+    def layer(self, weights: LayerWeights) -> Layer[Array]:
+        return Layer(
+            weights.attention_norm,
+            weights.qkv,
+            weights.qkv_bias,
+            weights.q_norm,
+            weights.k_norm,
+            weights.output,
+            weights.mlp_norm,
+            weights.gate_up,
+            weights.down,
+        )
+
+    def cache(self, heads: int, slots: int, head_dim: int) -> Array:
+        return np.zeros((2, heads, slots, head_dim), np.float32)
+
+    def rows(self, batch: Batch, frequencies: Array) -> Rows[Array]:
+        angles = batch.positions.astype(np.float32)[:, None, None] * frequencies
+        return Rows(
+            batch, batch.token_ids, batch.slots, batch.sampled, np.cos(angles), np.sin(angles)
+        )
+
+    def take(self, array: Array, rows: Array) -> Array:
+        return array.take(rows, 0)
+
+    def norm(self, rows: Array, weight: Array, eps: float) -> Array:
+        squares: Array = np.einsum("...i,...i->...", rows, rows)[..., None]
+        squares /= rows.shape[-1]
+        squares += eps
+        np.sqrt(squares, out=squares)
+        normed: Array = rows / squares
+        normed *= weight
+        return normed
+
+    def linear(self, rows: Array, matrix: Array, bias: Array | None = None) -> Array:
+        product: Array = self._in_shape(rows, matrix) if self._deterministic else rows @ matrix
+        if bias is not None:
+            product += bias
+        return product
+
+    def _in_shape(self, rows: Array, matrix: Array) -> Array:
+        """The product, so many rows at a time; the last ones are filled up with zeros."""
+        count = len(rows)
+        padded = np.zeros((-(-count // _SHAPE) * _SHAPE, rows.shape[1]), np.float32)
+        padded[:count] = rows
+        product = np.empty((len(padded), matrix.shape[1]), np.float32)
+        for at in range(0, count, _SHAPE):
+            np.matmul(padded[at : at + _SHAPE], matrix, out=product[at : at + _SHAPE])
+        return product[:count]
+
+    def add(self, rows: Array, others: Array) -> Array:
+        rows += others
+        return rows
+
+    def gated(self, gate_up: Array) -> Array:
+        width = gate_up.shape[1] // 2
+        gate, up = gate_up[:, :width], gate_up[:, width:]
+        # SiLU, gate / (1 + exp(-gate)); an exp that overflows gives the right 0.
+        gated = np.negative(gate)
+        with np.errstate(over="ignore"):
+            np.exp(gated, out=gated)
+        gated += 1
+        np.divide(gate, gated, out=gated)
+        gated *= up
+        return gated
+
+    def split(self, qkv: Array, heads: int, kv_heads: int) -> tuple[Array, Array, Array]:
+        split = qkv.reshape(len(qkv), heads + 2 * kv_heads, -1)
+        return split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
+
+    def rotate(self, heads: Array, rows: Rows[Array]) -> Array:
+        half = heads.shape[-1] // 2
+        left, right = heads[..., :half], heads[..., half:]
+        rotated = np.empty(heads.shape, np.float32)
+        np.multiply(left, rows.cos, out=rotated[..., :half])
+        np.multiply(right, rows.cos, out=rotated[..., half:])
+        rotated[..., :half] -= right * rows.sin
+        rotated[..., half:] += left * rows.sin
+        return rotated
+
+    def logits(self, rows: Array, head: Array) -> Array:
+        if self._deterministic:
+            return self._in_shape(rows, head.T)
+        # In this order a product of few rows is faster.
+        return np.ascontiguousarray((head @ rows.T).T)
+
+    def attend(self, q: Array, k: Array, v: Array, cache: Array, rows: Rows[Array]) -> Array:
+        cache[0][:, rows.slots] = k.swapaxes(0, 1)
+        cache[1][:, rows.slots] = v.swapaxes(0, 1)
+        kv_heads, head_dim = k.shape[1:]
+        # The query heads that share a head of keys lie side by side.
+        grouped = q.reshape(len(q), kv_heads, -1, head_dim)
+        attended = np.empty(grouped.shape, np.float32)
+        block_size = rows.batch.block_size
+        for piece in rows.batch.pieces:
+            queries = grouped[piece.first : piece.last]
+            target = attended[piece.first : piece.last]
+            if self._deterministic:
+                keys, values = _gathered(cache, piece, block_size)
+                _attend_each(queries, keys, values, target)
+            elif len(queries) == 1 and len(piece.runs) * _GATHERED_BLOCKS <= len(piece.blocks) + 2:
+                _attend_runs(queries[0], cache, piece.runs, target[0])
+            else:
+                if len(piece.runs) == 1:
+                    first, last = piece.runs[0]
+                    keys, values = cache[:, :, first:last]
+                else:
+                    keys, values = _gathered(cache, piece, block_size)
+                _attend_tiles(queries, keys, values, target)
+        return attended.reshape(len(q), -1)
+
+
+def _gathered(cache: Array, piece: Piece, block_size: int) -> Array:
+    """A copy of a sequence's keys and values: [2, heads, tokens, head_dim]."""
+    _, heads, _, head_dim = cache.shape
+    blocks = cache.reshape(2, heads, -1, block_size * head_dim).take(piece.blocks, axis=2)
+    return blocks.reshape(2, heads, -1, head_dim)[:, :, : piece.length]
+
+
+def _softmax(scores: Array) -> Array:
+    """The exponentials in place of the scores, and their sums; rows of the last axis."""
+    scores -= scores.max(-1, keepdims=True)
+    np.exp(scores, out=scores)
+    sums: Array = scores.sum(-1, keepdims=True)
+    return sums
+
+
+def _attend_runs(query: Array, cache: Array, runs: list[tuple[int, int]], target: Array) -> None:
+    """One query of each head, [heads, group, head_dim], attends to keys that are not copied."""
+    if len(runs) == 1:
+        first, last = runs[0]
+        scores = query @ cache[0, :, first:last].swapaxes(1, 2)
+        sums = _softmax(scores)
+        np.matmul(scores, cache[1, :, first:last], out=target)
+        target /= sums
+        return
+    parts = [query @ cache[0, :, first:last].swapaxes(1, 2) for first, last in runs]
+    scores = np.concatenate(parts, -1)
+    sums = _softmax(scores)
+    target[:] = 0
+    at = 0
+    for first, last in runs:
+        target += scores[..., at : at + last - first] @ cache[1, :, first:last]
+        at += last - first
+    target /= sums
+
+
+def _attend_tiles(queries: Array, keys: Array, values: Array, target: Array) -> None:
+    """Queries of the last tokens, [rows, heads, group, head_dim], attend to those up to them."""
+    count, heads, group, head_dim = queries.shape
+    before = keys.shape[1] - count
+    for first in range(0, count, _QUERIES):
+        last = min(count, first + _QUERIES)
+        rows, length = last - first, before + last
+        tile = queries[first:last].transpose(1, 2, 0, 3).reshape(heads, group * rows, head_dim)
+        scores = tile @ keys[:, :length].swapaxes(1, 2)
+        scores.reshape(heads, group, rows, length)[..., length - rows :] += _MASKED[:rows, :rows]
+        sums = _softmax(scores)
+        attended = scores @ values[:, :length]
+        attended /= sums
+        target[first:last] = attended.reshape(heads, group, rows, head_dim).transpose(2, 0, 1, 3)
+
+
+def _attend_each(queries: Array, keys: Array, values: Array, target: Array) -> None:
+    """As `_attend_tiles`, each row on its own: its result depends on its position alone."""
+    before = keys.shape[1] - len(queries)
+    for at, query in enumerate(queries):
+        length = before + at + 1
+        scores = np.ascontiguousarray(query) @ keys[:, :length].swapaxes(1, 2)
+        sums = _softmax(scores)
+        target[at] = scores @ values[:, :length]
+        target[at] /= sums
