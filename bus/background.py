@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import importlib
 import logging
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -91,6 +92,19 @@ def _is_cancelled() -> bool:
     return by_loop or anyio.current_effective_deadline() == -math.inf
 
 
+def _say_asyncio() -> None:
+    """Let anyio know of the loop in callbacks too.
+
+    Where `sniffio` is installed, which many a package brings, anyio goes by it, and finds no loop
+    where no task runs.
+    """
+    try:
+        library: Any = importlib.import_module("sniffio")
+    except ImportError:
+        return
+    library.current_async_library_cvar.set("asyncio")
+
+
 class Background:
     """The work of one owner, which ends with it.
 
@@ -116,6 +130,7 @@ class Background:
         self._tasks: TaskGroup | None = None
         self._host: asyncio.Task[None] | None = None
         self._variables = contextvars.copy_context()
+        self._variables.run(_say_asyncio)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -154,13 +169,16 @@ class Background:
             raise Unavailable(
                 f"{self.name} has failed: {describe_exception(self.failure)}", started=False
             ) from self.failure
-        if self._tasks is None:
+        tasks = self._tasks
+        if tasks is None:
             raise RuntimeError(f"{self.name} is not open: {name} cannot be started")
-        work = Work(name)
-        self._variables.copy().run(
-            partial(self._tasks.start_soon, work.run, function, *args, name=name)
-        )
-        return work
+
+        def begin() -> Work:
+            work = Work(name)
+            tasks.start_soon(partial(work.run, function, *args), name=name)
+            return work
+
+        return self._variables.copy().run(begin)
 
     async def close(self) -> None:
         """Cancel what is left and wait for its end; more calls change nothing."""

@@ -75,6 +75,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
     work. Open sockets are waited for in real time for `IO_GRACE` seconds per jump.
 
     Args:
+        start: virtual seconds at which it begins.
         limit: virtual seconds after which `Deadlock` is raised, so that a wait beside a
             heartbeat that never ends is found too.
         patience: real seconds for which a thread is waited for. Then `Deadlock` is raised for
@@ -84,11 +85,12 @@ class JumpingLoop(asyncio.SelectorEventLoop):
     def __init__(
         self,
         *,
+        start: float = START,
         limit: float = DEFAULT_LIMIT,
         patience: float = DEFAULT_PATIENCE,
     ) -> None:
         self._threads = WorkingThreads()
-        self._virtual = _VirtualSelector(self, self._threads, limit, patience)
+        self._virtual = _VirtualSelector(self, self._threads, start, limit, patience)
         super().__init__(self._virtual)
 
     def time(self) -> float:
@@ -126,14 +128,15 @@ class _VirtualSelector(selectors.DefaultSelector):
         self,
         loop: JumpingLoop,
         threads: WorkingThreads,
+        start: float,
         limit: float,
         patience: float,
     ) -> None:
         super().__init__()
-        self.now = START
+        self.now = start
         self._threads = threads
         self._loop = loop
-        self._end = START + limit
+        self._end = start + limit
         self._limit = limit
         self._patience = patience
 

@@ -35,9 +35,10 @@ def console() -> Console:
     return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
 
 
-def print_json(value: Any) -> None:
-    """Print a value as JSON."""
-    click.echo(msgspec.json.format(msgspec.json.encode(value)))
+def print_json(value: Any, *, indent: int = 2) -> None:
+    """Print a value as JSON; `indent=0` on one line."""
+    text = msgspec.json.encode(value)
+    click.echo(msgspec.json.format(text, indent=indent) if indent else text)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -74,6 +74,11 @@ class EmbeddedServer(NamedTuple):
         return DataFolder(self.data_dir).server_pid() if self.data_dir else None
 
 
+def default_data_dir(cwd: Path) -> Path:
+    """The data folder of the project in `cwd`."""
+    return cwd / ".dynbus"
+
+
 @asynccontextmanager
 async def embedded_server(
     url: str, *, data_dir: Path | None = None, fresh: bool = False
@@ -100,7 +105,7 @@ async def embedded_server(
             f"{address} is not on this machine: an embedded server is started at loopback "
             "addresses only; start nats-server there, or use nats://127.0.0.1:4222"
         )
-    folder = DataFolder((data_dir or Path(".dynbus")).absolute())
+    folder = DataFolder((data_dir or default_data_dir(Path.cwd())).absolute())
     user = _User(url, address, folder)
     # Without a watch over its guard the server runs on, and the end of the block raises.
     background = Background(f"the user of {folder.path}")

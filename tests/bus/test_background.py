@@ -7,6 +7,7 @@ import contextvars
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import pytest
@@ -40,6 +41,23 @@ async def test_work_is_started_by_one_task_and_ended_by_another() -> None:
 
     assert events == ["cleaned up"]
     assert started.ended
+
+
+async def test_a_callback_of_the_loop_may_start_work_also_with_sniffio() -> None:
+    pytest.importorskip("sniffio", reason="needs sniffio, by which anyio finds no loop there")
+    loop = asyncio.get_running_loop()
+    started: asyncio.Future[Work] = loop.create_future()
+    # What a program of asyncio has in its context: nothing that a test runner has set.
+    background = contextvars.Context().run(Background, "owner")
+
+    async with background:
+        start = partial(background.start, anyio.lowlevel.checkpoint, name="work")
+        loop.call_soon(lambda: started.set_result(start()), context=contextvars.Context())
+        async with asyncio.timeout(10):
+            work = await started
+            await work.wait()
+
+    assert background.failure is None
 
 
 async def _wait_for_what_is_cancelled() -> None:

@@ -45,10 +45,13 @@ def test_a_piped_table_is_plain_text_with_nothing_cut_off(
     assert lines[2].split() == [long, "-"]
 
 
-def test_json_is_indented_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_indented_for_people_and_one_line_for_programs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_json({"a": [1]})
+    print_json({"a": [1]}, indent=0)
 
-    assert capsys.readouterr().out == '{\n  "a": [\n    1\n  ]\n}\n'
+    assert capsys.readouterr().out == '{\n  "a": [\n    1\n  ]\n}\n{"a":[1]}\n'
 
 
 def test_what_comes_from_elsewhere_cannot_steer_the_terminal(

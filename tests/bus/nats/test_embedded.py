@@ -14,7 +14,7 @@ import pytest
 from tests.bus.servers import listener, make_stream, server_stopped, stream_names
 
 from dynbus.bus.errors import ConfigError, Unavailable
-from dynbus.bus.nats.embedded import EmbeddedServer, embedded_server
+from dynbus.bus.nats.embedded import EmbeddedServer, default_data_dir, embedded_server
 from dynbus.bus.nats.embedded_guard import is_locked
 from dynbus.bus.nats.server_process import (
     Address,
@@ -36,6 +36,10 @@ def url() -> str:
 async def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
         await until(condition)
+
+
+def test_the_data_folder_belongs_to_the_project_folder() -> None:
+    assert default_data_dir(Path("/project")) == Path("/project/.dynbus")
 
 
 async def test_a_server_is_started_where_there_is_none(
