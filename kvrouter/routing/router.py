@@ -23,10 +23,12 @@ from dynbus.bus.protocol.names import EndpointName, check_token
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.records.instance_view import Instance
 from dynbus.bus.transport import Connection
+from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.stream.awareness import CacheAwareness, no_instances
 from dynbus.kvrouter.stream.membership import Instances, live_instances
 from dynbus.kvrouter.stream.warm_start import warm_follower
 
+from .active_load import RankLoad
 from .caches import Follower
 from .config import RouterConfig, RouterSettings, configured
 from .cost import CostFunction
@@ -456,6 +458,10 @@ class KvRouter:
         if self._instances is not None and (known := self._instances()) is not None and not known:
             return no_instances(self._target)
         return self._scheduler.awareness()
+
+    def load(self, rank: Rank) -> RankLoad:
+        """What runs on a rank: requests of this router, and of those that share their load."""
+        return self._scheduler.load.of(rank)
 
     @property
     def policy(self) -> str:

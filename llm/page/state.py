@@ -1,0 +1,286 @@
+"""What the page shows of models, instances and decisions, as one JSON object."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+import anyio
+import msgspec
+
+from dynbus.actors import Runtime
+from dynbus.bus.bus import Bus
+from dynbus.bus.clock import monotonic, unix_time
+from dynbus.bus.commands.survey import Row, parse_answer
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.protocol.names import EndpointName, InstanceName
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.records.instance_view import Instance
+from dynbus.bus.transport import Message
+from dynbus.kvrouter import Candidate, Decision, KvRouter
+from dynbus.kvrouter.routing import InstanceProfile, read_profile
+from dynbus.kvrouter.stream import IndexFollower
+
+LATEST: Final = 20
+"""Decisions that are shown of each model."""
+MAX_CANDIDATES: Final = 8
+"""Candidates that are shown of each decision."""
+RECENT: Final = 100
+"""Decisions of each model of which the hit rate is."""
+
+ASK_INTERVAL: Final = 0.5
+"""Seconds for which what instances have answered is shown, however many look."""
+ANSWER_SECONDS: Final = 0.25
+"""Seconds that instances have to answer."""
+
+
+class Card(Protocol):
+    """What the page shows of a model's card."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def endpoint(self) -> str: ...
+    @property
+    def context_length(self) -> int | None: ...
+
+
+class ShownModel(Protocol):
+    """A model that can be asked now.
+
+    Attributes:
+        router: None where requests do not go by what is cached.
+        takes_chat: whether it takes chats; the page offers no others to talk to.
+    """
+
+    @property
+    def card(self) -> Card: ...
+    @property
+    def router(self) -> KvRouter | None: ...
+    @property
+    def takes_chat(self) -> bool: ...
+
+
+class PageState:
+    """Looks at the models and their instances when the page asks.
+
+    Args:
+        models: those that can be asked now.
+    """
+
+    def __init__(self, runtime: Runtime, models: Callable[[], Sequence[ShownModel]]) -> None:
+        self._runtime = runtime
+        self._models = models
+        self._survey = InstanceSurvey(runtime.bus)
+
+    def __repr__(self) -> str:
+        return f"<PageState [{len(self._models())} models]>"
+
+    async def read(self) -> bytes:
+        """All that the page shows, as a JSON object."""
+        now = monotonic()
+        models = list(self._models())
+        by_component: dict[tuple[str, str], list[ShownModel]] = {}
+        for model in models:
+            name = EndpointName.parse(model.card.endpoint)
+            by_component.setdefault((name.namespace, name.component), []).append(model)
+        found: dict[tuple[str, str], list[Instance]] = {place: [] for place in by_component}
+        for one in self._runtime.discovery.view.everything():
+            place = (one.record.namespace, one.record.component)
+            if place in found:
+                found[place].append(one)
+        answers = await self._survey.of(
+            InstanceName(*place, one.id) for place, all_of in found.items() for one in all_of
+        )
+        return msgspec.json.encode(
+            {
+                "now": unix_time(),
+                "models": [_model(model) for model in models],
+                "instances": [
+                    _instance(place, one, by_component[place], answers)
+                    for place, all_of in found.items()
+                    for one in sorted(all_of, key=lambda one: (one.record.started, one.id))
+                ],
+                "hit_rate": hit_rate(
+                    decision
+                    for model in models
+                    if model.router is not None
+                    for decision in model.router.latest_decisions(RECENT)
+                ),
+                "routing": [
+                    _routing(model.card.name, model.router, now)
+                    for model in models
+                    if model.router is not None
+                ],
+            }
+        )
+
+
+def _model(model: ShownModel) -> dict[str, Any]:
+    card = model.card
+    return {
+        "name": card.name,
+        "endpoint": card.endpoint,
+        "context_length": card.context_length,
+        "takes_chat": model.takes_chat,
+        "policy": model.router.policy if model.router is not None else None,
+    }
+
+
+def _instance(
+    place: tuple[str, str],
+    instance: Instance,
+    models: Sequence[ShownModel],
+    answers: Mapping[InstanceName, Row],
+) -> dict[str, Any]:
+    """An instance, with its calls as it says itself and its load as routers know it."""
+    record = instance.record
+    answer = answers.get(record.name)
+    told: dict[str, Any] = {
+        "id": instance.id,
+        "component": ".".join(place),
+        "models": [model.card.name for model in models],
+        "started": record.started,
+        "address": record.address,
+        "draining": record.draining,
+        "running": answer.running if answer is not None else None,
+        "waiting": answer.waiting if answer is not None else None,
+        "status": dict(answer.status) if answer is not None else {},
+    }
+    router = next((model.router for model in models if model.router is not None), None)
+    if router is not None:
+        # One that says what its router cannot use gets no calls, and has nothing to show.
+        with suppress(ConfigError):
+            told["cache"] = _cache(router, read_profile(instance.id, instance.metadata))
+    return told
+
+
+def _cache(router: KvRouter, profile: InstanceProfile) -> dict[str, Any]:
+    """The blocks of an instance's cache, over all of its ranks."""
+    loads = [router.load(rank) for rank in profile.ranks]
+    held: int | None = None
+    if isinstance(router.follower, IndexFollower):
+        states = router.follower.index.ranks
+        held = sum(states[rank].blocks for rank in profile.ranks if rank in states)
+    total = profile.total_blocks
+    return {
+        "block_size": profile.block_size,
+        "total_blocks": None if total is None else total * len(profile.ranks),
+        "held_blocks": held,
+        "active_blocks": round(sum(load.blocks for load in loads)),
+        "prefill_tokens": sum(load.prefill_tokens for load in loads),
+    }
+
+
+def _routing(name: str, router: KvRouter, now: float) -> dict[str, Any]:
+    statistics = router.statistics()
+    return {
+        "model": name,
+        "policy": router.policy,
+        "cache_aware": str(router.awareness()),
+        "decisions": statistics.decisions,
+        "waiting": statistics.waiting,
+        "prompt_tokens": statistics.prompt_tokens,
+        "expected_tokens": statistics.expected_tokens,
+        "latest": [decision_as_shown(one, now) for one in router.latest_decisions(LATEST)],
+    }
+
+
+def hit_rate(decisions: Iterable[Decision]) -> float | None:
+    """The part of prompts that engines found in their caches.
+
+    Returns:
+        None where no engine has said anything yet.
+    """
+    said = [one for one in decisions if one.outcome.reused_tokens is not None]
+    prompts = sum(one.prompt_tokens for one in said)
+    return sum(one.outcome.reused_tokens or 0 for one in said) / prompts if prompts else None
+
+
+def decision_as_shown(decision: Decision, now: float) -> dict[str, Any]:
+    """A decision for people: who could have got the request, who got it, and what came of it.
+
+    Args:
+        now: on the clock of its `decided_at`.
+    """
+    order = sorted(range(len(decision.costs)), key=decision.costs.__getitem__)
+    kept = order[:MAX_CANDIDATES]
+    outcome = decision.outcome
+    return {
+        "number": decision.number,
+        "request_id": decision.request_id,
+        "attempt": decision.attempt,
+        "ago_s": round(now - decision.decided_at, 3),
+        "prompt_tokens": decision.prompt_tokens,
+        "chosen": decision.chosen._asdict(),
+        "reason": decision.reason.value,
+        "policy": decision.policy,
+        "expected_reuse": decision.expected_reuse,
+        "waited_s": decision.waited_s,
+        "candidates": [
+            _candidate(decision.table[at], decision.costs[at], decision.block_size) for at in kept
+        ],
+        "more_candidates": len(order) - len(kept),
+        "excluded": len(decision.excluded),
+        "first_item_s": outcome.first_item_s,
+        "ended_s": outcome.ended_s,
+        "reused_tokens": outcome.reused_tokens,
+        "error": outcome.error,
+    }
+
+
+def _candidate(candidate: Candidate, cost: float, block_size: int) -> dict[str, Any]:
+    return {
+        **candidate.rank._asdict(),
+        # JSON knows no infinity.
+        "cost": None if cost in (float("inf"), float("-inf")) else cost,
+        "held_tokens": candidate.overlap.total * block_size,
+        "prefill_tokens": candidate.active_prefill_tokens,
+        "active_blocks": candidate.active_blocks,
+    }
+
+
+class InstanceSurvey:
+    """Asks instances how many calls they run, at most once in a while however many look."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._lock = asyncio.Lock()
+        self._asked_at = float("-inf")
+        self._known: dict[InstanceName, Row] = {}
+
+    async def of(self, names: Iterable[InstanceName]) -> Mapping[InstanceName, Row]:
+        """What these instances have answered of late; those that did not are missing."""
+        wanted = set(names)
+        async with self._lock:
+            if monotonic() - self._asked_at >= ASK_INTERVAL or not wanted <= self._known.keys():
+                self._known = await self._ask(wanted)
+                self._asked_at = monotonic()
+        return self._known
+
+    async def _ask(self, wanted: set[InstanceName]) -> dict[InstanceName, Row]:
+        bus = self._bus
+        found: dict[InstanceName, Row] = {}
+        complete = asyncio.Event()
+
+        def take(message: Message) -> None:
+            row = parse_answer(message.data)
+            if row is not None:
+                found[InstanceName(row.namespace, row.component, row.instance_id)] = row
+                if wanted <= found.keys():
+                    complete.set()
+
+        if not wanted:
+            return found
+        inbox = f"{bus.replies.base}.{random_id()}"
+        subscription = bus.data.subscribe(inbox, take)
+        try:
+            for namespace, component in {name[:2] for name in wanted}:
+                bus.data.publish(f"$SRV.STATS.{namespace}_{component}", b"", reply=inbox)
+            with anyio.move_on_after(ANSWER_SECONDS):
+                await complete.wait()
+        finally:
+            subscription.unsubscribe()
+        return found
