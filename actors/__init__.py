@@ -7,7 +7,6 @@ other folders are built on.
 from . import runtime, testing
 from .calling.relay import Arrival
 from .calling.routing import ItemObserver, LeastLoaded, PowerOfTwo, Random, RoundRobin, Routing
-from .declaring.handlers import handler
 from .runtime import Actor, Runtime
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "RoundRobin",
     "Routing",
     "Runtime",
-    "handler",
     "runtime",
     "testing",
 ]

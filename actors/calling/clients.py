@@ -231,10 +231,14 @@ class Component:
 
 
 class EndpointAddress:
-    """One endpoint of a component."""
+    """One endpoint of a component.
+
+    Attributes:
+        side: the process that would call it, or serves it.
+    """
 
     def __init__(self, side: ClientSide, name: EndpointName) -> None:
-        self._side = side
+        self.side = side
         self.name = name
 
     async def client(
@@ -252,9 +256,9 @@ class EndpointAddress:
             Unavailable: the instances cannot be read.
         """
         own = client_options(options, f"client of {self.name}")
-        self._side.discovery.begin()
-        await self._side.discovery.wait_synchronized(self._side.bus.config.connect_timeout)
-        return EndpointClient(self._side, self.name, make_router(routing), own)
+        self.side.discovery.begin()
+        await self.side.discovery.wait_synchronized(self.side.bus.config.connect_timeout)
+        return EndpointClient(self.side, self.name, make_router(routing), own)
 
 
 class ActorClient:

@@ -11,10 +11,11 @@ from typing import Any, TypeVar, Unpack, get_type_hints
 import msgspec
 from pydantic import BaseModel
 
-from dynbus.actors import Actor, handler
+from dynbus.actors import Actor
 from dynbus.actors.calling.clients import EndpointClient
 from dynbus.actors.calling.relay import Arrival, Relay, RelayedStream
 from dynbus.actors.calling.stream import Stream
+from dynbus.actors.declaring.handlers import handler
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.protocol.endpoint import Endpoint

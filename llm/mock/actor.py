@@ -10,7 +10,8 @@ import anyio
 import msgspec
 import numpy as np
 
-from dynbus.actors import Actor, handler
+from dynbus.actors import Actor
+from dynbus.actors.declaring.handlers import handler
 from dynbus.bus.context import context
 from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
 from dynbus.kvrouter.routing import profiles

@@ -30,6 +30,7 @@ OWN: Final[Mapping[str, str]] = {
     "chat": "Talk to a model.",
     "doctor": "Check the server and this machine.",
     "kv": "Look into KV caches.",
+    "models": "List the models.",
     "ps": "List the instances.",
     "replay": "Compare routing policies.",
     "run": "Serve the actors of files and modules.",

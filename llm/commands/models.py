@@ -1,0 +1,143 @@
+"""`dynbus models`: which models are served, and by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from dynbus.bus import exit_codes
+from dynbus.bus.commands.terminal import (
+    json_option,
+    nats_option,
+    notice,
+    plain,
+    print_json,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from dynbus.actors.runtime import Runtime
+
+T = TypeVar("T")
+
+_HELP: Final = """List the models that are served.
+
+    A worker registers its model with register_llm, and the model goes with its last instance. A
+    worker that takes OpenAI's requests itself can be given a name by hand instead:
+
+    \b
+    dynbus models
+    dynbus models add chat my-model demo.Worker.chat
+    dynbus models rm my-model
+    """
+
+
+@click.group(help=_HELP, epilog=exit_codes.GENERAL, invoke_without_command=True)
+@json_option
+@nats_option
+@click.pass_context
+def models(ctx: click.Context, as_json: bool, nats: str | None) -> None:
+    if ctx.invoked_subcommand is not None:
+        if as_json or nats:
+            raise click.UsageError(f"give options after {ctx.invoked_subcommand}")
+        return
+    _list(as_json, nats)
+
+
+def _list(as_json: bool, nats: str | None) -> None:
+    from dynbus.llm.models.catalog import Catalog, ServedModel
+
+    async def look(runtime: Runtime) -> list[ServedModel]:
+        async with Catalog(runtime) as catalog:
+            return catalog.models
+
+    found = _run(look, nats)
+    if as_json:
+        print_json([_json(model) for model in found])
+        return
+    if not found:
+        notice("no model")
+        return
+    print_table(
+        ("MODEL", "TYPE", "ENDPOINT", "INPUT", "INSTANCES", "CONTEXT"),
+        [
+            (
+                plain(model.card.name),
+                plain(", ".join(model.card.types)),
+                plain(model.card.endpoint),
+                model.card.input.value,
+                str(model.instances),
+                str(model.card.context_length or "-"),
+            )
+            for model in found
+        ],
+    )
+
+
+def _json(model: Any) -> dict[str, Any]:
+    card = model.card
+    return {
+        "name": card.name,
+        "types": card.types,
+        "endpoint": card.endpoint,
+        "input": card.input.value,
+        "instances": model.instances,
+        "context_length": card.context_length,
+        "kv_cache_block_size": card.kv_cache_block_size,
+        "migration_limit": card.migration_limit,
+        "user_data": card.user_data,
+        "created": card.created,
+    }
+
+
+@models.command()
+@click.argument("kind", type=click.Choice(["chat", "completions"]))
+@click.argument("name")
+@click.argument("endpoint", metavar="NAMESPACE.COMPONENT.ENDPOINT")
+@nats_option
+def add(kind: str, name: str, endpoint: str, nats: str | None) -> None:
+    """Name an endpoint that takes OpenAI's requests as they are.
+
+    It stays until `dynbus models rm`, whether an instance is there or not.
+    """
+    from dynbus.bus.clock import unix_time
+    from dynbus.bus.protocol.names import EndpointName
+    from dynbus.llm.models.card import ModelCard, ModelInput, check_name
+    from dynbus.llm.models.register import add_model
+
+    card = ModelCard(
+        name=check_name(name),
+        endpoint=str(EndpointName.parse(endpoint)),
+        input=ModelInput.Text,
+        types=[kind],
+        created=unix_time(),
+    )
+    _run(lambda runtime: add_model(runtime.bus, runtime.discovery, card), nats)
+
+
+@models.command()
+@click.argument("name")
+@nats_option
+def rm(name: str, nats: str | None) -> None:
+    """Remove a name that was added with `dynbus models add`."""
+    from dynbus.llm.models.register import remove_model
+
+    _run(lambda runtime: remove_model(runtime.bus, name), nats)
+
+
+def _run(work: Callable[[Runtime], Awaitable[T]], nats: str | None) -> T:
+    import asyncio
+
+    from dynbus.actors.runtime import Runtime
+    from dynbus.bus.bus import Bus
+    from dynbus.bus.commands.server import prepare
+
+    async def connected() -> T:
+        bus = await Bus.connect(config, name="dynbus-models")
+        async with await Runtime.over(bus) as runtime:
+            return await work(runtime)
+
+    config = prepare(nats)
+    return asyncio.run(connected())

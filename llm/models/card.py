@@ -1,0 +1,186 @@
+"""The card of a model: what is served under its name, by which endpoint, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, Flag, auto
+from hashlib import blake2b
+from typing import Any, Final
+
+import msgspec
+
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.protocol.names import EndpointName
+
+VERSION: Final = 1
+MAX_NAME: Final = 256
+MAX_USER_DATA: Final = 32 * 1024
+"""Bytes as JSON."""
+
+DEFAULT_BLOCK_SIZE: Final = 16
+
+TOKENIZER: Final = "tokenizer.json"
+TEMPLATE: Final = "chat_template.jinja"
+CONFIGURATION: Final = "config.json"
+
+
+class ModelInput(Enum):
+    """What a model's endpoint takes.
+
+    Attributes:
+        Tokens: `GenerateRequest`, with `token_ids`; text becomes tokens before it.
+        Text: the body of a request as a client of OpenAI's API sends it.
+    """
+
+    Tokens = "tokens"
+    Text = "text"
+
+
+class ModelType(Flag):
+    """What a model is asked for; several may be combined with `|`.
+
+    Attributes:
+        Chat: chat completions.
+        Completions: completions of a text. `Completion` is another name of it.
+        Embedding: embeddings.
+        Backend: tokens go in and come out. Chat, where the model has a template, and completions
+            are made of it.
+    """
+
+    Chat = auto()
+    Completions = auto()
+    Embedding = auto()
+    Backend = auto()
+    Completion = Completions
+
+    @property
+    def names(self) -> list[str]:
+        """The single types, in lower case."""
+        return [one.name.lower() for one in self if one.name]
+
+    @classmethod
+    def named(cls, names: list[str]) -> ModelType:
+        """The types of these names; one that is not known is left out."""
+        found = cls(0)
+        for one in cls:
+            if one.name and one.name.lower() in names:
+                found |= one
+        return found
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is said of a model on the bus, as JSON.
+
+    Attributes:
+        name: by which requests ask for it.
+        endpoint: `namespace.component.endpoint`.
+        types: of `ModelType`, in lower case.
+        context_length: tokens that a prompt and its output may have; None where nobody said.
+        kv_cache_block_size: tokens of a block of the engine's KV cache.
+        migration_limit: how often a request may be moved to another instance.
+        user_data: whatever the worker says beside.
+        eos_token_ids: which end an output.
+        special_tokens: what the template calls `bos_token`, `eos_token` and so on.
+        artefacts: files by name, each with the SHA-256 under which the object store has it.
+        created: Unix seconds at which it was registered.
+    """
+
+    version: int = VERSION
+    name: str
+    endpoint: str
+    input: ModelInput
+    types: list[str]
+    context_length: int | None = None
+    kv_cache_block_size: int = DEFAULT_BLOCK_SIZE
+    migration_limit: int = 0
+    user_data: dict[str, Any] | None = None
+    eos_token_ids: list[int] = []
+    special_tokens: dict[str, str] = {}
+    artefacts: dict[str, str] = {}
+    created: float = 0.0
+
+    @property
+    def type(self) -> ModelType:
+        """What it is asked for."""
+        return ModelType.named(self.types)
+
+    @property
+    def endpoint_name(self) -> EndpointName:
+        """Where it is served."""
+        return EndpointName.parse(self.endpoint)
+
+    @property
+    def tokenizer_id(self) -> str:
+        """The same for models with the same tokenizer; empty for one without."""
+        return self.artefacts.get(TOKENIZER, "")
+
+
+def differences(mine: ModelCard, other: ModelCard) -> list[str]:
+    """In what two cards of one name contradict each other, for people; none where they agree, or
+    are asked for different things."""
+    if not mine.type & other.type:
+        return []
+    ours, theirs = _fields(mine), _fields(other)
+    return [
+        f"{key} is {_brief(ours.get(key))} here and {_brief(theirs.get(key))} there"
+        for key in sorted({*ours, *theirs})
+        if ours.get(key) != theirs.get(key)
+    ]
+
+
+def _fields(card: ModelCard) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(card)
+    fields.pop("created", None)
+    # Defaults are left out of what is sent.
+    fields["kv_cache_block_size"] = card.kv_cache_block_size
+    fields["migration_limit"] = card.migration_limit
+    for name, digest in fields.pop("artefacts", {}).items():
+        fields[name] = digest[:12]
+    return fields
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def check_name(name: object) -> str:
+    """Return `name` when a model may be called so.
+
+    Raises:
+        ConfigError: it is empty, too long, or not printable.
+    """
+    if (
+        isinstance(name, str)
+        and 0 < len(name) <= MAX_NAME
+        and name.isprintable()
+        and name == name.strip()
+    ):
+        return name
+    raise ConfigError(
+        f"model_name {name!r} is not usable: give 1 to {MAX_NAME} printable characters without "
+        "spaces at its ends"
+    )
+
+
+def check_user_data(user_data: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The custom data of a card, as JSON has it.
+
+    Raises:
+        ConfigError: it is no JSON object, or too large.
+    """
+    if user_data is None:
+        return None
+    try:
+        data = msgspec.json.encode(dict(user_data))
+        decoded: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"user_data is no JSON object: {error}") from None
+    if len(data) > MAX_USER_DATA:
+        raise ConfigError(f"user_data has {len(data)} bytes as JSON: at most {MAX_USER_DATA}")
+    return decoded
+
+
+def model_token(name: str) -> str:
+    """A model's name as a part of a subject, which takes fewer characters."""
+    return blake2b(name.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,315 @@
+"""The models that are served now, as a front end sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple
+
+import anyio
+
+from dynbus.actors.runtime import Runtime
+from dynbus.bus.background import Openable
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import DynbusError, NoInstances, Unavailable
+from dynbus.bus.protocol.headers import MARKER_REASON
+from dynbus.bus.transport import NoStream, OrderedConsumer, StoredMessage
+from dynbus.llm.text.template import ChatTemplate
+from dynbus.llm.text.text_model import TextModel
+from dynbus.llm.text.tokenizer import Tokenizer
+
+from .card import TEMPLATE, TOKENIZER, ModelCard, ModelInput, ModelType, differences
+from .records import ADDED, CARDS_STREAM, Artefacts, StoredCard, card_of
+
+logger = logging.getLogger(__name__)
+
+RETRY_DELAY: Final = 0.5
+LOOKED: Final = 0.25
+"""Seconds between two looks at which instances are there."""
+
+MAX_TEXT_MODELS: Final = 8
+"""Tokenizers that are kept beside those of models that are served."""
+
+
+class ServedModel(NamedTuple):
+    """A model that is served.
+
+    Attributes:
+        instances: how many serve it; 0 only for one that was added by hand.
+    """
+
+    card: ModelCard
+    instances: int
+
+
+class CardView:
+    """The cards that are known, without I/O. A card counts while one of its owners is there.
+
+    Args:
+        owners: the instances of an endpoint's component: ids and incarnations of each.
+    """
+
+    def __init__(self, owners: Callable[[ModelCard], list[tuple[str, str]]]) -> None:
+        self._owners = owners
+        self._by_subject: dict[str, StoredCard] = {}
+        self._ended: set[str] = set()
+        self._by_name: dict[str, set[str]] = {}
+        self._told: set[str] = set()
+
+    def put(self, subject: str, stored: StoredCard) -> None:
+        """A card was written or renewed."""
+        self._by_subject[subject] = stored
+        self._by_name.setdefault(stored.card.name, set()).add(subject)
+        self._ended.discard(subject)
+
+    def withdraw(self, subject: str) -> None:
+        """A card was taken back."""
+        stored = self._by_subject.pop(subject, None)
+        self._ended.discard(subject)
+        if stored is not None:
+            subjects = self._by_name[stored.card.name]
+            subjects.discard(subject)
+            if not subjects:
+                del self._by_name[stored.card.name]
+
+    def end(self, subject: str) -> None:
+        """A card was not renewed. It counts on while its owner is there, which may be kept from
+        renewing it by the server alone."""
+        if subject in self._by_subject:
+            self._ended.add(subject)
+
+    def begin_reading(self) -> None:
+        """All cards are about to be read; those that are not come again have ended."""
+        self._ended = set(self._by_subject)
+
+    def models(self) -> list[ServedModel]:
+        """What is served now, by name; a name has several where they are asked for different
+        things."""
+        return [served for name in sorted(self._by_name) for served in self.named(name)]
+
+    def named(self, name: str) -> list[ServedModel]:
+        """The models of a name that are served now."""
+        found: list[ServedModel] = []
+        for stored in sorted(self._cards(name), key=lambda one: one.card.created):
+            card, instances = stored.card, self._count(stored)
+            if instances is None:
+                continue
+            same = next((one for one in found if one.card.type & card.type), None)
+            if same is None:
+                found.append(ServedModel(card, instances))
+            elif problem := differences(card, same.card):
+                self._tell(name, problem)
+            else:
+                found[found.index(same)] = ServedModel(same.card, same.instances + instances)
+        return found
+
+    def _cards(self, name: str) -> list[StoredCard]:
+        return [self._by_subject[subject] for subject in self._by_name.get(name, ())]
+
+    def _count(self, stored: StoredCard) -> int | None:
+        """How many instances of an owner serve it; None where the card does not count."""
+        there = self._owners(stored.card)
+        if stored.owner == ADDED:
+            return len(there)
+        return sum(stored.owner in one for one in there) or None
+
+    def _tell(self, name: str, problem: list[str]) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            logger.warning(
+                "cards of the model %s disagree, the one that was registered first counts: %s",
+                name,
+                "; ".join(problem),
+            )
+
+    def forget_ended(self) -> None:
+        """Drop the cards that have ended whose owners are gone."""
+        for subject in list(self._ended):
+            stored = self._by_subject[subject]
+            if stored.owner == ADDED or self._count(stored) is None:
+                self.withdraw(subject)
+
+
+class Catalog(Openable):
+    """The models of a bus, from `__aenter__` to `close`. Use it with `async with`.
+
+    Args:
+        runtime: which must stay open meanwhile.
+        cache_bytes: that are remembered of the tokens of each model's texts.
+    """
+
+    def __init__(self, runtime: Runtime, *, cache_bytes: int | None = None) -> None:
+        super().__init__(runtime.background)
+        self._runtime = runtime
+        self._cache_bytes = cache_bytes
+        self._view = CardView(self._owners)
+        self._artefacts = Artefacts(runtime.bus.data.jetstream)
+        self._caught_up = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._models: list[ServedModel] | None = None
+        self._loading: dict[tuple[str, ...], asyncio.Lock] = {}
+        self._text_models: OrderedDict[tuple[str, ...], TextModel] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<Catalog of {len(self.models)} models>"
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """What is served now, by name."""
+        if self._models is None:
+            self._models = self._view.models()
+        return self._models
+
+    def find(self, name: str, type: ModelType) -> ModelCard | None:
+        """The model of a name that is asked for this; None where none is served now."""
+        # Each request asks: instances are counted now and then.
+        found = (served.card for served in self.models if served.card.name == name)
+        return next((card for card in found if card.type & type), None)
+
+    async def wait_for(
+        self, name: str, type: ModelType, *, timeout: float | None = None
+    ) -> ModelCard:
+        """The model of a name, once it is served.
+
+        Raises:
+            NoInstances: it is not within `timeout` seconds.
+        """
+        with anyio.move_on_after(timeout):
+            while (card := self.find(name, type)) is None:
+                await self._change()
+            return card
+        raise NoInstances(f"no instance serves the model {name!r} within {timeout:g} s")
+
+    async def changes(self) -> AsyncIterator[list[ServedModel]]:
+        """What is served now, and again at each change."""
+        before: list[ServedModel] | None = None
+        while True:
+            models = self.models
+            if models != before:
+                before = models
+                yield models
+            await self._change()
+
+    async def text_model(self, card: ModelCard) -> TextModel:
+        """The tokenizer and the chat template of a model, from the object store; those that are
+        here already are not read again.
+
+        Raises:
+            Unavailable: they cannot be read, or are not there (yet).
+            BrokenModel: the tokenizer is none.
+        """
+        if card.input is not ModelInput.Tokens or not card.tokenizer_id:
+            raise ValueError(f"the model {card.name} takes text: it has no tokenizer")
+        key = (card.name, card.tokenizer_id, card.artefacts.get(TEMPLATE, ""))
+        async with self._loading.setdefault(key, asyncio.Lock()):
+            found = self._text_models.get(key)
+            if found is None:
+                found = self._text_models[key] = await self._load(card)
+                self._forget_text_models()
+            self._text_models.move_to_end(key)
+            return found
+
+    async def _load(self, card: ModelCard) -> TextModel:
+        try:
+            tokenizer = await self._artefacts.get(card.artefacts[TOKENIZER])
+            digest = card.artefacts.get(TEMPLATE)
+            source = (await self._artefacts.get(digest)).decode() if digest else None
+        except DynbusError as error:
+            raise Unavailable(
+                f"the tokenizer of the model {card.name} cannot be read now: {error}", started=False
+            ) from error
+        return await asyncio.to_thread(self._make, card, tokenizer, source)
+
+    def _make(self, card: ModelCard, tokenizer: bytes, source: str | None) -> TextModel:
+        special = card.special_tokens
+        made = Tokenizer.from_json(
+            tokenizer,
+            eos_token_ids=card.eos_token_ids,
+            special_tokens=special,
+            origin=f"the tokenizer of {card.name}",
+        )
+        template = ChatTemplate(source, model=card.name, special_tokens=special) if source else None
+        if self._cache_bytes is None:
+            return TextModel(card.name, made, template)
+        return TextModel(card.name, made, template, cache_bytes=self._cache_bytes)
+
+    def _forget_text_models(self) -> None:
+        """Drop what was used longest ago of the models that are served no more."""
+        served = {one.card.name for one in self.models}
+        idle = [key for key in self._text_models if key[0] not in served]
+        for key in idle[: len(idle) - MAX_TEXT_MODELS]:
+            del self._text_models[key], self._loading[key]
+
+    # Keeping it current ----------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
+        runtime = self._runtime
+        runtime.discovery.begin()
+        consumer = await self._consume()
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._look)
+                limit = runtime.bus.config.connect_timeout
+                await runtime.discovery.wait_synchronized(limit)
+                with anyio.move_on_after(limit):
+                    await self._caught_up.wait()
+                yield
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await consumer.stop()
+
+    async def _consume(self) -> OrderedConsumer:
+        jetstream = self._runtime.bus.data.jetstream
+        while True:
+            try:
+                return await jetstream.consume(
+                    CARDS_STREAM.name,
+                    self._receive,
+                    last_per_subject=True,
+                    on_restart=self._view.begin_reading,
+                    on_caught_up=self._caught_up.set,
+                )
+            except NoStream:
+                await jetstream.ensure_stream(CARDS_STREAM)
+            except Unavailable as error:
+                logger.warning("the cards of models cannot be read yet: %s", error)
+                await anyio.sleep(RETRY_DELAY)
+
+    def _receive(self, message: StoredMessage) -> None:
+        if message.is_marker:
+            expired = MARKER_REASON in message.headers
+            (self._view.end if expired else self._view.withdraw)(message.subject)
+        elif (stored := card_of(message)) is not None:
+            self._view.put(message.subject, stored)
+        self._models = None
+        self._changed.set()
+
+    async def _look(self) -> None:
+        """See instances come and go, of which nobody tells."""
+        before: list[ServedModel] = []
+        while True:
+            await anyio.sleep(LOOKED)
+            self._view.forget_ended()
+            self._models = None
+            if (models := self.models) != before:
+                before = models
+                self._changed.set()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        with anyio.move_on_after(LOOKED):
+            await self._changed.wait()
+
+    def _owners(self, card: ModelCard) -> list[tuple[str, str]]:
+        namespace, component, endpoint = card.endpoint_name
+        found = self._runtime.discovery.view.instances(namespace, component, monotonic())
+        return [
+            (instance.id, instance.record.incarnation)
+            for instance in found
+            if endpoint in instance.record.endpoints
+        ]

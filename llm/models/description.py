@@ -1,0 +1,114 @@
+"""What the files of a model say of it, beside its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from dynbus.llm.text.template import MAX_SOURCE, ChatTemplate
+from dynbus.llm.text.tokenizer import Tokenizer, read_json_object
+from dynbus.llm.weights.errors import BrokenModel
+from dynbus.llm.weights.gguf import GgufFile
+
+from .source import LocalModel
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a front end needs of a model.
+
+    Attributes:
+        context_length: in tokens, as the model was trained; None where its files do not say it.
+        template: of its chat; None for a model without.
+        configuration: its `config.json`, or what a GGUF file says instead.
+    """
+
+    tokenizer: Tokenizer
+    context_length: int | None
+    template: str | None
+    configuration: Mapping[str, Any]
+
+
+def describe(model: LocalModel) -> Description:
+    """Read what a model's files say. Takes a second: to be called in a thread.
+
+    Raises:
+        BrokenModel: a file is missing, cut, or not what it should be.
+        UnsupportedModel: it has a tokenizer of a kind that is not known.
+        BrokenTemplate: its chat template is none.
+    """
+    found = _of_gguf(model.path) if model.format == "gguf" else _of_folder(model.path)
+    if found.template is not None:
+        ChatTemplate(found.template, model=model.name).check()
+    return found
+
+
+def _of_gguf(path: Path) -> Description:
+    with GgufFile.open(path) as file:
+        metadata = file.metadata
+        template = metadata.get("tokenizer.chat_template")
+        architecture = metadata.get("general.architecture")
+        length = metadata.get(f"{architecture}.context_length")
+        configuration = {
+            key: value
+            for key in metadata
+            if not key.startswith("tokenizer.")
+            and isinstance(value := metadata[key], str | int | float | bool)
+        }
+        return Description(
+            Tokenizer.from_gguf(metadata, origin=str(path)),
+            length if isinstance(length, int) and length > 0 else None,
+            template if isinstance(template, str) and template else None,
+            configuration,
+        )
+
+
+def _of_folder(folder: Path) -> Description:
+    configuration = read_json_object(folder / "config.json")
+    return Description(
+        Tokenizer.from_folder(folder),
+        _length(configuration),
+        _template(folder),
+        configuration,
+    )
+
+
+def _length(configuration: Mapping[str, Any]) -> int | None:
+    # Models of several parts have one that is for text.
+    for part in (configuration, configuration.get("text_config")):
+        if isinstance(part, dict):
+            for key in _LENGTHS:
+                value = cast("dict[str, object]", part).get(key)
+                if isinstance(value, int) and value > 0:
+                    return value
+    return None
+
+
+def _template(folder: Path) -> str | None:
+    path = folder / "chat_template.jinja"
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_SOURCE + 1)
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError) as error:
+        raise BrokenModel(f"{path} cannot be read: {error}") from None
+    given: object = read_json_object(folder / "tokenizer_config.json").get("chat_template")
+    if given is None:
+        given = read_json_object(folder / "chat_template.json").get("chat_template")
+    if isinstance(given, list):
+        # Several by name; the others are for tools and documents.
+        several = cast("list[object]", given)
+        named = [cast("dict[str, object]", one) for one in several if isinstance(one, dict)]
+        given = next((one.get("template") for one in named if one.get("name") == "default"), None)
+    return given if isinstance(given, str) and given else None
+
+
+def configuration_json(description: Description) -> bytes:
+    """The configuration as it is kept for others."""
+    return json.dumps(description.configuration, sort_keys=True).encode()

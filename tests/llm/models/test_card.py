@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynbus.bus.errors import ConfigError
+from dynbus.llm.models.card import (
+    ModelCard,
+    ModelInput,
+    ModelType,
+    check_name,
+    check_user_data,
+    differences,
+)
+
+
+def card(**changes: Any) -> ModelCard:
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "endpoint": "demo.Worker.generate",
+        "input": ModelInput.Tokens,
+        "types": ["chat"],
+        "context_length": 512,
+        **changes,
+    }
+    return ModelCard(**fields)
+
+
+def test_a_card_is_the_same_after_it_was_sent() -> None:
+    sent = card(user_data={"lora": ["a"]}, artefacts={"tokenizer.json": "0" * 64})
+
+    assert msgspec.json.decode(msgspec.json.encode(sent), type=ModelCard) == sent
+
+
+def test_completion_is_the_earlier_name_of_completions() -> None:
+    assert ModelType["Completion"] is ModelType.Completions
+    assert (ModelType.Chat | ModelType.Completion).names == ["chat", "completions"]
+
+
+def test_a_type_that_is_not_known_is_left_out() -> None:
+    assert card(types=["chat", "video"]).type == ModelType.Chat
+
+
+def test_cards_that_were_registered_at_other_times_agree() -> None:
+    assert differences(card(created=1.0), card(created=2.0, kv_cache_block_size=16)) == []
+
+
+def test_each_difference_is_told_with_both_values() -> None:
+    found = differences(
+        card(user_data={"a": 1}), card(context_length=256, endpoint="demo.Other.generate")
+    )
+
+    assert found == [
+        "context_length is 512 here and 256 there",
+        "endpoint is 'demo.Worker.generate' here and 'demo.Other.generate' there",
+        "user_data is {'a': 1} here and None there",
+    ]
+
+
+def test_cards_for_different_requests_may_differ() -> None:
+    assert differences(card(), card(types=["completions"], endpoint="demo.Worker.other")) == []
+
+
+@pytest.mark.parametrize("name", ["", " a", "a\n", "x" * 257, 5, None])
+def test_a_name_that_is_not_usable_is_refused(name: object) -> None:
+    with pytest.raises(ConfigError, match="model_name"):
+        check_name(name)
+
+
+@pytest.mark.parametrize("user_data", [{"a": object()}, {"a": "x" * 40_000}])
+def test_custom_data_that_is_no_json_is_refused(user_data: Any) -> None:
+    with pytest.raises(ConfigError, match="user_data"):
+        check_user_data(user_data)

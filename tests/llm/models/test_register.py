@@ -1,0 +1,374 @@
+"""Models come and go with their instances: on a real nats-server, and across processes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from tests.conditions import eventually
+
+from dynbus import Actor, Runtime, handler
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.nats.server_process import RunningServer
+from dynbus.llm import ModelInput, ModelType, register_llm
+from dynbus.llm.models.card import ModelCard
+from dynbus.llm.models.catalog import Catalog
+from dynbus.llm.models.records import Artefacts, read_cards
+
+from .tiny_model import tiny_folder
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES = [{"role": "user", "content": "The capital of France?"}]
+
+
+async def generate(request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    yield {"token_ids": [1], "finish_reason": "stop"}
+
+
+@pytest.fixture
+def namespace() -> str:
+    """Of one test: all share a server."""
+    return f"models{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def name() -> str:
+    """Of a model of one test."""
+    return f"org/tiny-{secrets.token_hex(4)}"
+
+
+async def register(runtime: Runtime, namespace: str, path: Path, **options: Any) -> ModelCard:
+    endpoint = runtime.namespace(namespace).component("Worker").endpoint("generate")
+    given: dict[str, Any] = {"model_type": ModelType.Chat | ModelType.Completions, **options}
+    return await register_llm(ModelInput.Tokens, given.pop("model_type"), endpoint, path, **given)
+
+
+async def test_a_front_end_has_all_it_needs_without_the_models_files(
+    nats_server: RunningServer, namespace: str, name: str, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    async with (
+        Runtime.connect(nats_server.url) as worker,
+        Runtime.connect(nats_server.url) as front,
+    ):
+        card = await register(worker, namespace, folder, model_name=name, user_data={"a": 1})
+        async with (
+            worker.serve_endpoints(namespace, "Worker", {"generate": generate}),
+            Catalog(front) as catalog,
+        ):
+            (folder / "tokenizer.json").unlink()
+
+            found = await catalog.wait_for(name, ModelType.Chat, timeout=10)
+            text = await catalog.text_model(found)
+            ids = await text.encode_chat(MESSAGES)
+
+    assert found == card
+    assert (found.context_length, found.eos_token_ids, found.user_data) == (512, [2], {"a": 1})
+    assert text.tokenizer.decode(ids, special=True) == (
+        "<|im_start|>user\nThe capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_a_model_is_there_while_one_of_its_instances_is(
+    nats_server: RunningServer, namespace: str, name: str, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    async with Runtime.connect(nats_server.url) as front, Catalog(front) as catalog:
+
+        def instances() -> int:
+            return sum(one.instances for one in catalog.models if one.card.name == name)
+
+        async with Runtime.connect(nats_server.url) as first:
+            await register(first, namespace, folder, model_name=name)
+            assert instances() == 0
+            async with first.serve_endpoints(namespace, "Worker", {"generate": generate}):
+                await eventually(lambda: instances() == 1, 20)
+                async with Runtime.connect(nats_server.url) as second:
+                    await register(second, namespace, folder, model_name=name)
+                    async with second.serve_endpoints(namespace, "Worker", {"generate": generate}):
+                        await eventually(lambda: instances() == 2, 20)
+                await eventually(lambda: instances() == 1, 20)
+        await eventually(lambda: instances() == 0, 20)
+
+        assert await read_cards(front.bus.data.jetstream, name) == []
+
+
+async def test_an_actor_registers_its_handler_as_it_starts(
+    nats_server: RunningServer, namespace: str, name: str, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+
+    class Engine(Actor, namespace=namespace):
+        async def on_start(self) -> None:
+            await register_llm(
+                ModelInput.Tokens, ModelType.Backend, self.generate, folder, model_name=name
+            )
+
+        @handler
+        async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+            yield {"token_ids": [1]}
+
+        @handler
+        async def other(self, request: dict[str, Any]) -> dict[str, Any]:
+            return request
+
+    async with Runtime.connect(nats_server.url) as runtime, Catalog(runtime) as catalog:
+        instance = await runtime.start(Engine)
+        card = await catalog.wait_for(name, ModelType.Completions, timeout=10)
+        assert card.endpoint == f"{namespace}.Engine.generate"
+        assert card.type == ModelType.Chat | ModelType.Completions
+
+        await instance.stop()
+
+        await eventually(lambda: catalog.find(name, ModelType.Chat) is None, 20)
+
+
+async def test_an_actor_of_several_handlers_has_to_say_which(
+    nats_server: RunningServer, namespace: str, tmp_path: Path
+) -> None:
+    class Engine(Actor, namespace=namespace):
+        async def on_start(self) -> None:
+            await register_llm(ModelInput.Tokens, ModelType.Chat, self, tmp_path)
+
+        @handler
+        async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+            return request
+
+        @handler
+        async def other(self, request: dict[str, Any]) -> dict[str, Any]:
+            return request
+
+    async with Runtime.connect(nats_server.url) as runtime:
+        with pytest.raises(ConfigError, match=r"generate, other: say which.*self\.generate"):
+            await runtime.start(Engine)
+
+
+async def test_the_earlier_form_is_taken_too(
+    nats_server: RunningServer, namespace: str, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path / f"Tiny-{namespace}")
+    async with Runtime.connect(nats_server.url) as runtime:
+        endpoint = runtime.endpoint(f"{namespace}.Worker.generate")
+        other = runtime.endpoint(f"{namespace}.Worker.chat")
+
+        backend = await register_llm(ModelType.Backend, endpoint, str(folder))
+        named = await register_llm(ModelType.Chat, other, str(folder), f"{namespace}-named")
+
+    assert (backend.name, backend.input) == (folder.name, ModelInput.Tokens)
+    assert backend.types == ["chat", "completions"]
+    assert (named.name, named.input) == (f"{namespace}-named", ModelInput.Text)
+    assert (named.types, named.artefacts) == (["chat"], {})
+
+
+async def test_nothing_is_read_of_a_model_that_takes_text(
+    nats_server: RunningServer, namespace: str
+) -> None:
+    async with Runtime.connect(nats_server.url) as runtime:
+        endpoint = runtime.endpoint(f"{namespace}.Worker.chat")
+
+        card = await register_llm(ModelInput.Text, ModelType.Chat, endpoint, f"no-such/{namespace}")
+
+    assert (card.name, card.context_length) == (namespace, None)
+
+
+async def test_cards_that_disagree_are_refused_with_the_difference(
+    nats_server: RunningServer, namespace: str, name: str, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    async with (
+        Runtime.connect(nats_server.url) as first,
+        Runtime.connect(nats_server.url) as second,
+    ):
+        await register(first, namespace, folder, model_name=name)
+        async with first.serve_endpoints(namespace, "Worker", {"generate": generate}):
+            with pytest.raises(ConfigError) as refused:
+                await register(second, namespace, folder, model_name=name, context_length=256)
+            cards = await read_cards(second.bus.data.jetstream, name)
+
+    assert "context_length is 256 here and 512 there" in str(refused.value)
+    assert f"{namespace}.Worker.generate" in str(refused.value)
+    assert [one.card.context_length for one in cards] == [512]
+
+
+async def test_of_two_that_disagree_at_once_one_is_refused(
+    nats_server: RunningServer, namespace: str, name: str, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    async with (
+        Runtime.connect(nats_server.url) as first,
+        Runtime.connect(nats_server.url) as second,
+        first.serve_endpoints(namespace, "Worker", {"generate": generate}),
+        second.serve_endpoints(namespace, "Worker", {"generate": generate}),
+    ):
+        results = await asyncio.gather(
+            register(first, namespace, folder, model_name=name, context_length=100),
+            register(second, namespace, folder, model_name=name, context_length=200),
+            return_exceptions=True,
+        )
+        cards = await read_cards(first.bus.data.jetstream, name)
+
+    refused = [one for one in results if isinstance(one, ConfigError)]
+    assert len(refused) == 1
+    assert len(cards) == 1
+
+
+async def test_a_model_may_be_asked_for_different_things_at_different_endpoints(
+    nats_server: RunningServer, namespace: str, name: str
+) -> None:
+    async with Runtime.connect(nats_server.url) as runtime:
+        for kind, endpoint in ((ModelType.Chat, "chat"), (ModelType.Completions, "complete")):
+            await register_llm(
+                ModelInput.Text,
+                kind,
+                runtime.endpoint(f"{namespace}.Worker.{endpoint}"),
+                name,
+                name,
+            )
+        served = {"chat": generate, "complete": generate}
+        async with (
+            runtime.serve_endpoints(namespace, "Worker", served),
+            Catalog(runtime) as catalog,
+        ):
+            chat = await catalog.wait_for(name, ModelType.Chat, timeout=10)
+            completions = await catalog.wait_for(name, ModelType.Completions, timeout=10)
+
+    assert chat.endpoint.endswith(".chat")
+    assert completions.endpoint.endswith(".complete")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"context_length": 4096}, "context_length 4096 is more than the 512 tokens"),
+        ({"context_length": 0}, "context_length 0"),
+        ({"kv_cache_block_size": True}, "kv_cache_block_size True"),
+        ({"migration_limit": -1}, "migration_limit -1"),
+        ({"user_data": {"a": object()}}, "user_data"),
+        ({"model_name": ""}, "model_name"),
+        ({"model_type": ModelType(0)}, "model_type"),
+    ],
+)
+async def test_what_does_not_fit_the_model_is_refused(
+    nats_server: RunningServer, namespace: str, tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    async with Runtime.connect(nats_server.url) as runtime:
+        with pytest.raises(ConfigError, match=says):
+            await register(runtime, namespace, tiny_folder(tmp_path / "tiny"), **options)
+
+
+async def test_a_model_without_a_template_has_no_chat(
+    nats_server: RunningServer, namespace: str, name: str, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path / "tiny", template=None)
+    async with Runtime.connect(nats_server.url) as runtime:
+        with pytest.raises(ConfigError, match=r"no chat template: register ModelType\.Completions"):
+            await register(runtime, namespace, folder, model_name=name)
+
+        card = await register(
+            runtime, namespace, folder, model_name=name, model_type=ModelType.Backend
+        )
+
+    assert card.types == ["completions"]
+
+
+async def test_what_is_no_endpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="endpoint 'demo.Worker.generate' is not usable"):
+        await register_llm(
+            ModelInput.Tokens,
+            ModelType.Chat,
+            "demo.Worker.generate",
+            tmp_path,  # type: ignore[call-overload]
+        )
+
+
+WORKER = """
+import asyncio, sys
+from collections.abc import AsyncGenerator
+from typing import Any
+from dynbus import Runtime
+from dynbus.llm import ModelInput, ModelType, register_llm
+
+async def generate(request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    yield {"token_ids": [1]}
+
+async def main(url, namespace, name, folder):
+    async with Runtime.connect(url, lease_ttl=2) as runtime:
+        endpoint = runtime.endpoint(f"{namespace}.Worker.generate")
+        await register_llm(ModelInput.Tokens, ModelType.Chat, endpoint, folder, name)
+        async with runtime.serve_endpoints(namespace, "Worker", {"generate": generate}):
+            await asyncio.sleep(60)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_a_model_goes_with_a_process_that_was_killed(
+    nats_server: RunningServer, namespace: str, name: str, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    async with (
+        Runtime.connect(nats_server.url, lease_ttl=2) as runtime,
+        Catalog(runtime) as catalog,
+    ):
+        arguments = (nats_server.url, namespace, name, str(folder))
+        process = await anyio.open_process([sys.executable, "-c", WORKER, *arguments])
+        try:
+            await catalog.wait_for(name, ModelType.Chat, timeout=30)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+
+        # One that says otherwise waits for its lease to be over, no longer.
+        await register(
+            runtime,
+            namespace,
+            folder,
+            model_name=name,
+            context_length=256,
+            model_type=ModelType.Chat,
+        )
+
+        await eventually(lambda: catalog.find(name, ModelType.Chat) is None, 20)
+        cards = await read_cards(runtime.bus.data.jetstream, name)
+        assert [one.card.context_length for one in cards] == [256]
+
+
+async def test_artefacts_that_no_card_names_are_removed(
+    own_server: RunningServer, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Runtime.connect(own_server.url) as runtime:
+        artefacts = Artefacts(runtime.bus.data.jetstream)
+        await artefacts.keep([b"old"])
+        await register(runtime, namespace, tiny_folder(tmp_path / "tiny"), model_name="tiny")
+        young = await artefacts.sweep()
+        monkeypatch.setattr("dynbus.llm.models.records.KEPT_UNUSED", -1.0)
+
+        old = await artefacts.sweep()
+        again = await artefacts.sweep()
+
+    assert (young, old, again) == (0, 1, 0)
+
+
+async def test_a_catalog_outlives_a_server_that_lost_everything(
+    own_server: RunningServer, namespace: str, tmp_path: Path
+) -> None:
+    async with Runtime.connect(own_server.url) as runtime, Catalog(runtime) as catalog:
+        await register(runtime, namespace, tiny_folder(tmp_path / "tiny"), model_name="tiny")
+        async with runtime.serve_endpoints(namespace, "Worker", {"generate": generate}):
+            await catalog.wait_for("tiny", ModelType.Chat, timeout=10)
+            await runtime.bus.data.jetstream.delete_stream("KV_dynbus_models")
+
+            async def written_again() -> bool:
+                assert catalog.find("tiny", ModelType.Chat) is not None
+                return bool(await read_cards(runtime.bus.data.jetstream, "tiny"))
+
+            await eventually(written_again, 30)
+            assert catalog.find("tiny", ModelType.Chat) is not None
