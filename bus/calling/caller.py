@@ -300,7 +300,7 @@ class Caller:
         calls = self._open.calls
         proven: PendingCall | None = None
         for frame in batch.frames:
-            if not isinstance(frame, _RESULTS):
+            if type(frame) is not Item and not isinstance(frame, _RESULTS):
                 self.bus.drop(DropReason.UNEXPECTED)
                 continue
             call = calls.get(frame.number)
@@ -313,9 +313,10 @@ class Caller:
                     call.wake()
                 else:
                     # `add`, for the item that each of many streams gets at each step.
-                    if not gathering.fresh:
+                    fresh = gathering.fresh
+                    if not fresh:
                         gathering.begin()
-                    gathering.fresh.append(call.member)
+                    fresh.append(call.member)
             else:
                 call.receive(frame)
         if proven is not None:
