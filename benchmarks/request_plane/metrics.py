@@ -56,6 +56,16 @@ METRICS: Final = (
         "items/s",
         higher_is_better=True,
     ),
+    Metric(
+        "bytes_steps_cpu_us", "256 streams, engine path, passed on as bytes: CPU per item", "us", 2
+    ),
+    Metric("bytes_steps_cpu_with_broker_us", "the same, with broker", "us", 2),
+    Metric(
+        "bytes_steps_rate",
+        "256 streams, engine path, passed on as bytes: rate",
+        "items/s",
+        higher_is_better=True,
+    ),
     Metric("idle_percent", "idle instance", "% CPU", 2, compared=False),
     Metric("import_s", "import dynbus", "s", 3, compared=False),
     Metric("hello_s", "dynbus run hello, to first answer", "s", 2, compared=False),

@@ -37,6 +37,16 @@ class EngineCaller(Caller, Protocol):
         """Read so many streams of `stream_steps` side by side to their ends."""
 
 
+@runtime_checkable
+class BytesCaller(Caller, Protocol):
+    """A client that can leave items as the bytes that they came in."""
+
+    async def bytes_streams(
+        self, count: int, max_tokens: int, on_item: Callable[[bytes], Any]
+    ) -> None:
+        """Read so many streams of `stream_steps` side by side, as who passes them on does."""
+
+
 @dataclass(frozen=True)
 class Served:
     """A server that answers.

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 
 from .cpu import cpu_seconds, cpu_used
 from .echo import STEP_SECONDS
-from .system import Caller, EngineCaller
+from .system import BytesCaller, Caller, EngineCaller
 
 WARMUP_SECONDS: Final = 0.3
 CALLERS: Final = 64
@@ -195,11 +195,26 @@ async def engine_steps(bench: Bench) -> Figures:
     return await _measure_steps(bench, "engine_steps", read)
 
 
+async def bytes_steps(bench: Bench) -> Figures:
+    """The same, for a client that passes the items on as bytes, as a router does."""
+    if not isinstance(bench.caller, BytesCaller):
+        raise RuntimeError("this system is not measured with items left as bytes")
+    found = await _measure_steps(bench, "bytes_steps", bench.caller.bytes_streams, reads=False)
+    return {key: value for key, value in found.items() if "_late_" not in key}
+
+
 async def _measure_steps(
     bench: Bench,
     name: str,
     read: Callable[[int, int, Callable[[Any], None]], Coroutine[Any, Any, None]],
+    *,
+    reads: bool = True,
 ) -> Figures:
+    """Measure steps.
+
+    Args:
+        reads: whether items are read, so that their lateness is known; it is 0 otherwise.
+    """
     settle, margin = 0.5, 1.0
     length = int((settle + bench.duration + margin) / STEP_SECONDS)
     processes = [os.getpid(), *bench.server, *([] if bench.broker is None else [bench.broker])]
@@ -213,7 +228,7 @@ async def _measure_steps(
         nonlocal seen
         seen += 1
         if measuring:
-            lateness.append(time.monotonic() - step_of(item))
+            lateness.append(time.monotonic() - step_of(item) if reads else 0.0)
         elif seen == STEP_STREAMS:
             started.set()
 
@@ -252,4 +267,5 @@ WORKLOADS: Final[dict[str, Workload]] = {
     "first-item": first_item,
     "steps": steps,
     "engine-steps": engine_steps,
+    "bytes-steps": bytes_steps,
 }

@@ -105,11 +105,27 @@ class BareCaller:
         from_json(reply.data)
 
     async def stream(self, endpoint: str, max_tokens: int, on_item: Callable[[Any], None]) -> None:
+        await self._read(endpoint, max_tokens, on_item, from_json)
+
+    async def bytes_streams(
+        self, count: int, max_tokens: int, on_item: Callable[[bytes], Any]
+    ) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(self._read("stream_steps", max_tokens, on_item, bytes))
+
+    async def _read(
+        self,
+        endpoint: str,
+        max_tokens: int,
+        on_item: Callable[[Any], None],
+        decode: Callable[[bytes], Any],
+    ) -> None:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def receive(message: Msg) -> None:
             if message.data:
-                on_item(from_json(message.data))
+                on_item(decode(message.data))
             else:
                 ended.set_result(None)
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from benchmarks.request_plane.echo import STREAMS, StepClock, make_request
 from benchmarks.request_plane.nats_server import run_nats_server
 from benchmarks.request_plane.system import Caller, Served
-from dynbus import Actor, Relay, Reply, Runtime, handler, push_each
+from dynbus import Actor, EndpointClient, Relay, Reply, Runtime, handler, push_each
 from dynbus.actors import Arrival
 
 READY_SECONDS = 15.0
@@ -108,14 +108,16 @@ async def connect(address: str) -> AsyncGenerator[Caller, None]:
         for endpoint in ("unary", *STREAMS):
             untyped = await component.endpoint(endpoint).client()
             await untyped.wait_for_instances(timeout=READY_SECONDS)
-        yield DynbusCaller(runtime.client(Echo))
+        untyped = await component.endpoint("engine_steps").client()
+        yield DynbusCaller(runtime.client(Echo), untyped)
 
 
 class DynbusCaller:
     """Calls through the typed client."""
 
-    def __init__(self, echo: Echo) -> None:
+    def __init__(self, echo: Echo, untyped: EndpointClient) -> None:
         self._echo = echo
+        self._untyped = untyped
         self._streams: dict[str, Callable[[Request], AsyncGenerator[Item, None]]] = {
             "stream": echo.stream,
             "stream_yielding": echo.stream_yielding,
@@ -143,6 +145,22 @@ class DynbusCaller:
         with Relay(deliver) as relay:
             streams = [
                 await relay.open(self._echo.engine_steps(request), None) for _ in range(count)
+            ]
+            for stream in streams:
+                await stream.ended()
+
+    async def bytes_streams(
+        self, count: int, max_tokens: int, on_item: Callable[[bytes], Any]
+    ) -> None:
+        def deliver(arrivals: list[Arrival[None, bytes]]) -> None:
+            for _, items, _, _ in arrivals:
+                for item in items:
+                    on_item(item)
+
+        request = Request(**make_request(max_tokens))
+        with Relay(deliver) as relay:
+            streams = [
+                await relay.open(self._untyped.generate(request).raw(), None) for _ in range(count)
             ]
             for stream in streams:
                 await stream.ended()
