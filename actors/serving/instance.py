@@ -68,10 +68,15 @@ def new_instance_id() -> str:
 
 
 class InstanceBroken(Exception):
-    """Raised when an instance has reported that it is broken."""
+    """Raised when an instance has reported that it is broken.
+
+    Attributes:
+        reason: as its owner gave it.
+    """
 
     def __init__(self, instance: ServedInstance) -> None:
-        super().__init__(f"{instance.name} is broken: {instance.broken}")
+        self.reason = instance.broken
+        super().__init__(f"{instance.name} is broken: {self.reason}")
 
 
 class Served(Protocol):

@@ -1,6 +1,14 @@
 """A mock engine: real scheduling, caching, KV events and time, without a model."""
 
-from .engine import EngineConfig, MockEngine, Output, StepResult
+from .engine import EngineConfig, EngineRequest, MockEngine, Output, RequestTooLong, StepResult
 from .timing import Timing
 
-__all__ = ["EngineConfig", "MockEngine", "Output", "StepResult", "Timing"]
+__all__ = [
+    "EngineConfig",
+    "EngineRequest",
+    "MockEngine",
+    "Output",
+    "RequestTooLong",
+    "StepResult",
+    "Timing",
+]

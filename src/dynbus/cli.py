@@ -29,6 +29,7 @@ OWN: Final[Mapping[str, str]] = {
     "call": "Call an endpoint.",
     "chat": "Talk to a model.",
     "doctor": "Check the server and this machine.",
+    "http": "Answer OpenAI's requests over HTTP.",
     "kv": "Look into KV caches.",
     "models": "List the models.",
     "ps": "List the instances.",

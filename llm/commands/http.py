@@ -1,0 +1,150 @@
+"""`dynbus http`: OpenAI's interface to the models on the bus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from dynbus.bus import exit_codes
+from dynbus.bus.commands.terminal import nats_option
+
+if TYPE_CHECKING:
+    from dynbus.bus.config import BusConfig
+    from dynbus.llm.http.settings import HttpSettings
+
+_HELP: Final = """Answer OpenAI's requests over HTTP with the models that are on the bus.
+
+    Models appear when their workers register them, and go with them. Requests go where most of
+    their prompt is cached, where the workers tell what their caches hold.
+
+    \b
+    dynbus http
+    curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{"model": "NAME", "messages": [{"role": "user", "content": "Hello"}]}'
+
+    With no server at a loopback URL, dynbus starts an embedded nats-server, as `dynbus run` does.
+    """
+
+_FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command(help=_HELP, epilog=exit_codes.GENERAL)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any."
+)
+@nats_option
+@click.option(
+    "--routing",
+    type=click.Choice(["auto", "kv", "round_robin", "random", "least_loaded", "power_of_two"]),
+    default="auto",
+    show_default=True,
+    help="How a request finds a worker; auto is kv where workers tell their block size.",
+)
+@click.option("--policy", default="kv", show_default=True, help="The cost function of kv routing.")
+@click.option(
+    "--api-keys", type=_FILE, help="A file with a tenant and a key, or its sha256:, in each line."
+)
+@click.option(
+    "--insecure-public", is_flag=True, help="Allow a public --host although nobody needs a key."
+)
+@click.option("--tls-cert", type=_FILE, help="A certificate with its chain, PEM.")
+@click.option("--tls-key", type=_FILE, help="Its key, PEM.")
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Whose pages may ask, such as https://example.com; * for all. Repeatable.",
+)
+@click.option(
+    "--max-body",
+    "max_body_bytes",
+    type=click.IntRange(1),
+    default=32 * 1024 * 1024,
+    show_default=True,
+    metavar="BYTES",
+)
+@click.option(
+    "--max-requests",
+    type=click.IntRange(1),
+    default=8192,
+    show_default=True,
+    help="That run at a time; further ones are answered 429.",
+)
+@click.option(
+    "--request-timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=3600.0,
+    show_default=True,
+    metavar="SECONDS",
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(0, min_open=True),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For requests that run at SIGTERM or Ctrl-C.",
+)
+@click.option("--log-format", type=click.Choice(["console", "json"]))
+@click.option("--log-level", default="info", show_default=True)
+def http(
+    nats: str | None,
+    log_format: Any,
+    log_level: str,
+    routing: Any,
+    policy: str,
+    cors_origins: tuple[str, ...],
+    **given: Any,
+) -> None:
+    from dynbus.bus.config import load_config
+    from dynbus.bus.errors import ConfigError
+    from dynbus.bus.telemetry.logs import configure_logging
+
+    configure_logging(log_format, log_level)
+    config = load_config({"servers": nats} if nats else {})
+    try:
+        import uvloop
+
+        from dynbus.llm.http.settings import HttpSettings
+
+        settings = HttpSettings(cors_origins=cors_origins, **given)
+        uvloop.run(_serve(config, settings, routing, policy))
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"`dynbus http` needs {error.name}: pip install 'dynbus[http,llm]', then start again"
+        ) from error
+
+
+async def _serve(config: BusConfig, settings: HttpSettings, routing: Any, policy: str) -> None:
+    import anyio
+
+    from dynbus.actors import Runtime
+    from dynbus.actors.commands.interrupts import Interrupts
+    from dynbus.bus.bus import Bus
+    from dynbus.bus.commands.server import embedded_if_local
+    from dynbus.kvrouter import RouterConfig
+    from dynbus.llm.http.frontend import HttpFrontEnd
+    from dynbus.llm.models.catalog import Catalog
+
+    ending = anyio.Event()
+    with anyio.CancelScope() as scope:
+        # The watchdog of the second signal allows for what is shielded.
+        with Interrupts(ending.set, scope.cancel, within=5.0, told=True):
+            async with (
+                embedded_if_local(config, fresh=False),
+                await Runtime.over(await Bus.connect(config, name="dynbus-http")) as runtime,
+                Catalog(runtime) as catalog,
+                HttpFrontEnd(
+                    runtime,
+                    catalog,
+                    settings,
+                    routing=routing,
+                    router=RouterConfig(policy=policy),
+                ) as front_end,
+            ):
+                click.echo(f"the front end answers at {front_end.url}")
+                await ending.wait()

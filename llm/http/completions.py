@@ -1,0 +1,301 @@
+"""`/v1/chat/completions` and `/v1/completions`: from the request's bytes to the answer's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+import anyio
+import anyio.abc
+import msgspec
+
+from dynbus.bus.clock import monotonic
+from dynbus.bus.context import Context, enter_context
+from dynbus.bus.errors import (
+    Cancelled,
+    Draining,
+    DynbusError,
+    PayloadTooLarge,
+    describe_exception,
+)
+from dynbus.llm.models.card import ModelType
+from dynbus.llm.openai.answers import SSE
+from dynbus.llm.openai.errors import BodyTimeout
+from dynbus.llm.openai.requests import ChatRequest, CompletionRequest, read_chat, read_completion
+from dynbus.llm.pipeline.models import Inquiry
+from dynbus.llm.pipeline.serving import TextCompletion, Timing, TokenCompletion
+
+from .metrics import ModelFigures
+from .service import Asker, FrontEnd
+from .tracing import RequestTrace
+from .writer import AnswerWriter, Send
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+ABORT: Final = "dynbus.abort"
+"""The extension of a scope that drops the connection; of `LimitedProtocol`."""
+
+
+class HungUp(Exception):
+    """Raised when the client has left before its request was there."""
+
+
+class CompletionsEndpoint:
+    """An endpoint for completions of one kind."""
+
+    def __init__(
+        self, service: FrontEnd, path: str, read: Callable[[bytes], ChatRequest | CompletionRequest]
+    ) -> None:
+        self._service = service
+        self._path = path
+        self._read = read
+
+    @classmethod
+    def chat(cls, service: FrontEnd) -> CompletionsEndpoint:
+        """`/v1/chat/completions`."""
+        return cls(service, "/v1/chat/completions", read_chat)
+
+    @classmethod
+    def text(cls, service: FrontEnd) -> CompletionsEndpoint:
+        """`/v1/completions`."""
+        return cls(service, "/v1/completions", read_completion)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        exchange = _Exchange(self._service, self._path, scope, receive, send)
+        await exchange.run(self._read)
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(
+        self, service: FrontEnd, path: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self._service = service
+        self._path = path
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._asker: Asker = scope["state"]["asker"]
+        self._timing = Timing(time.perf_counter())
+        self._trace: RequestTrace = service.tracing.begin("POST", path, self._asker.headers)
+        self._model = ""
+        self._writer = self._make_writer(streams=False)
+        self._completion: TokenCompletion | TextCompletion | None = None
+        self._context: Context | None = None
+        self._figures: ModelFigures | None = None
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    async def run(self, read: Callable[[bytes], ChatRequest | CompletionRequest]) -> None:
+        """Answer it, whatever happens."""
+        service, timing = self._service, self._timing
+        service.metrics.in_flight += 1
+        try:
+            service.check_room()
+            data = await self._body()
+            request = read(data)
+            self._writer = self._make_writer(streams=request.streams)
+            async with anyio.create_task_group() as self._tasks:
+                self._tasks.start_soon(self._ask, request, data)
+                try:
+                    while (await self._receive())["type"] != "http.disconnect":
+                        pass
+                except asyncio.CancelledError:
+                    # The server stops, and this request has had its grace. It cancels whoever
+                    # is left, and takes what they do not raise for an answer.
+                    self._end(Draining("the front end stops; ask again"))
+                finally:
+                    self._tasks.cancel_scope.cancel()
+        except HungUp:
+            pass
+        except DynbusError as error:
+            self._writer.end(error)
+        finally:
+            service.metrics.in_flight -= 1
+            if not self._writer.has_ended and self._context is not None:
+                # Not a stop, which handlers may take their time for: nobody is left to read.
+                self._context.kill()
+            if self._completion is not None:
+                self._completion.cancel()
+            if not self._writer.has_ended:
+                # Nobody reads it; it is what logs and figures say.
+                self._writer.has_ended = True
+                self._writer.error = Cancelled("the client left")
+            timing.last = time.perf_counter() if timing.first is None else timing.last
+            self._tell()
+
+    async def _body(self) -> bytes:
+        """The body of the request.
+
+        Raises:
+            PayloadTooLarge, BodyTimeout: it is not taken.
+            HungUp: the client is gone.
+        """
+        limit = self._service.settings.max_body_bytes
+        length = self._asker.headers.get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            raise self._too_large(int(length))
+        pieces: list[bytes] = []
+        size, more = 0, True
+        with anyio.move_on_after(self._service.settings.body_timeout) as scope:
+            while more:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    raise HungUp
+                piece: bytes = message.get("body", b"")
+                size += len(piece)
+                if size > limit:
+                    raise self._too_large(size)
+                pieces.append(piece)
+                more = message.get("more_body", False)
+        if scope.cancelled_caught:
+            raise BodyTimeout(
+                f"the body did not arrive within {self._service.settings.body_timeout:g} s"
+            )
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _too_large(self, size: int) -> PayloadTooLarge:
+        limit = self._service.settings.max_body_bytes
+        return PayloadTooLarge(
+            f"the body has {size} bytes or more, and at most {limit} are taken", started=False
+        )
+
+    async def _ask(self, request: ChatRequest | CompletionRequest, data: bytes) -> None:
+        """Send the request to an engine."""
+        try:
+            await self._complete(request, data)
+        except DynbusError as error:
+            self._end(error)
+        except Exception as error:
+            logger.exception("a request to %s failed", self._path)
+            self._end(DynbusError(f"the front end failed: {describe_exception(error)}"))
+
+    async def _complete(self, request: ChatRequest | CompletionRequest, data: bytes) -> None:
+        service, asker, timing = self._service, self._asker, self._timing
+        wanted = ModelType.Chat if isinstance(request, ChatRequest) else ModelType.Completions
+        model = await service.models.get(request.model, wanted | ModelType.Backend)
+        self._model = request.model
+        self._figures = figures = service.metrics.of(request.model)
+        self._trace.model_asked(request)
+        timing.observe = figures.inter_token_latency.observe
+        self._context = Context(
+            asker.request_id,
+            deadline=monotonic() + service.settings.request_timeout,
+            metadata=asker.metadata,
+            priority=request.priority or 0,
+            trace_headers=self._trace.fields,
+        )
+        enter_context(self._context)
+        body = msgspec.Raw(_without_salt(data, asker.tenant))
+        inquiry = Inquiry(request, body, SSE, asker.tenant or None)
+        begun = time.perf_counter()
+        completion = await model.prepare(inquiry, self._writer, timing)
+        self._completion = completion
+        prepared = timing.prepared = time.perf_counter()
+        usage = completion.usage
+        self._trace.prepared(usage.prompt if usage is not None else None, begun, prepared)
+        figures.preparing.observe(prepared - begun)
+        self._writer.when_writable = completion.resume
+        await model.begin(completion)
+        timing.sent = time.perf_counter()
+        figures.queue.observe(timing.sent - prepared)
+
+    def _end(self, error: DynbusError) -> None:
+        if self._completion is not None:
+            self._completion.cancel(error)
+        self._writer.end(error)
+
+    def _make_writer(self, *, streams: bool) -> AnswerWriter:
+        fields = self._trace.fields
+        headers = [(b"x-request-id", self._asker.request_id.encode())]
+        if "traceparent" in fields:
+            headers.append((b"traceparent", fields["traceparent"].encode()))
+        return AnswerWriter(
+            self._send,
+            headers,
+            self._asker.request_id,
+            streams=streams,
+            finish_sending=self._finish_sending,
+            timeout=self._service.settings.write_timeout,
+        )
+
+    def _finish_sending(self, send_rest: Callable[[], Awaitable[bool]]) -> None:
+        self._service.metrics.blocked += 1
+        if self._tasks is not None:
+            self._tasks.start_soon(self._send_rest, send_rest)
+
+    async def _send_rest(self, send_rest: Callable[[], Awaitable[bool]]) -> None:
+        """Write what waits for a client that does not read, unless it does so for too long."""
+        if await send_rest():
+            return
+        logger.info("request %s: its client does not read", self._asker.request_id)
+        abort = (self._scope.get("extensions") or {}).get(ABORT)
+        if abort is not None:
+            abort()
+
+    def _tell(self) -> None:
+        """Tell figures, trace and log how it went."""
+        service, timing, writer = self._service, self._timing, self._writer
+        status = writer.final_status
+        usage = self._completion.usage if self._completion is not None else None
+        reasons = self._completion.finish_reasons if self._completion is not None else []
+        now = time.perf_counter()
+        if self._figures is not None:
+            self._figures.duration.observe(now - timing.began)
+            if timing.first is not None:
+                self._figures.time_to_first_token.observe(timing.first - timing.began)
+        service.metrics.count(self._path, self._model, status)
+        if usage is not None:
+            service.metrics.count_tokens(self._model, usage.prompt, usage.completion, usage.cached)
+        told = (usage.prompt, usage.completion) if usage is not None else None
+        self._trace.ended(status, writer.error, timing, told, reasons)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s", self._log_line(status, now))
+
+    def _log_line(self, status: int, now: float) -> str:
+        """What is logged of a request: never what it says."""
+        timing, writer, asker = self._timing, self._writer, self._asker
+        words = [f"POST {self._path} {status}", f"request_id={asker.request_id}"]
+        if asker.tenant:
+            words.append(f"tenant={asker.tenant}")
+        if self._model:
+            words.append(f"model={self._model}")
+        if self._completion is not None:
+            usage = self._completion.usage
+            if usage is not None:
+                words.append(f"prompt_tokens={usage.prompt}")
+                words.append(f"completion_tokens={usage.completion}")
+            if self._completion.instances:
+                words.append(f"instances={','.join(self._completion.instances)}")
+        began = timing.began
+        for name, at in (
+            ("prepared", timing.prepared),
+            ("sent", timing.sent),
+            ("first_token", timing.first),
+            ("end", now),
+        ):
+            if at is not None:
+                words.append(f"{name}_ms={(at - began) * 1000:.1f}")
+        if timing.gap_count:
+            words.append(f"inter_token_ms={timing.gaps / timing.gap_count * 1000:.2f}")
+        if writer.error is not None:
+            words.append(f"error={writer.error.code}")
+        return " ".join(words)
+
+
+def _without_salt(data: bytes, tenant: str) -> bytes:
+    """The body for engines that take text: its salt is the tenant's, and never the client's."""
+    if b"cache_salt" not in data and b"\\u" not in data and not tenant:
+        return data
+    fields: dict[str, Any] = msgspec.json.decode(data)
+    fields.pop("cache_salt", None)
+    if tenant:
+        fields["cache_salt"] = tenant
+    return msgspec.json.encode(fields)

@@ -1,0 +1,142 @@
+"""A front end from its start to its end: in `dynbus http`, and as an actor of a graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import anyio
+
+from dynbus.actors import Actor, Runtime
+from dynbus.bus.background import Openable
+from dynbus.kvrouter.routing import RouterConfig
+from dynbus.llm.models.catalog import Catalog
+from dynbus.llm.pipeline.models import ModelCatalog, Models, RoutingChoice
+
+from .application import Application, Page
+from .server import HttpServer
+from .service import FrontEnd
+from .settings import HttpSettings
+from .tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+
+class HttpFrontEnd(Openable):
+    """A front end that answers while it is open; at its end requests have their grace.
+
+    Args:
+        catalog: where its models are read.
+        routing, router: see `Models`.
+        pages: see `Application`.
+
+    Attributes:
+        service: what its requests share.
+        url: where it answers.
+
+    Raises:
+        ConfigError: a setting is not usable, or nobody can listen there.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        catalog: ModelCatalog,
+        settings: HttpSettings,
+        *,
+        routing: RoutingChoice = "auto",
+        router: RouterConfig | None = None,
+        pages: Mapping[str, Page] | None = None,
+    ) -> None:
+        super().__init__(runtime.background)
+        self._models = Models(runtime, catalog, routing=routing, router=router)
+        self.service = FrontEnd(settings, self._models, Tracing(runtime.bus.telemetry))
+        self._server = HttpServer(Application(self.service, pages), settings)
+        self.url = self._server.url
+
+    def __repr__(self) -> str:
+        return f"<HttpFrontEnd {self.url}>"
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        self.service.is_draining = True
+        self._server.stop()
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
+        async with self._models, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._server.serve)
+            await self._server.started()
+            logger.info("the front end answers at %s", self.url)
+            yield
+            self.drain()
+
+
+class Frontend(Actor, abstract=True):
+    """OpenAI's interface over HTTP, as an actor of a graph.
+
+    A subclass gives it a namespace: `class Http(Frontend, namespace="llm")`. It serves nothing on
+    the bus; it answers HTTP while it runs.
+
+    Args:
+        routing: how requests find an instance, see `Models`.
+        others: see `HttpSettings`.
+
+    Raises:
+        ConfigError: a value is not usable.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        api_keys: str = "",
+        insecure_public: bool = False,
+        tls_cert: str = "",
+        tls_key: str = "",
+        cors_origins: Sequence[str] = (),
+        routing: RoutingChoice = "auto",
+        grace: float = 30.0,
+    ) -> None:
+        self._settings = HttpSettings(
+            host=host,
+            port=port,
+            api_keys=Path(api_keys) if api_keys else None,
+            insecure_public=insecure_public,
+            tls_cert=Path(tls_cert) if tls_cert else None,
+            tls_key=Path(tls_key) if tls_key else None,
+            cors_origins=cors_origins,
+            grace=grace,
+        )
+        self._routing: RoutingChoice = routing
+        self._front_end: HttpFrontEnd | None = None
+        self._exits = AsyncExitStack()
+
+    @property
+    def url(self) -> str:
+        """Where it answers; empty before it is started."""
+        return self._front_end.url if self._front_end is not None else ""
+
+    def pages(self) -> Mapping[str, Page]:
+        """More paths that are answered; for subclasses."""
+        return {}
+
+    async def on_start(self) -> None:
+        runtime = self.runtime
+        async with AsyncExitStack() as exits:
+            catalog = await exits.enter_async_context(Catalog(runtime))
+            self._front_end = await exits.enter_async_context(
+                HttpFrontEnd(
+                    runtime, catalog, self._settings, routing=self._routing, pages=self.pages()
+                )
+            )
+            self._exits = exits.pop_all()
+
+    async def on_stop(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._exits.aclose()
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        return {"url": self.url}

@@ -1,0 +1,124 @@
+"""API keys: a file of them, each of which names a tenant."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL: Final = 1.0
+"""Seconds between two looks at whether the file has changed."""
+
+MAX_BYTES: Final = 1024 * 1024
+
+_TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HASH: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_KEY: Final = re.compile(r"[!-~]{8,512}")
+
+_Identity = tuple[int, int, int]
+
+
+class ApiKeys:
+    """The keys in a file, which is read again when it has changed.
+
+    Each line has a tenant and one of its keys, or `sha256:` and the key's hash in hexadecimal;
+    lines that begin with `#` are comments. Only hashes are kept. A file that cannot be read any
+    longer, or has a mistake, leaves the keys in force that were there before, and the log says so.
+
+    Args:
+        now: seconds of a monotonic clock.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not as above.
+    """
+
+    def __init__(self, path: Path, *, now: Callable[[], float] = monotonic) -> None:
+        self._path = path
+        self._now = now
+        self._identity = self._identify()
+        self._tenants = self._read()
+        self._look_at = now() + LOOK_INTERVAL
+
+    def __repr__(self) -> str:
+        return f"<ApiKeys {self._path} [{len(self._tenants)} keys]>"
+
+    def tenant_of(self, key: str) -> str | None:
+        """Whose key this is; None for nobody's. The time that it takes says nothing of the keys."""
+        self._look()
+        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+        found: str | None = None
+        for known, tenant in self._tenants:
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found
+
+    def _look(self) -> None:
+        now = self._now()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_INTERVAL
+        try:
+            identity = self._identify()
+            if identity == self._identity:
+                return
+            self._identity = identity
+            self._tenants = self._read()
+        except ConfigError as error:
+            logger.error("the keys that were there before stay in force: %s", error)
+            return
+        logger.info("%r was read again", self)
+
+    def _identify(self) -> _Identity:
+        try:
+            found = self._path.stat()
+        except OSError as error:
+            raise ConfigError(
+                f"the keys in {self._path} cannot be read: {error.strerror}"
+            ) from None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _read(self) -> list[tuple[bytes, str]]:
+        try:
+            with self._path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(
+                f"the keys in {self._path} cannot be read: {error.strerror}"
+            ) from None
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"{self._path} is larger than {MAX_BYTES} bytes")
+        found: list[tuple[bytes, str]] = []
+        for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            # The line itself is told nowhere: it has a key.
+            if len(words) != 2 or _TENANT.fullmatch(words[0]) is None:
+                raise ConfigError(
+                    f"{self._path}, line {number}: write a tenant and a key with a space between; "
+                    "a tenant has letters, digits, '.', '_' and '-'"
+                )
+            found.append((self._digest(words[1], number), words[0]))
+        if not found:
+            raise ConfigError(f"{self._path} has no keys: write a tenant and a key in each line")
+        return found
+
+    def _digest(self, word: str, number: int) -> bytes:
+        hashed = _HASH.fullmatch(word)
+        if hashed is not None:
+            return bytes.fromhex(hashed[1])
+        if word.startswith("sha256:") or _KEY.fullmatch(word) is None:
+            raise ConfigError(
+                f"{self._path}, line {number}: write a key of 8 to 512 printable characters, or "
+                "sha256: and 64 hexadecimal digits"
+            )
+        return hashlib.sha256(word.encode()).digest()

@@ -1,0 +1,125 @@
+"""`FrontEnd`: what all requests of a front end share."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from dynbus.bus.errors import Draining, Overloaded
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.llm.openai.errors import Unauthorized
+from dynbus.llm.pipeline.models import Models
+
+from .keys import ApiKeys
+from .metrics import FrontEndMetrics
+from .settings import HttpSettings
+from .tracing import Tracing
+
+_REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")
+
+TENANT_KEY: Final = "tenant"
+"""The metadata key under which handlers find whose key a request had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who sends a request.
+
+    Attributes:
+        tenant: whose key it has; empty without keys.
+        headers: of the request, their names in lower case.
+    """
+
+    request_id: str
+    tenant: str
+    headers: Mapping[str, str]
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """What reaches the engines' handlers."""
+        return {TENANT_KEY: self.tenant} if self.tenant else {}
+
+
+class FrontEnd:
+    """What all requests of a front end share.
+
+    Attributes:
+        is_draining: whether it stops, and takes no more requests.
+    """
+
+    def __init__(self, settings: HttpSettings, models: Models, tracing: Tracing) -> None:
+        self.settings = settings
+        self.models = models
+        self.tracing = tracing
+        self.metrics = FrontEndMetrics()
+        self.is_draining = False
+        self._keys = ApiKeys(settings.api_keys) if settings.api_keys is not None else None
+
+    def __repr__(self) -> str:
+        return f"<FrontEnd [{self.metrics.in_flight} requests | {len(self.models.names)} models]>"
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether only those are answered who have a key."""
+        return self._keys is not None
+
+    def asker(self, raw_headers: Iterable[tuple[bytes, bytes]]) -> Asker:
+        """Who sends a request; its tenant is not known yet."""
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in raw_headers
+        }
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else random_id()
+        return Asker(request_id, "", headers)
+
+    def authorized(self, asker: Asker) -> Asker:
+        """Who sends a request, with the tenant whose key it has.
+
+        Raises:
+            Unauthorized: it has none that is known.
+        """
+        if self._keys is None:
+            return asker
+        key = _key_of(asker.headers)
+        tenant = self._keys.tenant_of(key) if key else None
+        if tenant is None:
+            raise Unauthorized(
+                "this key is not known: send one as `Authorization: Bearer KEY`"
+                if key
+                else "send an API key as `Authorization: Bearer KEY`",
+                started=False,
+            )
+        return Asker(asker.request_id, tenant, asker.headers)
+
+    def check_room(self) -> None:
+        """Refuse a request, which is counted already, when there is no room for it.
+
+        Raises:
+            Draining: the front end stops.
+            Overloaded: too many requests run.
+        """
+        if self.is_draining:
+            raise Draining("the front end stops; ask another one", started=False)
+        limit = self.settings.max_requests
+        if self.metrics.in_flight > limit:
+            raise Overloaded(
+                f"{limit} requests run already; ask again later", retry_after=1.0, started=False
+            )
+
+
+def _key_of(headers: Mapping[str, str]) -> str:
+    """The key of a request: of a bearer, of a browser's password, or in a header of its own."""
+    scheme, _, rest = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return rest.strip()
+    if scheme.lower() == "basic":
+        try:
+            pair = base64.b64decode(rest.strip(), validate=True).decode()
+        except (binascii.Error, UnicodeDecodeError):
+            return ""
+        return pair.partition(":")[2]
+    return headers.get("api-key", "") or headers.get("x-api-key", "")

@@ -1,0 +1,242 @@
+"""The spans of a request, by OpenTelemetry's conventions for HTTP and for generative models.
+
+A request has one trace: `POST /v1/chat/completions` (SERVER), within it `chat MODEL` (CLIENT) from
+the tokenizing to the last token, and within that `tokenize` and the bus's own spans of the call.
+Without telemetry nothing of it is made, and the trace of whoever asks is passed on as it came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from dynbus.bus.errors import DynbusError
+from dynbus.bus.telemetry.sdk import providers
+from dynbus.bus.telemetry.telemetry import Telemetry
+from dynbus.bus.telemetry.trace_context import trace_fields
+from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
+from dynbus.llm.pipeline.serving import Timing
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+PROVIDER: Final = "dynbus"
+
+
+class RequestTrace:
+    """The trace of one request; without spans it passes on what came.
+
+    Attributes:
+        fields: `traceparent` and the like, for calls below and for the answer.
+    """
+
+    def __init__(self, fields: Mapping[str, str]) -> None:
+        self.fields = fields
+
+    def model_asked(self, request: ChatRequest | CompletionRequest) -> None:
+        """The request was read: what it asks for is known."""
+
+    def prepared(self, tokens: int | None, begun: float, ended: float) -> None:
+        """It was made token ids, between these times of `time.perf_counter`."""
+
+    def ended(
+        self,
+        status: int,
+        error: DynbusError | None,
+        timing: Timing,
+        usage: tuple[int, int] | None,
+        finish_reasons: list[str],
+    ) -> None:
+        """The request is over."""
+
+
+class Tracing:
+    """Begins traces.
+
+    Args:
+        telemetry: of the runtime; None for no spans.
+    """
+
+    def __init__(self, telemetry: Telemetry | None) -> None:
+        self._telemetry = telemetry
+        self._figures: _GenAiFigures | None = None
+        self._tracer: Tracer | None = None
+        if telemetry is not None:
+            tracer_provider, meter_provider = providers()
+            if tracer_provider is not None:
+                self._tracer = tracer_provider.get_tracer("dynbus.llm")
+            if meter_provider is not None:
+                self._figures = _GenAiFigures(meter_provider)
+
+    def begin(self, method: str, path: str, headers: Mapping[str, str]) -> RequestTrace:
+        """The trace of a request.
+
+        Args:
+            headers: of the request, their names in lower case.
+        """
+        fields = trace_fields(headers)
+        if self._telemetry is None or (self._tracer is None and self._figures is None):
+            return RequestTrace(fields)
+        return _Spans(self._telemetry, self._tracer, self._figures, method, path, fields)
+
+
+class _GenAiFigures:
+    """The histograms of the conventions for generative models."""
+
+    def __init__(self, provider: Any) -> None:
+        meter = provider.get_meter("dynbus.llm")
+
+        def histogram(name: str, unit: str, text: str) -> Any:
+            return meter.create_histogram(f"gen_ai.{name}", unit=unit, description=text)
+
+        self.duration = histogram("server.request.duration", "s", "Seconds of a request.")
+        self.first_token = histogram(
+            "server.time_to_first_token", "s", "Seconds until the first token."
+        )
+        self.per_token = histogram(
+            "server.time_per_output_token", "s", "Seconds between two tokens, after the first."
+        )
+        self.tokens = histogram("client.token.usage", "{token}", "Tokens of a request.")
+
+
+class _Spans(RequestTrace):
+    """A trace with spans, or with figures alone."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        tracer: Tracer | None,
+        figures: _GenAiFigures | None,
+        method: str,
+        path: str,
+        fields: Mapping[str, str],
+    ) -> None:
+        super().__init__(fields)
+        self._api = api = telemetry.api
+        self._tracer = tracer
+        self._figures = figures
+        self._server: Span | None = None
+        self._model: Span | None = None
+        self._attributes: dict[str, Any] = {}
+        if tracer is None:
+            return
+        from opentelemetry.trace import SpanKind
+
+        remote = api.read(fields)
+        self._context = api.empty
+        if remote is not None:
+            self._context = api.with_span(api.RemoteSpan(remote), api.empty)
+        self._server = tracer.start_span(
+            f"{method} {path}",
+            context=self._context,
+            kind=SpanKind.SERVER,
+            attributes={"http.request.method": method, "url.path": path, "http.route": path},
+        )
+        self._context = api.with_span(self._server, self._context)
+        self._carry(self._server)
+
+    def model_asked(self, request: ChatRequest | CompletionRequest) -> None:
+        is_chat = isinstance(request, ChatRequest)
+        operation = "chat" if is_chat else "text_completion"
+        self._attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": request.model,
+        }
+        if self._tracer is None:
+            return
+        from opentelemetry.trace import SpanKind
+
+        attributes = dict(self._attributes)
+        for name, value in (
+            ("max_tokens", request.limit),
+            ("temperature", request.temperature),
+            ("top_p", request.top_p),
+            ("top_k", request.top_k),
+            ("seed", request.seed),
+            ("frequency_penalty", request.frequency_penalty),
+            ("presence_penalty", request.presence_penalty),
+            ("choice.count", request.n),
+        ):
+            if value is not None:
+                attributes[f"gen_ai.request.{name}"] = value
+        self._model = self._tracer.start_span(
+            f"{operation} {request.model}",
+            context=self._context,
+            kind=SpanKind.CLIENT,
+            attributes=attributes,
+        )
+        self._context = self._api.with_span(self._model, self._context)
+        self._carry(self._model)
+        # The task of this request is nobody else's: the spans of its calls nest in this one.
+        self._api.attach(self._context)
+
+    def prepared(self, tokens: int | None, begun: float, ended: float) -> None:
+        if self._tracer is None or self._model is None:
+            return
+        # The clock of spans is the wall's.
+        offset = time.time() - time.perf_counter()
+        span = self._tracer.start_span(
+            "tokenize", context=self._context, start_time=_nanoseconds(begun + offset)
+        )
+        if tokens is not None:
+            span.set_attribute("gen_ai.usage.input_tokens", tokens)
+        span.end(_nanoseconds(ended + offset))
+
+    def ended(
+        self,
+        status: int,
+        error: DynbusError | None,
+        timing: Timing,
+        usage: tuple[int, int] | None,
+        finish_reasons: list[str],
+    ) -> None:
+        if self._figures is not None and self._attributes:
+            self._record(self._figures, error, timing, usage)
+        if self._model is not None:
+            if usage is not None:
+                self._model.set_attribute("gen_ai.usage.input_tokens", usage[0])
+                self._model.set_attribute("gen_ai.usage.output_tokens", usage[1])
+            if finish_reasons:
+                self._model.set_attribute("gen_ai.response.finish_reasons", finish_reasons)
+            if timing.first is not None:
+                offset = time.time() - time.perf_counter()
+                self._model.add_event("first_token", timestamp=_nanoseconds(timing.first + offset))
+            self._fail(self._model, error)
+            self._model.end()
+        if self._server is not None:
+            self._server.set_attribute("http.response.status_code", status)
+            self._fail(self._server, error if status >= 500 else None)
+            self._server.end()
+
+    def _record(
+        self,
+        figures: _GenAiFigures,
+        error: DynbusError | None,
+        timing: Timing,
+        usage: tuple[int, int] | None,
+    ) -> None:
+        attributes = dict(self._attributes)
+        if error is not None:
+            attributes["error.type"] = error.code
+        figures.duration.record(time.perf_counter() - timing.began, attributes)
+        if timing.first is not None:
+            figures.first_token.record(timing.first - timing.began, self._attributes)
+        if timing.gap_count:
+            figures.per_token.record(timing.gaps / timing.gap_count, self._attributes)
+        if usage is not None:
+            for kind, count in zip(("input", "output"), usage, strict=True):
+                figures.tokens.record(count, {**self._attributes, "gen_ai.token.type": kind})
+
+    def _fail(self, span: Span, error: DynbusError | None) -> None:
+        if error is not None and error.code != "Cancelled":
+            span.set_attribute("error.type", error.code)
+            span.set_status(self._api.Status(self._api.ERROR, error.code))
+
+    def _carry(self, span: Span) -> None:
+        self.fields = {**self.fields, **self._api.write(span.get_span_context())}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

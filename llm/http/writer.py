@@ -1,0 +1,186 @@
+"""Writing an answer without a task: what a server takes at once is written by the caller.
+
+`send` of an ASGI server is a coroutine that waits only when the client does not read. It is run
+until it would wait; the rest of it, and whatever comes meanwhile, is left to a task. So the chunks
+of an engine's step are written for all streams in one callback, and a client that does not read
+holds up nobody but itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from typing import Any, Final
+
+import anyio
+
+from dynbus.bus.errors import DynbusError
+from dynbus.llm.openai.answers import DONE
+from dynbus.llm.openai.errors import answer_of, error_body, status_of
+
+Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
+Headers = Sequence[tuple[bytes, bytes]]
+
+JSON: Final = (b"content-type", b"application/json")
+EVENTS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class _Rest:
+    """What is left of a coroutine that has run until it waits."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], waits_for: Any) -> None:
+        self._coroutine = coroutine
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        try:
+            yield self._waits_for
+        except BaseException as error:
+            # Whoever awaits is cancelled, and so is the coroutine where it waits.
+            self._coroutine.throw(error)
+            raise
+        return (yield from self._coroutine.__await__())
+
+
+class AnswerWriter:
+    """Writes one answer: a stream of events, or a whole one. It is the sink of a completion.
+
+    Args:
+        streams: whether the answer is a stream; it begins with the first chunk, so that an early
+            error is an answer of its own.
+        headers: of every answer, beside those of its content.
+        finish_sending: starts a task for what could not be written at once; what it is given
+            returns whether all was written.
+        timeout: seconds that a client may not read.
+
+    Attributes:
+        status: of the answer; 0 before it begins.
+        error: that it ended with.
+        has_ended: whether there is no more to write.
+        is_blocked: whether the client does not read.
+        when_writable: called when the client reads again.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        headers: Headers,
+        request_id: str,
+        *,
+        streams: bool,
+        finish_sending: Callable[[Callable[[], Coroutine[Any, Any, bool]]], object],
+        timeout: float,
+    ) -> None:
+        self._send = send
+        self._headers = headers
+        self._request_id = request_id
+        self._streams = streams
+        self._finish_sending = finish_sending
+        self._timeout = timeout
+        self._whole: Sequence[bytes] = ()
+        self._waiting: deque[MutableMapping[str, Any]] = deque()
+        self._rest: _Rest | None = None
+        self.status = 0
+        self.error: DynbusError | None = None
+        self.has_ended = False
+        self.when_writable: Callable[[], object] | None = None
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the client does not read."""
+        return self._rest is not None
+
+    def write(self, chunks: Sequence[bytes]) -> bool:
+        """Write chunks, or keep the whole answer for its end; whether more may follow at once."""
+        if self.has_ended:
+            return True
+        if not self._streams:
+            self._whole = chunks
+            return True
+        if not self.status:
+            self._start(200, EVENTS)
+        return self._body(b"".join(chunks), more=True)
+
+    def end(self, error: DynbusError | None) -> None:
+        """End the answer, with an error if there is one; more calls change nothing."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        self.error = error
+        if error is not None and not self.status:
+            told = answer_of(error, self._request_id)
+            self._answer(told.status, told.body, told.headers)
+        elif error is not None:
+            body = error_body(error, self._request_id)
+            self._body(b"event: error\ndata: " + body + b"\n\n", more=False)
+        elif self._streams:
+            if not self.status:
+                self._start(200, EVENTS)
+            self._body(DONE, more=False)
+        else:
+            self._answer(200, b"".join(self._whole), {})
+
+    @property
+    def final_status(self) -> int:
+        """The status for logs: of an answer that failed after its beginning, the error's."""
+        return self.status if self.error is None else status_of(self.error)
+
+    def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        length = (b"content-length", b"%d" % len(body))
+        own = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+        self._start(status, (JSON, length, *own))
+        self._body(body, more=False)
+
+    def _start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        self._put(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*headers, *self._headers],
+            }
+        )
+
+    def _body(self, body: bytes, *, more: bool) -> bool:
+        return self._put({"type": "http.response.body", "body": body, "more_body": more})
+
+    def _put(self, message: MutableMapping[str, Any]) -> bool:
+        if self._rest is not None:
+            self._waiting.append(message)
+            return False
+        sending = self._send(message)
+        try:
+            waits_for = sending.send(None)
+        except StopIteration:
+            return True
+        self._rest = _Rest(sending, waits_for)
+        self._finish_sending(self._send_rest)
+        return False
+
+    async def _send_rest(self) -> bool:
+        assert self._rest is not None
+        sending: Awaitable[None] = self._rest
+        while True:
+            with anyio.move_on_after(self._timeout) as scope:
+                await sending
+            if scope.cancelled_caught:
+                return False
+            if not self._waiting:
+                break
+            sending = self._send(self._waiting.popleft())
+        self._rest = None
+        if self.when_writable is not None and not self.has_ended:
+            self.when_writable()
+        return True

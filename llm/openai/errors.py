@@ -1,0 +1,133 @@
+"""Errors as OpenAI's clients expect them: a status, and a body that says what is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from dynbus.bus.errors import STATUS_CODES, DynbusError, HandlerError, InvalidRequest, Overloaded
+
+
+class BadRequest(InvalidRequest):
+    """Raised when a request is not usable.
+
+    Attributes:
+        param: the field that is wrong; empty for none.
+        reason: OpenAI's name of the condition, such as `context_length_exceeded`; or empty.
+        status: of HTTP: 422 for a value that does not fit its field, 400 for all else.
+    """
+
+    param: str = ""
+    reason: str = ""
+    status: int = 400
+
+    def __init__(
+        self, message: str = "", *, param: str = "", reason: str = "", status: int = 400
+    ) -> None:
+        super().__init__(message, started=False)
+        self.param = param
+        self.reason = reason
+        self.status = status
+
+
+class ModelNotFound(DynbusError):
+    """Raised when no model of that name is served."""
+
+    code = "ModelNotFound"
+
+
+class Unauthorized(DynbusError):
+    """Raised when a request has no key, or one that is not known."""
+
+    code = "Unauthorized"
+
+
+class BodyTimeout(DynbusError):
+    """Raised when the body of a request does not arrive in time."""
+
+    code = "BodyTimeout"
+
+
+_STATUSES: Final[Mapping[str, int]] = {
+    **STATUS_CODES,
+    Unauthorized.code: 401,
+    ModelNotFound.code: 404,
+    BodyTimeout.code: 408,
+}
+
+_TYPES: Final[Mapping[int, str]] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "cancelled",
+    503: "service_unavailable",
+    504: "timeout",
+}
+
+_REASONS: Final[Mapping[str, str]] = {
+    ModelNotFound.code: "model_not_found",
+    Unauthorized.code: "invalid_api_key",
+    "Overloaded": "overloaded",
+    "PayloadTooLarge": "request_too_large",
+}
+
+HIDDEN: Final = "the server failed to answer the request; its log says why"
+"""What is told of an exception in a handler, whose text may hold anything."""
+
+
+class ErrorAnswer(NamedTuple):
+    """An error as it is answered.
+
+    Attributes:
+        body: a JSON object with `error`.
+        headers: beside those of the content.
+    """
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+
+def status_of(error: DynbusError) -> int:
+    """The status of HTTP that an error is answered with."""
+    if isinstance(error, BadRequest):
+        return error.status
+    return _STATUSES.get(error.code, 500)
+
+
+def answer_of(error: DynbusError, request_id: str = "") -> ErrorAnswer:
+    """How an error is answered before anything else was.
+
+    Args:
+        request_id: of the request; the error's own unless given.
+    """
+    status = status_of(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    elif status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return ErrorAnswer(status, error_body(error, request_id), headers)
+
+
+def error_body(error: DynbusError, request_id: str = "") -> bytes:
+    """An error as a JSON object with `error`, as in a stream that has begun."""
+    status = status_of(error)
+    bad = error if isinstance(error, BadRequest) else None
+    reason = (bad.reason if bad is not None else _REASONS.get(error.code)) or None
+    told: dict[str, Any] = {
+        "message": HIDDEN if isinstance(error, HandlerError) else error.message or error.code,
+        "type": _TYPES.get(status, "server_error"),
+        "param": (bad.param or None) if bad is not None else None,
+        "code": reason if status < 500 else reason or error.code,
+        "request_id": request_id or error.request_id or None,
+    }
+    return msgspec.json.encode({"error": told})

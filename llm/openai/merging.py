@@ -1,0 +1,88 @@
+"""One answer from the chunks of a stream, for engines that give nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+
+from dynbus.bus.errors import InvalidResponse
+
+
+class MergedAnswer:
+    """The answer that chunks come to. A whole answer among them is taken as it is."""
+
+    def __init__(self) -> None:
+        self._head: dict[str, Any] = {}
+        self._choices: dict[int, dict[str, Any]] = {}
+        self._usage: Any = None
+        self._whole: dict[str, Any] | None = None
+
+    def take(self, item: bytes) -> None:
+        """Take the next item.
+
+        Raises:
+            InvalidResponse: it is no chunk.
+        """
+        try:
+            chunk: Any = msgspec.json.decode(item)
+            if not isinstance(chunk, dict):
+                raise TypeError("it is no object")
+            self._take(cast("dict[str, Any]", chunk))
+        except (msgspec.DecodeError, UnicodeDecodeError, TypeError, ValueError, KeyError) as error:
+            raise InvalidResponse(f"an item is no chunk of a completion: {error}") from None
+
+    def encode(self) -> bytes:
+        """The answer as JSON."""
+        if self._whole is not None:
+            return msgspec.json.encode(self._whole)
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        return msgspec.json.encode({**self._head, "choices": choices, "usage": self._usage})
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        kind = chunk.get("object", "")
+        if kind == "chat.completion":
+            self._whole = chunk
+            return
+        if not self._head:
+            self._head = {name: chunk[name] for name in ("id", "created", "model") if name in chunk}
+            self._head["object"] = str(kind).removesuffix(".chunk")
+        if chunk.get("usage") is not None:
+            self._usage = chunk["usage"]
+        for choice in chunk.get("choices") or []:
+            self._take_choice(choice)
+
+    def _take_choice(self, choice: dict[str, Any]) -> None:
+        index = int(choice.get("index", 0))
+        known = self._choices.setdefault(
+            index, {"index": index, "logprobs": None, "finish_reason": None}
+        )
+        if choice.get("finish_reason") is not None:
+            known["finish_reason"] = choice["finish_reason"]
+        if choice.get("logprobs") is not None:
+            known["logprobs"] = _joined(known["logprobs"], choice["logprobs"])
+        if "text" in choice:
+            known["text"] = known.get("text", "") + choice["text"]
+            return
+        message = known.setdefault("message", {"role": "assistant", "content": ""})
+        for name, value in (choice.get("delta") or {}).items():
+            if name == "content" or (name != "role" and isinstance(message.get(name), str)):
+                message[name] = (message.get(name) or "") + (value or "")
+            elif isinstance(value, list) and isinstance(message.get(name), list):
+                message[name] += value
+            elif value is not None:
+                message[name] = value
+
+
+def _joined(before: Any, after: Any) -> Any:
+    """Log-probabilities of both; their lists are joined."""
+    if not isinstance(before, dict) or not isinstance(after, Mapping):
+        return after
+    joined = cast("dict[str, Any]", before)
+    for name, value in cast("Mapping[str, Any]", after).items():
+        if isinstance(value, list) and isinstance(joined.get(name), list):
+            joined[name] += value
+        else:
+            joined[name] = value
+    return joined

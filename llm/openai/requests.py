@@ -1,0 +1,354 @@
+"""Requests for completions: read, and checked where the fields alone can tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypeVar, cast
+
+import msgspec
+from msgspec import Meta
+
+from dynbus.llm.generation import MAX_LOGPROBS, Sampling
+
+from .errors import BadRequest
+
+MAX_CHOICES: Final = 128
+MAX_STOPS: Final = 64
+MAX_PROMPTS: Final = 256
+MAX_BIASES: Final = 4096
+DEFAULT_COMPLETION_TOKENS: Final = 16
+"""What OpenAI takes for a completion that names no `max_tokens`; a chat has no such limit."""
+
+_PATH: Final = re.compile(r" - at `\$\.?(.*)`$")
+
+Count = Annotated[int, Meta(ge=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream tells beside its text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What both kinds of requests have. Fields that nobody here knows are passed over."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    # What engines know beyond OpenAI's fields, by the names that others use too.
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Meta(ge=-9999, le=99999)] | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer is to come as a stream."""
+        return bool(self.stream)
+
+    @property
+    def choices(self) -> int:
+        """How many answers are asked for."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream tells at its end how many tokens there were."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether a stream tells so with every chunk."""
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    def stops(self) -> list[str]:
+        """The strings that end an answer.
+
+        Raises:
+            BadRequest: one is empty, or they are too many.
+        """
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MAX_STOPS or not all(stops):
+            raise BadRequest(
+                f"stop: give at most {MAX_STOPS} strings, none of them empty",
+                param="stop",
+                status=422,
+            )
+        return stops
+
+    def sampling(self, logprobs: int | None) -> Sampling:
+        """How tokens are drawn.
+
+        Raises:
+            BadRequest: `logit_bias` has a key that is no token id.
+        """
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(0, self.top_k or 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            seed=self.seed,
+            logit_bias=self._biases(),
+            logprobs=logprobs,
+        )
+
+    def _biases(self) -> dict[int, float]:
+        biases = self.logit_bias or {}
+        if len(biases) > MAX_BIASES:
+            raise BadRequest(
+                f"logit_bias has {len(biases)} entries; at most {MAX_BIASES} are taken",
+                param="logit_bias",
+                status=422,
+            )
+        found: dict[int, float] = {}
+        for key, bias in biases.items():
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                raise BadRequest(
+                    f"logit_bias: {key[:40]!r} is no token id",
+                    param="logit_bias",
+                    status=422,
+                )
+            found[int(key)] = bias
+        return found
+
+
+class ChatRequest(CommonRequest, frozen=True, kw_only=True):
+    """A request for `/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    chat_template: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """How many tokens an answer may have; None for what the context has room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """How many alternatives of each token to tell; None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
+    """A request for `/v1/completions`."""
+
+    prompt: Any
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    @property
+    def limit(self) -> int:
+        """How many tokens an answer may have."""
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as text or as token ids.
+
+        Raises:
+            BadRequest: there is none, or something else, or there are too many.
+        """
+        given = self.prompt
+        if isinstance(given, str) or _is_token_ids(given):
+            return [cast("str | list[int]", given)]
+        prompts: list[Any] = given if isinstance(given, list) else []
+        if not prompts or not all(isinstance(one, str) or _is_token_ids(one) for one in prompts):
+            raise BadRequest(
+                "prompt: give a string, a list of strings, a list of token ids, or a list of such "
+                "lists; none of them empty",
+                param="prompt",
+                status=422,
+            )
+        if len(prompts) > MAX_PROMPTS:
+            raise BadRequest(
+                f"prompt: {len(prompts)} prompts are too many for one request; give at most "
+                f"{MAX_PROMPTS}",
+                param="prompt",
+                status=422,
+            )
+        return prompts
+
+
+def _is_token_ids(given: Any) -> bool:
+    if not isinstance(given, list) or not given:
+        return False
+    return all(type(one) is int and 0 <= one < 2**32 for one in given)
+
+
+R = TypeVar("R", ChatRequest, CompletionRequest)
+
+_chat_decoder: Final = msgspec.json.Decoder(ChatRequest)
+_completion_decoder: Final = msgspec.json.Decoder(CompletionRequest)
+
+
+def read_chat(data: bytes) -> ChatRequest:
+    """The request for a chat completion that a body holds.
+
+    Raises:
+        BadRequest: it is none, or asks for what is not done here.
+    """
+    return check_chat(_read(_chat_decoder, data))
+
+
+def read_completion(data: bytes) -> CompletionRequest:
+    """The request for a completion that a body holds.
+
+    Raises:
+        BadRequest: it is none, or asks for what is not done here.
+    """
+    return check_completion(_read(_completion_decoder, data))
+
+
+def chat_of(value: Mapping[str, Any]) -> ChatRequest:
+    """The request for a chat completion that a JSON object is.
+
+    Raises:
+        BadRequest: it is none, or asks for what is not done here.
+    """
+    return check_chat(_convert(ChatRequest, value))
+
+
+def completion_of(value: Mapping[str, Any]) -> CompletionRequest:
+    """The request for a completion that a JSON object is.
+
+    Raises:
+        BadRequest: it is none, or asks for what is not done here.
+    """
+    return check_completion(_convert(CompletionRequest, value))
+
+
+def _read(decoder: msgspec.json.Decoder[R], data: bytes) -> R:
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise _misfit(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}", reason="invalid_json") from None
+
+
+def _convert(kind: type[R], value: Mapping[str, Any]) -> R:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _misfit(error) from None
+
+
+def _misfit(error: msgspec.ValidationError) -> BadRequest:
+    text = str(error)
+    path = _PATH.search(text)
+    if path is None:
+        return BadRequest(f"the request does not fit: {text}", status=422)
+    param = path[1]
+    return BadRequest(f"{param or 'the body'}: {text[: path.start()]}", param=param, status=422)
+
+
+def _refuse(param: str, why: str) -> BadRequest:
+    return BadRequest(f"{param}: {why}", param=param, reason="unsupported_value")
+
+
+def check_chat(request: ChatRequest) -> ChatRequest:
+    """A request as it is, once nothing of it is refused.
+
+    Raises:
+        BadRequest: something is.
+    """
+    if not request.messages:
+        raise BadRequest("messages: give at least one", param="messages", status=422)
+    if request.chat_template is not None:
+        raise _refuse("chat_template", "the model's own template is used; remove this field")
+    if (request.response_format or {}).get("type", "text") != "text":
+        raise _refuse("response_format", "only {'type': 'text'} is supported")
+    if request.modalities is not None and request.modalities != ["text"]:
+        raise _refuse("modalities", "only ['text'] is supported")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise _refuse("tool_choice", "the call of a tool cannot be enforced; give 'auto'")
+    if request.top_logprobs and not request.logprobs:
+        raise BadRequest(
+            "top_logprobs: set logprobs to true as well", param="top_logprobs", status=422
+        )
+    return request
+
+
+def check_completion(request: CompletionRequest) -> CompletionRequest:
+    """A request as it is, once nothing of it is refused.
+
+    Raises:
+        BadRequest: something is.
+    """
+    if request.suffix:
+        raise _refuse("suffix", "text between a beginning and an end is not supported")
+    if request.best_of is not None and request.best_of != request.choices:
+        raise _refuse("best_of", "it must equal n; ask for n answers and choose among them")
+    if request.echo and request.logprobs is not None:
+        raise _refuse("echo", "log-probabilities of the prompt are not supported")
+    return request
+
+
+def messages_for_template(request: ChatRequest) -> list[dict[str, Any]]:
+    """The conversation with the parts of each content joined, as templates expect it.
+
+    Raises:
+        BadRequest: a message has no role, or a content that is no text.
+    """
+    found: list[dict[str, Any]] = []
+    for place, message in enumerate(request.messages):
+        where = f"messages[{place}]"
+        if not isinstance(message.get("role"), str):
+            raise BadRequest(
+                f"{where}.role: give a string, such as 'user'", param=f"{where}.role", status=422
+            )
+        content = message.get("content")
+        if isinstance(content, list):
+            parts: list[Any] = content
+            texts = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(parts)]
+            message = {**message, "content": "\n".join(texts)}
+        elif content is not None and not isinstance(content, str):
+            raise BadRequest(
+                f"{where}.content: give a string or a list of parts",
+                param=f"{where}.content",
+                status=422,
+            )
+        found.append(message)
+    return found
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, dict):
+        fields = cast("dict[str, Any]", part)
+        kind, text = fields.get("type"), fields.get("text")
+        if kind == "text" and isinstance(text, str):
+            return text
+        if isinstance(kind, str) and kind != "text":
+            raise _refuse(where, f"parts of the type {kind[:40]!r} are not supported, only text")
+    raise BadRequest(f"{where}: give {{'type': 'text', 'text': '...'}}", param=where, status=422)

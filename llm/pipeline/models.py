@@ -1,0 +1,370 @@
+"""The models that are served now, each with its text, its router and its client."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol, Self, get_args
+
+import anyio
+import msgspec
+
+from dynbus.actors import Routing, Runtime
+from dynbus.actors.calling.clients import EndpointClient
+from dynbus.bus.background import Background
+from dynbus.bus.clock import monotonic
+from dynbus.bus.context import current_context
+from dynbus.bus.errors import (
+    ConfigError,
+    DynbusError,
+    NoInstances,
+    Unavailable,
+    describe_exception,
+)
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.bus.records.instance_view import Instance
+from dynbus.kvrouter import KvRouter, open_router
+from dynbus.kvrouter.routing import RouterConfig, profiles
+from dynbus.llm.models.card import ModelCard, ModelInput, ModelType, differences
+from dynbus.llm.models.catalog import ServedModel
+from dynbus.llm.openai.answers import AnswerHead
+from dynbus.llm.openai.errors import BadRequest, ModelNotFound
+from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
+from dynbus.llm.text.text_model import TextModel
+
+from .preparing import (
+    ModelLimits,
+    Prepared,
+    longest_token,
+    prepare_chat,
+    prepare_completion,
+)
+from .serving import Sink, Streams, TextCompletion, Timing, TokenCompletion
+
+logger = logging.getLogger(__name__)
+
+RoutingChoice = Literal["auto", "kv", "round_robin", "random", "least_loaded", "power_of_two"]
+"""How requests find an instance; `auto` is `kv` where all instances tell the size of their blocks,
+and `least_loaded` elsewhere."""
+
+SERVED: Final = ModelType.Chat | ModelType.Completions | ModelType.Backend
+
+GONE: Final = 30.0
+"""Seconds for which a model whose last instance has gone is only away: it may come back."""
+
+WAIT: Final = 2.0
+"""Seconds that a request waits for an instance where there is none."""
+
+_Key = tuple[str, str, tuple[str, ...]]
+"""Name, endpoint and types of a model: a name may be served by several for different things."""
+
+
+class ModelCatalog(Protocol):
+    """Where the models are read that have instances; `Catalog` is one."""
+
+    def changes(self) -> AsyncIterator[list[ServedModel]]:
+        """What is served now, and again at each change."""
+        ...
+
+    async def text_model(self, card: ModelCard) -> TextModel:
+        """The tokenizer and the template of a model."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """A request for a completion.
+
+    Attributes:
+        request: what it asks for.
+        body: all of it, for engines that take text.
+        around: what stands around each chunk of a stream.
+        cache_salt: requests share cached blocks only where it is the same.
+    """
+
+    request: ChatRequest | CompletionRequest
+    body: msgspec.Raw
+    around: tuple[bytes, bytes]
+    cache_salt: str | None = None
+
+
+class OpenModel:
+    """One model, ready for requests.
+
+    Attributes:
+        card: what it says of itself.
+        router: None where requests do not go by what is cached.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        text: TextModel | None,
+        limits: ModelLimits,
+        client: EndpointClient,
+        router: KvRouter | None,
+        streams: Streams,
+    ) -> None:
+        self.card = card
+        self.router = router
+        self._text = text
+        self._client = client
+        self._streams = streams
+        self._limits = limits
+
+    def __repr__(self) -> str:
+        return f"<OpenModel {self.card.name} at {self.card.endpoint}>"
+
+    async def prepare(
+        self, inquiry: Inquiry, sink: Sink, timing: Timing
+    ) -> TokenCompletion | TextCompletion:
+        """A request as engines take it, whose answer will go to the sink.
+
+        Raises:
+            BadRequest: it does not fit the model.
+            DynbusError: its conversation is refused, or the model's template does not work.
+        """
+        request = inquiry.request
+        if self._text is None:
+            return TextCompletion(
+                inquiry.body, sink, timing, streams=request.streams, around=inquiry.around
+            )
+        return TokenCompletion(await self._prepare(self._text, inquiry), sink, timing)
+
+    async def begin(self, completion: TokenCompletion | TextCompletion) -> None:
+        """Send a request to an engine; its answer goes to the sink from now on.
+
+        Its id, deadline, metadata and trace are those of the context that this is called in.
+
+        Raises:
+            DynbusError: it could not be sent.
+        """
+        await completion.begin(self._streams.relay, self._client)
+
+    async def _prepare(self, text: TextModel, inquiry: Inquiry) -> Prepared:
+        request = inquiry.request
+        context = current_context()
+        answer_id = context.id if context is not None else random_id()
+        is_chat = isinstance(request, ChatRequest)
+        head = AnswerHead(
+            f"{'chatcmpl' if is_chat else 'cmpl'}-{answer_id}",
+            int(time.time()),
+            request.model,
+            is_chat,
+            request.include_usage,
+            request.continuous_usage,
+        )
+        around = inquiry.around if request.streams else None
+        salt = inquiry.cache_salt
+        if isinstance(request, ChatRequest):
+            return await prepare_chat(
+                text, self._limits, request, head, around=around, cache_salt=salt
+            )
+        return await prepare_completion(
+            text, self._limits, request, head, around=around, cache_salt=salt
+        )
+
+
+class Models:
+    """Follows a catalog: each of its models is served from when it appears until it is gone.
+
+    Args:
+        routing: how requests find an instance.
+        only: the name of the only model to serve; empty for all.
+        router: the settings of routers that go by what is cached; `exact` is decided by what the
+            instances say.
+
+    Raises:
+        ConfigError: there is no such routing.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        catalog: ModelCatalog,
+        *,
+        routing: RoutingChoice = "auto",
+        router: RouterConfig | None = None,
+        only: str = "",
+    ) -> None:
+        choices = get_args(RoutingChoice)
+        if routing not in choices:
+            raise ConfigError(f"routing={routing!r}: give one of {', '.join(choices)}")
+        self._runtime = runtime
+        self._catalog = catalog
+        self._routing: RoutingChoice = routing
+        self._router = router or RouterConfig()
+        self._only = only
+        self._streams = Streams()
+        self._served: dict[_Key, _Serving] = {}
+        self._gone: dict[str, float] = {}
+        self._background = Background(f"the background of {self!r}", runtime.bus.fail)
+
+    def __repr__(self) -> str:
+        return f"<Models [{len(getattr(self, '_served', ()))} served]>"
+
+    async def __aenter__(self) -> Self:
+        self._runtime.discovery.begin()
+        await self._background.open()
+        self._background.start(self._follow, name="following the models")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with anyio.CancelScope(shield=True):
+            self._streams.relay.close()
+            await self._background.close()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the models that can be asked now."""
+        return sorted({model.card.name for model in self.served})
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the bus can be reached."""
+        return self._runtime.is_connected
+
+    @property
+    def served(self) -> list[OpenModel]:
+        """The models that can be asked now."""
+        return [one.model for one in self._served.values() if one.model is not None]
+
+    async def get(self, name: str, wanted: ModelType) -> OpenModel:
+        """The model of a name, once it is ready.
+
+        Args:
+            wanted: what it is asked for.
+
+        Raises:
+            ModelNotFound: there is none.
+            BadRequest: it is not there for this.
+            NoInstances: the last instance has gone just now.
+            Unavailable: it cannot be served, and why.
+        """
+        named = [one for one in self._served.values() if one.card.name == name]
+        if not named:
+            raise self._unknown(name)
+        serving = next((one for one in named if one.card.type & wanted), None)
+        if serving is None:
+            raise _not_for_this(named[0].card, wanted)
+        if serving.model is None:
+            with anyio.move_on_after(WAIT):
+                await serving.opened.wait()
+        if serving.model is None:
+            raise Unavailable(
+                f"the model {name} cannot be served: {serving.failure or 'it is being opened'}",
+                started=False,
+            )
+        return serving.model
+
+    def _unknown(self, name: str) -> DynbusError:
+        gone = self._gone.get(name)
+        if gone is not None and monotonic() - gone < GONE:
+            return NoInstances(
+                f"the model {name} has no instance since {monotonic() - gone:.1f} s", started=False
+            )
+        known = ", ".join(self.names) or "none at present"
+        return ModelNotFound(
+            f"there is no model {name[:200]!r}; the models are: {known}", started=False
+        )
+
+    # Following the catalog ------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        async for found in self._catalog.changes():
+            self._reconcile(found)
+
+    def _reconcile(self, found: Sequence[ServedModel]) -> None:
+        wanted = {
+            (one.card.name, one.card.endpoint, tuple(one.card.types)): one.card
+            for one in found
+            if one.instances and one.card.type & SERVED and self._only in ("", one.card.name)
+        }
+        for key, serving in list(self._served.items()):
+            card = wanted.get(key)
+            if card is None or differences(card, serving.card):
+                del self._served[key]
+                serving.leaving.set()
+                self._gone[serving.card.name] = monotonic()
+        for key, card in wanted.items():
+            if key not in self._served:
+                serving = self._served[key] = _Serving(card)
+                self._background.start(self._serve, serving, name=f"serving the model {card.name}")
+        now = monotonic()
+        self._gone = {name: at for name, at in self._gone.items() if now - at < GONE}
+
+    async def _serve(self, serving: _Serving) -> None:
+        """Have a model open until it is gone, and its last requests with it."""
+        card = serving.card
+        async with AsyncExitStack() as exits:
+            try:
+                serving.model = await self._open(card, exits)
+            except Exception as error:
+                # The files of a model are its own affair: no other suffers.
+                serving.failure = str(error) or describe_exception(error)
+                logger.error("the model %s cannot be served: %s", card.name, serving.failure)
+                if not isinstance(error, DynbusError | ValueError | OSError):
+                    logger.exception("it was opened")
+            else:
+                logger.info("the model %s is served from %s", card.name, card.endpoint)
+            serving.opened.set()
+            await serving.leaving.wait()
+        logger.info("the model %s is no longer served", card.name)
+
+    async def _open(self, card: ModelCard, exits: AsyncExitStack) -> OpenModel:
+        text, limits = None, ModelLimits(card.context_length, card.eos_token_ids)
+        if card.input is ModelInput.Tokens:
+            text = await self._catalog.text_model(card)
+            longest = await asyncio.to_thread(longest_token, text)
+            limits = limits._replace(longest_token=longest)
+        endpoint = EndpointName.parse(card.endpoint)
+        router: KvRouter | None = None
+        routing: Routing = "least_loaded"
+        instances = await self._instances(endpoint)
+        if self._routing != "auto" and self._routing != "kv":
+            routing = self._routing
+        elif text is not None and (self._routing == "kv" or _all_say(instances)):
+            exact = all(one.metadata.get(profiles.EVENTS_KEY) == "true" for one in instances)
+            target = f"{endpoint.namespace}.{endpoint.component}"
+            routing = router = await exits.enter_async_context(
+                open_router(self._runtime, target, self._router, exact=exact)
+            )
+        client = await self._runtime.endpoint(endpoint).client(routing=routing, wait=WAIT)
+        return OpenModel(card, text, limits, client, router, self._streams)
+
+    async def _instances(self, endpoint: EndpointName) -> list[Instance]:
+        """The instances of an endpoint, once there is one; what they say decides on routing."""
+        runtime = self._runtime
+        await runtime.discovery.wait(endpoint, 1, runtime.bus.config.connect_timeout)
+        found = runtime.discovery.view.instances(
+            endpoint.namespace, endpoint.component, monotonic()
+        )
+        return list(found)
+
+
+class _Serving:
+    """A model of the catalog, which is opened, served, or cannot be."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self.card = card
+        self.model: OpenModel | None = None
+        self.failure = ""
+        self.opened = asyncio.Event()
+        self.leaving = asyncio.Event()
+
+
+def _not_for_this(card: ModelCard, wanted: ModelType) -> BadRequest:
+    is_chat = ModelType.Chat in wanted
+    other = "/v1/completions" if is_chat else "/v1/chat/completions"
+    kind = "chats" if is_chat else "completions"
+    return BadRequest(f"the model {card.name} takes no {kind}: use {other}", param="model")
+
+
+def _all_say(instances: list[Instance]) -> bool:
+    """Whether all instances tell how large their blocks are."""
+    return bool(instances) and all(profiles.BLOCK_SIZE_KEY in one.metadata for one in instances)

@@ -1,0 +1,224 @@
+"""From a request for a completion to token ids: the template, the tokenizer, the limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from tokenizers import decoders
+
+from dynbus.llm.generation import GenerateRequest
+from dynbus.llm.openai.answers import AnswerHead
+from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.openai.requests import ChatRequest, CompletionRequest, messages_for_template
+from dynbus.llm.text.text_model import TextModel
+
+from .transcript import TextRules, Transcript
+
+MAX_OUTPUTS: Final = 1024
+"""Of one request: prompts times `n`."""
+
+
+class ModelLimits(NamedTuple):
+    """What a model says of its requests.
+
+    Attributes:
+        context_length: the most tokens that a prompt and its output may have; None for unknown.
+        eos_token_ids: end an output of their own accord.
+        longest_token: characters of the longest token, which tells of a text that is far too long
+            before it is tokenised; None where one token may stand for any text.
+        lora_name: the adapter that the name stands for; None for the model itself.
+    """
+
+    context_length: int | None
+    eos_token_ids: Sequence[int]
+    longest_token: int | None = None
+    lora_name: str | None = None
+
+
+class Prepared(NamedTuple):
+    """A request for engines, and what becomes of what they make."""
+
+    requests: list[GenerateRequest]
+    transcript: Transcript
+
+
+async def prepare_chat(
+    text: TextModel,
+    limits: ModelLimits,
+    request: ChatRequest,
+    head: AnswerHead,
+    *,
+    around: tuple[bytes, bytes] | None,
+    cache_salt: str | None,
+) -> Prepared:
+    """The prompt of a chat, as token ids.
+
+    Raises:
+        BadRequest: a message does not fit, or the conversation is too long.
+        InvalidRequest: the model's template refuses it.
+        BrokenTemplate: the model's template does not work.
+    """
+    if text.template is None:
+        raise BadRequest(
+            f"the model {request.model} has no chat template: use /v1/completions", param="model"
+        )
+    add = True if request.add_generation_prompt is None else request.add_generation_prompt
+    variables = dict(request.chat_template_kwargs or {})
+    for name in ("messages", "tools", "add_generation_prompt"):
+        variables.pop(name, None)
+    messages = messages_for_template(request)
+    characters = sum(len(message.get("content") or "") for message in messages)
+    _check_characters(characters, limits, "messages", request.model)
+    prompt = await text.encode_chat(
+        messages,
+        tools=request.tools if request.tool_choice != "none" else None,
+        add_generation_prompt=add,
+        **variables,
+    )
+    return _prepared(
+        text,
+        limits,
+        request,
+        head,
+        [prompt],
+        logprobs=request.logprobs_wanted,
+        max_tokens=request.limit,
+        around=around,
+        cache_salt=cache_salt,
+        what="messages",
+    )
+
+
+async def prepare_completion(
+    text: TextModel,
+    limits: ModelLimits,
+    request: CompletionRequest,
+    head: AnswerHead,
+    *,
+    around: tuple[bytes, bytes] | None,
+    cache_salt: str | None,
+) -> Prepared:
+    """The prompts of a completion, as token ids.
+
+    Raises:
+        BadRequest: a prompt does not fit, or is too long.
+        InvalidRequest: it cannot be encoded.
+    """
+    given = request.prompts()
+    for one in given:
+        if isinstance(one, str):
+            _check_characters(len(one), limits, "prompt", request.model)
+    prompts = [await text.encode(one) if isinstance(one, str) else one for one in given]
+    echoes: list[str] = []
+    if request.echo:
+        echoes = [one if isinstance(one, str) else text.tokenizer.decode(one) for one in given]
+    return _prepared(
+        text,
+        limits,
+        request,
+        head,
+        prompts,
+        logprobs=request.logprobs,
+        max_tokens=request.limit,
+        around=around,
+        cache_salt=cache_salt,
+        what="prompt",
+        echoes=echoes,
+    )
+
+
+def longest_token(text: TextModel) -> int | None:
+    """The characters of the longest token; None where one may stand for any text. Takes a while."""
+    raw = text.tokenizer.raw
+    if not isinstance(raw.decoder, decoders.ByteLevel):
+        return None
+    return max(map(len, raw.get_vocab()), default=None)
+
+
+def _prepared(
+    text: TextModel,
+    limits: ModelLimits,
+    request: ChatRequest | CompletionRequest,
+    head: AnswerHead,
+    prompts: Sequence[list[int]],
+    *,
+    logprobs: int | None,
+    max_tokens: int | None,
+    around: tuple[bytes, bytes] | None,
+    cache_salt: str | None,
+    what: str,
+    echoes: Sequence[str] = (),
+) -> Prepared:
+    n = request.choices
+    if len(prompts) * n > MAX_OUTPUTS:
+        raise BadRequest(
+            f"{len(prompts)} prompts with n={n} are {len(prompts) * n} outputs; at most "
+            f"{MAX_OUTPUTS} are made for one request",
+            param="n",
+        )
+    for prompt in prompts:
+        _check_length(prompt, max_tokens, limits.context_length, what, request.model)
+    stops = request.stops()
+    own_stops = request.stop_token_ids or []
+    sampling = request.sampling(logprobs)
+    # A stop string is found in the text: an engine that keeps tokens back would go on past it.
+    stream = request.streams or bool(stops)
+    requests = [
+        GenerateRequest(
+            token_ids=prompt,
+            max_tokens=max_tokens,
+            min_tokens=request.min_tokens or 0,
+            n=n,
+            sampling=sampling,
+            stop_token_ids=own_stops,
+            stop=stops,
+            ignore_eos=bool(request.ignore_eos),
+            lora_name=limits.lora_name,
+            cache_salt=cache_salt,
+            priority=request.priority or 0,
+            stream=stream,
+        )
+        for prompt in prompts
+    ]
+    rules = TextRules(
+        text.tokenizer,
+        stops,
+        frozenset((*limits.eos_token_ids, *own_stops)),
+        logprobs is not None,
+        max_tokens,
+        around,
+    )
+    return Prepared(requests, Transcript(head, rules, prompts, n, echoes))
+
+
+def _check_characters(characters: int, limits: ModelLimits, what: str, model: str) -> None:
+    """Refuse a text that cannot fit, whatever its tokens are."""
+    if limits.longest_token is None or limits.context_length is None:
+        return
+    least = characters // limits.longest_token
+    if least > limits.context_length:
+        raise BadRequest(
+            f"the context of {model} has {limits.context_length} tokens, and {what} has "
+            f"{characters} characters, which are {least} tokens or more; shorten {what}",
+            param=what,
+            reason="context_length_exceeded",
+        )
+
+
+def _check_length(
+    prompt: Sequence[int], max_tokens: int | None, limit: int | None, what: str, model: str
+) -> None:
+    length = len(prompt)
+    if not length:
+        raise BadRequest(f"{what}: it has no tokens; give at least one", param=what)
+    if limit is None or length + (max_tokens or 1) <= limit:
+        return
+    wanted = f" and max_tokens={max_tokens}" if max_tokens is not None else ""
+    raise BadRequest(
+        f"the context of {model} has {limit} tokens, and {what} has {length}{wanted}: "
+        f"{length + (max_tokens or 1)} in all; shorten {what}"
+        + (" or max_tokens" if max_tokens is not None and length < limit else ""),
+        param=what,
+        reason="context_length_exceeded",
+    )

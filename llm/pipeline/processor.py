@@ -1,0 +1,166 @@
+"""`Processor`: an actor of the user's between a front end and the engines of a model."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, Final
+
+import anyio
+import msgspec
+
+from dynbus.actors import Actor
+from dynbus.actors.declaring.handlers import handler
+from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
+from dynbus.llm.models.card import ModelInput, ModelType
+from dynbus.llm.models.catalog import Catalog
+from dynbus.llm.models.register import register_llm
+from dynbus.llm.openai.answers import BARE
+from dynbus.llm.openai.requests import chat_of, completion_of
+
+from .models import Inquiry, Models, RoutingChoice
+from .serving import TextCompletion, Timing, TokenCompletion
+
+MOST_WAITING: Final = 64
+"""Chunks that wait for whoever reads them before the engine is held up."""
+
+
+class Processor(Actor, abstract=True):
+    """Serves a model of its own, by asking the model behind it.
+
+    A subclass gives it a namespace and overrides `process`:
+
+        class Polite(Processor, namespace="llm"):
+            async def process(self, request):
+                request["messages"].insert(0, {"role": "system", "content": "Be polite."})
+                async for chunk in self.ask(request):
+                    yield chunk
+
+    Args:
+        model: the name of the model behind it.
+        serve_as: the name by which front ends offer what it makes of it.
+        routing: how its requests find an engine, see `Models`.
+
+    Raises:
+        ConfigError: both names are the same.
+    """
+
+    def __init__(self, model: str, serve_as: str, routing: RoutingChoice = "auto") -> None:
+        if model == serve_as:
+            raise ConfigError(
+                f"serve_as={serve_as!r} is the model that is asked, and a processor cannot ask "
+                "itself: give it a name of its own"
+            )
+        self._model = model
+        self._serve_as = serve_as
+        self._routing: RoutingChoice = routing
+        self._models: Models | None = None
+        self._exits = AsyncExitStack()
+
+    async def on_start(self) -> None:
+        async with AsyncExitStack() as exits:
+            catalog = await exits.enter_async_context(Catalog(self.runtime))
+            self._models = await exits.enter_async_context(
+                Models(self.runtime, catalog, routing=self._routing, only=self._model)
+            )
+            self._exits = exits.pop_all()
+        await register_llm(
+            ModelInput.Text,
+            ModelType.Chat | ModelType.Completions,
+            self.generate,
+            self._serve_as,
+            self._serve_as,
+        )
+
+    async def on_stop(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._exits.aclose()
+
+    # How long a chunk may take is the engine's to say, whose limits hold.
+    @handler(concurrency=None, idle_timeout=None)
+    async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """OpenAI's requests in, its chunks out; one whole answer where no stream is asked for."""
+        async with aclosing(self.process(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def process(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer to a request; for subclasses, which call `ask` for that of the model."""
+        return self.ask(request)
+
+    async def ask(self, request: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks with which the model behind answers, or its whole answer.
+
+        They name the model that the request names.
+
+        Args:
+            request: for a chat where it has `messages`, for a completion elsewhere.
+
+        Raises:
+            BadRequest: the request is not usable.
+            DynbusError: how its answer failed.
+        """
+        if self._models is None:
+            raise Unavailable("the processor is not started")
+        is_chat = "messages" in request
+        read = (chat_of if is_chat else completion_of)(request)
+        kind = ModelType.Chat if is_chat else ModelType.Completions
+        opened = await self._models.get(self._model, kind | ModelType.Backend)
+        salt = request.get("cache_salt")
+        inquiry = Inquiry(
+            read,
+            msgspec.Raw(msgspec.json.encode({**request, "model": self._model})),
+            BARE,
+            salt if isinstance(salt, str) else None,
+        )
+        waiting = _Waiting()
+        completion = await opened.prepare(inquiry, waiting, Timing(time.perf_counter()))
+        try:
+            await opened.begin(completion)
+            async for chunk in waiting.chunks(completion):
+                yield chunk
+        finally:
+            completion.cancel()
+
+
+class _Waiting:
+    """Chunks that have come, until somebody takes them: the sink of a completion."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[bytes] = deque()
+        self._news = anyio.Event()
+        self._has_ended = False
+        self._error: DynbusError | None = None
+
+    def write(self, chunks: Sequence[bytes]) -> bool:
+        """Take chunks."""
+        self._chunks += chunks
+        self._news.set()
+        return len(self._chunks) < MOST_WAITING
+
+    def end(self, error: DynbusError | None) -> None:
+        """There is no more."""
+        self._has_ended = True
+        self._error = error
+        self._news.set()
+
+    async def chunks(
+        self, completion: TokenCompletion | TextCompletion
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks one by one.
+
+        Raises:
+            DynbusError: how they ended, when not well.
+        """
+        while True:
+            while self._chunks:
+                yield msgspec.json.decode(self._chunks.popleft())
+            if self._has_ended:
+                break
+            completion.resume()
+            self._news = anyio.Event()
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,333 @@
+"""Carrying requests out: their streams are read by one relay, and none has a task of its own.
+
+`Completion` is one request that runs. What one message of the bus brings for many of them becomes
+text and is written in one callback.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+
+from dynbus.actors import Arrival
+from dynbus.actors.calling.clients import Call, EndpointClient
+from dynbus.actors.calling.relay import Relay, RelayedStream
+from dynbus.bus.errors import Cancelled, DynbusError, InvalidResponse
+from dynbus.llm.generation import Generated
+from dynbus.llm.openai.answers import Usage
+from dynbus.llm.openai.merging import MergedAnswer
+
+from .preparing import Prepared
+
+_decode: Final = msgspec.json.Decoder(Generated).decode
+
+
+class Sink(Protocol):
+    """Where an answer goes. Its methods are called on the event loop and return at once."""
+
+    def write(self, chunks: Sequence[bytes]) -> bool:
+        """Take the next chunks, or a whole answer.
+
+        Returns:
+            Whether more may follow at once; if not, `Completion.resume` is called later.
+        """
+        ...
+
+    def end(self, error: DynbusError | None) -> None:
+        """There is no more; called once, as the last."""
+        ...
+
+
+class Timing:
+    """When a request's tokens came. Times are of `time.perf_counter`.
+
+    Attributes:
+        began: when the request arrived.
+        prepared: when its prompt was token ids; None before.
+        sent: when an engine was found for it and it was sent there; None before.
+        first: when its first tokens came; None before.
+        last: when its latest tokens came.
+        gaps: sum of the times between two tokens, in seconds.
+        gap_count: how many times these are.
+        observe: called with the seconds of each token after the first, and how many took these.
+    """
+
+    __slots__ = ("began", "first", "gap_count", "gaps", "last", "observe", "prepared", "sent")
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.prepared: float | None = None
+        self.sent: float | None = None
+        self.first: float | None = None
+        self.last = began
+        self.gaps = 0.0
+        self.gap_count = 0
+        self.observe: Callable[[float, int], object] | None = None
+
+    def tokens(self, count: int, now: float) -> None:
+        """So many tokens have come."""
+        if self.first is None:
+            self.first = now
+        else:
+            gap = now - self.last
+            self.gaps += gap
+            self.gap_count += count
+            if self.observe is not None:
+                self.observe(gap / count, count)
+        self.last = now
+
+
+class Completion(Protocol):
+    """A request that runs."""
+
+    timing: Timing
+
+    @property
+    def instances(self) -> list[str]:
+        """The ids of the engines that work for it."""
+        ...
+
+    def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
+        """Take what has arrived of one of its streams."""
+        ...
+
+    def resume(self) -> None:
+        """The sink takes more again."""
+        ...
+
+    def cancel(self, error: DynbusError | None = None) -> None:
+        """Leave it: engines stop, and the sink is told nothing more."""
+        ...
+
+
+class Part(NamedTuple):
+    """What a stream of the relay is for: one prompt of a completion."""
+
+    completion: Completion
+    number: int
+
+
+class _Open:
+    """What every completion does with its streams."""
+
+    def __init__(self, sink: Sink, timing: Timing) -> None:
+        self.timing = timing
+        self._sink = sink
+        self._streams: list[RelayedStream[Part]] = []
+        self._is_over = False
+
+    @property
+    def instances(self) -> list[str]:
+        """The ids of the engines that work for it."""
+        return [stream.instance_id for stream in self._streams]
+
+    async def open(self, relay: Relay[Part, bytes], call: Call, part: Part) -> None:
+        """Send one of its requests."""
+        stream = await relay.open(call, part)
+        self._streams.append(stream)
+        if self._is_over:
+            stream.cancel()
+
+    def resume(self) -> None:
+        """The sink takes more again."""
+        for stream in self._streams:
+            stream.resume()
+
+    def cancel(self, error: DynbusError | None = None) -> None:
+        """Leave it: engines stop, and the sink is told nothing more."""
+        self._is_over = True
+        for stream in self._streams:
+            stream.cancel(error)
+
+    def _write(self, chunks: Sequence[bytes]) -> None:
+        if chunks and not self._sink.write(chunks):
+            for stream in self._streams:
+                stream.pause()
+
+    def _end(self, error: DynbusError | None) -> None:
+        if not self._is_over:
+            self.cancel(error)
+            self._sink.end(error)
+
+
+class TokenCompletion(_Open):
+    """A request whose engine takes and gives tokens.
+
+    Args:
+        prepared: what is asked of engines, and what their tokens come to.
+    """
+
+    def __init__(self, prepared: Prepared, sink: Sink, timing: Timing) -> None:
+        super().__init__(sink, timing)
+        self.transcript = prepared.transcript
+        self._requests = prepared.requests
+
+    @property
+    def usage(self) -> Usage | None:
+        """The tokens so far."""
+        return self.transcript.usage
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of the outputs that have ended."""
+        return self.transcript.finish_reasons
+
+    async def begin(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
+        """Send it to engines.
+
+        Raises:
+            DynbusError: it could not be sent; what was sent is cancelled.
+        """
+        try:
+            for number, request in enumerate(self._requests):
+                await self.open(relay, client.generate(request).raw(), Part(self, number))
+        except BaseException:
+            self.cancel()
+            raise
+        self._requests = []
+
+    def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
+        """Take what has arrived of one of its streams."""
+        if self._is_over:
+            return
+        transcript = self.transcript
+        chunks: list[bytes] = []
+        before = transcript.tokens
+        try:
+            for data in arrival.items:
+                item = _decode(data)
+                if item.finish_reason == "cancelled":
+                    raise Cancelled("the engine cancelled the request")
+                transcript.take(part, item, chunks)
+            if arrival.ended and arrival.error is None:
+                transcript.end_prompt(part, chunks)
+        except msgspec.MsgspecError as error:
+            self._fail(chunks, InvalidResponse(f"an item of the engine does not fit: {error}"))
+            return
+        except DynbusError as error:
+            self._fail(chunks, error)
+            return
+        if transcript.tokens != before:
+            self.timing.tokens(transcript.tokens - before, now)
+        if transcript.is_finished:
+            self._finish(chunks)
+            return
+        self._write(chunks)
+        if arrival.error is not None:
+            self._end(arrival.error)
+        elif not arrival.ended and transcript.is_prompt_finished(part):
+            # Its stop strings were found; the engine knows nothing of them.
+            arrival.stream.cancel()
+
+    def _finish(self, chunks: list[bytes]) -> None:
+        transcript = self.transcript
+        last = transcript.last_chunk()
+        if last is not None:
+            chunks.append(last)
+        if transcript.is_streamed:
+            self._write(chunks)
+        else:
+            self._write([transcript.whole()])
+        self._end(None)
+
+    def _fail(self, chunks: list[bytes], error: DynbusError) -> None:
+        self._write(chunks)
+        self._end(error)
+
+
+class TextCompletion(_Open):
+    """A request whose engine takes and gives text: requests and chunks pass as they are.
+
+    Args:
+        request: as JSON.
+        streams: whether chunks are passed on; otherwise they become one answer.
+        around: what stands around each chunk.
+    """
+
+    def __init__(
+        self,
+        request: msgspec.Raw,
+        sink: Sink,
+        timing: Timing,
+        *,
+        streams: bool,
+        around: tuple[bytes, bytes],
+    ) -> None:
+        super().__init__(sink, timing)
+        self._request = request
+        self._around = around
+        self._merged = None if streams else MergedAnswer()
+
+    @property
+    def usage(self) -> Usage | None:
+        """None: the tokens are not counted here."""
+        return None
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """None: they are not read here."""
+        return []
+
+    async def begin(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
+        """Send it to an engine.
+
+        Raises:
+            DynbusError: it could not be sent.
+        """
+        try:
+            await self.open(relay, client.generate(self._request).raw(), Part(self, 0))
+        except BaseException:
+            self.cancel()
+            raise
+
+    def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
+        """Take what has arrived of its stream."""
+        if self._is_over:
+            return
+        if arrival.items:
+            self.timing.tokens(len(arrival.items), now)
+        try:
+            if self._merged is None:
+                self._write([self._framed(item) for item in arrival.items])
+            else:
+                for item in arrival.items:
+                    self._merged.take(item)
+        except DynbusError as error:
+            self._end(error)
+            return
+        if not arrival.ended:
+            return
+        if arrival.error is None and self._merged is not None:
+            self._write([self._merged.encode()])
+        self._end(arrival.error)
+
+    def _framed(self, item: bytes) -> bytes:
+        if not item.startswith(b"{"):
+            raise InvalidResponse("an item of the engine is no chunk of a completion")
+        if b"\n" in item:
+            # An event of a stream over HTTP ends with its line.
+            item = msgspec.json.format(item, indent=-1)
+        return self._around[0] + item + self._around[1]
+
+
+class Streams:
+    """Reads the streams of all completions of a process. Leaving its `with` block cancels them."""
+
+    def __init__(self) -> None:
+        self.relay: Relay[Part, bytes] = Relay(_deliver)
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.relay.close()
+
+
+def _deliver(arrivals: list[Arrival[Part, bytes]]) -> None:
+    now = time.perf_counter()
+    for arrival in arrivals:
+        part = arrival.stream.key
+        part.completion.take(part.number, arrival, now)

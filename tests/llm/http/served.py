@@ -1,0 +1,221 @@
+"""A front end on a real socket, before engines that do as their prompts say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tests.conditions import eventually
+from tests.llm.text.tiny_tokenizer import CHATML, tiny_tokenizer
+
+from dynbus import Actor, InvalidRequest, Overloaded, context, handler
+from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
+from dynbus.llm.http.application import Page
+from dynbus.llm.http.frontend import HttpFrontEnd
+from dynbus.llm.http.settings import HttpSettings
+from dynbus.llm.models.card import ModelCard, ModelInput
+from dynbus.llm.models.catalog import ServedModel
+from dynbus.llm.text.template import ChatTemplate
+from dynbus.llm.text.text_model import TextModel
+from dynbus.testing import TestKit
+
+
+class ScriptedEngine(Actor, namespace="test"):
+    """Answers with what follows `say` in the prompt, a token an item."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerateRequest] = []
+        self.running = 0
+        self.left = asyncio.Event()
+        self.metadata: list[Mapping[str, str]] = []
+        self.ids: list[str] = []
+
+    @handler(concurrency=None)
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Generated, None]:
+        """Tokens, or a failure."""
+        self.requests.append(request)
+        self.metadata.append(context().metadata)
+        self.ids.append(context().id)
+        text = tiny_tokenizer().decode(request.token_ids, special=True)
+        # The last word of whoever speaks last.
+        command = text.partition("<|im_end|>\n<|im_start|>assistant")[0]
+        command = command.rpartition("<|im_start|>user\n")[2]
+        self.running += 1
+        try:
+            async for item in self._answer(command, request):
+                yield item
+        finally:
+            self.running -= 1
+            self.left.set()
+
+    async def _answer(
+        self, command: str, request: GenerateRequest
+    ) -> AsyncGenerator[Generated, None]:
+        word, _, rest = command.partition(" ")
+        if word == "fail":
+            raise ValueError("a secret of the engine")
+        if word == "refuse":
+            raise InvalidRequest("this prompt is refused")
+        if word == "overloaded":
+            raise Overloaded("the engine is full", retry_after=2.5)
+        if word == "silent":
+            await asyncio.sleep(60)
+        most = request.max_tokens or 1000
+        ids = tiny_tokenizer().encode(rest) or [5]
+        if word in ("endless", "break"):
+            count = 0
+            while word == "endless" or count < 3:
+                yield Generated([ids[0]], cached_tokens=0 if count == 0 else None)
+                count += 1
+                await asyncio.sleep(0.005)
+            raise ValueError("a secret of the engine")
+        if word == "flood":
+            for _ in range(20_000):
+                yield Generated(ids * 50)
+            yield Generated([], finish_reason="stop")
+            return
+        for index in range(request.n):
+            for place, token_id in enumerate([*ids, 2][:most]):
+                ended = place + 1 == min(most, len(ids) + 1)
+                reason: FinishReason | None = (
+                    ("stop" if token_id == 2 else "length") if ended else None
+                )
+                wanted = request.sampling.logprobs
+                logprob = TokenLogprob(token_id, -0.5, [(token_id, -0.5), (5, -1.5)][: wanted or 0])
+                yield Generated(
+                    [token_id],
+                    index=index,
+                    finish_reason=reason,
+                    cached_tokens=3 if place == index == 0 else None,
+                    logprobs=[logprob] if wanted is not None else None,
+                )
+
+
+class PlainEngine(Actor, namespace="test"):
+    """A worker by hand: it takes a JSON object and gives others."""
+
+    @handler
+    async def generate(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The tokens of `ok`."""
+        for token_id in tiny_tokenizer().encode("ok then"):
+            yield {"token_ids": [token_id], "extra": 1}
+        yield {"token_ids": [2], "finish_reason": "stop"}
+
+
+class TextEngine(Actor, namespace="test"):
+    """An engine that takes OpenAI's requests and gives its chunks."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+
+    @handler
+    async def chat(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Two words."""
+        asked: Any = request
+        self.requests.append(asked)
+        for place, word in enumerate(("two", " words")):
+            yield {
+                "id": "chatcmpl-text",
+                "object": "chat.completion.chunk",
+                "created": 1,
+                "model": asked["model"],
+                "choices": [
+                    {
+                        "index": 0,
+                        "delta": {"content": word},
+                        "finish_reason": None if place == 0 else "stop",
+                    }
+                ],
+            }
+
+
+def card(name: str, endpoint: str, **fields: Any) -> ModelCard:
+    """A card; of a model that takes tokens unless it says otherwise."""
+    known: dict[str, Any] = {
+        "input": ModelInput.Tokens,
+        "types": ["chat", "completions"],
+        "context_length": 2000,
+        "eos_token_ids": [2],
+    }
+    return ModelCard(name=name, endpoint=endpoint, **{**known, **fields})
+
+
+CARDS = {
+    one.name: one
+    for one in (
+        card("tiny", "test.ScriptedEngine.generate"),
+        card("plain", "test.PlainEngine.generate"),
+        card("bare", "test.ScriptedEngine.generate", types=["completions"]),
+        card("text", "test.TextEngine.chat", input=ModelInput.Text, types=["chat"]),
+    )
+}
+
+
+class FixedCatalog:
+    """A catalog that a test fills."""
+
+    def __init__(self, cards: Mapping[str, ModelCard] = CARDS, template: str = CHATML) -> None:
+        self.cards = dict(cards)
+        self.template = template
+        self._news = asyncio.Event()
+
+    async def changes(self) -> AsyncGenerator[list[ServedModel], None]:
+        """The cards, and again after each `change`."""
+        while True:
+            yield [ServedModel(card, 1) for card in self.cards.values()]
+            await self._news.wait()
+            self._news.clear()
+
+    def change(self, cards: Mapping[str, ModelCard]) -> None:
+        """Have other cards from now on."""
+        self.cards = dict(cards)
+        self._news.set()
+
+    async def text_model(self, card: ModelCard) -> TextModel:
+        """The tiny tokenizer with ChatML."""
+        tokenizer = tiny_tokenizer()
+        template = ChatTemplate(
+            self.template, model=card.name, special_tokens=tokenizer.special_tokens
+        )
+        return TextModel(card.name, tokenizer, template)
+
+
+class Served:
+    """A front end, and what stands behind it.
+
+    Attributes:
+        engine: the scripted one.
+    """
+
+    def __init__(self, kit: TestKit, front_end: HttpFrontEnd, catalog: FixedCatalog) -> None:
+        self.kit = kit
+        self.front_end = front_end
+        self.catalog = catalog
+        self.url = front_end.url
+        self.port = int(front_end.url.rpartition(":")[2])
+        self.engine = self._actor(ScriptedEngine)
+        self.text = self._actor(TextEngine)
+
+    def _actor(self, kind: type[Any]) -> Any:
+        return next(one.actor for one in self.kit.started.values() if type(one.actor) is kind)
+
+
+@asynccontextmanager
+async def served(
+    cards: Mapping[str, ModelCard] = CARDS,
+    *,
+    template: str = CHATML,
+    pages: Mapping[str, Page] | None = None,
+    **settings: Any,
+) -> AsyncGenerator[Served]:
+    """A front end at a free port, and its engines, on a bus in memory."""
+    async with TestKit() as kit:
+        for engine in (ScriptedEngine, PlainEngine, TextEngine):
+            await kit.start(engine)
+        catalog = FixedCatalog(cards, template)
+        config = HttpSettings(**{"port": 0, "grace": 1.0, **settings})
+        async with HttpFrontEnd(kit.caller, catalog, config, pages=pages) as front_end:
+            await eventually(lambda: len(front_end.service.models.names) == len(cards))
+            yield Served(kit, front_end, catalog)

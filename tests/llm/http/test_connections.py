@@ -1,0 +1,376 @@
+"""Connections to the front end: clients that leave, stall, or send too much or nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conditions import eventually
+
+from .served import Served, served
+
+pytestmark = pytest.mark.anyio
+
+
+def request(body: Any, path: str = "/v1/chat/completions", **headers: str) -> bytes:
+    """A POST as bytes."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(data)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+def chat(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
+
+
+async def exchange(front: Served, data: bytes) -> tuple[int, str, bytes]:
+    """The status, the headers and the body of the answer to what is sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    try:
+        writer.write(data)
+        async with asyncio.timeout(10):
+            head = await reader.readuntil(b"\r\n\r\n")
+            fields = head.decode().lower()
+            if "content-length: " in fields:
+                length = int(fields.partition("content-length: ")[2].partition("\r\n")[0])
+                body = await reader.readexactly(length)
+            else:
+                body = await reader.readuntil(b"0\r\n\r\n")
+    finally:
+        writer.close()
+    return int(head.split(b" ")[1]), fields, body
+
+
+def text_of(body: bytes) -> str:
+    """The text of a streamed chat."""
+    events = [line[6:] for line in body.splitlines() if line.startswith(b"data: {")]
+    return "".join(json.loads(event)["choices"][0]["delta"]["content"] for event in events)
+
+
+def error_of(body: bytes) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(body)["error"]
+    return told
+
+
+async def test_a_client_that_leaves_stops_its_engine_at_once() -> None:
+    async with served() as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        writer.write(request(chat("endless a", stream=True)))
+        await reader.readuntil(b"data: ")
+        left = time.perf_counter()
+        writer.transport.abort()
+        front.engine.left.clear()
+        async with asyncio.timeout(5):
+            await front.engine.left.wait()
+        took = time.perf_counter() - left
+
+    # It takes a few; the machine may be busy.
+    assert took < 0.5
+
+
+async def test_a_client_that_leaves_before_the_first_token_stops_its_engine() -> None:
+    async with served() as front:
+        for stream in (True, False):
+            _, writer = await asyncio.open_connection("127.0.0.1", front.port)
+            writer.write(request(chat("silent a", stream=stream)))
+            await eventually(lambda: front.engine.running == 1)
+            writer.transport.abort()
+            await eventually(lambda: front.engine.running == 0)
+        await eventually(lambda: front.front_end.service.metrics.in_flight == 0)
+        page = front.front_end.service.metrics.page(1)
+
+    assert 'status="499"} 2' in page
+
+
+async def test_a_client_that_does_not_read_holds_up_its_own_stream_alone() -> None:
+    async with served() as front:
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(slow, ("127.0.0.1", front.port))
+        await loop.sock_sendall(slow, request(chat("flood word", stream=True)))
+        await eventually(lambda: front.front_end.service.metrics.blocked > 0)
+        status, _, body = await exchange(front, request(chat("say hi", stream=True)))
+        still_running = front.engine.running
+        slow.close()
+        await eventually(lambda: front.engine.running == 0)
+
+    assert status == 200
+    assert text_of(body) == "hi"
+    assert still_running == 1
+
+
+async def test_a_client_that_reads_late_gets_everything() -> None:
+    async with served() as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port, limit=1024)
+        writer.write(request(chat("flood a", stream=True)))
+        await eventually(lambda: front.front_end.service.metrics.blocked > 0)
+        count = 0
+        async with asyncio.timeout(30):
+            while b"[DONE]" not in (line := await reader.readline()):
+                count += line.startswith(b"data: ")
+        writer.close()
+
+    assert count == 20_001
+
+
+async def test_a_client_that_never_reads_is_dropped_in_the_end() -> None:
+    async with served(write_timeout=0.3) as front:
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(slow, ("127.0.0.1", front.port))
+        await loop.sock_sendall(slow, request(chat("flood word", stream=True)))
+        await eventually(lambda: front.engine.running == 1)
+        await eventually(lambda: front.front_end.service.metrics.in_flight == 0)
+        await eventually(lambda: front.engine.running == 0)
+        slow.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "part"),
+    [
+        (b"", 400, "the body is not JSON"),
+        (b"{", 400, "the body is not JSON"),
+        (b"\xff\xfe", 400, "the body is not JSON"),
+        (b"[]", 422, "Expected `object`"),
+        (b"null", 422, "Expected `object`"),
+        (b'{"model": 3, "messages": []}', 422, "model: Expected `str`"),
+        (b'{"model": "tiny"}', 422, "`messages`"),
+        (b'{"x": ' + b"[" * 100_000, 400, "the body is not JSON"),
+        (b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, ""),
+    ],
+)
+async def test_nonsense_is_answered_and_the_server_goes_on(
+    body: bytes, status: int, part: str
+) -> None:
+    async with served() as front:
+        told = await exchange(front, request(body))
+        after = await exchange(front, request(chat("say hi")))
+
+    assert told[0] == status
+    assert part in error_of(told[2])["message"]
+    assert error_of(told[2])["type"] == "invalid_request_error"
+    assert after[0] == 200
+
+
+async def test_a_prompt_of_ten_mebibytes_is_counted_and_refused() -> None:
+    async with served() as front:
+        told = await exchange(front, request(chat("word " * 2_000_000)))
+        too_large = await exchange(front, request(b" " * 33 * 1024 * 1024))
+
+    assert told[0] == 400
+    assert "the context of tiny has 2000 tokens, and messages has" in error_of(told[2])["message"]
+    assert error_of(told[2])["code"] == "context_length_exceeded"
+    assert too_large[0] == 413
+
+
+async def test_bodies_and_headers_have_limits() -> None:
+    async with served(
+        max_body_bytes=1000, max_header_bytes=1000, body_timeout=0.2, header_timeout=0.2
+    ) as front:
+        large = await exchange(front, request(chat("x" * 1000)))
+        chunked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        no_length = await exchange(front, chunked + b"7d0\r\n" + b"x" * 2000 + b"\r\n")
+        late = await exchange(front, request(chat("x"))[:-5])
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        writer.write(b"GET /health HTTP/1.1\r\nX: " + b"x" * 2000)
+        refused = await reader.read()
+        writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        writer.write(b"GET /health HT")
+        async with asyncio.timeout(5):
+            dropped = await reader.read()
+        writer.close()
+
+    assert [large[0], no_length[0], late[0]] == [413, 413, 408]
+    assert refused.startswith(b"HTTP/1.1 431 ")
+    assert dropped == b""
+
+
+async def test_only_so_many_requests_run_at_a_time() -> None:
+    async with served(max_requests=1) as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        writer.write(request(chat("endless a", stream=True)))
+        await reader.readuntil(b"data: ")
+        status, headers, body = await exchange(front, request(chat("say hi")))
+        writer.transport.abort()
+
+    assert status == 429
+    assert "retry-after: 1" in headers
+    assert error_of(body)["type"] == "rate_limit_error"
+
+
+async def test_a_path_or_a_method_that_is_not_there_is_said_so() -> None:
+    async with served() as front:
+        nowhere = await exchange(front, request({}, "/v1/nothing"))
+        wrong = await exchange(front, b"GET /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n")
+        posted = await exchange(front, request({}, "/health"))
+
+    assert [nowhere[0], wrong[0], posted[0]] == [404, 405, 405]
+    assert "allow: post" in wrong[1]
+
+
+async def test_connections_are_kept_for_the_next_request() -> None:
+    async with served() as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        for _ in range(3):
+            writer.write(request(chat("say hi", stream=True)))
+            async with asyncio.timeout(5):
+                await reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
+        writer.close()
+
+
+async def test_the_trace_of_a_client_is_passed_on_and_returned() -> None:
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with served() as front:
+        _, headers, _ = await exchange(front, request(chat("say hi"), traceparent=parent))
+
+    assert f"traceparent: {parent}" in headers
+
+
+async def test_pages_tell_of_health_figures_and_the_interface() -> None:
+    async with served() as front:
+        await exchange(front, request(chat("say hi there", stream=True)))
+        await eventually(lambda: front.front_end.service.metrics.in_flight == 0)
+        pages = {
+            path: await exchange(front, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            for path in ("/health", "/ready", "/metrics", "/openapi.json", "/docs")
+        }
+
+    assert {page[0] for page in pages.values()} == {200}
+    figures = pages["/metrics"][2].decode()
+    assert 'dynbus_http_time_to_first_token_seconds_count{model="tiny"} 1' in figures
+    assert 'dynbus_http_tokens_total{model="tiny",kind="cached"} 3' in figures
+    assert "/v1/chat/completions" in json.loads(pages["/openapi.json"][2])["paths"]
+    assert b"temperature" in pages["/docs"][2]
+    assert "content-security-policy: default-src 'none'" in pages["/docs"][1]
+
+
+async def test_with_keys_only_those_are_answered_who_have_one(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada secret-of-ada\nbob secret-of-bob\n")
+    async with served(api_keys=keys) as front:
+        body = chat("say hi", cache_salt="somebody else's")
+        answers = [
+            await exchange(front, request(body, Authorization="Bearer secret-of-ada")),
+            await exchange(front, request(body, api_key="secret-of-bob")),
+            await exchange(front, request(body)),
+            await exchange(front, request(body, Authorization="Bearer wrong-secret")),
+        ]
+        text = chat("hello", model="text", cache_salt="somebody else's")
+        await exchange(front, request(text, Authorization="Bearer secret-of-ada"))
+        pages = [
+            await exchange(front, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            for path in ("/metrics", "/openapi.json", "/docs", "/v1/models", "/health", "/ready")
+        ]
+        salts = [one.cache_salt for one in front.engine.requests]
+        tenants = [one.get("tenant") for one in front.engine.metadata]
+        passed = front.text.requests[0]["cache_salt"]
+
+    assert [status for status, _, _ in answers] == [200, 200, 401, 401]
+    assert error_of(answers[2][2])["code"] == "invalid_api_key"
+    assert "www-authenticate: bearer" in answers[2][1]
+    assert salts == tenants == ["ada", "bob"]
+    assert passed == "ada"
+    assert [status for status, _, _ in pages] == [401, 401, 401, 401, 200, 200]
+    assert "www-authenticate: basic" in pages[0][1]
+
+
+async def test_without_keys_a_client_cannot_set_the_salt() -> None:
+    async with served() as front:
+        await exchange(front, request(chat("say hi", cache_salt="mine")))
+        await exchange(front, request(chat("hello", model="text", cache_salt="mine")))
+
+    assert front.engine.requests[0].cache_salt is None
+    assert "cache_salt" not in front.text.requests[0]
+
+
+async def test_pages_of_other_hosts_ask_when_they_are_allowed() -> None:
+    preflight = (
+        b"OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: x\r\nOrigin: https://a.example\r\n"
+        b"Access-Control-Request-Method: POST\r\n\r\n"
+    )
+    async with served(cors_origins=["https://a.example"]) as front:
+        allowed = await exchange(front, preflight)
+        asked = await exchange(front, request(chat("say hi"), Origin="https://a.example"))
+        other = await exchange(front, preflight.replace(b"a.example", b"b.example"))
+
+    assert allowed[0] == 200
+    assert "access-control-allow-origin: https://a.example" in allowed[1]
+    assert "access-control-allow-origin: https://a.example" in asked[1]
+    assert "access-control-allow-origin: https://b.example" not in other[1]
+
+
+async def test_requests_that_run_have_their_grace_and_then_an_error() -> None:
+    async with served(grace=1.0) as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        writer.write(request(chat("endless a", stream=True)))
+        await reader.readuntil(b"data: ")
+        front.front_end.drain()
+        begun = time.monotonic()
+        async with asyncio.timeout(10):
+            rest = await reader.read()
+        took = time.monotonic() - begun
+        await eventually(lambda: front.engine.running == 0)
+        writer.close()
+
+    assert took > 0.5
+    assert b"event: error\ndata: " in rest
+    assert b"the front end stops" in rest
+
+
+async def test_logs_say_how_a_request_went_and_never_what_it_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with served() as front:
+        await exchange(front, request(chat("say confidential", user="a-person@home", stream=True)))
+        await exchange(front, request(b'{"model": "tiny", "messages": "confidential"}'))
+        await eventually(lambda: front.front_end.service.metrics.in_flight == 0)
+
+    lines = [one.getMessage() for one in caplog.records if "/v1/chat" in one.getMessage()]
+    assert any("200" in line and "first_token_ms=" in line for line in lines)
+    assert "confidential" not in caplog.text
+    assert "a-person" not in caplog.text
+
+
+async def test_a_template_that_fails_fails_its_requests_alone() -> None:
+    async with served(template="{{ 1 / 0 }}") as front:
+        failed = await exchange(front, request(chat("say hi")))
+        completion = {"model": "tiny", "prompt": "say hi"}
+        other = await exchange(front, request(completion, "/v1/completions"))
+
+    assert failed[0] == 500
+    assert "chat template of the model tiny does not work" in error_of(failed[2])["message"]
+    assert other[0] == 200
+
+
+async def test_tls_is_spoken_with_a_certificate(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-keyout", str(key), "-out", str(certificate), "-days", "2"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+    if await made.wait() != 0:
+        pytest.skip("openssl cannot make a certificate here")
+    context = ssl.create_default_context(cafile=str(certificate))
+    async with served(tls_cert=certificate, tls_key=key) as front:
+        assert front.url.startswith("https://")
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port, ssl=context)
+        writer.write(request(chat("say hi", stream=True)))
+        async with asyncio.timeout(5):
+            body = await reader.readuntil(b"[DONE]")
+        writer.close()
+
+    assert text_of(body) == "hi"
