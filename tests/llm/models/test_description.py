@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.llm.text.tiny_tokenizer import CHATML
+
+from dynbus.llm.models.description import describe
+from dynbus.llm.models.source import LocalModel
+from dynbus.llm.text.template import BrokenTemplate
+from dynbus.llm.weights.errors import BrokenModel
+
+from .tiny_model import tiny_folder
+
+
+def model(folder: Path) -> LocalModel:
+    return LocalModel(folder, "folder", "tiny", str(folder))
+
+
+def test_a_folder_says_its_context_and_its_template(tmp_path: Path) -> None:
+    found = describe(model(tiny_folder(tmp_path)))
+
+    assert (found.context_length, found.template) == (512, CHATML)
+    assert found.configuration["max_position_embeddings"] == 512
+
+
+def test_a_template_of_its_own_file_is_taken_first(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+
+    assert describe(model(folder)).template == "{{ messages }}"
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path)
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+
+    assert describe(model(folder)).template == "y"
+
+
+def test_a_model_of_several_parts_says_the_context_of_its_text(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path)
+    (folder / "config.json").write_text(json.dumps({"text_config": {"n_positions": 77}}))
+
+    assert describe(model(folder)).context_length == 77
+
+
+def test_a_template_that_is_none_is_found_when_the_model_is_registered(tmp_path: Path) -> None:
+    with pytest.raises(BrokenTemplate, match="model tiny .*line 1"):
+        describe(model(tiny_folder(tmp_path, template="{% for %}")))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json"])
+def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
+    folder = tiny_folder(tmp_path)
+    (folder / name).write_text("{")
+
+    with pytest.raises(BrokenModel, match=name):
+        describe(model(folder))
+
+
+def test_a_gguf_file_that_is_cut_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(b"GGUF\x03\x00")
+
+    with pytest.raises(BrokenModel, match=r"cut\.gguf"):
+        describe(LocalModel(path, "gguf", "cut", str(path)))
