@@ -17,7 +17,7 @@ from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.protocol.names import ComponentName, EndpointName, check_token
 
 from .client_side import ClientSide
-from .invocation import Invocation
+from .invocation import Invocation, OfInvocation
 from .options import (
     NONE,
     CallOptions,
@@ -34,7 +34,7 @@ WAIT_TIMEOUT: Final = 60.0
 """Seconds that `wait_for_instances` waits unless told."""
 
 
-class Call:
+class Call(OfInvocation):
     """An untyped call: `await` it for a unary result, iterate over it for a stream.
 
     Nothing is sent before that. Awaiting a streaming endpoint gives the stream. A call is made
@@ -52,16 +52,6 @@ class Call:
         self._decode_many = decode_many
         self._stream: Stream[Any] | None = None
         self._awaited = False
-
-    @property
-    def id(self) -> str:
-        """The request id."""
-        return self._invocation.request_id
-
-    @property
-    def instance_id(self) -> str:
-        """The instance that serves the call; empty before it is chosen."""
-        return self._invocation.instance_id
 
     def __repr__(self) -> str:
         return f"<Call {self._invocation.endpoint} {self.id}>"

@@ -39,6 +39,24 @@ if TYPE_CHECKING:
     from dynbus.bus.telemetry.telemetry import CallObservation
 
 
+class OfInvocation:
+    """What callers hold of a call."""
+
+    __slots__ = ("_invocation",)
+
+    _invocation: Invocation
+
+    @property
+    def id(self) -> str:
+        """The request id."""
+        return self._invocation.request_id
+
+    @property
+    def instance_id(self) -> str:
+        """The instance that serves the call; empty before it is chosen."""
+        return self._invocation.instance_id
+
+
 class Invocation:
     """A call from its options to its end. Made when the call is written, sent when awaited.
 

@@ -18,7 +18,7 @@ from dynbus.bus.errors import (
     describe_exception,
 )
 
-from .invocation import Invocation
+from .invocation import Invocation, OfInvocation
 from .stream import Stream, decode_to_misfit
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Relay(Generic[K, T]):
                 stream.delivered()
 
 
-class RelayedStream(Generic[K]):
+class RelayedStream(OfInvocation, Generic[K]):
     """One stream of a `Relay`. Leaving its `with` block cancels it, unless it has ended.
 
     Attributes:
@@ -159,7 +159,6 @@ class RelayedStream(Generic[K]):
         "_error",
         "_gathering",
         "_is_direct",
-        "_invocation",
         "_over",
         "_undelivered",
         "_waiting",
@@ -204,16 +203,6 @@ class RelayedStream(Generic[K]):
 
     def __exit__(self, *_: object) -> None:
         self.cancel()
-
-    @property
-    def id(self) -> str:
-        """The request id."""
-        return self._invocation.request_id
-
-    @property
-    def instance_id(self) -> str:
-        """The instance that serves the stream."""
-        return self._invocation.instance_id
 
     def pause(self) -> None:
         """Let the items from the present delivery on not count as consumed, until `resume`.

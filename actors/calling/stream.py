@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from dynbus.bus.calling.pending_call import PendingCall
 from dynbus.bus.errors import InvalidResponse
 
-from .invocation import Invocation
+from .invocation import Invocation, OfInvocation
 
 T = TypeVar("T")
 
 
-class Stream(AsyncGenerator[T, None]):
+class Stream(OfInvocation, AsyncGenerator[T, None]):
     """The items of one streaming call, in order and once.
 
     Iterating sends the request. Leaving early (`break`, an exception, `aclose`) cancels the
@@ -29,7 +29,6 @@ class Stream(AsyncGenerator[T, None]):
         "_decode_many",
         "_failure",
         "_index",
-        "_invocation",
         "_items",
         "_size",
     )
@@ -49,16 +48,6 @@ class Stream(AsyncGenerator[T, None]):
         self._size = 0
         self._closed = False
         self._failure: InvalidResponse | None = None
-
-    @property
-    def id(self) -> str:
-        """The request id."""
-        return self._invocation.request_id
-
-    @property
-    def instance_id(self) -> str:
-        """The instance that serves the stream; empty before the first item is awaited."""
-        return self._invocation.instance_id
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"

@@ -14,7 +14,6 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import anyio
@@ -167,42 +166,32 @@ async def serve(
         StartFailed: user code raised.
         Exception: what background work of the bus raised.
     """
-    # In a task of its own, which is cancelled once however often this one is.
-    async with task_group() as tasks:
-        tasks.start_soon(
-            partial(_serve, assignments, bus, ending, started, stopping, restart=restart)
-        )
-
-
-async def _serve(
-    assignments: Sequence[Assignment],
-    bus: Mapping[str, Any],
-    ending: Ending,
-    started: Callable[[Runtime], Awaitable[None]],
-    stopping: Callable[[Runtime], Awaitable[None]] | None,
-    *,
-    restart: bool,
-) -> None:
     addresses = list(dict.fromkeys(str(each.address) for each in assignments))
     # A process of its own is named by what it serves.
     name = addresses[0] if len(addresses) == 1 else "dynbus-run"
-    with ending.cuts_short() as connecting:
-        runtime = await Runtime.connect(name=name, **bus)
-    if connecting.cancelled_caught:
-        return
-    runtime.bus.on_failure(ending.stop)
-    try:
-        with ending.cuts_short():
-            instances = await _start_all(runtime, assignments, started)
-            await _keep_all(runtime, instances, restart=restart)
-        await _drain(runtime, ending)
-        if stopping is not None:
-            await stopping(runtime)
-    finally:
-        with anyio.CancelScope(shield=True):
-            await runtime.close()
-    if runtime.bus.failure is not None:
-        raise runtime.bus.failure
+
+    async def connect_and_serve() -> None:
+        with ending.cuts_short() as connecting:
+            runtime = await Runtime.connect(name=name, **bus)
+        if connecting.cancelled_caught:
+            return
+        runtime.bus.on_failure(ending.stop)
+        try:
+            with ending.cuts_short():
+                instances = await _start_all(runtime, assignments, started)
+                await _keep_all(runtime, instances, restart=restart)
+            await _drain(runtime, ending)
+            if stopping is not None:
+                await stopping(runtime)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await runtime.close()
+        if runtime.bus.failure is not None:
+            raise runtime.bus.failure
+
+    # In a task of its own, which is cancelled once however often this one is.
+    async with task_group() as tasks:
+        tasks.start_soon(connect_and_serve)
 
 
 async def _start_all(

@@ -68,15 +68,10 @@ def new_instance_id() -> str:
 
 
 class InstanceBroken(Exception):
-    """Raised when an instance has reported that it is broken.
-
-    Attributes:
-        reason: as its owner gave it.
-    """
+    """Raised when an instance has reported that it is broken."""
 
     def __init__(self, instance: ServedInstance) -> None:
-        self.reason = instance.broken
-        super().__init__(f"{instance.name} is broken: {self.reason}")
+        super().__init__(f"{instance.name} is broken: {instance.broken}")
 
 
 class Served(Protocol):

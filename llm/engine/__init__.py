@@ -1,8 +1,36 @@
-"""What all engines have in common: the interface, and what runs one on the bus."""
+"""What all engines have in common: the interface, batching, sampling, and what serves one.
 
-from __future__ import annotations
+An engine of one's own is an `Engine`, or a `Model` in a `ModelEngine`; an `EngineWorker` puts it on
+the bus.
+"""
 
-from .interface import Engine, EngineLimits, EngineLoad, RequestTooLong, Step
-from .model import Chunk, Model
+from typing import TYPE_CHECKING
 
-__all__ = ["Chunk", "Engine", "EngineLimits", "EngineLoad", "Model", "RequestTooLong", "Step"]
+if TYPE_CHECKING:
+    from .interface import Engine, EngineLimits, EngineLoad, RequestTooLong, Step
+    from .model import Chunk, Model
+    from .model_engine import ModelEngine
+    from .runner import EngineRunner, EventSink
+    from .worker import EngineWorker
+
+__all__ = [
+    "Chunk",
+    "Engine",
+    "EngineLimits",
+    "EngineLoad",
+    "EngineRunner",
+    "EngineWorker",
+    "EventSink",
+    "Model",
+    "ModelEngine",
+    "RequestTooLong",
+    "Step",
+]
+
+if not TYPE_CHECKING:
+    # Whoever writes a model needs nothing of the bus.
+    from dynbus.bus.lazy_exports import lazy_exports
+
+    __getattr__, __dir__ = lazy_exports(
+        __name__, "interface", "model", "model_engine", "runner", "worker"
+    )

@@ -25,6 +25,10 @@ class EngineLimits:
         max_num_batched_tokens: tokens that one step computes.
         context_length: the most tokens that a prompt and its output may have.
         has_events: whether its steps tell what the cache stored and removed.
+        vocabulary: token ids are below it.
+
+    Raises:
+        ValueError: a limit is below 1, or more requests may run than a step has tokens.
     """
 
     block_size: int
@@ -32,7 +36,19 @@ class EngineLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     context_length: int
-    has_events: bool
+    has_events: bool = True
+    vocabulary: int = 1 << 32
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "blocks", "max_num_seqs", "context_length", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: it must be 1 at least")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens = {self.max_num_batched_tokens} is less than "
+                f"max_num_seqs = {self.max_num_seqs}: every running request needs a token of a "
+                "step"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +56,7 @@ class EngineLoad:
     """How busy an engine is, between two steps.
 
     Attributes:
-        running, waiting: requests.
+        running, waiting: requests, or continuations of them.
         active_blocks: blocks that running requests use.
         cached_tokens, prompt_tokens: of all requests so far; their ratio is the hit rate.
         preempted: how many requests lost their blocks so far.
@@ -61,6 +77,8 @@ class Step(NamedTuple):
         outputs: request ids, each with what was made for it; a request with `n` may be there
             several times. One that ended with `finish_reason` in all its continuations is gone.
         events: what the KV cache stored and removed, in order.
+        failures: ids of requests that cannot go on, and why: they are gone. What stops the whole
+            engine is raised.
         delay: seconds until the outputs are there, for an engine that models time and computes
             nothing; 0 for one that computed.
     """
@@ -68,6 +86,7 @@ class Step(NamedTuple):
     outputs: Sequence[tuple[str, Generated]]
     events: Sequence[KvEvent] = ()
     delay: float = 0.0
+    failures: Sequence[tuple[str, str]] = ()
 
 
 class Engine(Protocol):

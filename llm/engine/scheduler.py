@@ -13,6 +13,8 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from dynbus.llm.generation import FinishReason
+
 from .block_manager import BlockManager
 
 
@@ -45,7 +47,7 @@ class ScheduledRequest(Generic[S]):
         index: of the continuation.
         max_tokens: with so many tokens of output it ends.
         priority: a higher one goes before a lower one.
-        may_stop: whether it may end before `max_tokens`.
+        stop_token_ids: one of them ends it, after `min_tokens`.
         blocks: its block table.
         computed: tokens whose keys and values are in the cache, when the step has ended.
         generated: tokens of output so far.
@@ -58,7 +60,8 @@ class ScheduledRequest(Generic[S]):
     max_tokens: int
     index: int = 0
     priority: int = 0
-    may_stop: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
     blocks: list[int] = field(default_factory=list[int])
     computed: int = 0
     generated: int = 0
@@ -72,6 +75,12 @@ class ScheduledRequest(Generic[S]):
     def is_ready(self) -> bool:
         """Whether all its tokens are computed when the step ends, so that it has the next one."""
         return self.computed == self.sequence.length
+
+    def finish_reason(self, token_id: int) -> FinishReason | None:
+        """Why it ends with its last token, which is counted already; None when it goes on."""
+        if self.generated > self.min_tokens and token_id in self.stop_token_ids:
+            return "stop"
+        return "length" if self.generated >= self.max_tokens else None
 
 
 class StepPlan(NamedTuple, Generic[S]):
@@ -102,6 +111,9 @@ class Scheduler(Generic[S]):
 
     Attributes:
         running, waiting: requests in their order. Not to be changed by others.
+        prompt_tokens, cached_tokens: of all requests that were admitted, and of these the tokens
+            that were found in the cache; a request with several continuations counts once.
+        preempted: how often a request lost its blocks.
     """
 
     def __init__(
@@ -115,6 +127,7 @@ class Scheduler(Generic[S]):
     ) -> None:
         self.running: list[ScheduledRequest[S]] = []
         self.waiting: deque[ScheduledRequest[S]] = deque()
+        self.prompt_tokens = self.cached_tokens = self.preempted = 0
         self._manager = manager
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
@@ -151,7 +164,9 @@ class Scheduler(Generic[S]):
             chunks.append((request, taken))
             budget -= taken
             at += 1
-        if not preempted:
+        if preempted:
+            self.preempted += preempted
+        else:
             prefill_tokens += self._admit(budget, chunks)
         return StepPlan(chunks, prefill_tokens, context_tokens, preempted)
 
@@ -189,6 +204,9 @@ class Scheduler(Generic[S]):
             request.computed = cached
             if request.cached_tokens is None:
                 request.cached_tokens = cached
+                if not request.index:
+                    self.prompt_tokens += request.sequence.length
+                    self.cached_tokens += cached
             has_room = self._manager.grow(request.blocks, -(-(cached + taken) // self._block_size))
             assert has_room, "a request was admitted without room for it"
             self._compute(request, taken)
@@ -234,7 +252,7 @@ class Scheduler(Generic[S]):
         steps = limit
         for request in self.running:
             lacking = request.sequence.length - request.computed
-            if not request.generated or lacking != 1 or request.may_stop:
+            if not request.generated or lacking != 1 or request.stop_token_ids:
                 return 0
             left = request.max_tokens - request.generated
             if left < steps:

@@ -1,14 +1,6 @@
 """A mock engine: real scheduling, caching, KV events and time, without a model."""
 
-from .engine import EngineConfig, EngineRequest, MockEngine, Output, RequestTooLong, StepResult
+from .engine import EngineConfig, MockEngine, Output, StepResult
 from .timing import Timing
 
-__all__ = [
-    "EngineConfig",
-    "EngineRequest",
-    "MockEngine",
-    "Output",
-    "RequestTooLong",
-    "StepResult",
-    "Timing",
-]
+__all__ = ["EngineConfig", "MockEngine", "Output", "StepResult", "Timing"]

@@ -13,10 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynbus.kvrouter.events import KvEvent
+from dynbus.llm.engine import EngineLimits, EngineLoad, Step
+from dynbus.llm.engine.batch import Batch
 from dynbus.llm.engine.block_manager import BlockManager
-from dynbus.llm.engine.scheduler import ScheduledRequest, Scheduler
+from dynbus.llm.engine.requests import check_request
+from dynbus.llm.engine.scheduler import ScheduledRequest
+from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
 
-from .sequence import VOCABULARY, Sequence, TokenSequence
+from .sequence import VOCABULARY, MockSequence, Sequence
 from .timing import Timing
 
 QUIET_STEPS: Final = 64
@@ -35,7 +39,10 @@ class EngineConfig:
         chunked_prefill: whether a prompt may be computed in several steps.
         prefix_caching: whether blocks are found again by later requests.
         watermark: the part of the blocks that admission leaves free.
-        vocabulary: output tokens are below it.
+        vocabulary: output tokens are below it; those of prompts need not be.
+        context_length: the most tokens that a prompt and its output may have; None for what the
+            cache holds.
+        kv_events: whether it is said to tell what the cache stored and removed.
 
     Raises:
         ValueError: a limit is below 1, more requests may run than a step has tokens, or the
@@ -50,18 +57,25 @@ class EngineConfig:
     prefix_caching: bool = True
     watermark: float = 0.0
     vocabulary: int = VOCABULARY
+    context_length: int | None = None
+    kv_events: bool = True
     timing: Timing = field(default_factory=Timing)
+    limits: EngineLimits = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "blocks", "max_num_seqs", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: it must be 1 at least")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens = {self.max_num_batched_tokens} is less than "
-                f"max_num_seqs = {self.max_num_seqs}: every running request needs a token of a "
-                "step"
-            )
+        if self.vocabulary < 1:
+            raise ValueError(f"vocabulary = {self.vocabulary}: it must be 1 at least")
+        context = self.context_length
+        limits = EngineLimits(
+            self.block_size,
+            self.blocks,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            # The last token is never computed.
+            self.capacity_tokens + 1 if context is None else context,
+            self.kv_events and self.prefix_caching,
+        )
+        object.__setattr__(self, "limits", limits)
         if not 0.0 <= self.watermark < 1.0 or self.headroom >= self.blocks:
             raise ValueError(
                 f"watermark = {self.watermark} leaves none of {self.blocks} blocks: choose a "
@@ -79,40 +93,26 @@ class EngineConfig:
         return self.blocks * self.block_size
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EngineRequest:
-    """A prompt to continue.
-
-    Attributes:
-        tokens: token ids; of shape [length].
-        max_tokens: how many tokens it shall get.
-        seed: output differs with it.
-    """
-
-    id: str
-    tokens: NDArray[np.integer]
-    max_tokens: int
-    seed: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class Output:
-    """What a step made for one request.
+    """What one or several steps made for one request.
 
     Attributes:
+        index: of its continuation.
         tokens: empty where the sequence does not make token ids.
         count: how many tokens; more than one only after several steps.
         is_first: whether its first token is among them.
-        is_last: whether the request ended with them.
+        finish_reason: why it ended with them; None while it goes on.
         resumes: whether it was preempted since its token before these.
         cached_tokens: of its prompt, found in the cache when it was first admitted.
     """
 
     request_id: str
+    index: int
     tokens: list[int]
     count: int
     is_first: bool
-    is_last: bool
+    finish_reason: FinishReason | None
     resumes: bool
     cached_tokens: int
 
@@ -137,86 +137,113 @@ class StepResult(NamedTuple):
     preempted: int
 
 
-class RequestTooLong(ValueError):
-    """A request does not fit into the cache of the engine, even alone."""
-
-
 class MockEngine:
-    """An engine whose steps are computed by whoever calls `step`."""
+    """An engine that batches, caches and takes time, and computes nothing: see `Engine`.
+
+    `step` takes one step. Whoever keeps the time, such as a simulation, takes several at once by
+    `advance`.
+    """
+
+    computes = False
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
-        self.manager = BlockManager(
-            self.config.blocks,
+        self.limits = self.config.limits
+        self._batch: Batch[Sequence] = Batch(
+            self.limits,
             headroom=self.config.headroom,
             prefix_caching=self.config.prefix_caching,
-        )
-        self._scheduler: Scheduler[Sequence] = Scheduler(
-            self.manager,
-            block_size=self.config.block_size,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
             chunked_prefill=self.config.chunked_prefill,
         )
-        self._requests: dict[str, ScheduledRequest[Sequence]] = {}
+        self._scheduler = self._batch.scheduler
+        # How many log-probabilities are wanted, by request.
+        self._logprobs: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"<MockEngine [{self.running} running, {self.waiting} waiting | {self.manager!r}]>"
+        return f"<MockEngine [{self._batch!r}]>"
 
     @property
-    def running(self) -> int:
-        return len(self._scheduler.running)
+    def manager(self) -> BlockManager:
+        """The blocks of its cache; to be looked at."""
+        return self._batch.manager
 
     @property
-    def waiting(self) -> int:
-        return len(self._scheduler.waiting)
+    def has_work(self) -> bool:
+        return self._batch.has_work
 
     @property
-    def is_idle(self) -> bool:
-        """Whether there is nothing to step for."""
-        return not self._requests
+    def load(self) -> EngineLoad:
+        return self._batch.load
 
-    def add(self, request: EngineRequest) -> None:
-        """Take in a request; it waits for a step that has room for it.
-
-        Raises:
-            RequestTooLong: its prompt and output are more than the cache holds.
-            ValueError: its id is in use, its prompt empty, or `max_tokens` below 1.
-        """
-        config = self.config
-        sequence = TokenSequence(
-            request.tokens, config.block_size, seed=request.seed, vocabulary=config.vocabulary
+    def add(self, request_id: str, request: GenerateRequest) -> None:
+        self._batch.check_new(request_id)
+        check_request(request, self.limits)
+        room = self._batch.room(request_id, len(request.token_ids), request.max_tokens)
+        sampling = request.sampling
+        sequences = [
+            MockSequence(
+                request.token_ids,
+                self.limits.block_size,
+                seed=(sampling.seed or 0) + index,
+                vocabulary=self.config.vocabulary,
+                lora_name=request.lora_name,
+                salt=request.cache_salt,
+            )
+            for index in range(request.n)
+        ]
+        if sampling.logprobs is not None:
+            self._logprobs[request_id] = sampling.logprobs
+        self._batch.add(
+            request_id,
+            sequences,
+            room,
+            priority=request.priority,
+            stop_token_ids=frozenset(request.stop_token_ids),
+            min_tokens=request.min_tokens,
         )
-        self.add_sequence(request.id, sequence, request.max_tokens)
 
     def add_sequence(self, request_id: str, sequence: Sequence, max_tokens: int) -> None:
         """Take in a request whose tokens are kept in another way; raises like `add`."""
-        if request_id in self._requests:
-            raise ValueError(f"request {request_id!r} is in the engine already: cancel it first")
+        self._batch.check_new(request_id)
         if max_tokens < 1:
             raise ValueError(f"max_tokens = {max_tokens}: a request gets one token at least")
-        # The last token is never computed.
-        most = sequence.length + max_tokens - 1
-        usable = (self.manager.blocks - self.manager.headroom) * self.config.block_size
-        if most > usable:
-            raise RequestTooLong(
-                f"request {request_id!r} may have {most} tokens in the cache, which holds "
-                f"{usable}: shorten the prompt or lower max_tokens"
-            )
-        added = ScheduledRequest(request_id, sequence, max_tokens)
-        self._requests[request_id] = added
-        self._scheduler.add(added)
+        self._batch.room(request_id, sequence.length, max_tokens)
+        self._batch.add(request_id, (sequence,), max_tokens)
 
-    def cancel(self, request_id: str) -> bool:
-        """Forget a request and free its blocks; False for an unknown one."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return False
-        self._scheduler.cancel(request)
-        return True
+    def cancel(self, request_id: str) -> None:
+        self._batch.cancel(request_id)
+        self._logprobs.pop(request_id, None)
 
-    def step(self, now: float = 0.0, until: float | None = None) -> StepResult:
-        """Compute the next step, which begins at `now`.
+    def step(self) -> Step:
+        """Compute the next tokens of all requests that have room."""
+        result = self.advance()
+        return Step(
+            [(output.request_id, self._generated(output)) for output in result.outputs],
+            result.events,
+            result.duration,
+        )
+
+    def _generated(self, output: Output) -> Generated:
+        wanted = self._logprobs.get(output.request_id) if self._logprobs else None
+        return Generated(
+            output.tokens,
+            output.index,
+            None if wanted is None else [self._logprob(each, wanted) for each in output.tokens],
+            output.finish_reason,
+            output.cached_tokens if output.is_first and not output.index else None,
+        )
+
+    def _logprob(self, token_id: int, wanted: int) -> TokenLogprob:
+        """Every token is as likely as any other."""
+        vocabulary = self.config.vocabulary
+        logprob = -math.log(vocabulary)
+        top = [((token_id + each) % vocabulary, logprob) for each in range(min(wanted, vocabulary))]
+        return TokenLogprob(token_id, logprob, top)
+
+    # In virtual time ------------------------------------------------------------------
+
+    def advance(self, now: float = 0.0, until: float | None = None) -> StepResult:
+        """Take the next step, which begins at `now`.
 
         Args:
             now: seconds, on any clock.
@@ -235,10 +262,9 @@ class MockEngine:
         decoding = 0
         outputs: list[Output] = []
         for request, _ in plan.chunks:
-            if not request.is_ready:
-                continue
-            decoding += request.generated > 0 and not request.resumes
-            outputs.append(self._emit(request, request.sequence.extend(1), 1))
+            if request.computed == request.sequence.length:
+                decoding += request.generated > 0 and not request.resumes
+                outputs.append(self._emit(request, request.sequence.extend(1), 1))
         return StepResult(
             duration,
             (duration,),
@@ -286,10 +312,16 @@ class MockEngine:
         is_first = not request.generated
         resumes, request.resumes = request.resumes, False
         request.generated += steps
-        is_last = request.generated >= request.max_tokens
-        if is_last:
-            del self._requests[request.id]
-            self._scheduler.finish(request)
+        reason = request.finish_reason(tokens[-1] if tokens else -1)
+        if reason is not None:
+            self._batch.end(request)
         return Output(
-            request.id, tokens, steps, is_first, is_last, resumes, request.cached_tokens or 0
+            request.id,
+            request.index,
+            tokens,
+            steps,
+            is_first,
+            reason,
+            resumes,
+            request.cached_tokens or 0,
         )

@@ -16,9 +16,9 @@ from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
 
-from dynbus.kvrouter.hashing import SEED, block_hashes, sequence_hashes
+from dynbus.llm.engine.scheduler import HashedSequence
+from dynbus.llm.engine.tokens import TokenSequence
 
 VOCABULARY: Final = 32_000
 BASE: Final = 0x9E3779B97F4A7C15
@@ -26,25 +26,11 @@ GAMMA: Final = 0xD1342543DE82EF95
 _MASK: Final = (1 << 64) - 1
 
 
-class Sequence(Protocol):
-    """What the scheduler needs of a request's tokens.
-
-    Attributes:
-        length: the tokens so far.
-        sequence_hashes, block_hashes: of the complete blocks that were asked for by `hash_to`;
-            those of the prompt from the beginning.
-    """
-
-    length: int
-    sequence_hashes: list[int]
-    block_hashes: list[int]
+class Sequence(HashedSequence, Protocol):
+    """What the mock engine needs of a request's tokens."""
 
     def extend(self, count: int) -> list[int]:
         """Generate tokens; returns them, or nothing where only their number matters."""
-        ...
-
-    def hash_to(self, blocks: int) -> None:
-        """Have the hashes of the first `blocks` blocks, which are complete."""
         ...
 
 
@@ -56,11 +42,12 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-class TokenSequence:
-    """A sequence of token ids.
+class MockSequence(TokenSequence):
+    """Tokens that follow a prompt as they would in every other engine with this seed.
 
     Args:
-        tokens: the prompt; of shape [length], below 2^32.
+        prompt, block_size, lora_name, salt: see `TokenSequence`.
+        vocabulary: tokens are below it.
 
     Raises:
         ValueError: the prompt is empty, or a token does not fit.
@@ -68,55 +55,31 @@ class TokenSequence:
 
     def __init__(
         self,
-        tokens: NDArray[np.integer],
+        prompt: list[int],
         block_size: int,
         *,
         seed: int = 0,
         vocabulary: int = VOCABULARY,
+        lora_name: str | None = None,
+        salt: str | None = None,
     ) -> None:
-        if not len(tokens):
-            raise ValueError("the prompt is empty: an engine needs one token at least")
-        hashes = block_hashes(tokens, block_size)
-        self.length = len(tokens)
-        self.block_hashes: list[int] = hashes.tolist()
-        self.sequence_hashes: list[int] = sequence_hashes(hashes).tolist()
-        self._block_size = block_size
-        # The tokens behind the last block that is hashed.
-        self._tail: list[int] = tokens[len(hashes) * block_size :].tolist()
-        self._state = rolling_state(tokens)
-        self._salt = seed * GAMMA
+        super().__init__(prompt, block_size, lora_name=lora_name, salt=salt)
+        self._state = rolling_state(np.array(self.token_ids, dtype=np.uint64))
+        self._salted = seed * GAMMA
         self._vocabulary = vocabulary
 
     def extend(self, count: int) -> list[int]:
-        state, salt, vocabulary = self._state, self._salt, self._vocabulary
+        """Generate tokens; returns them."""
+        state, salted, vocabulary = self._state, self._salted, self._vocabulary
         tokens: list[int] = []
         for _ in range(count):
-            token = mix(state + salt) % vocabulary
+            token = mix(state + salted) % vocabulary
             state = (state * BASE + token + 1) & _MASK
             tokens.append(token)
         self._state = state
-        self._tail += tokens
+        self.token_ids += tokens
         self.length += count
         return tokens
-
-    def hash_to(self, blocks: int) -> None:
-        missing = blocks - len(self.block_hashes)
-        if missing <= 0:
-            return
-        taken = missing * self._block_size
-        added: list[int] = block_hashes(self._tail[:taken], self._block_size).tolist()
-        del self._tail[:taken]
-        self.block_hashes += added
-        chain(self.sequence_hashes, added)
-
-
-def chain(hashes: list[int], blocks: list[int]) -> None:
-    """Append the sequence hashes of blocks to those of what is before them."""
-    for block in blocks:
-        if hashes:
-            pair = hashes[-1].to_bytes(8, "little") + block.to_bytes(8, "little")
-            block = xxh3_64_intdigest(pair, SEED)
-        hashes.append(block)
 
 
 def rolling_state(tokens: NDArray[np.integer]) -> int:

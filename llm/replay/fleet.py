@@ -343,7 +343,7 @@ class Fleet:
     ) -> None:
         if instance.activity is _Activity.QUIET:
             # The quiet steps that begin later will not be quiet.
-            instance.result = instance.engine.step(instance.began, now)
+            instance.result = instance.engine.advance(instance.began, now)
             instance.activity = _Activity.STEP
             self._wake_at(instance.began + instance.result.duration, instance)
         elif instance.activity is _Activity.IDLE:
@@ -371,13 +371,13 @@ class Fleet:
     def _begin_steps(self, instance: _Instance, now: float) -> None:
         engine = instance.engine
         instance.began = now
-        if engine.is_idle:
+        if not engine.has_work:
             instance.activity = _Activity.IDLE
             return
         end = engine.quiet_until(now)
         if end is None:
             instance.activity = _Activity.STEP
-            instance.result = engine.step(now)
+            instance.result = engine.advance(now)
             end = now + instance.result.duration
         else:
             instance.activity = _Activity.QUIET
@@ -385,7 +385,7 @@ class Fleet:
 
     def _end_steps(self, instance: _Instance, now: float) -> None:
         if instance.activity is _Activity.QUIET:
-            instance.result = instance.engine.step(instance.began, _NEVER)
+            instance.result = instance.engine.advance(instance.began, _NEVER)
         result, instance.result = instance.result, None
         if result is None:
             return
@@ -412,6 +412,6 @@ class Fleet:
         if scheduler.config.track_output:
             opened.output_tokens += output.count
             scheduler.grown(opened.decision, opened.output_tokens)
-        if output.is_last:
+        if output.finish_reason is not None:
             del self._requests[output.request_id]
             scheduler.ended(opened.decision, now)

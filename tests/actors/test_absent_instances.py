@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from tests.story import on_a_kit
 
 from dynbus import (
     Actor,
@@ -21,7 +22,7 @@ from dynbus import (
 from dynbus.bus.clock import monotonic
 from dynbus.bus.protocol.liveness import SILENCE_LIMIT
 from dynbus.bus.records.instance_view import EXPIRY_GRACE, SUSPECT_SECONDS
-from dynbus.testing import TestKit, run
+from dynbus.testing import TestKit
 
 
 class Worker(Actor, namespace="absent"):
@@ -63,18 +64,17 @@ async def outcome(call: Any) -> tuple[str, float]:
 
 
 def test_a_call_that_waits_goes_to_the_instance_that_follows_the_one_that_just_died() -> None:
-    async def story() -> tuple[str, float]:
-        async with TestKit() as kit:
-            first = await kit.start(Worker, instance_id="a")
-            worker = kit.client(Worker, wait=10.0)
-            assert await worker.where() == "a"
-            await kit.kill(first)
-            waiting = asyncio.ensure_future(outcome(worker.where()))
-            await asyncio.sleep(4.0)
-            await kit.start(Worker, instance_id="b")
-            return await waiting
+    async def story(kit: TestKit) -> tuple[str, float]:
+        first = await kit.start(Worker, instance_id="a")
+        worker = kit.client(Worker, wait=10.0)
+        assert await worker.where() == "a"
+        await kit.kill(first)
+        waiting = asyncio.ensure_future(outcome(worker.where()))
+        await asyncio.sleep(4.0)
+        await kit.start(Worker, instance_id="b")
+        return await waiting
 
-    name, seconds = run(story())
+    name, seconds = on_a_kit(story)
 
     assert name == "b"
     assert 3.999 <= seconds < 5.0
@@ -82,17 +82,16 @@ def test_a_call_that_waits_goes_to_the_instance_that_follows_the_one_that_just_d
 
 @pytest.mark.parametrize("wait", [3.0, 30.0])
 def test_a_call_waits_no_longer_than_it_said_when_nobody_follows(wait: float) -> None:
-    async def story() -> tuple[str, float, int]:
-        async with TestKit() as kit:
-            first = await kit.start(Worker, instance_id="a")
-            worker = kit.client(Worker, wait=wait)
-            await worker.where()
-            await kit.kill(first)
-            with kit.bus.duplicate("absent.Worker.where.a") as requests:
-                code, seconds = await outcome(worker.where())
-            return code, seconds, requests.hits
+    async def story(kit: TestKit) -> tuple[str, float, int]:
+        first = await kit.start(Worker, instance_id="a")
+        worker = kit.client(Worker, wait=wait)
+        await worker.where()
+        await kit.kill(first)
+        with kit.bus.duplicate("absent.Worker.where.a") as requests:
+            code, seconds = await outcome(worker.where())
+        return code, seconds, requests.hits
 
-    code, seconds, requests = run(story())
+    code, seconds, requests = on_a_kit(story)
 
     assert code == NoInstances.code
     assert wait - 0.1 <= seconds <= wait + 0.1
@@ -100,83 +99,79 @@ def test_a_call_waits_no_longer_than_it_said_when_nobody_follows(wait: float) ->
 
 
 def test_a_call_that_does_not_wait_is_told_at_once_that_the_instance_is_gone() -> None:
-    async def story() -> tuple[str, float]:
-        async with TestKit() as kit:
-            first = await kit.start(Worker, instance_id="a")
-            worker = kit.client(Worker)
-            await worker.where()
-            await kit.kill(first)
-            return await outcome(worker.where())
+    async def story(kit: TestKit) -> tuple[str, float]:
+        first = await kit.start(Worker, instance_id="a")
+        worker = kit.client(Worker)
+        await worker.where()
+        await kit.kill(first)
+        return await outcome(worker.where())
 
-    code, seconds = run(story())
+    code, seconds = on_a_kit(story)
 
     assert code == Unavailable.code
     assert seconds < 0.1
 
 
 def test_a_call_that_waits_goes_to_the_instance_that_follows_one_that_drains() -> None:
-    async def story() -> tuple[str, float]:
-        async with TestKit() as kit:
-            first = await kit.start(Worker, instance_id="a")
-            worker = kit.client(Worker, wait=10.0)
-            held = asyncio.ensure_future(outcome(worker.hold()))
-            await asyncio.sleep(0.1)
-            # It refuses calls before its record says so.
-            first.server.execution.draining = True
-            waiting = asyncio.ensure_future(outcome(worker.where()))
-            await asyncio.sleep(1.0)
-            await kit.start(Worker, instance_id="b")
-            result = await waiting
-            held.cancel()
-            return result
+    async def story(kit: TestKit) -> tuple[str, float]:
+        first = await kit.start(Worker, instance_id="a")
+        worker = kit.client(Worker, wait=10.0)
+        held = asyncio.ensure_future(outcome(worker.hold()))
+        await asyncio.sleep(0.1)
+        # It refuses calls before its record says so.
+        first.server.execution.draining = True
+        waiting = asyncio.ensure_future(outcome(worker.where()))
+        await asyncio.sleep(1.0)
+        await kit.start(Worker, instance_id="b")
+        result = await waiting
+        held.cancel()
+        return result
 
-    name, seconds = run(story())
+    name, seconds = on_a_kit(story)
 
     assert name == "b"
     assert 1.0 <= seconds < 2.0
 
 
 def test_a_call_that_may_be_repeated_waits_for_the_next_instance_after_its_own_died() -> None:
-    async def story() -> tuple[str, float]:
-        async with TestKit() as kit:
-            first = await kit.start(Worker, instance_id="a")
-            waiting = asyncio.ensure_future(outcome(kit.client(Worker, wait=5.0).hold_once()))
-            # Longer than it waits for an instance: it had one.
-            await asyncio.sleep(10.0)
-            await kit.kill(first)
-            await asyncio.sleep(4.0)
-            await kit.start(Worker, instance_id="b")
-            return await waiting
+    async def story(kit: TestKit) -> tuple[str, float]:
+        first = await kit.start(Worker, instance_id="a")
+        waiting = asyncio.ensure_future(outcome(kit.client(Worker, wait=5.0).hold_once()))
+        # Longer than it waits for an instance: it had one.
+        await asyncio.sleep(10.0)
+        await kit.kill(first)
+        await asyncio.sleep(4.0)
+        await kit.start(Worker, instance_id="b")
+        return await waiting
 
-    name, _ = run(story())
+    name, _ = on_a_kit(story)
 
     assert name == "b"
 
 
 @pytest.mark.parametrize("by_a_stream", [False, True])
 def test_an_instance_that_fell_silent_gets_no_call_while_its_lease_lives(by_a_stream: bool) -> None:
-    async def story() -> tuple[str, list[tuple[str, float]]]:
-        async with TestKit() as kit:
-            instances = [await kit.start(Worker, instance_id=name) for name in ("a", "b")]
-            ttl = instances[0].actor.runtime.bus.config.lease_ttl
-            silent = kit.client(Worker, routing=Always("a"))
-            if by_a_stream:
-                items = silent.stream()
-                await anext(items)
-                seeing = asyncio.ensure_future(outcome(drained(items)))
-            else:
-                seeing = asyncio.ensure_future(outcome(silent.hold()))
-                await asyncio.sleep(0.1)
-            with stopped(kit, instances[0]):
-                seen, _ = await seeing
-                worker = kit.client(Worker)
-                found: list[tuple[str, float]] = []
-                for _ in range(int(4 * (ttl + EXPIRY_GRACE))):
-                    found.append(await outcome(worker.where()))
-                    await asyncio.sleep(0.25)
-            return seen, found
+    async def story(kit: TestKit) -> tuple[str, list[tuple[str, float]]]:
+        instances = [await kit.start(Worker, instance_id=name) for name in ("a", "b")]
+        ttl = instances[0].actor.runtime.bus.config.lease_ttl
+        silent = kit.client(Worker, routing=Always("a"))
+        if by_a_stream:
+            items = silent.stream()
+            await anext(items)
+            seeing = asyncio.ensure_future(outcome(drained(items)))
+        else:
+            seeing = asyncio.ensure_future(outcome(silent.hold()))
+            await asyncio.sleep(0.1)
+        with stopped(kit, instances[0]):
+            seen, _ = await seeing
+            worker = kit.client(Worker)
+            found: list[tuple[str, float]] = []
+            for _ in range(int(4 * (ttl + EXPIRY_GRACE))):
+                found.append(await outcome(worker.where()))
+                await asyncio.sleep(0.25)
+        return seen, found
 
-    seen, found = run(story())
+    seen, found = on_a_kit(story)
 
     assert seen == (StreamLost if by_a_stream else UnknownOutcome).code
     assert {name for name, _ in found} == {"b"}
@@ -184,32 +179,30 @@ def test_an_instance_that_fell_silent_gets_no_call_while_its_lease_lives(by_a_st
 
 
 def test_a_silent_instance_is_called_again_once_it_was_heard() -> None:
-    async def story() -> list[str]:
-        async with TestKit() as kit:
-            instances = [await kit.start(Worker, instance_id=name) for name in ("a", "b")]
-            ttl = instances[0].actor.runtime.bus.config.lease_ttl
-            with stopped(kit, instances[0]), pytest.raises(UnknownOutcome):
-                await kit.client(Worker, routing=Always("a")).hold()
-            await asyncio.sleep(ttl / 3 + 0.5)
-            worker = kit.client(Worker)
-            return sorted([await worker.where() for _ in range(4)])
+    async def story(kit: TestKit) -> list[str]:
+        instances = [await kit.start(Worker, instance_id=name) for name in ("a", "b")]
+        ttl = instances[0].actor.runtime.bus.config.lease_ttl
+        with stopped(kit, instances[0]), pytest.raises(UnknownOutcome):
+            await kit.client(Worker, routing=Always("a")).hold()
+        await asyncio.sleep(ttl / 3 + 0.5)
+        worker = kit.client(Worker)
+        return sorted([await worker.where() for _ in range(4)])
 
-    assert run(story()) == ["a", "a", "b", "b"]
+    assert on_a_kit(story) == ["a", "a", "b", "b"]
 
 
 def test_without_another_instance_a_silent_one_is_waited_for() -> None:
-    async def story() -> tuple[tuple[str, float], tuple[str, float]]:
-        async with TestKit() as kit:
-            instance = await kit.start(Worker, instance_id="a")
-            with stopped(kit, instance):
-                with pytest.raises(UnknownOutcome):
-                    await kit.client(Worker).hold()
-                at_once = await outcome(kit.client(Worker).where())
-                waiting = asyncio.ensure_future(outcome(kit.client(Worker, wait=30.0).where()))
-                await asyncio.sleep(2.0)
-            return at_once, await waiting
+    async def story(kit: TestKit) -> tuple[tuple[str, float], tuple[str, float]]:
+        instance = await kit.start(Worker, instance_id="a")
+        with stopped(kit, instance):
+            with pytest.raises(UnknownOutcome):
+                await kit.client(Worker).hold()
+            at_once = await outcome(kit.client(Worker).where())
+            waiting = asyncio.ensure_future(outcome(kit.client(Worker, wait=30.0).where()))
+            await asyncio.sleep(2.0)
+        return at_once, await waiting
 
-    (code, at_once), (name, waited) = run(story())
+    (code, at_once), (name, waited) = on_a_kit(story)
 
     assert code == NoInstances.code
     assert at_once < 0.1

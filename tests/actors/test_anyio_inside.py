@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 import anyio
 import pytest
 from tests.conditions import eventually
+from tests.story import on_a_kit
 
 from dynbus import Actor, DeadlineExceeded, Runtime, context, handler, with_options
 from dynbus.bus.nats.server_process import RunningServer
@@ -98,16 +99,15 @@ class Inside(Actor, namespace="anyio"):
 
 
 def test_task_groups_and_scopes_do_their_work_in_a_handler() -> None:
-    async def story() -> tuple[list[int], str]:
-        async with TestKit() as kit:
-            await kit.start(Inside)
-            client = kit.client(Inside)
-            return (
-                await client.gather(4),
-                await with_options(client, request_id="r1").bounded(),
-            )
+    async def story(kit: TestKit) -> tuple[list[int], str]:
+        await kit.start(Inside)
+        client = kit.client(Inside)
+        return (
+            await client.gather(4),
+            await with_options(client, request_id="r1").bounded(),
+        )
 
-    assert run(story()) == ([0, 1, 2, 3], "r1")
+    assert on_a_kit(story) == ([0, 1, 2, 3], "r1")
 
 
 @pytest.mark.anyio
@@ -123,20 +123,19 @@ async def test_a_handler_may_wait_for_a_thread_of_anyio(nats_server: RunningServ
 
 @pytest.mark.parametrize("how", ["cancelled", "timeout"])
 def test_a_handler_that_is_ended_leaves_its_task_group_tidily(how: str) -> None:
-    async def story() -> list[str]:
-        async with TestKit() as kit:
-            actor = (await kit.start(Inside)).actor
-            assert isinstance(actor, Inside)
-            if how == "timeout":
-                with pytest.raises(DeadlineExceeded):
-                    await with_options(kit.client(Inside), timeout=0.5).hold()
-            else:
-                with anyio.move_on_after(0.5):
-                    await kit.client(Inside).hold()
-            await eventually(lambda: len(actor.cleaned) == 2, 5.0)
-            return actor.cleaned
+    async def story(kit: TestKit) -> list[str]:
+        actor = (await kit.start(Inside)).actor
+        assert isinstance(actor, Inside)
+        if how == "timeout":
+            with pytest.raises(DeadlineExceeded):
+                await with_options(kit.client(Inside), timeout=0.5).hold()
+        else:
+            with anyio.move_on_after(0.5):
+                await kit.client(Inside).hold()
+        await eventually(lambda: len(actor.cleaned) == 2, 5.0)
+        return actor.cleaned
 
-    assert run(story()) == ["child", "handler"]
+    assert on_a_kit(story) == ["child", "handler"]
 
 
 @pytest.mark.parametrize("taken", [2, 5])
@@ -241,33 +240,31 @@ class Other(Actor, namespace="anyio_inside"):
 
 
 def test_an_on_start_that_its_own_task_group_cancels_harms_no_other_instance() -> None:
-    async def story() -> str:
-        async with TestKit() as kit:
-            other = await kit.start(Other)
-            runtime = other.actor.runtime
+    async def story(kit: TestKit) -> str:
+        other = await kit.start(Other)
+        runtime = other.actor.runtime
 
-            with pytest.raises(RuntimeError, match="waited for was cancelled"):
-                await runtime.start(FailsWhileItStarts)
-            await asyncio.sleep(60.0)
-            await runtime.start(Other)
+        with pytest.raises(RuntimeError, match="waited for was cancelled"):
+            await runtime.start(FailsWhileItStarts)
+        await asyncio.sleep(60.0)
+        await runtime.start(Other)
 
-            return await kit.client(Other).ping()
+        return await kit.client(Other).ping()
 
-    assert run(story()) == "pong"
+    assert on_a_kit(story) == "pong"
 
 
 def test_a_task_group_may_span_on_start_and_on_stop() -> None:
-    async def story() -> tuple[int, str, str]:
-        async with TestKit() as kit:
-            instance = await kit.start(Spanning)
-            actor = instance.actor
-            assert isinstance(actor, Spanning)
-            await asyncio.sleep(1.0)
-            count = await kit.client(Spanning).count()
-            await instance.stop()
-            return count, actor.stopped_with, instance.broken
+    async def story(kit: TestKit) -> tuple[int, str, str]:
+        instance = await kit.start(Spanning)
+        actor = instance.actor
+        assert isinstance(actor, Spanning)
+        await asyncio.sleep(1.0)
+        count = await kit.client(Spanning).count()
+        await instance.stop()
+        return count, actor.stopped_with, instance.broken
 
-    count, stopped_with, broken = run(story())
+    count, stopped_with, broken = on_a_kit(story)
     assert count > 5
     assert (stopped_with, broken) == ("", "")
 
@@ -275,16 +272,15 @@ def test_a_task_group_may_span_on_start_and_on_stop() -> None:
 def test_an_instance_whose_task_group_fails_is_withdrawn_as_broken(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def story() -> tuple[str, str]:
-        async with TestKit() as kit:
-            instance = await kit.start(Spanning, dies_after=1.0)
-            actor = instance.actor
-            assert isinstance(actor, Spanning)
-            async with asyncio.timeout(5.0):
-                await instance.stopped.wait()
-            return instance.broken, actor.stopped_with
+    async def story(kit: TestKit) -> tuple[str, str]:
+        instance = await kit.start(Spanning, dies_after=1.0)
+        actor = instance.actor
+        assert isinstance(actor, Spanning)
+        async with asyncio.timeout(5.0):
+            await instance.stopped.wait()
+        return instance.broken, actor.stopped_with
 
-    broken, stopped_with = run(story())
+    broken, stopped_with = on_a_kit(story)
     assert broken == "a task group or cancel scope of its on_start was cancelled"
     assert stopped_with == "the engine is gone"
 
@@ -305,12 +301,11 @@ def test_a_start_within_a_scope_of_anyio_ends_with_it() -> None:
         async def ask(self) -> str:
             return ""
 
-    async def story() -> bool:
-        async with TestKit() as kit:
-            with anyio.move_on_after(0.5) as scope:
-                await kit.start(Stuck)
-            assert kit.caller.instances == {}
-            return scope.cancelled_caught
+    async def story(kit: TestKit) -> bool:
+        with anyio.move_on_after(0.5) as scope:
+            await kit.start(Stuck)
+        assert kit.caller.instances == {}
+        return scope.cancelled_caught
 
-    assert run(story())
+    assert on_a_kit(story)
     assert Stuck.cleaned

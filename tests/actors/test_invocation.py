@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel, model_validator
+from tests.story import on_a_kit
 
 from dynbus import (
     Actor,
@@ -101,115 +102,106 @@ async def pair(kit: TestKit) -> Worker:
 
 
 def test_a_call_that_asks_to_migrate_goes_on_elsewhere() -> None:
-    async def story() -> tuple[str, list[str]]:
-        async with TestKit() as kit:
-            worker = await pair(kit)
-            return await worker.migrate(), [name async for name in worker.migrate_stream()]
+    async def story(kit: TestKit) -> tuple[str, list[str]]:
+        worker = await pair(kit)
+        return await worker.migrate(), [name async for name in worker.migrate_stream()]
 
-    assert run(story()) == ("b", ["b"])
+    assert on_a_kit(story) == ("b", ["b"])
 
 
 def test_without_a_migration_limit_the_caller_is_told() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            with pytest.raises(Migrate):
-                await (await pair(kit)).stay()
+    async def story(kit: TestKit) -> None:
+        with pytest.raises(Migrate):
+            await (await pair(kit)).stay()
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_an_overloaded_instance_is_passed_over() -> None:
-    async def story() -> list[str]:
-        async with TestKit() as kit:
-            worker = await pair(kit)
-            return sorted(await asyncio.gather(worker.alone(1.0), worker.alone(1.0)))
+    async def story(kit: TestKit) -> list[str]:
+        worker = await pair(kit)
+        return sorted(await asyncio.gather(worker.alone(1.0), worker.alone(1.0)))
 
-    assert run(story()) == ["a", "b"]
+    assert on_a_kit(story) == ["a", "b"]
 
 
 def test_when_all_are_overloaded_the_caller_is_told_when_to_come_again() -> None:
-    async def story() -> Overloaded:
-        async with TestKit() as kit:
-            worker = await pair(kit)
-            busy = [asyncio.create_task(worker.alone(5.0)) for _ in range(2)]
-            await asyncio.sleep(0.5)
-            with pytest.raises(Overloaded) as caught:
-                await worker.alone(0.0)
-            await asyncio.gather(*busy)
-            return caught.value
+    async def story(kit: TestKit) -> Overloaded:
+        worker = await pair(kit)
+        busy = [asyncio.create_task(worker.alone(5.0)) for _ in range(2)]
+        await asyncio.sleep(0.5)
+        with pytest.raises(Overloaded) as caught:
+            await worker.alone(0.0)
+        await asyncio.gather(*busy)
+        return caught.value
 
-    assert run(story()).retry_after > 0
+    assert on_a_kit(story).retry_after > 0
 
 
 def test_retries_wait_until_there_is_room() -> None:
-    async def story() -> str:
-        async with TestKit() as kit:
-            worker = await pair(kit)
-            busy = [asyncio.create_task(worker.alone(0.3)) for _ in range(2)]
-            await asyncio.sleep(0.1)
-            with call_options(retries=6):
-                answer = await worker.alone(0.0)
-            await asyncio.gather(*busy)
-            return answer
+    async def story(kit: TestKit) -> str:
+        worker = await pair(kit)
+        busy = [asyncio.create_task(worker.alone(0.3)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        with call_options(retries=6):
+            answer = await worker.alone(0.0)
+        await asyncio.gather(*busy)
+        return answer
 
-    assert run(story()) in ("a", "b")
+    assert on_a_kit(story) in ("a", "b")
 
 
 def test_a_call_whose_instance_dies_is_repeated_only_where_that_is_safe() -> None:
-    async def story() -> str:
-        async with TestKit() as kit:
-            worker = await pair(kit)
-            unsafe = asyncio.create_task(worker.slow())
-            safe = asyncio.create_task(worker.slow_idempotent())
-            await asyncio.sleep(1.0)
-            await kit.kill(kit.started["a"])
-            with pytest.raises(UnknownOutcome):
-                await unsafe
-            return await safe
+    async def story(kit: TestKit) -> str:
+        worker = await pair(kit)
+        unsafe = asyncio.create_task(worker.slow())
+        safe = asyncio.create_task(worker.slow_idempotent())
+        await asyncio.sleep(1.0)
+        await kit.kill(kit.started["a"])
+        with pytest.raises(UnknownOutcome):
+            await unsafe
+        return await safe
 
-    assert run(story()) == "b 2"
+    assert on_a_kit(story) == "b 2"
 
 
 def test_an_idempotency_key_reaches_the_handler_and_allows_a_repeat() -> None:
-    async def story() -> tuple[str, str]:
-        async with TestKit() as kit:
-            worker = await pair(kit)
-            with call_options(idempotency_key="order-7"):
-                key = await worker.key()
-                slow = asyncio.create_task(worker.slow())
-                await asyncio.sleep(1.0)
-            await kit.kill(kit.started["a"])
-            return key, await slow
+    async def story(kit: TestKit) -> tuple[str, str]:
+        worker = await pair(kit)
+        with call_options(idempotency_key="order-7"):
+            key = await worker.key()
+            slow = asyncio.create_task(worker.slow())
+            await asyncio.sleep(1.0)
+        await kit.kill(kit.started["a"])
+        return key, await slow
 
-    assert run(story()) == ("order-7", "b 2")
+    assert on_a_kit(story) == ("order-7", "b 2")
 
 
 def test_an_error_of_the_handler_is_never_repeated() -> None:
-    async def story() -> HandlerError:
-        async with TestKit() as kit:
-            worker = await pair(kit)
-            with call_options(retries=5), pytest.raises(HandlerError) as caught:
-                await worker.fail()
-            return caught.value
+    async def story(kit: TestKit) -> HandlerError:
+        worker = await pair(kit)
+        with call_options(retries=5), pytest.raises(HandlerError) as caught:
+            await worker.fail()
+        return caught.value
 
-    assert run(story()).message == "ValueError: no"
+    assert on_a_kit(story).message == "ValueError: no"
 
 
 def test_a_plain_client_cancels_its_call_by_request_id() -> None:
-    async def story() -> str:
-        async with TestKit() as kit:
-            await kit.start(Worker, instance_id="a")
-            plain = await kit.bus.connect()
-            answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-            plain.subscribe("_INBOX.plain", lambda message: answered.set_result(message.headers))
-            request = headers.encode({headers.REQUEST_ID: "mine"})
-            cancel = headers.encode({headers.REQUEST_ID: "mine", headers.CANCEL: "kill"})
-            plain.publish("attempts.Worker.slow", b"", reply="_INBOX.plain", headers=request)
-            await asyncio.sleep(1.0)
-            plain.publish(control_subject("attempts", "Worker", "a"), b"", headers=cancel)
-            return headers.decode(await answered)[headers.SERVICE_ERROR_CODE]
+    async def story(kit: TestKit) -> str:
+        await kit.start(Worker, instance_id="a")
+        plain = await kit.bus.connect()
+        answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        plain.subscribe("_INBOX.plain", lambda message: answered.set_result(message.headers))
+        request = headers.encode({headers.REQUEST_ID: "mine"})
+        cancel = headers.encode({headers.REQUEST_ID: "mine", headers.CANCEL: "kill"})
+        plain.publish("attempts.Worker.slow", b"", reply="_INBOX.plain", headers=request)
+        await asyncio.sleep(1.0)
+        plain.publish(control_subject("attempts", "Worker", "a"), b"", headers=cancel)
+        return headers.decode(await answered)[headers.SERVICE_ERROR_CODE]
 
-    assert run(story()) == "499"
+    assert on_a_kit(story) == "499"
 
 
 class Unary(Actor, namespace="kinds", component="Service"):
@@ -258,31 +250,29 @@ class Mistyped(Actor, namespace="kinds", component="Service"):
 
 
 def test_whatever_a_validator_raises_is_told_of_a_result_as_of_an_item() -> None:
-    async def story() -> InvalidResponse:
-        async with TestKit() as kit:
-            await kit.start(Unary, instance_id="u")
-            with pytest.raises(InvalidResponse) as caught:
-                await kit.client(Mistyped).count()
-            return caught.value
+    async def story(kit: TestKit) -> InvalidResponse:
+        await kit.start(Unary, instance_id="u")
+        with pytest.raises(InvalidResponse) as caught:
+            await kit.client(Mistyped).count()
+        return caught.value
 
-    error = run(story())
+    error = on_a_kit(story)
 
     assert error.message == "the result of kinds.Service.count: LookupError: no such count"
     assert isinstance(error.__cause__, LookupError)
 
 
 def test_a_class_that_declares_a_stream_does_not_call_a_unary_endpoint() -> None:
-    async def story() -> str:
-        async with TestKit() as kit:
-            await kit.start(Unary, instance_id="u")
+    async def story(kit: TestKit) -> str:
+        await kit.start(Unary, instance_id="u")
 
-            with pytest.raises(InvalidRequest) as caught:
-                [item async for item in kit.client(Streaming).answer()]
+        with pytest.raises(InvalidRequest) as caught:
+            [item async for item in kit.client(Streaming).answer()]
 
-            assert not caught.value.started
-            return str(caught.value)
+        assert not caught.value.started
+        return str(caught.value)
 
-    assert run(story()) == (
+    assert on_a_kit(story) == (
         "kinds.Service.answer is declared stream by the client's actor class, "
         "but instance u serves it as unary"
     )
@@ -290,32 +280,30 @@ def test_a_class_that_declares_a_stream_does_not_call_a_unary_endpoint() -> None
 
 @pytest.mark.parametrize("retries", [0, 3])
 def test_a_class_that_declares_one_answer_does_not_wait_for_a_stream(retries: int) -> None:
-    async def story() -> str:
-        async with TestKit() as kit:
-            await kit.start(Streaming, instance_id="s")
-            begun = monotonic()
+    async def story(kit: TestKit) -> str:
+        await kit.start(Streaming, instance_id="s")
+        begun = monotonic()
 
-            with pytest.raises(InvalidRequest) as caught, call_options(retries=retries):
-                await kit.client(Unary).answer()
+        with pytest.raises(InvalidRequest) as caught, call_options(retries=retries):
+            await kit.client(Unary).answer()
 
-            assert monotonic() == begun
-            return str(caught.value)
+        assert monotonic() == begun
+        return str(caught.value)
 
-    assert run(story()) == (
+    assert on_a_kit(story) == (
         "kinds.Service.answer is declared unary by the client's actor class, "
         "but instance s serves it as stream"
     )
 
 
 def test_a_call_passes_over_instances_that_serve_the_other_kind() -> None:
-    async def story() -> list[str]:
-        async with TestKit() as kit:
-            await kit.start(Streaming, instance_id="a")
-            await kit.start(Unary, instance_id="b")
-            client = kit.client(Unary, routing=First())
-            return [await client.answer() for _ in range(3)]
+    async def story(kit: TestKit) -> list[str]:
+        await kit.start(Streaming, instance_id="a")
+        await kit.start(Unary, instance_id="b")
+        client = kit.client(Unary, routing=First())
+        return [await client.answer() for _ in range(3)]
 
-    assert run(story()) == ["once"] * 3
+    assert on_a_kit(story) == ["once"] * 3
 
 
 class Mistaken(Actor, namespace="attempts", component="Worker"):
@@ -340,53 +328,49 @@ class Counting(First):
 def test_a_request_that_one_instance_refuses_as_wrong_is_sent_to_no_other() -> None:
     router = Counting()
 
-    async def story() -> InvalidRequest:
-        async with TestKit() as kit:
-            await pair(kit)
-            with pytest.raises(InvalidRequest, match="takes no request") as caught:
-                await kit.client(Mistaken, routing=router).where(True)
-            return caught.value
+    async def story(kit: TestKit) -> InvalidRequest:
+        await pair(kit)
+        with pytest.raises(InvalidRequest, match="takes no request") as caught:
+            await kit.client(Mistaken, routing=router).where(True)
+        return caught.value
 
-    assert not run(story()).started
+    assert not on_a_kit(story).started
     assert router.asked == 1
 
 
 def test_a_misspelt_endpoint_is_told_apart_from_a_dead_instance() -> None:
-    async def story() -> InvalidRequest:
-        async with TestKit() as kit:
-            await pair(kit)
-            client = await kit.caller.endpoint("attempts.Worker.wher").client()
-            with pytest.raises(InvalidRequest) as caught:
-                await client.generate()
-            return caught.value
+    async def story(kit: TestKit) -> InvalidRequest:
+        await pair(kit)
+        client = await kit.caller.endpoint("attempts.Worker.wher").client()
+        with pytest.raises(InvalidRequest) as caught:
+            await client.generate()
+        return caught.value
 
-    assert "has no endpoint 'wher'; it has alone, endless, fail, key" in str(run(story()))
+    assert "has no endpoint 'wher'; it has alone, endless, fail, key" in str(on_a_kit(story))
 
 
 def test_an_untyped_call_asks_the_router_once() -> None:
-    async def story() -> list[str]:
-        async with TestKit() as kit:
-            await pair(kit)
-            client = await kit.caller.endpoint("attempts.Worker.where").client()
-            return sorted([await client.round_robin() for _ in range(4)])
+    async def story(kit: TestKit) -> list[str]:
+        await pair(kit)
+        client = await kit.caller.endpoint("attempts.Worker.where").client()
+        return sorted([await client.round_robin() for _ in range(4)])
 
-    assert run(story()) == ["a", "a", "b", "b"]
+    assert on_a_kit(story) == ["a", "a", "b", "b"]
 
 
 @pytest.mark.parametrize("instance", ["", "a"])
 def test_learning_how_an_endpoint_answers_ends_at_the_deadline(instance: str) -> None:
-    async def story() -> float:
-        async with TestKit() as kit:
-            client = await kit.caller.endpoint("attempts.Worker.where").client()
-            begun = monotonic()
-            with (
-                pytest.raises((DeadlineExceeded, NoInstances)),
-                call_options(timeout=1.0, wait=60.0, instance=instance or None),
-            ):
-                await client.generate()
-            return monotonic() - begun
+    async def story(kit: TestKit) -> float:
+        client = await kit.caller.endpoint("attempts.Worker.where").client()
+        begun = monotonic()
+        with (
+            pytest.raises((DeadlineExceeded, NoInstances)),
+            call_options(timeout=1.0, wait=60.0, instance=instance or None),
+        ):
+            await client.generate()
+        return monotonic() - begun
 
-    assert run(story()) == pytest.approx(1.0, abs=0.01)
+    assert on_a_kit(story) == pytest.approx(1.0, abs=0.01)
 
 
 # What telemetry sees -----------------------------------------------------------------------

@@ -11,13 +11,14 @@ import msgspec
 import pytest
 from pydantic import Base64Bytes, BaseModel, ConfigDict, PlainSerializer, PlainValidator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
+from tests.story import on_a_kit
 from typing_extensions import TypedDict
 
 from dynbus import Actor, ConfigError, InvalidRequest, InvalidResponse, handler
 from dynbus.actors.declaring.codec import Misfit, codec_for
 from dynbus.actors.declaring.raw_bytes import HoldsBytes
 from dynbus.actors.serving.endpoints import make_endpoint
-from dynbus.testing import TestKit, run
+from dynbus.testing import TestKit
 
 RAW = bytes(range(256))
 AS_TEXT = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
@@ -208,12 +209,11 @@ class LateBlob(BaseModel):
 
 
 def test_bytes_of_a_type_that_is_defined_later_are_refused_before_the_start() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Late)
+    async def story(kit: TestKit) -> None:
+        await kit.start(Late)
 
     with pytest.raises(ConfigError, match=r"Late\.put: the request cannot be sent: LateBlob\.data"):
-        run(story())
+        on_a_kit(story)
 
 
 class Echo(Actor, namespace="bytes"):
@@ -227,16 +227,13 @@ class Echo(Actor, namespace="bytes"):
 
 
 def test_any_bytes_cross_in_a_call_in_the_forms_that_are_named_as_the_remedy() -> None:
-    async def story() -> tuple[TextRecord, list[Packed]]:
-        async with TestKit() as kit:
-            await kit.start(Echo)
-            client = kit.client(Echo)
-            packed = Packed(RAW, bytearray(RAW))
-            return await client.echo(TextBlob(data=RAW)), [
-                one async for one in client.packed(packed)
-            ]
+    async def story(kit: TestKit) -> tuple[TextRecord, list[Packed]]:
+        await kit.start(Echo)
+        client = kit.client(Echo)
+        packed = Packed(RAW, bytearray(RAW))
+        return await client.echo(TextBlob(data=RAW)), [one async for one in client.packed(packed)]
 
-    assert run(story()) == (TextRecord(RAW), [Packed(RAW, bytearray(RAW))])
+    assert on_a_kit(story) == (TextRecord(RAW), [Packed(RAW, bytearray(RAW))])
 
 
 class Relay(Actor, namespace="bytes"):
@@ -270,93 +267,85 @@ JSON = msgspec.Raw(b'{"a" :1.0}')
 
 
 def test_a_whole_request_result_and_item_of_bytes_cross_as_they_are() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            instance = await kit.start(Relay)
-            client = kit.client(Relay)
+    async def story(kit: TestKit) -> None:
+        instance = await kit.start(Relay)
+        client = kit.client(Relay)
 
-            assert await client.one(RAW) == RAW
-            assert await client.one(b"") == b""
-            assert [len(item) async for item in client.many()] == [0, 1, 256, 3 << 20]
-            assert [len(item) async for item in client.many(b"")] == [0, 1, 256, 3 << 20]
-            assert cast("Relay", instance.actor).seen == [RAW, b"", b"none", b""]
+        assert await client.one(RAW) == RAW
+        assert await client.one(b"") == b""
+        assert [len(item) async for item in client.many()] == [0, 1, 256, 3 << 20]
+        assert [len(item) async for item in client.many(b"")] == [0, 1, 256, 3 << 20]
+        assert cast("Relay", instance.actor).seen == [RAW, b"", b"none", b""]
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_json_that_is_encoded_already_crosses_as_it_is() -> None:
-    async def story() -> list[bytes]:
-        async with TestKit() as kit:
-            await kit.start(Relay)
-            return [bytes(item) async for item in kit.client(Relay).json(JSON)]
+    async def story(kit: TestKit) -> list[bytes]:
+        await kit.start(Relay)
+        return [bytes(item) async for item in kit.client(Relay).json(JSON)]
 
-    assert run(story()) == [b'{"a" :1.0}'] * 2
+    assert on_a_kit(story) == [b'{"a" :1.0}'] * 2
 
 
 def test_an_untyped_call_sends_bytes_and_gives_what_comes_undecoded() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Relay)
-            one = await kit.caller.endpoint("bytes.Relay.one").client()
-            json = await kit.caller.endpoint("bytes.Relay.json").client()
+    async def story(kit: TestKit) -> None:
+        await kit.start(Relay)
+        one = await kit.caller.endpoint("bytes.Relay.one").client()
+        json = await kit.caller.endpoint("bytes.Relay.json").client()
 
-            assert await one.generate(RAW).raw() == RAW
-            assert await one.generate(b"[1]") == (1,)
-            assert [item async for item in json.generate(JSON).raw()] == [b'{"a" :1.0}'] * 2
-            assert [item async for item in await json.generate(b"7").raw()] == [b"7", b"7"]
+        assert await one.generate(RAW).raw() == RAW
+        assert await one.generate(b"[1]") == (1,)
+        assert [item async for item in json.generate(JSON).raw()] == [b'{"a" :1.0}'] * 2
+        assert [item async for item in await json.generate(b"7").raw()] == [b"7", b"7"]
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_an_untyped_call_for_what_is_not_json_says_how_to_have_it() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Relay)
-            one = await kit.caller.endpoint("bytes.Relay.one").client()
+    async def story(kit: TestKit) -> None:
+        await kit.start(Relay)
+        one = await kit.caller.endpoint("bytes.Relay.one").client()
 
-            with pytest.raises(InvalidResponse) as caught:
-                await one.generate(RAW)
+        with pytest.raises(InvalidResponse) as caught:
+            await one.generate(RAW)
 
-            assert "it is not JSON: " in str(caught.value)
-            assert str(caught.value).endswith(
-                "; call.raw(), or --raw in a shell, gives it as bytes"
-            )
+        assert "it is not JSON: " in str(caught.value)
+        assert str(caught.value).endswith("; call.raw(), or --raw in a shell, gives it as bytes")
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_a_call_that_was_awaited_cannot_be_made_raw() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Relay)
-            one = await kit.caller.endpoint("bytes.Relay.one").client()
-            call = one.generate(b"1")
-            await call
-            raw = one.generate(b"1")
-            raw.raw()
+    async def story(kit: TestKit) -> None:
+        await kit.start(Relay)
+        one = await kit.caller.endpoint("bytes.Relay.one").client()
+        call = one.generate(b"1")
+        await call
+        raw = one.generate(b"1")
+        raw.raw()
 
-            for awaited in (call, raw):
-                with pytest.raises(RuntimeError, match="was awaited already"):
-                    awaited.raw()
+        for awaited in (call, raw):
+            with pytest.raises(RuntimeError, match="was awaited already"):
+                awaited.raw()
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_a_request_that_is_not_bytes_is_refused_before_it_is_sent() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Relay)
-            client = kit.client(Relay)
+    async def story(kit: TestKit) -> None:
+        await kit.start(Relay)
+        client = kit.client(Relay)
 
-            with pytest.raises(InvalidRequest, match="it should be bytes, got 'text'") as caught:
-                await client.one(cast("bytes", "text"))
-            assert not caught.value.started
-            with pytest.raises(InvalidResponse, match="it should be bytes, got"):
-                await client.wrong(b"text")
-            with pytest.raises(InvalidRequest, match="it is empty, which is not JSON"):
-                client.json(msgspec.Raw(b""))
+        with pytest.raises(InvalidRequest, match="it should be bytes, got 'text'") as caught:
+            await client.one(cast("bytes", "text"))
+        assert not caught.value.started
+        with pytest.raises(InvalidResponse, match="it should be bytes, got"):
+            await client.wrong(b"text")
+        with pytest.raises(InvalidRequest, match="it is empty, which is not JSON"):
+            client.json(msgspec.Raw(b""))
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_the_body_of_a_request_of_bytes_is_never_its_default() -> None:

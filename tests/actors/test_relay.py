@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, field_validator
+from tests.story import on_a_kit
 
 from dynbus import (
     Actor,
@@ -520,14 +521,13 @@ def test_a_delivery_that_raises_cancels_the_streams_that_it_was_called_with(
 
 
 def test_a_request_that_cannot_be_sent_is_told_at_once() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            sink = Sink()
-            with pytest.raises(NoInstances):
-                await sink.relay.open(kit.client(Engine).generate(Prompt(count=1)), "a")
-            assert repr(sink.relay) == "<Relay [0 streams]>"
+    async def story(kit: TestKit) -> None:
+        sink = Sink()
+        with pytest.raises(NoInstances):
+            await sink.relay.open(kit.client(Engine).generate(Prompt(count=1)), "a")
+        assert repr(sink.relay) == "<Relay [0 streams]>"
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_what_is_read_already_or_is_no_stream_is_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tests.story import on_a_kit
 
 from dynbus import (
     Actor,
@@ -28,7 +29,7 @@ from dynbus import (
 )
 from dynbus.actors import Arrival
 from dynbus.actors.serving.endpoints import make_endpoint
-from dynbus.testing import TestKit, run
+from dynbus.testing import TestKit
 
 BOUND = 60.0
 """Virtual seconds within which everything here happens."""
@@ -106,50 +107,47 @@ async def begin(kit: TestKit, count: int) -> tuple[Engine, list[asyncio.Task[lis
 
 
 def test_a_step_of_many_calls_is_sent_at_once_and_wakes_no_handler() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            engine, readers = await begin(kit, 50)
+    async def story(kit: TestKit) -> None:
+        engine, readers = await begin(kit, 50)
 
-            for word in ("a", "b"):
-                step = [(reply, Token(text=f"{word}{n}")) for n, reply in enumerate(engine.replies)]
-                assert push_each(step) == []
-            for reply in engine.replies:
-                reply.end()
+        for word in ("a", "b"):
+            step = [(reply, Token(text=f"{word}{n}")) for n, reply in enumerate(engine.replies)]
+            assert push_each(step) == []
+        for reply in engine.replies:
+            reply.end()
 
-            for number, reader in enumerate(readers):
-                assert await reader == [Token(text=f"a{number}"), Token(text=f"b{number}")]
-            assert engine.left == [None] * 50
+        for number, reader in enumerate(readers):
+            assert await reader == [Token(text=f"a{number}"), Token(text=f"b{number}")]
+        assert engine.left == [None] * 50
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_a_handler_that_returns_ends_its_stream() -> None:
-    async def story() -> list[Any]:
-        async with TestKit() as kit:
-            await kit.start(Engine)
-            client = kit.client(Engine)
-            found: list[Any] = [letter async for letter in client.spell(Prompt(text="ada"))]
-            by_name: Any = client.by_name
-            found += [data async for data in by_name(prompt=Prompt(text="raw"))]
-            with call_options(request_id="r1"):
-                found += [name async for name in client.who()]
-            return [*found, await client.answer(Prompt(text="a request named reply"))]
+    async def story(kit: TestKit) -> list[Any]:
+        await kit.start(Engine)
+        client = kit.client(Engine)
+        found: list[Any] = [letter async for letter in client.spell(Prompt(text="ada"))]
+        by_name: Any = client.by_name
+        found += [data async for data in by_name(prompt=Prompt(text="raw"))]
+        with call_options(request_id="r1"):
+            found += [name async for name in client.who()]
+        return [*found, await client.answer(Prompt(text="a request named reply"))]
 
-    assert run(story()) == ["a", "d", "a", b"raw", "r1", "a request named reply"]
+    assert on_a_kit(story) == ["a", "d", "a", b"raw", "r1", "a request named reply"]
 
 
 def test_a_handler_that_raises_fails_its_stream_after_what_it_sent() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Engine)
-            stream = kit.client(Engine).broken(Prompt(text="a"))
+    async def story(kit: TestKit) -> None:
+        await kit.start(Engine)
+        stream = kit.client(Engine).broken(Prompt(text="a"))
 
-            assert await anext(stream) == "a"
-            with pytest.raises(HandlerError, match="it broke") as caught:
-                await anext(stream)
-            assert caught.value.error_type == "ValueError"
+        assert await anext(stream) == "a"
+        with pytest.raises(HandlerError, match="it broke") as caught:
+            await anext(stream)
+        assert caught.value.error_type == "ValueError"
 
-    run(story())
+    on_a_kit(story)
 
 
 @pytest.mark.parametrize(
@@ -159,131 +157,123 @@ def test_a_handler_that_raises_fails_its_stream_after_what_it_sent() -> None:
 def test_an_engine_fails_a_stream_with_an_error_of_any_kind(
     error: Exception, kind: type[DynbusError], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            engine, [reader] = await begin(kit, 1)
-            [reply] = engine.replies
+    async def story(kit: TestKit) -> None:
+        engine, [reader] = await begin(kit, 1)
+        [reply] = engine.replies
 
-            reply.fail(error)
-            reply.fail(Overloaded("too late"))
+        reply.fail(error)
+        reply.fail(Overloaded("too late"))
 
-            with pytest.raises(kind) as caught:
-                await reader
-            assert caught.value.started
-            assert getattr(caught.value, "error_type", "") == name
-            assert not reply.push(Token(text="late"))
-            await settled(lambda: engine.left == [None])
+        with pytest.raises(kind) as caught:
+            await reader
+        assert caught.value.started
+        assert getattr(caught.value, "error_type", "") == name
+        assert not reply.push(Token(text="late"))
+        await settled(lambda: engine.left == [None])
 
     caplog.set_level(logging.ERROR)
-    run(story())
+    on_a_kit(story)
     assert ("no such" in caplog.text) == bool(name)
 
 
 def test_an_item_that_cannot_be_sent_ends_its_stream_and_no_other_of_the_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def story() -> None:
-        async with TestKit(max_item_bytes=1000) as kit:
-            engine, readers = await begin(kit, 3)
-            odd, large, good = engine.replies
-            wrong: Any = {"text": 7}
+    async def story(kit: TestKit) -> None:
+        engine, readers = await begin(kit, 3)
+        odd, large, good = engine.replies
+        wrong: Any = {"text": 7}
 
-            paused = push_each(
-                [(odd, wrong), (large, Token(text="x" * 1001)), (good, Token(text="a"))]
-            )
+        paused = push_each([(odd, wrong), (large, Token(text="x" * 1001)), (good, Token(text="a"))])
 
-            assert paused == [odd, large]
-            assert [reply.has_ended for reply in (odd, large, good)] == [True, True, False]
-            good.end()
-            with pytest.raises(InvalidResponse):
-                await readers[0]
-            with pytest.raises(PayloadTooLarge):
-                await readers[1]
-            assert await readers[2] == [Token(text="a")]
+        assert paused == [odd, large]
+        assert [reply.has_ended for reply in (odd, large, good)] == [True, True, False]
+        good.end()
+        with pytest.raises(InvalidResponse):
+            await readers[0]
+        with pytest.raises(PayloadTooLarge):
+            await readers[1]
+        assert await readers[2] == [Token(text="a")]
 
-    run(story())
+    on_a_kit(story, max_item_bytes=1000)
     assert "max_item_bytes" in caplog.text
 
 
 def test_an_item_that_does_not_fit_is_refused_where_it_is_sent() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            engine, [reader] = await begin(kit, 1)
-            [reply] = engine.replies
-            wrong: Any = "word"
+    async def story(kit: TestKit) -> None:
+        engine, [reader] = await begin(kit, 1)
+        [reply] = engine.replies
+        wrong: Any = "word"
 
-            with pytest.raises(InvalidResponse):
-                reply.push(wrong)
+        with pytest.raises(InvalidResponse):
+            reply.push(wrong)
 
-            assert reply.push(Token(text="a"))
-            reply.end()
-            assert await reader == [Token(text="a")]
+        assert reply.push(Token(text="a"))
+        reply.end()
+        assert await reader == [Token(text="a")]
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_a_reader_without_credit_is_told_and_when_it_has_some_again() -> None:
-    async def story() -> None:
-        async with TestKit(stream_window=16384) as kit:
-            instance = await kit.start(Engine)
-            engine = instance.actor
-            assert isinstance(engine, Engine)
-            stream = kit.client(Engine).generate(Prompt())
-            first = asyncio.create_task(anext(stream))
-            await settled(lambda: engine.replies)
-            [reply] = engine.replies
-            told: list[bool] = []
+    async def story(kit: TestKit) -> None:
+        instance = await kit.start(Engine)
+        engine = instance.actor
+        assert isinstance(engine, Engine)
+        stream = kit.client(Engine).generate(Prompt())
+        first = asyncio.create_task(anext(stream))
+        await settled(lambda: engine.replies)
+        [reply] = engine.replies
+        told: list[bool] = []
 
-            sent = 1
-            while reply.push(Token(text="x" * 1000)):
-                sent += 1
-            assert reply.is_paused
-            assert repr(reply) == "<Reply [paused]>"
-            assert push_each([(reply, Token(text="held"))]) == [reply]
-            reply.when_writable(lambda: told.append(reply.is_paused))
-            await asyncio.sleep(1.0)
-            assert told == []
-            read = [await first] + [await anext(stream) for _ in range(sent)]
-            following = asyncio.create_task(anext(stream, None))
-            await reply.writable()
-            await settled(lambda: told)
+        sent = 1
+        while reply.push(Token(text="x" * 1000)):
+            sent += 1
+        assert reply.is_paused
+        assert repr(reply) == "<Reply [paused]>"
+        assert push_each([(reply, Token(text="held"))]) == [reply]
+        reply.when_writable(lambda: told.append(reply.is_paused))
+        await asyncio.sleep(1.0)
+        assert told == []
+        read = [await first] + [await anext(stream) for _ in range(sent)]
+        following = asyncio.create_task(anext(stream, None))
+        await reply.writable()
+        await settled(lambda: told)
 
-            assert told == [False]
-            assert read[-1] == Token(text="held")
-            reply.end()
-            assert await following is None
+        assert told == [False]
+        assert read[-1] == Token(text="held")
+        reply.end()
+        assert await following is None
 
-    run(story())
+    on_a_kit(story, stream_window=16384)
 
 
 def test_a_cancelled_call_cancels_the_handler_and_takes_no_more() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            engine, [reader, other] = await begin(kit, 2)
+    async def story(kit: TestKit) -> None:
+        engine, [reader, other] = await begin(kit, 2)
 
-            reader.cancel()
-            await settled(lambda: engine.left)
+        reader.cancel()
+        await settled(lambda: engine.left)
 
-            [ended] = [reply for reply in engine.replies if reply.has_ended]
-            assert engine.left == [asyncio.CancelledError]
-            assert push_each((reply, Token(text="a")) for reply in engine.replies) == [ended]
-            for reply in engine.replies:
-                reply.end()
-            assert await other == [Token(text="a")]
+        [ended] = [reply for reply in engine.replies if reply.has_ended]
+        assert engine.left == [asyncio.CancelledError]
+        assert push_each((reply, Token(text="a")) for reply in engine.replies) == [ended]
+        for reply in engine.replies:
+            reply.end()
+        assert await other == [Token(text="a")]
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_a_deadline_ends_a_call_whose_engine_does_not() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            with call_options(timeout=2.0):
-                _, [reader] = await begin(kit, 1)
+    async def story(kit: TestKit) -> None:
+        with call_options(timeout=2.0):
+            _, [reader] = await begin(kit, 1)
 
-            with pytest.raises(DeadlineExceeded):
-                await reader
+        with pytest.raises(DeadlineExceeded):
+            await reader
 
-    run(story())
+    on_a_kit(story)
 
 
 class Gateway(Actor, namespace="reply"):
@@ -311,28 +301,27 @@ class Gateway(Actor, namespace="reply"):
 
 
 def test_a_relay_and_a_reply_pass_streams_on_in_order_and_as_fast_as_they_are_read() -> None:
-    async def story() -> None:
-        async with TestKit(stream_window=16384) as kit:
-            await kit.start(Engine)
-            await kit.start(Gateway)
-            client = kit.client(Gateway)
-            text = "abcdefghij" * 3000
+    async def story(kit: TestKit) -> None:
+        await kit.start(Engine)
+        await kit.start(Gateway)
+        client = kit.client(Gateway)
+        text = "abcdefghij" * 3000
 
-            async def read(count: int) -> bytes:
-                letters = b""
-                async for letter in client.spell(b'{"text": "%s"}' % text[:count].encode()):
-                    letters += letter
-                return letters
+        async def read(count: int) -> bytes:
+            letters = b""
+            async for letter in client.spell(b'{"text": "%s"}' % text[:count].encode()):
+                letters += letter
+            return letters
 
-            found = await asyncio.gather(read(0), read(10), read(30_000))
+        found = await asyncio.gather(read(0), read(10), read(30_000))
 
-            assert [data.replace(b'"', b"").decode() for data in found] == [
-                "",
-                text[:10],
-                text,
-            ]
+        assert [data.replace(b'"', b"").decode() for data in found] == [
+            "",
+            text[:10],
+            text,
+        ]
 
-    run(story())
+    on_a_kit(story, stream_window=16384)
 
 
 # Declaring --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import pytest
+from tests.story import on_a_kit
 
 from dynbus import (
     Actor,
@@ -20,7 +21,7 @@ from dynbus import (
     depends,
     handler,
 )
-from dynbus.testing import TestKit, run
+from dynbus.testing import TestKit
 
 
 class Echo(Actor, namespace="told"):
@@ -64,39 +65,36 @@ async def reached(kit: TestKit, router: Adding) -> Mapping[str, str]:
 
 
 def test_what_a_router_adds_reaches_the_handler_beside_what_the_caller_gave() -> None:
-    async def story() -> list[Mapping[str, str]]:
-        async with TestKit() as kit:
-            await kit.start(Echo)
-            router = Adding({"rank": "1", "tenant": "of the router, %,="})
-            with call_options(metadata={"tenant": "a", "colour": "red"}):
-                return [await reached(kit, router), await reached(kit, router)]
+    async def story(kit: TestKit) -> list[Mapping[str, str]]:
+        await kit.start(Echo)
+        router = Adding({"rank": "1", "tenant": "of the router, %,="})
+        with call_options(metadata={"tenant": "a", "colour": "red"}):
+            return [await reached(kit, router), await reached(kit, router)]
 
-    first, second = run(story())
+    first, second = on_a_kit(story)
 
     assert first == {"tenant": "of the router, %,=", "colour": "red", "rank": "1"}
     assert second == {"tenant": "a", "colour": "red"}
 
 
 def test_a_later_attempt_does_not_keep_what_was_added_for_an_earlier_one() -> None:
-    async def story() -> Mapping[str, str]:
-        async with TestKit() as kit:
-            refusing = (await kit.start(Echo, instance_id="a")).actor
-            assert isinstance(refusing, Echo)
-            refusing.refuses = True
-            await kit.start(Echo, instance_id="b")
-            return await reached(kit, Adding({"rank": "1"}, {"other": "2"}))
+    async def story(kit: TestKit) -> Mapping[str, str]:
+        refusing = (await kit.start(Echo, instance_id="a")).actor
+        assert isinstance(refusing, Echo)
+        refusing.refuses = True
+        await kit.start(Echo, instance_id="b")
+        return await reached(kit, Adding({"rank": "1"}, {"other": "2"}))
 
-    assert run(story()) == {"other": "2"}
+    assert on_a_kit(story) == {"other": "2"}
 
 
 def test_sub_calls_carry_on_what_a_router_added() -> None:
-    async def story() -> Mapping[str, str]:
-        async with TestKit() as kit:
-            await kit.start(Echo)
-            await kit.start(Relay)
-            return await kit.client(Relay, routing=Adding({"rank": "1"})).metadata()
+    async def story(kit: TestKit) -> Mapping[str, str]:
+        await kit.start(Echo)
+        await kit.start(Relay)
+        return await kit.client(Relay, routing=Adding({"rank": "1"})).metadata()
 
-    assert run(story()) == {"rank": "1"}
+    assert on_a_kit(story) == {"rank": "1"}
 
 
 @pytest.mark.parametrize(
@@ -111,14 +109,13 @@ def test_sub_calls_carry_on_what_a_router_added() -> None:
 def test_metadata_that_a_call_cannot_carry_is_refused_with_the_routers_name(
     added: Any, why: str
 ) -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Echo)
-            with pytest.raises(ConfigError, match="router Adding gave metadata") as refused:
-                await reached(kit, Adding(added))
-            assert why in str(refused.value)
+    async def story(kit: TestKit) -> None:
+        await kit.start(Echo)
+        with pytest.raises(ConfigError, match="router Adding gave metadata") as refused:
+            await reached(kit, Adding(added))
+        assert why in str(refused.value)
 
-    run(story())
+    on_a_kit(story)
 
 
 class Seeing:
@@ -152,14 +149,13 @@ async def count(kit: TestKit, router: Any, limit: int) -> list[int]:
 
 
 def test_an_observer_sees_every_item_as_it_came_after_the_first_was_told() -> None:
-    async def story() -> Seeing:
-        async with TestKit() as kit:
-            await kit.start(Echo)
-            router = Seeing(enough=1 << 30)
-            assert await count(kit, router, 2000) == list(range(2000))
-            return router
+    async def story(kit: TestKit) -> Seeing:
+        await kit.start(Echo)
+        router = Seeing(enough=1 << 30)
+        assert await count(kit, router, 2000) == list(range(2000))
+        return router
 
-    router = run(story())
+    router = on_a_kit(story)
 
     assert router.seen == [str(number).encode() for number in range(2000)]
     assert router.events[:3] == ["started", "first item", "arrived"]
@@ -167,28 +163,26 @@ def test_an_observer_sees_every_item_as_it_came_after_the_first_was_told() -> No
 
 
 def test_an_observer_that_has_seen_enough_sees_no_more_and_the_reader_gets_all() -> None:
-    async def story() -> Seeing:
-        async with TestKit() as kit:
-            await kit.start(Echo)
-            router = Seeing(enough=1)
-            assert await count(kit, router, 2000) == list(range(2000))
-            return router
+    async def story(kit: TestKit) -> Seeing:
+        await kit.start(Echo)
+        router = Seeing(enough=1)
+        assert await count(kit, router, 2000) == list(range(2000))
+        return router
 
-    router = run(story())
+    router = on_a_kit(story)
 
     assert router.events == ["started", "first item", "arrived", "ended"]
     assert router.seen[0] == b"0"
 
 
 def test_an_observer_sees_a_unary_result() -> None:
-    async def story() -> Seeing:
-        async with TestKit() as kit:
-            await kit.start(Echo)
-            router = Seeing(enough=1)
-            assert await kit.client(Echo, routing=router).metadata() == {}
-            return router
+    async def story(kit: TestKit) -> Seeing:
+        await kit.start(Echo)
+        router = Seeing(enough=1)
+        assert await kit.client(Echo, routing=router).metadata() == {}
+        return router
 
-    assert run(story()).seen == [b"{}"]
+    assert on_a_kit(story).seen == [b"{}"]
 
 
 def test_an_observer_that_raises_at_an_item_harms_nothing_and_sees_no_more(
@@ -199,12 +193,11 @@ def test_an_observer_that_raises_at_an_item_harms_nothing_and_sees_no_more(
             super().arrived(items)
             raise ValueError("cannot see")
 
-    async def story() -> Seeing:
-        async with TestKit() as kit:
-            await kit.start(Echo)
-            router = Failing(enough=9)
-            assert await count(kit, router, 2000) == list(range(2000))
-            return router
+    async def story(kit: TestKit) -> Seeing:
+        await kit.start(Echo)
+        router = Failing(enough=9)
+        assert await count(kit, router, 2000) == list(range(2000))
+        return router
 
-    assert run(story()).events == ["started", "first item", "arrived", "ended"]
+    assert on_a_kit(story).events == ["started", "first item", "arrived", "ended"]
     assert "arrived of a router raised" in caplog.text

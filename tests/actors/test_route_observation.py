@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
+from tests.story import on_a_kit
 
 from dynbus import (
     Actor,
@@ -129,14 +130,13 @@ def told(story: Story) -> list[str]:
     """What the observers of `story` are told, which has the instances a and b."""
     router = Observing()
 
-    async def whole() -> None:
-        async with TestKit() as kit:
-            for name in ("a", "b"):
-                await kit.start(Worker, instance_id=name)
-            await story(kit, kit.client(Worker, routing=router))
-            await asyncio.sleep(0)
+    async def whole(kit: TestKit) -> None:
+        for name in ("a", "b"):
+            await kit.start(Worker, instance_id=name)
+        await story(kit, kit.client(Worker, routing=router))
+        await asyncio.sleep(0)
 
-    run(whole())
+    on_a_kit(whole)
     return router.events
 
 
@@ -172,13 +172,12 @@ def test_an_error_of_the_handler_is_told() -> None:
 def test_a_call_that_is_never_sent_ends_without_a_start() -> None:
     router = Observing()
 
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Worker, instance_id="a")
-            with pytest.raises(InvalidRequest):
-                await anext(kit.client(Misread, routing=router).where())
+    async def story(kit: TestKit) -> None:
+        await kit.start(Worker, instance_id="a")
+        with pytest.raises(InvalidRequest):
+            await anext(kit.client(Misread, routing=router).where())
 
-    run(story())
+    on_a_kit(story)
 
     assert router.events == ["1 routed", "1 ended InvalidRequest"]
 
@@ -257,13 +256,12 @@ def test_however_a_reader_leaves_the_attempt_ends_once(
 def test_an_item_that_does_not_fit_ends_the_attempt() -> None:
     router = Observing()
 
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Worker, instance_id="a")
-            with pytest.raises(InvalidResponse):
-                await anext(kit.client(Misread, routing=router).count(1))
+    async def story(kit: TestKit) -> None:
+        await kit.start(Worker, instance_id="a")
+        with pytest.raises(InvalidResponse):
+            await anext(kit.client(Misread, routing=router).count(1))
 
-    run(story())
+    on_a_kit(story)
 
     assert router.events == ["1 routed", "1 started", "1 first item", "1 ended InvalidResponse"]
 
@@ -315,16 +313,15 @@ def test_a_stream_whose_instance_dies_ends_lost() -> None:
 def test_an_untyped_call_is_routed_and_observed_once(awaited: bool) -> None:
     router = Observing()
 
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Worker, instance_id="a")
-            client = await kit.caller.endpoint("observed.Worker.count").client(routing=router)
-            call = client.generate(2)
-            stream = await call if awaited else call
-            assert [number async for number in stream] == [0, 1]
-            await call.aclose()
+    async def story(kit: TestKit) -> None:
+        await kit.start(Worker, instance_id="a")
+        client = await kit.caller.endpoint("observed.Worker.count").client(routing=router)
+        call = client.generate(2)
+        stream = await call if awaited else call
+        assert [number async for number in stream] == [0, 1]
+        await call.aclose()
 
-    run(story())
+    on_a_kit(story)
 
     assert router.events == ["1 routed", "1 started", "1 first item", "1 ended well"]
 
@@ -369,13 +366,12 @@ class Returning:
 def answers(answer: Any) -> list[object]:
     """What a unary call and a stream give by a router that returns `answer`."""
 
-    async def story() -> list[object]:
-        async with TestKit() as kit:
-            await kit.start(Worker, instance_id="a")
-            worker = kit.client(Worker, routing=Returning(answer))
-            return [await worker.where(), [number async for number in worker.count(3)]]
+    async def story(kit: TestKit) -> list[object]:
+        await kit.start(Worker, instance_id="a")
+        worker = kit.client(Worker, routing=Returning(answer))
+        return [await worker.where(), [number async for number in worker.count(3)]]
 
-    return run(story())
+    return on_a_kit(story)
 
 
 def test_an_observer_that_raises_is_logged_and_harms_no_call(
@@ -490,17 +486,16 @@ def test_a_route_to_what_was_not_offered_ends_with_the_refusal() -> None:
 def test_a_router_sees_whose_call_it_is_and_which_attempt() -> None:
     router = Observing()
 
-    async def story() -> None:
-        async with TestKit() as kit:
-            for name in ("a", "b"):
-                await kit.start(Worker, instance_id=name)
-            busy = asyncio.ensure_future(kit.client(Worker, routing=Observing()).alone(5.0))
-            await asyncio.sleep(1.0)
-            with call_options(request_id="mine", priority=7, metadata={"tenant": "x"}):
-                await kit.client(Worker, routing=router).alone(0.0)
-            await busy
+    async def story(kit: TestKit) -> None:
+        for name in ("a", "b"):
+            await kit.start(Worker, instance_id=name)
+        busy = asyncio.ensure_future(kit.client(Worker, routing=Observing()).alone(5.0))
+        await asyncio.sleep(1.0)
+        with call_options(request_id="mine", priority=7, metadata={"tenant": "x"}):
+            await kit.client(Worker, routing=router).alone(0.0)
+        await busy
 
-    run(story())
+    on_a_kit(story)
 
     assert [(one.request_id, one.attempt) for one in router.requests] == [("mine", 1), ("mine", 2)]
     assert {one.priority for one in router.requests} == {7}
@@ -513,14 +508,13 @@ def test_a_router_of_a_sub_call_sees_what_the_request_brought(
     router = Observing()
     monkeypatch.setattr(Relay.__dict__["worker"], "routing", router)
 
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Worker, instance_id="a")
-            await kit.start(Relay)
-            with call_options(request_id="mine", priority=3, metadata={"tenant": "x"}):
-                await kit.client(Relay).where()
+    async def story(kit: TestKit) -> None:
+        await kit.start(Worker, instance_id="a")
+        await kit.start(Relay)
+        with call_options(request_id="mine", priority=3, metadata={"tenant": "x"}):
+            await kit.client(Relay).where()
 
-    run(story())
+    on_a_kit(story)
 
     (seen,) = router.requests
     assert (seen.request_id, seen.attempt, seen.priority) == ("mine", 1, 3)
@@ -530,12 +524,11 @@ def test_a_router_of_a_sub_call_sees_what_the_request_brought(
 def test_a_call_that_says_nothing_has_neither_priority_nor_metadata() -> None:
     router = Observing()
 
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Worker, instance_id="a")
-            await kit.client(Worker, routing=router).where()
+    async def story(kit: TestKit) -> None:
+        await kit.start(Worker, instance_id="a")
+        await kit.client(Worker, routing=router).where()
 
-    run(story())
+    on_a_kit(story)
 
     (seen,) = router.requests
     assert (seen.attempt, seen.priority, dict(seen.metadata)) == (1, 0, {})
@@ -547,10 +540,9 @@ def test_a_router_that_refuses_by_a_typed_error_has_nothing_observed() -> None:
         async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> Route:
             raise Overloaded("every instance is full", started=False)
 
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Worker, instance_id="a")
-            with pytest.raises(Overloaded):
-                await kit.client(Worker, routing=Full()).where()
+    async def story(kit: TestKit) -> None:
+        await kit.start(Worker, instance_id="a")
+        with pytest.raises(Overloaded):
+            await kit.client(Worker, routing=Full()).where()
 
-    run(story())
+    on_a_kit(story)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from tests.story import on_a_kit
 
 from dynbus import (
     Actor,
@@ -60,59 +61,54 @@ def data_connection(runtime: Runtime) -> MemoryConnection:
 
 
 def test_a_client_of_an_actor_without_a_namespace_is_refused() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            with pytest.raises(ConfigError, match="Homeless has no namespace"):
-                kit.caller.client(Homeless)
+    async def story(kit: TestKit) -> None:
+        with pytest.raises(ConfigError, match="Homeless has no namespace"):
+            kit.caller.client(Homeless)
 
-    run(story())
+    on_a_kit(story)
 
 
 @pytest.mark.parametrize("name", ["", "runtime", "runtime.Greeter", "a.b.c.d", "a.b.*", "a..c"])
 def test_what_is_no_endpoint_is_refused_where_it_is_written(name: str) -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            with pytest.raises(ConfigError):
-                kit.caller.endpoint(name)
+    async def story(kit: TestKit) -> None:
+        with pytest.raises(ConfigError):
+            kit.caller.endpoint(name)
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_both_ways_to_an_untyped_client_reach_the_endpoint() -> None:
-    async def story() -> list[str]:
-        async with TestKit() as kit:
-            await kit.start(Greeter)
-            long = kit.caller.namespace("runtime").component("Greeter").endpoint("greet")
-            short = kit.caller.endpoint("runtime.Greeter.greet")
-            return [await (await one.client()).generate("you") for one in (long, short)]
+    async def story(kit: TestKit) -> list[str]:
+        await kit.start(Greeter)
+        long = kit.caller.namespace("runtime").component("Greeter").endpoint("greet")
+        short = kit.caller.endpoint("runtime.Greeter.greet")
+        return [await (await one.client()).generate("you") for one in (long, short)]
 
-    assert run(story()) == ["hello you", "hello you"]
+    assert on_a_kit(story) == ["hello you", "hello you"]
 
 
 def test_the_instances_that_are_known_have_their_ids() -> None:
-    async def story() -> tuple[list[str], list[str]]:
-        async with TestKit() as kit:
-            before = kit.caller.instance_ids("runtime", "Greeter")
-            for number in range(3):
-                await kit.start(Greeter, instance_id=f"g{number}")
-            return before, sorted(kit.caller.instance_ids("runtime", "Greeter"))
+    async def story(kit: TestKit) -> tuple[list[str], list[str]]:
+        before = kit.caller.instance_ids("runtime", "Greeter")
+        for number in range(3):
+            await kit.start(Greeter, instance_id=f"g{number}")
+        return before, sorted(kit.caller.instance_ids("runtime", "Greeter"))
 
-    assert run(story()) == ([], ["g0", "g1", "g2"])
+    assert on_a_kit(story) == ([], ["g0", "g1", "g2"])
 
 
 def test_a_component_is_named_by_its_class_by_one_word_or_by_two() -> None:
-    async def story() -> list[list[str]]:
-        async with TestKit() as kit:
-            await kit.start(Greeter, instance_id="g")
-            caller = kit.caller
-            return [
-                caller.instance_ids(Greeter),
-                caller.instance_ids("runtime.Greeter"),
-                caller.instance_ids("runtime", "Greeter"),
-                caller.instance_ids(namespace="runtime", component="Greeter"),
-            ]
+    async def story(kit: TestKit) -> list[list[str]]:
+        await kit.start(Greeter, instance_id="g")
+        caller = kit.caller
+        return [
+            caller.instance_ids(Greeter),
+            caller.instance_ids("runtime.Greeter"),
+            caller.instance_ids("runtime", "Greeter"),
+            caller.instance_ids(namespace="runtime", component="Greeter"),
+        ]
 
-    assert run(story()) == [["g"]] * 4
+    assert on_a_kit(story) == [["g"]] * 4
 
 
 @pytest.mark.parametrize(
@@ -128,88 +124,82 @@ def test_a_component_is_named_by_its_class_by_one_word_or_by_two() -> None:
 def test_what_is_no_component_is_refused_with_the_remedy(
     component: str | type[Actor], text: str
 ) -> None:
-    async def story() -> str:
-        async with TestKit() as kit:
-            with pytest.raises(ConfigError) as caught:
-                kit.caller.instance_ids(component)
-            return str(caught.value)
+    async def story(kit: TestKit) -> str:
+        with pytest.raises(ConfigError) as caught:
+            kit.caller.instance_ids(component)
+        return str(caught.value)
 
-    assert text in run(story())
+    assert text in on_a_kit(story)
 
 
 def test_waiting_for_instances_ends_by_itself() -> None:
-    async def story() -> float:
-        async with TestKit() as kit:
-            client = await kit.caller.endpoint("runtime.Greeter.greet").client()
-            begun = monotonic()
+    async def story(kit: TestKit) -> float:
+        client = await kit.caller.endpoint("runtime.Greeter.greet").client()
+        begun = monotonic()
 
-            with pytest.raises(NoInstances):
-                await client.wait_for_instances()
+        with pytest.raises(NoInstances):
+            await client.wait_for_instances()
 
-            return monotonic() - begun
+        return monotonic() - begun
 
-    assert run(story()) == pytest.approx(WAIT_TIMEOUT, abs=1.0)
+    assert on_a_kit(story) == pytest.approx(WAIT_TIMEOUT, abs=1.0)
 
 
 # Instances ---------------------------------------------------------------------------------
 
 
 def test_an_id_that_is_in_use_here_is_refused() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            runtime = await kit.runtime()
-            first = await runtime.start(Greeter, instance_id="taken")
+    async def story(kit: TestKit) -> None:
+        runtime = await kit.runtime()
+        first = await runtime.start(Greeter, instance_id="taken")
 
-            with pytest.raises(ConfigError, match="'taken' is in use in this process"):
-                await runtime.start(Greeter, instance_id="taken")
+        with pytest.raises(ConfigError, match="'taken' is in use in this process"):
+            await runtime.start(Greeter, instance_id="taken")
 
-            assert runtime.instances == {"taken": first}
-            assert first.state is InstanceState.READY
+        assert runtime.instances == {"taken": first}
+        assert first.state is InstanceState.READY
 
-    run(story())
+    on_a_kit(story)
 
 
 @pytest.mark.parametrize("instance_id", ["a.b", "*", "with space", "_hidden", "x" * 64])
 def test_an_id_that_no_subject_can_hold_is_refused(instance_id: str) -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            with pytest.raises(ConfigError, match="instance_id"):
-                await kit.caller.start(Greeter, instance_id=instance_id)
+    async def story(kit: TestKit) -> None:
+        with pytest.raises(ConfigError, match="instance_id"):
+            await kit.caller.start(Greeter, instance_id=instance_id)
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_an_instance_that_does_not_start_is_forgotten_and_its_id_is_free() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            runtime = await kit.runtime()
+    async def story(kit: TestKit) -> None:
+        runtime = await kit.runtime()
 
-            with pytest.raises(KeyError, match="no start"):
-                await runtime.start(Greeter, instance_id="mine", fail="start")
-            left = dict(runtime.instances)
-            again = await runtime.start(Greeter, instance_id="mine")
+        with pytest.raises(KeyError, match="no start"):
+            await runtime.start(Greeter, instance_id="mine", fail="start")
+        left = dict(runtime.instances)
+        again = await runtime.start(Greeter, instance_id="mine")
 
-            assert left == {}
-            assert again.state is InstanceState.READY
+        assert left == {}
+        assert again.state is InstanceState.READY
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_one_instance_that_does_not_stop_cleanly_keeps_no_other_from_stopping(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def story() -> list[InstanceState]:
-        async with TestKit() as kit:
-            runtime = await kit.runtime()
-            instances = [await runtime.start(Greeter, fail=fail) for fail in ("stop", "")]
+    async def story(kit: TestKit) -> list[InstanceState]:
+        runtime = await kit.runtime()
+        instances = [await runtime.start(Greeter, fail=fail) for fail in ("stop", "")]
 
-            await runtime.stop()
+        await runtime.stop()
 
-            assert runtime.instances == {}
-            return [instance.state for instance in instances]
+        assert runtime.instances == {}
+        return [instance.state for instance in instances]
 
     with caplog.at_level(logging.ERROR):
-        states = run(story())
+        states = on_a_kit(story)
 
     assert states == [InstanceState.STOPPED] * 2
     assert "did not stop cleanly" in caplog.text
@@ -219,57 +209,54 @@ def test_one_instance_that_does_not_stop_cleanly_keeps_no_other_from_stopping(
 
 
 def test_who_waits_for_the_bus_goes_on_when_it_is_back() -> None:
-    async def story() -> float:
-        async with TestKit() as kit:
-            runtime = await kit.runtime()
-            connection = data_connection(runtime)
-            connection.disconnect()
-            was_connected = runtime.is_connected
-            begun = monotonic()
-            asyncio.get_running_loop().call_later(2.0, connection.reconnect)
+    async def story(kit: TestKit) -> float:
+        runtime = await kit.runtime()
+        connection = data_connection(runtime)
+        connection.disconnect()
+        was_connected = runtime.is_connected
+        begun = monotonic()
+        asyncio.get_running_loop().call_later(2.0, connection.reconnect)
 
-            await runtime.wait_connected(None)
+        await runtime.wait_connected(None)
 
-            assert not was_connected
-            assert runtime.is_connected
-            return monotonic() - begun
+        assert not was_connected
+        assert runtime.is_connected
+        return monotonic() - begun
 
-    assert run(story()) == pytest.approx(2.0, abs=0.1)
+    assert on_a_kit(story) == pytest.approx(2.0, abs=0.1)
 
 
 @pytest.mark.parametrize(("timeout", "waits"), [(None, 3.0), (0.5, 0.5), (60.0, 3.0)])
 def test_the_wait_for_the_bus_is_bounded(timeout: float | None, waits: float) -> None:
-    async def story() -> float:
-        async with TestKit(connect_timeout=3.0) as kit:
-            runtime = await kit.runtime()
-            data_connection(runtime).disconnect()
-            begun = monotonic()
+    async def story(kit: TestKit) -> float:
+        runtime = await kit.runtime()
+        data_connection(runtime).disconnect()
+        begun = monotonic()
 
-            with pytest.raises(Unavailable, match="the bus cannot be reached") as raised:
-                await runtime.wait_connected(timeout)
+        with pytest.raises(Unavailable, match="the bus cannot be reached") as raised:
+            await runtime.wait_connected(timeout)
 
-            assert not raised.value.started
-            return monotonic() - begun
+        assert not raised.value.started
+        return monotonic() - begun
 
-    assert run(story()) == pytest.approx(waits)
+    assert on_a_kit(story, connect_timeout=3.0) == pytest.approx(waits)
 
 
 def test_closing_stops_the_instances_leaves_the_bus_and_may_be_repeated() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            runtime = await kit.runtime()
-            instance = await runtime.start(Greeter)
+    async def story(kit: TestKit) -> None:
+        runtime = await kit.runtime()
+        instance = await runtime.start(Greeter)
 
-            await runtime.close()
-            await runtime.close()
+        await runtime.close()
+        await runtime.close()
 
-            assert instance.state is InstanceState.STOPPED
-            assert runtime.bus.data.state is ConnectionState.CLOSED
-            assert repr(runtime).startswith("<Runtime [closed")
-            with pytest.raises(Unavailable, match="the runtime is closed"):
-                await runtime.wait_connected(None)
+        assert instance.state is InstanceState.STOPPED
+        assert runtime.bus.data.state is ConnectionState.CLOSED
+        assert repr(runtime).startswith("<Runtime [closed")
+        with pytest.raises(Unavailable, match="the runtime is closed"):
+            await runtime.wait_connected(None)
 
-    run(story())
+    on_a_kit(story)
 
 
 @pytest.mark.anyio
@@ -294,15 +281,14 @@ async def test_a_runtime_that_was_awaited_can_be_entered_too(nats_server: Runnin
 
 
 def test_a_runtime_over_a_bus_is_closed_at_the_end_of_its_block() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            async with await kit.runtime() as runtime:
-                instance = await runtime.start(Greeter)
+    async def story(kit: TestKit) -> None:
+        async with await kit.runtime() as runtime:
+            instance = await runtime.start(Greeter)
 
-            assert instance.state is InstanceState.STOPPED
-            assert runtime.bus.data.state is ConnectionState.CLOSED
+        assert instance.state is InstanceState.STOPPED
+        assert runtime.bus.data.state is ConnectionState.CLOSED
 
-    run(story())
+    on_a_kit(story)
 
 
 @pytest.mark.anyio
@@ -352,106 +338,100 @@ class Slow(Actor, namespace="runtime"):
 def test_an_on_stop_that_hangs_does_not_keep_the_runtime_open(
     stubborn: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story() -> float:
-        async with TestKit() as kit:
-            runtime = await kit.runtime()
-            instance = await runtime.start(Slow, hang="stop", stubborn=stubborn)
-            begun = monotonic()
+    async def story(kit: TestKit) -> float:
+        runtime = await kit.runtime()
+        instance = await runtime.start(Slow, hang="stop", stubborn=stubborn)
+        begun = monotonic()
 
-            await runtime.close()
+        await runtime.close()
 
-            assert instance.state is InstanceState.STOPPED
-            assert runtime.bus.data.state is ConnectionState.CLOSED
-            return monotonic() - begun
+        assert instance.state is InstanceState.STOPPED
+        assert runtime.bus.data.state is ConnectionState.CLOSED
+        return monotonic() - begun
 
-    assert run(story()) == pytest.approx(STOP_TIMEOUT, abs=1.0)
+    assert on_a_kit(story) == pytest.approx(STOP_TIMEOUT, abs=1.0)
     assert f"was cancelled after {STOP_TIMEOUT:g} s" in caplog.text
 
 
 def test_who_waits_for_a_close_can_be_cancelled_and_the_close_goes_on() -> None:
-    async def story() -> float:
-        async with TestKit() as kit:
-            runtime = await kit.runtime()
-            await runtime.start(Slow, hang="stop")
-            begun = monotonic()
+    async def story(kit: TestKit) -> float:
+        runtime = await kit.runtime()
+        await runtime.start(Slow, hang="stop")
+        begun = monotonic()
 
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(runtime.close(), 1.0)
-            waited = monotonic() - begun
-            await runtime.close()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(runtime.close(), 1.0)
+        waited = monotonic() - begun
+        await runtime.close()
 
-            assert runtime.bus.data.state is ConnectionState.CLOSED
-            return waited
+        assert runtime.bus.data.state is ConnectionState.CLOSED
+        return waited
 
-    assert run(story()) == pytest.approx(1.0)
+    assert on_a_kit(story) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("how", ["close", "stop all"])
 def test_an_on_stop_may_close_its_own_runtime(how: str) -> None:
-    async def story() -> float:
-        async with TestKit() as kit:
-            runtime = await kit.runtime()
-            instances = [await runtime.start(Slow, hang=how) for _ in range(2)]
-            begun = monotonic()
+    async def story(kit: TestKit) -> float:
+        runtime = await kit.runtime()
+        instances = [await runtime.start(Slow, hang=how) for _ in range(2)]
+        begun = monotonic()
 
-            await instances[0].stop()
-            await runtime.close()
+        await instances[0].stop()
+        await runtime.close()
 
-            assert runtime.bus.data.state is ConnectionState.CLOSED
-            for instance in instances:
-                assert isinstance(instance.actor, Slow)
-                assert instance.actor.told == ["stop", "stopped"]
-            return monotonic() - begun
+        assert runtime.bus.data.state is ConnectionState.CLOSED
+        for instance in instances:
+            assert isinstance(instance.actor, Slow)
+            assert instance.actor.told == ["stop", "stopped"]
+        return monotonic() - begun
 
-    assert run(story()) < 1.0
+    assert on_a_kit(story) < 1.0
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_closing_cancels_an_instance_that_is_starting(stubborn: bool) -> None:
-    async def story() -> float:
-        async with TestKit() as kit:
-            runtime = await kit.runtime()
-            starting = asyncio.ensure_future(runtime.start(Slow, hang="start", stubborn=stubborn))
-            await asyncio.sleep(1.0)
-            (instance,) = runtime.instances.values()
-            begun = monotonic()
+    async def story(kit: TestKit) -> float:
+        runtime = await kit.runtime()
+        starting = asyncio.ensure_future(runtime.start(Slow, hang="start", stubborn=stubborn))
+        await asyncio.sleep(1.0)
+        (instance,) = runtime.instances.values()
+        begun = monotonic()
 
-            await runtime.close()
+        await runtime.close()
 
-            assert instance.state is InstanceState.STOPPED
-            assert runtime.instances == {}
-            with pytest.raises(Unavailable, match="was stopped while it started"):
-                await starting
-            return monotonic() - begun
+        assert instance.state is InstanceState.STOPPED
+        assert runtime.instances == {}
+        with pytest.raises(Unavailable, match="was stopped while it started"):
+            await starting
+        return monotonic() - begun
 
-    assert run(story()) < 1.0
+    assert on_a_kit(story) < 1.0
 
 
 def test_a_closed_runtime_starts_nothing() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            runtime = await kit.runtime()
-            await runtime.close()
+    async def story(kit: TestKit) -> None:
+        runtime = await kit.runtime()
+        await runtime.close()
 
-            with pytest.raises(Unavailable, match="the runtime is closed"):
-                await runtime.start(Greeter)
+        with pytest.raises(Unavailable, match="the runtime is closed"):
+            await runtime.start(Greeter)
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_a_call_that_waits_for_an_instance_ends_when_its_runtime_is_closed() -> None:
-    async def story() -> tuple[list[str], float]:
-        async with TestKit() as kit:
-            runtime = await kit.runtime()
-            greeter = runtime.client(Greeter, wait=60.0)
-            waiting = [asyncio.create_task(greeter.greet("Ada")) for _ in range(3)]
-            await asyncio.sleep(1.0)
-            closing = monotonic()
-            await runtime.close()
-            told = await asyncio.gather(*waiting, return_exceptions=True)
-            return [f"{type(error).__name__}: {error}" for error in told], monotonic() - closing
+    async def story(kit: TestKit) -> tuple[list[str], float]:
+        runtime = await kit.runtime()
+        greeter = runtime.client(Greeter, wait=60.0)
+        waiting = [asyncio.create_task(greeter.greet("Ada")) for _ in range(3)]
+        await asyncio.sleep(1.0)
+        closing = monotonic()
+        await runtime.close()
+        told = await asyncio.gather(*waiting, return_exceptions=True)
+        return [f"{type(error).__name__}: {error}" for error in told], monotonic() - closing
 
-    told, seconds = run(story())
+    told, seconds = on_a_kit(story)
 
     assert len(told) == 3
     assert all(text.startswith("Unavailable: the runtime is closed") for text in told), told
@@ -472,19 +452,18 @@ class Patient(Actor, namespace="runtime"):
 
 
 def test_an_untyped_call_lasts_as_long_as_its_handler_allows() -> None:
-    async def story() -> tuple[Any, list[Any], str]:
-        async with TestKit() as kit:
-            await kit.start(Patient)
-            work = await kit.caller.endpoint("runtime.Patient.work").client()
-            count = await kit.caller.endpoint("runtime.Patient.count").client()
+    async def story(kit: TestKit) -> tuple[Any, list[Any], str]:
+        await kit.start(Patient)
+        work = await kit.caller.endpoint("runtime.Patient.work").client()
+        count = await kit.caller.endpoint("runtime.Patient.count").client()
 
-            done = await work.generate(100.0)
-            items = [item async for item in count.generate(100.0)]
-            with pytest.raises(DeadlineExceeded) as caught:
-                await work.generate(300.0)
-            return done, items, caught.value.hop
+        done = await work.generate(100.0)
+        items = [item async for item in count.generate(100.0)]
+        with pytest.raises(DeadlineExceeded) as caught:
+            await work.generate(300.0)
+        return done, items, caught.value.hop
 
-    done, items, hop = run(story())
+    done, items, hop = on_a_kit(story)
 
     assert (done, items) == (100.0, [0, 1, 2, 3])
     assert hop.startswith("runtime.Patient.work@")

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
+from tests.story import on_a_kit
 
 from dynbus import (
     Actor,
@@ -21,7 +22,7 @@ from dynbus import (
 from dynbus.actors.calling.routing import ROUTE_TIMEOUT
 from dynbus.bus.clock import monotonic
 from dynbus.bus.records.instance_view import Instance
-from dynbus.testing import TestKit, run
+from dynbus.testing import TestKit
 
 
 class Worker(Actor, namespace="selection"):
@@ -60,17 +61,16 @@ def picking(chosen: Any) -> Given:
 def failure(router: Any, kind: type[DynbusError], **options: Any) -> tuple[DynbusError, float]:
     """The error of a call with `router` between instances a and b, and the seconds it took."""
 
-    async def story() -> tuple[DynbusError, float]:
-        async with TestKit() as kit:
-            for name in ("a", "b"):
-                await kit.start(Worker, instance_id=name)
-            begun = monotonic()
-            with pytest.raises(kind) as caught, call_options(**options):
-                await kit.client(Worker, routing=router).where()
-            return caught.value, monotonic() - begun
+    async def story(kit: TestKit) -> tuple[DynbusError, float]:
+        for name in ("a", "b"):
+            await kit.start(Worker, instance_id=name)
+        begun = monotonic()
+        with pytest.raises(kind) as caught, call_options(**options):
+            await kit.client(Worker, routing=router).where()
+        return caught.value, monotonic() - begun
 
     before = Worker.calls
-    told = run(story())
+    told = on_a_kit(story)
     assert Worker.calls == before
     return told
 
@@ -175,19 +175,18 @@ def test_a_router_that_never_picks_ends_the_call_in_time(
 
 
 def test_a_router_that_insists_on_an_instance_that_turned_the_call_away_is_told() -> None:
-    async def story() -> str:
-        async with TestKit() as kit:
-            for name in ("a", "b"):
-                await kit.start(Worker, instance_id=name)
-            client = kit.client(Worker, routing=picking("a"))
-            first = asyncio.ensure_future(client.hold())
-            await asyncio.sleep(1.0)
-            with pytest.raises(ConfigError) as caught:
-                await client.hold()
-            await first
-            return str(caught.value)
+    async def story(kit: TestKit) -> str:
+        for name in ("a", "b"):
+            await kit.start(Worker, instance_id=name)
+        client = kit.client(Worker, routing=picking("a"))
+        first = asyncio.ensure_future(client.hold())
+        await asyncio.sleep(1.0)
+        with pytest.raises(ConfigError) as caught:
+            await client.hold()
+        await first
+        return str(caught.value)
 
-    assert run(story()).startswith("router Given picked 'a'; it was offered b ")
+    assert on_a_kit(story).startswith("router Given picked 'a'; it was offered b ")
 
 
 def test_cancelling_the_call_cancels_its_router() -> None:
@@ -200,37 +199,35 @@ def test_cancelling_the_call_cancels_its_router() -> None:
             ended.append(True)
         return ""
 
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Worker, instance_id="a")
-            call = asyncio.ensure_future(kit.client(Worker, routing=Given(route)).where())
-            await asyncio.sleep(1.0)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
+    async def story(kit: TestKit) -> None:
+        await kit.start(Worker, instance_id="a")
+        call = asyncio.ensure_future(kit.client(Worker, routing=Given(route)).where())
+        await asyncio.sleep(1.0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
 
-    run(story())
+    on_a_kit(story)
 
     assert ended == [True]
 
 
 def test_an_instance_that_goes_while_the_router_thinks_is_passed_over() -> None:
-    async def story() -> list[str]:
-        async with TestKit() as kit:
-            for name in ("a", "b"):
-                await kit.start(Worker, instance_id=name)
-            asked: list[list[str]] = []
+    async def story(kit: TestKit) -> list[str]:
+        for name in ("a", "b"):
+            await kit.start(Worker, instance_id=name)
+        asked: list[list[str]] = []
 
-            async def route(request: RouteRequest, instances: Sequence[Instance]) -> str:
-                asked.append([one.id for one in instances])
-                if len(asked) == 1:
-                    await kit.started["a"].stop()
-                return asked[-1][0]
+        async def route(request: RouteRequest, instances: Sequence[Instance]) -> str:
+            asked.append([one.id for one in instances])
+            if len(asked) == 1:
+                await kit.started["a"].stop()
+            return asked[-1][0]
 
-            answer = await kit.client(Worker, routing=Given(route)).where()
-            return [answer, *asked[-1]]
+        answer = await kit.client(Worker, routing=Given(route)).where()
+        return [answer, *asked[-1]]
 
-    assert run(story()) == ["b", "b"]
+    assert on_a_kit(story) == ["b", "b"]
 
 
 def test_a_router_sees_the_request_and_every_instance() -> None:
@@ -241,11 +238,10 @@ def test_a_router_sees_the_request_and_every_instance() -> None:
         seen.append((str(request.endpoint), request.request, request.load("a").total, ids))
         return "b"
 
-    async def story() -> str:
-        async with TestKit() as kit:
-            for name in ("a", "b"):
-                await kit.start(Worker, instance_id=name)
-            return await kit.client(Worker, routing=Given(route)).where()
+    async def story(kit: TestKit) -> str:
+        for name in ("a", "b"):
+            await kit.start(Worker, instance_id=name)
+        return await kit.client(Worker, routing=Given(route)).where()
 
-    assert run(story()) == "b"
+    assert on_a_kit(story) == "b"
     assert seen == [("selection.Worker.where", None, 0, ["a", "b"])]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tests.story import on_a_kit
 
 from dynbus import (
     Actor,
@@ -106,32 +107,30 @@ async def test_functions_are_called_by_typed_and_untyped_clients(
 
 
 def test_methods_of_any_object_are_served_with_the_options_of_handler() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            runtime, counter = await kit.runtime(), Counter()
-            endpoints = {"add": counter.add, "read": counter.read}
-            async with runtime.serve_endpoints("alone", "counter", endpoints) as instance:
-                add = await kit.caller.endpoint("alone.counter.add").client(wait=5.0)
-                read = await kit.caller.endpoint("alone.counter.read").client()
+    async def story(kit: TestKit) -> None:
+        runtime, counter = await kit.runtime(), Counter()
+        endpoints = {"add": counter.add, "read": counter.read}
+        async with runtime.serve_endpoints("alone", "counter", endpoints) as instance:
+            add = await kit.caller.endpoint("alone.counter.add").client(wait=5.0)
+            read = await kit.caller.endpoint("alone.counter.read").client()
 
-                assert await add.generate(2) == 2
-                assert await read.generate() == 2
-                assert instance.server.served["add"].endpoint.timeout == 2.0
-                with pytest.raises(InvalidRequest):
-                    await add.generate("many")
+            assert await add.generate(2) == 2
+            assert await read.generate() == 2
+            assert instance.server.served["add"].endpoint.timeout == 2.0
+            with pytest.raises(InvalidRequest):
+                await add.generate("many")
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_a_function_keeps_the_options_that_handler_gives_it() -> None:
-    async def story() -> tuple[Any, Any]:
-        async with TestKit() as kit:
-            runtime = await kit.runtime()
-            async with runtime.serve_endpoints("alone", "slow", {"slow": slow}) as instance:
-                endpoint = instance.server.served["slow"].endpoint
-                return endpoint.concurrency, endpoint.timeout
+    async def story(kit: TestKit) -> tuple[Any, Any]:
+        runtime = await kit.runtime()
+        async with runtime.serve_endpoints("alone", "slow", {"slow": slow}) as instance:
+            endpoint = instance.server.served["slow"].endpoint
+            return endpoint.concurrency, endpoint.timeout
 
-    assert run(story()) == (1, 0.5)
+    assert on_a_kit(story) == (1, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -145,13 +144,12 @@ def test_a_function_keeps_the_options_that_handler_gives_it() -> None:
 def test_metadata_that_cannot_be_announced_is_named_as_it_was_given(
     metadata: Any, text: str
 ) -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            serving = kit.caller.serve_endpoints("alone", "p", {"ping": ping}, metadata=metadata)
-            with pytest.raises(ConfigError, match=re.escape(text)):
-                await serving.__aenter__()
+    async def story(kit: TestKit) -> None:
+        serving = kit.caller.serve_endpoints("alone", "p", {"ping": ping}, metadata=metadata)
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            await serving.__aenter__()
 
-    run(story())
+    on_a_kit(story)
 
 
 def test_calls_that_run_are_finished_at_the_end_of_the_block() -> None:
@@ -229,14 +227,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_served_is_refused_with_the_remedy(
     endpoints: dict[str, Any], text: str
 ) -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            with pytest.raises(ConfigError, match=text):
-                async with kit.caller.serve_endpoints("alone", "wrong", endpoints):
-                    pass
-            assert kit.caller.instances == {}
+    async def story(kit: TestKit) -> None:
+        with pytest.raises(ConfigError, match=text):
+            async with kit.caller.serve_endpoints("alone", "wrong", endpoints):
+                pass
+        assert kit.caller.instances == {}
 
-    run(story())
+    on_a_kit(story)
 
 
 @pytest.mark.parametrize(
@@ -246,12 +243,11 @@ def test_what_cannot_be_served_is_refused_with_the_remedy(
 def test_a_name_that_is_no_token_is_refused(
     namespace: str, component: str, instance_id: str
 ) -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            with pytest.raises(ConfigError, match="is not a valid name"):
-                async with kit.caller.serve_endpoints(
-                    namespace, component, {"ping": ping}, instance_id=instance_id
-                ):
-                    pass
+    async def story(kit: TestKit) -> None:
+        with pytest.raises(ConfigError, match="is not a valid name"):
+            async with kit.caller.serve_endpoints(
+                namespace, component, {"ping": ping}, instance_id=instance_id
+            ):
+                pass
 
-    run(story())
+    on_a_kit(story)

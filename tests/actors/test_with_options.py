@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tests.story import on_a_kit
 
 from dynbus import (
     Actor,
@@ -23,7 +24,7 @@ from dynbus import (
 )
 from dynbus.actors.calling.options import CallOptions, current_options
 from dynbus.bus.clock import monotonic
-from dynbus.testing import TestKit, run
+from dynbus.testing import TestKit
 
 
 class Seen(BaseModel):
@@ -92,22 +93,21 @@ class Hasty(Actor, namespace="options"):
 
 
 def test_a_client_with_options_makes_its_calls_with_them_and_the_first_client_none() -> None:
-    async def story() -> tuple[Seen, Seen]:
-        async with TestKit() as kit:
-            await kit.start(Mirror, instance_id="one")
-            mirror = kit.client(Mirror)
-            tenants = with_options(
-                mirror,
-                timeout=9.0,
-                instance="one",
-                request_id="r1",
-                priority=5,
-                idempotency_key="k1",
-                metadata={"tenant": "a"},
-            )
-            return await tenants.look(), await mirror.look()
+    async def story(kit: TestKit) -> tuple[Seen, Seen]:
+        await kit.start(Mirror, instance_id="one")
+        mirror = kit.client(Mirror)
+        tenants = with_options(
+            mirror,
+            timeout=9.0,
+            instance="one",
+            request_id="r1",
+            priority=5,
+            idempotency_key="k1",
+            metadata={"tenant": "a"},
+        )
+        return await tenants.look(), await mirror.look()
 
-    seen, plain = run(story())
+    seen, plain = on_a_kit(story)
 
     assert (seen.request_id, seen.metadata, seen.priority, seen.idempotency_key) == (
         "r1",
@@ -121,38 +121,34 @@ def test_a_client_with_options_makes_its_calls_with_them_and_the_first_client_no
 
 
 def test_a_client_with_options_is_of_the_same_class_and_has_the_same_routing() -> None:
-    async def story() -> tuple[bool, list[str]]:
-        async with TestKit() as kit:
-            for name in ("a", "b"):
-                await kit.start(Mirror, instance_id=name)
-            mirror = kit.client(Mirror)
-            other = with_options(mirror, priority=1)
-            ids = [(await one.look()).instance_id for one in (mirror, other, mirror, other)]
-            return type(other) is type(mirror), ids
+    async def story(kit: TestKit) -> tuple[bool, list[str]]:
+        for name in ("a", "b"):
+            await kit.start(Mirror, instance_id=name)
+        mirror = kit.client(Mirror)
+        other = with_options(mirror, priority=1)
+        ids = [(await one.look()).instance_id for one in (mirror, other, mirror, other)]
+        return type(other) is type(mirror), ids
 
-    same, ids = run(story())
+    same, ids = on_a_kit(story)
 
     assert same
     assert ids in (["a", "b", "a", "b"], ["b", "a", "b", "a"])
 
 
 def test_an_untyped_client_takes_options_too() -> None:
-    async def story() -> list[Any]:
-        async with TestKit() as kit:
-            for name in ("a", "b"):
-                await kit.start(Mirror, instance_id=name)
-            client = await kit.caller.endpoint("options.Mirror.look").client(
-                metadata={"by": "client"}
-            )
-            other = with_options(client, metadata={"tenant": "a"}, instance="a")
-            return [
-                await client.generate(),
-                await other.generate(),
-                await other.direct(None, "b"),
-                await other.round_robin(),
-            ]
+    async def story(kit: TestKit) -> list[Any]:
+        for name in ("a", "b"):
+            await kit.start(Mirror, instance_id=name)
+        client = await kit.caller.endpoint("options.Mirror.look").client(metadata={"by": "client"})
+        other = with_options(client, metadata={"tenant": "a"}, instance="a")
+        return [
+            await client.generate(),
+            await other.generate(),
+            await other.direct(None, "b"),
+            await other.round_robin(),
+        ]
 
-    plain, first, direct, turn = run(story())
+    plain, first, direct, turn = on_a_kit(story)
 
     assert dict(plain["metadata"]) == {"by": "client"}
     assert dict(first["metadata"]) == {"by": "client", "tenant": "a"}
@@ -160,14 +156,13 @@ def test_an_untyped_client_takes_options_too() -> None:
 
 
 def test_options_of_options_change_some_and_metadata_adds_up() -> None:
-    async def story() -> Seen:
-        async with TestKit() as kit:
-            await kit.start(Mirror)
-            first = kit.client(Mirror, priority=1, timeout=50.0, metadata={"a": "1", "b": "1"})
-            second = with_options(first, priority=2, metadata={"b": "2"})
-            return await with_options(second, metadata={"c": "3"}).look()
+    async def story(kit: TestKit) -> Seen:
+        await kit.start(Mirror)
+        first = kit.client(Mirror, priority=1, timeout=50.0, metadata={"a": "1", "b": "1"})
+        second = with_options(first, priority=2, metadata={"b": "2"})
+        return await with_options(second, metadata={"c": "3"}).look()
 
-    seen = run(story())
+    seen = on_a_kit(story)
 
     assert (seen.priority, seen.metadata) == (2, {"a": "1", "b": "2", "c": "3"})
     assert seen.time_left is not None
@@ -175,18 +170,17 @@ def test_options_of_options_change_some_and_metadata_adds_up() -> None:
 
 
 def test_the_block_goes_before_the_client_and_the_client_before_the_handler() -> None:
-    async def story() -> tuple[Seen, Seen, Seen]:
-        async with TestKit() as kit:
-            await kit.start(Mirror)
-            mirror = kit.client(Mirror, timeout=50.0, priority=1, metadata={"a": "client"})
-            by_client = await mirror.look()
-            with call_options(timeout=5.0, priority=0, metadata={"a": "block"}):
-                by_block = await mirror.look()
-            with call_options(timeout=None):
-                unlimited = await mirror.look()
-            return by_client, by_block, unlimited
+    async def story(kit: TestKit) -> tuple[Seen, Seen, Seen]:
+        await kit.start(Mirror)
+        mirror = kit.client(Mirror, timeout=50.0, priority=1, metadata={"a": "client"})
+        by_client = await mirror.look()
+        with call_options(timeout=5.0, priority=0, metadata={"a": "block"}):
+            by_block = await mirror.look()
+        with call_options(timeout=None):
+            unlimited = await mirror.look()
+        return by_client, by_block, unlimited
 
-    by_client, by_block, unlimited = run(story())
+    by_client, by_block, unlimited = on_a_kit(story)
 
     assert by_client.time_left is not None
     assert by_block.time_left is not None
@@ -199,37 +193,34 @@ def test_the_block_goes_before_the_client_and_the_client_before_the_handler() ->
 
 
 def test_a_block_that_waits_for_nothing_goes_before_a_client_that_waits() -> None:
-    async def story() -> float:
-        async with TestKit() as kit:
-            mirror = kit.client(Mirror, wait=30.0)
-            begun = monotonic()
-            with pytest.raises(NoInstances), call_options(wait=0.0):
-                await mirror.look()
-            return monotonic() - begun
+    async def story(kit: TestKit) -> float:
+        mirror = kit.client(Mirror, wait=30.0)
+        begun = monotonic()
+        with pytest.raises(NoInstances), call_options(wait=0.0):
+            await mirror.look()
+        return monotonic() - begun
 
-    assert run(story()) < 1.0
+    assert on_a_kit(story) < 1.0
 
 
 def test_a_client_waits_for_its_first_instance() -> None:
-    async def story() -> Seen:
-        async with TestKit() as kit:
-            waiting = asyncio.ensure_future(kit.client(Mirror, wait=30.0).look())
-            await asyncio.sleep(5.0)
-            await kit.start(Mirror)
-            return await waiting
+    async def story(kit: TestKit) -> Seen:
+        waiting = asyncio.ensure_future(kit.client(Mirror, wait=30.0).look())
+        await asyncio.sleep(5.0)
+        await kit.start(Mirror)
+        return await waiting
 
-    assert run(story()).metadata == {}
+    assert on_a_kit(story).metadata == {}
 
 
 def test_a_dependency_has_its_options_in_every_call() -> None:
-    async def story() -> tuple[Seen, Seen]:
-        async with TestKit() as kit:
-            await kit.start(Mirror)
-            await kit.start(Caller)
-            caller = kit.client(Caller, metadata={"from": "outside"})
-            return await caller.look(), await caller.look_with("a")
+    async def story(kit: TestKit) -> tuple[Seen, Seen]:
+        await kit.start(Mirror)
+        await kit.start(Caller)
+        caller = kit.client(Caller, metadata={"from": "outside"})
+        return await caller.look(), await caller.look_with("a")
 
-    seen, with_tenant = run(story())
+    seen, with_tenant = on_a_kit(story)
 
     assert (seen.metadata, seen.priority) == ({"from": "outside", "by": "depends"}, 3)
     assert seen.time_left is not None
@@ -238,34 +229,32 @@ def test_a_dependency_has_its_options_in_every_call() -> None:
 
 
 def test_the_timeout_of_a_dependency_ends_its_calls() -> None:
-    async def story() -> float:
-        async with TestKit() as kit:
-            await kit.start(Hanging)
-            await kit.start(Hasty)
-            return await kit.client(Hasty).call()
+    async def story(kit: TestKit) -> float:
+        await kit.start(Hanging)
+        await kit.start(Hasty)
+        return await kit.client(Hasty).call()
 
-    assert run(story()) == pytest.approx(2.0, abs=0.2)
+    assert on_a_kit(story) == pytest.approx(2.0, abs=0.2)
 
 
 def test_options_around_the_yield_of_a_handler_stay_with_that_call() -> None:
-    async def story() -> tuple[list[str], list[str]]:
-        async with TestKit() as kit:
-            await kit.start(Mirror)
-            await kit.start(Caller)
-            caller = kit.client(Caller)
+    async def story(kit: TestKit) -> tuple[list[str], list[str]]:
+        await kit.start(Mirror)
+        await kit.start(Caller)
+        caller = kit.client(Caller)
 
-            async def tenants(*names: str) -> list[str]:
-                found: list[str] = []
-                async with aclosing(caller.looks(list(names))) as seen:
-                    async for one in seen:
-                        found.append(one.metadata["tenant"])
-                        await asyncio.sleep(0.1)
-                return found
+        async def tenants(*names: str) -> list[str]:
+            found: list[str] = []
+            async with aclosing(caller.looks(list(names))) as seen:
+                async for one in seen:
+                    found.append(one.metadata["tenant"])
+                    await asyncio.sleep(0.1)
+            return found
 
-            one, other = await asyncio.gather(tenants("a", "b", "a"), tenants("c", "c", "d"))
-            return one, other
+        one, other = await asyncio.gather(tenants("a", "b", "a"), tenants("c", "c", "d"))
+        return one, other
 
-    assert run(story()) == (["a", "b", "a"], ["c", "c", "d"])
+    assert on_a_kit(story) == (["a", "b", "a"], ["c", "c", "d"])
 
 
 def test_interleaved_generators_each_call_for_their_own_tenant() -> None:
@@ -275,14 +264,13 @@ def test_interleaved_generators_each_call_for_their_own_tenant() -> None:
             yield seen.metadata["tenant"]
             yield (await client.look()).metadata["tenant"]
 
-    async def story() -> list[str]:
-        async with TestKit() as kit:
-            await kit.start(Mirror)
-            mirror = kit.client(Mirror)
-            first, second = events(mirror, "a"), events(mirror, "b")
-            return [await anext(one) for _ in range(4) for one in (first, second)]
+    async def story(kit: TestKit) -> list[str]:
+        await kit.start(Mirror)
+        mirror = kit.client(Mirror)
+        first, second = events(mirror, "a"), events(mirror, "b")
+        return [await anext(one) for _ in range(4) for one in (first, second)]
 
-    assert run(story()) == ["a", "b"] * 4
+    assert on_a_kit(story) == ["a", "b"] * 4
 
 
 async def opening() -> AsyncGenerator[CallOptions, None]:
@@ -393,17 +381,16 @@ def test_a_bad_option_of_a_dependency_is_refused_where_it_is_declared(
 
 
 def test_a_bad_option_of_a_client_is_refused_at_once() -> None:
-    async def story() -> list[str]:
-        async with TestKit() as kit:
-            bad: dict[str, Any] = {"timeout": "1s"}
-            with pytest.raises(ConfigError) as by_client:
-                kit.client(Mirror, **bad)
-            with pytest.raises(ConfigError) as by_value:
-                with_options(kit.client(Mirror), **bad)
-            return [str(by_client.value), str(by_value.value)]
+    async def story(kit: TestKit) -> list[str]:
+        bad: dict[str, Any] = {"timeout": "1s"}
+        with pytest.raises(ConfigError) as by_client:
+            kit.client(Mirror, **bad)
+        with pytest.raises(ConfigError) as by_value:
+            with_options(kit.client(Mirror), **bad)
+        return [str(by_client.value), str(by_value.value)]
 
     told = "timeout='1s' must be more than 0 and at most 1e+09 seconds, or None for no limit"
-    assert run(story()) == [told, told]
+    assert on_a_kit(story) == [told, told]
 
 
 @pytest.mark.parametrize("given", [Caller(), Caller.mirror, Mirror, None])
@@ -413,26 +400,24 @@ def test_only_a_client_takes_options(given: Any) -> None:
 
 
 def test_metadata_that_is_changed_later_does_not_change_the_client() -> None:
-    async def story() -> Seen:
-        async with TestKit() as kit:
-            await kit.start(Mirror)
-            metadata = {"tenant": "a"}
-            mirror = with_options(kit.client(Mirror), metadata=metadata)
-            metadata["tenant"] = "b"
-            return await mirror.look()
+    async def story(kit: TestKit) -> Seen:
+        await kit.start(Mirror)
+        metadata = {"tenant": "a"}
+        mirror = with_options(kit.client(Mirror), metadata=metadata)
+        metadata["tenant"] = "b"
+        return await mirror.look()
 
-    assert run(story()).metadata == {"tenant": "a"}
+    assert on_a_kit(story).metadata == {"tenant": "a"}
 
 
 def test_metadata_of_block_and_client_together_is_bounded() -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            mirror = kit.client(Mirror, metadata={"a": "x" * 5000})
-            with call_options(metadata={"b": "x" * 5000}):
-                await mirror.look()
+    async def story(kit: TestKit) -> None:
+        mirror = kit.client(Mirror, metadata={"a": "x" * 5000})
+        with call_options(metadata={"b": "x" * 5000}):
+            await mirror.look()
 
     with pytest.raises(ConfigError, match="10002 characters"):
-        run(story())
+        on_a_kit(story)
 
 
 @pytest.mark.parametrize(
@@ -454,25 +439,23 @@ def test_metadata_of_block_and_client_together_is_bounded() -> None:
 def test_an_option_of_a_client_that_makes_no_sense_is_refused_at_once(
     options: dict[str, Any], text: str
 ) -> None:
-    async def check() -> None:
-        async with TestKit() as kit:
-            await kit.start(Mirror)
-            with pytest.raises(ConfigError) as caught:
-                with_options(kit.client(Mirror), **options)
+    async def check(kit: TestKit) -> None:
+        await kit.start(Mirror)
+        with pytest.raises(ConfigError) as caught:
+            with_options(kit.client(Mirror), **options)
 
-            assert str(caught.value) == text
+        assert str(caught.value) == text
 
-    run(check())
+    on_a_kit(check)
 
 
 def test_none_says_nothing_as_an_option_of_a_client() -> None:
-    async def check() -> None:
-        async with TestKit() as kit:
-            await kit.start(Mirror)
-            client = with_options(kit.client(Mirror), priority=3)
+    async def check(kit: TestKit) -> None:
+        await kit.start(Mirror)
+        client = with_options(kit.client(Mirror), priority=3)
 
-            seen = await with_options(client, wait=None, priority=None, instance=None).look()
+        seen = await with_options(client, wait=None, priority=None, instance=None).look()
 
-            assert seen.priority == 3
+        assert seen.priority == 3
 
-    run(check())
+    on_a_kit(check)

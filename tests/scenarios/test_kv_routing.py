@@ -21,7 +21,7 @@ from dynbus import DynbusError, Runtime, call_options
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.kvrouter import AwarenessLevel, KvRouter, block_hashes, open_router
 from dynbus.kvrouter.routing.router_actor import DecisionQuery
-from dynbus.llm.mock.actor import GenerateRequest
+from dynbus.llm.generation import GenerateRequest
 
 from .kv_worker import BLOCK_SIZE, Engine, Front
 from .processes import Process

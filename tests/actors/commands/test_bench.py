@@ -9,11 +9,12 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from tests.story import on_a_kit
 
 from dynbus.actors.commands import bench as benchmarking
 from dynbus.actors.commands.bench import FIGURES, Echo, Token, bench, measure
 from dynbus.bus.errors import ConfigError
-from dynbus.testing import TestKit, run
+from dynbus.testing import TestKit
 
 TOKEN = Token(token_ids=[7], text="tok", index=0)
 MEASURED = {name: 1234.56 + number for number, (name, _, _) in enumerate(FIGURES)}
@@ -68,18 +69,16 @@ def test_a_server_that_is_none_is_refused_before_anything_is_started() -> None:
 
 
 def test_a_token_comes_back_as_it_was() -> None:
-    async def story() -> Token:
-        async with TestKit() as kit:
-            await kit.start(Echo)
-            return await kit.client(Echo).echo(TOKEN)
+    async def story(kit: TestKit) -> Token:
+        await kit.start(Echo)
+        return await kit.client(Echo).echo(TOKEN)
 
-    assert run(story()) == TOKEN
+    assert on_a_kit(story) == TOKEN
 
 
 def test_a_stream_has_as_many_tokens_as_were_asked_for() -> None:
-    async def story() -> list[Token]:
-        async with TestKit() as kit:
-            await kit.start(Echo)
-            return [token async for token in kit.client(Echo).count(3)]
+    async def story(kit: TestKit) -> list[Token]:
+        await kit.start(Echo)
+        return [token async for token in kit.client(Echo).count(3)]
 
-    assert [token.index for token in run(story())] == [0, 1, 2]
+    assert [token.index for token in on_a_kit(story)] == [0, 1, 2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
 import pytest
@@ -18,9 +18,10 @@ from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import RadixIndex
 from dynbus.kvrouter.routing.profiles import read_profile
 from dynbus.kvrouter.stream.event_stream import EventStream
-from dynbus.llm.mock.actor import GenerateRequest, MockWorker
+from dynbus.llm.engine.runner import EventSink
+from dynbus.llm.generation import GenerateRequest, Sampling
+from dynbus.llm.mock.actor import MockWorker
 from dynbus.llm.mock.engine import MockEngine
-from dynbus.llm.mock.runner import EventSink
 from dynbus.llm.mock.timing import Timing
 from dynbus.testing import TestKit, run
 
@@ -59,13 +60,14 @@ def actor_of(kit: TestKit) -> RecordedWorker:
 
 
 def engine_of(kit: TestKit) -> MockEngine:
-    runner = actor_of(kit)._runner  # pyright: ignore[reportPrivateUsage]
+    runner = actor_of(kit)._engine_runner  # pyright: ignore[reportPrivateUsage]
     assert runner is not None
+    assert isinstance(runner.engine, MockEngine)
     return runner.engine
 
 
 async def tokens_of(client: MockWorker, request: GenerateRequest) -> list[int]:
-    return [token.token_id async for token in client.generate(request)]
+    return [token async for item in client.generate(request) for token in item.token_ids]
 
 
 def test_a_continued_request_gives_the_rest_of_the_tokens() -> None:
@@ -73,8 +75,8 @@ def test_a_continued_request_gives_the_rest_of_the_tokens() -> None:
         async with TestKit() as kit:
             await kit.start(RecordedWorker, block_size=16)
             client = kit.client(RecordedWorker)
-            whole = await tokens_of(client, GenerateRequest(PROMPT, 40, seed=7))
-            continued = GenerateRequest(PROMPT + whole[:15], 25, seed=7)
+            whole = await tokens_of(client, GenerateRequest(PROMPT, 40, sampling=Sampling(seed=7)))
+            continued = GenerateRequest(PROMPT + whole[:15], 25, sampling=Sampling(seed=7))
             return whole, await tokens_of(client, continued)
 
     whole, rest = run(story())
@@ -89,7 +91,7 @@ def test_the_first_token_says_how_much_of_the_prompt_was_in_the_cache() -> None:
             await kit.start(RecordedWorker, block_size=16)
             client = kit.client(RecordedWorker)
             return [
-                [token.cached_tokens async for token in client.generate(GenerateRequest(PROMPT, 3))]
+                [item.cached_tokens async for item in client.generate(GenerateRequest(PROMPT, 3))]
                 for _ in range(2)
             ]
 
@@ -178,11 +180,11 @@ def test_a_request_that_waits_for_its_turn_can_be_left_too() -> None:
             async with aclosing(first):
                 await anext(first)
                 second = asyncio.create_task(anext(client.generate(GenerateRequest(PROMPT, 5))))
-                await eventually(lambda: engine_of(kit).waiting == 1)
+                await eventually(lambda: engine_of(kit).load.waiting == 1)
                 second.cancel()
                 await asyncio.wait({second})
-                await eventually(lambda: engine_of(kit).waiting == 0)
-                return [token.token_id async for token in first]
+                await eventually(lambda: engine_of(kit).load.waiting == 0)
+                return [token async for item in first for token in item.token_ids]
 
     assert len(run(story())) == 29
 
@@ -209,9 +211,12 @@ def test_a_request_that_cannot_be_served_says_why(request_: GenerateRequest, rea
 
 
 def test_routers_learn_the_size_of_the_cache() -> None:
-    metadata = MockWorker(block_size=32, blocks=128, max_num_batched_tokens=4096)
+    async def story() -> Mapping[str, str]:
+        async with TestKit() as kit:
+            await kit.start(RecordedWorker, block_size=32, blocks=128, max_num_batched_tokens=4096)
+            return actor_of(kit).instance_metadata()
 
-    profile = read_profile("a", metadata.instance_metadata())
+    profile = read_profile("a", run(story()))
 
     assert (profile.block_size, profile.total_blocks) == (32, 128)
     assert (profile.max_batched_tokens, profile.has_events) == (4096, True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,13 +12,9 @@ from hypothesis import strategies as st
 from dynbus.kvrouter.events import encode_events
 from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import RadixIndex, Verdict
-from dynbus.llm.mock.engine import (
-    EngineConfig,
-    EngineRequest,
-    MockEngine,
-    RequestTooLong,
-    StepResult,
-)
+from dynbus.llm.engine import RequestTooLong
+from dynbus.llm.generation import GenerateRequest, Sampling
+from dynbus.llm.mock.engine import EngineConfig, MockEngine, StepResult
 
 
 def engine(**changed: Any) -> MockEngine:
@@ -29,15 +24,16 @@ def engine(**changed: Any) -> MockEngine:
 
 def request(
     name: str, length: int, max_tokens: int = 1, *, first: int = 0, seed: int = 0
-) -> EngineRequest:
-    return EngineRequest(name, np.arange(first, first + length), max_tokens, seed)
+) -> tuple[str, GenerateRequest]:
+    prompt = list(range(first, first + length))
+    return name, GenerateRequest(prompt, max_tokens, sampling=Sampling(seed=seed))
 
 
 def drain(running: MockEngine) -> list[StepResult]:
     """Step until nothing is left."""
     results: list[StepResult] = []
-    while not running.is_idle:
-        results.append(running.step())
+    while running.has_work:
+        results.append(running.advance())
         assert len(results) < 10_000
     return results
 
@@ -52,7 +48,7 @@ def tokens_of(results: list[StepResult]) -> dict[str, list[int]]:
 
 def test_a_long_prompt_is_computed_in_chunks() -> None:
     running = engine(max_num_batched_tokens=40, max_num_seqs=4)
-    running.add(request("a", 100))
+    running.add(*request("a", 100))
 
     results = drain(running)
 
@@ -64,8 +60,8 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
 
 def test_without_chunks_a_prompt_waits_for_a_step_of_its_own() -> None:
     running = engine(max_num_batched_tokens=40, max_num_seqs=4, chunked_prefill=False)
-    running.add(request("a", 30))
-    running.add(request("b", 30, first=1000))
+    running.add(*request("a", 30))
+    running.add(*request("b", 30, first=1000))
 
     results = drain(running)
 
@@ -75,11 +71,11 @@ def test_without_chunks_a_prompt_waits_for_a_step_of_its_own() -> None:
 
 def test_running_requests_go_before_the_prompt_that_waits() -> None:
     running = engine(max_num_batched_tokens=16, max_num_seqs=4)
-    running.add(request("a", 8, max_tokens=4))
-    running.step()
-    running.add(request("b", 30, first=1000))
+    running.add(*request("a", 8, max_tokens=4))
+    running.advance()
+    running.add(*request("b", 30, first=1000))
 
-    result = running.step()
+    result = running.advance()
 
     assert [output.request_id for output in result.outputs] == ["a"]
     timing, capacity = running.config.timing, running.config.capacity_tokens
@@ -89,19 +85,19 @@ def test_running_requests_go_before_the_prompt_that_waits() -> None:
 def test_no_more_requests_run_than_the_engine_has_places() -> None:
     running = engine(max_num_seqs=2)
     for name in "abc":
-        running.add(request(name, 8, max_tokens=3, first=ord(name)))
+        running.add(*request(name, 8, max_tokens=3, first=ord(name)))
 
-    running.step()
+    running.advance()
 
-    assert (running.running, running.waiting) == (2, 1)
+    assert (running.load.running, running.load.waiting) == (2, 1)
     assert set(tokens_of(drain(running))) == {"a", "b", "c"}
 
 
 def test_a_prompt_that_was_seen_is_reused_but_for_its_last_token() -> None:
     running = engine()
-    running.add(request("a", 16))
+    running.add(*request("a", 16))
     drain(running)
-    running.add(request("b", 16))
+    running.add(*request("b", 16))
 
     [result] = drain(running)
 
@@ -111,8 +107,8 @@ def test_a_prompt_that_was_seen_is_reused_but_for_its_last_token() -> None:
 
 def test_a_request_of_the_same_step_reuses_what_the_one_before_computes() -> None:
     running = engine()
-    running.add(request("a", 16))
-    running.add(request("b", 17))
+    running.add(*request("a", 16))
+    running.add(*request("b", 17))
 
     [result] = drain(running)
 
@@ -123,12 +119,12 @@ def test_a_request_that_lost_its_blocks_gives_the_same_tokens() -> None:
     crowded = engine(blocks=12)
     alone = engine(blocks=12)
     for name in "ab":
-        crowded.add(request(name, 16, max_tokens=20, first=ord(name) * 100))
+        crowded.add(*request(name, 16, max_tokens=20, first=ord(name) * 100))
 
     results = drain(crowded)
 
     assert sum(result.preempted for result in results) > 0
-    alone.add(request("b", 16, max_tokens=20, first=ord("b") * 100))
+    alone.add(*request("b", 16, max_tokens=20, first=ord("b") * 100))
     assert tokens_of(results)["b"] == tokens_of(drain(alone))["b"]
     assert len(tokens_of(results)["a"]) == 20
 
@@ -136,13 +132,13 @@ def test_a_request_that_lost_its_blocks_gives_the_same_tokens() -> None:
 def test_the_request_that_came_last_loses_its_blocks_first() -> None:
     crowded = engine(blocks=12)
     for name in "ab":
-        crowded.add(request(name, 16, max_tokens=20, first=ord(name) * 100))
+        crowded.add(*request(name, 16, max_tokens=20, first=ord(name) * 100))
 
     ended = [
         output.request_id
         for result in drain(crowded)
         for output in result.outputs
-        if output.is_last
+        if output.finish_reason is not None
     ]
 
     assert ended == ["a", "b"]
@@ -150,34 +146,34 @@ def test_the_request_that_came_last_loses_its_blocks_first() -> None:
 
 def test_a_request_waits_until_its_whole_prompt_has_room() -> None:
     running = engine(blocks=12)
-    running.add(request("a", 32, max_tokens=2))
-    running.step()
-    running.add(request("b", 32, first=1000))
+    running.add(*request("a", 32, max_tokens=2))
+    running.advance()
+    running.add(*request("b", 32, first=1000))
 
-    running.step()
-    assert (running.running, running.waiting) == (0, 1)
-    running.step()
+    running.advance()
+    assert (running.load.running, running.load.waiting) == (0, 1)
+    running.advance()
 
-    assert running.is_idle
+    assert not running.has_work
 
 
 def test_cancelling_frees_the_blocks_of_a_request_that_runs_or_waits() -> None:
     running = engine(max_num_seqs=1)
-    running.add(request("a", 32, max_tokens=9))
-    running.add(request("b", 32, first=1000))
-    running.step()
+    running.add(*request("a", 32, max_tokens=9))
+    running.add(*request("b", 32, first=1000))
+    running.advance()
 
-    assert running.cancel("b")
-    assert running.cancel("a")
+    running.cancel("b")
+    running.cancel("a")
 
     assert running.manager.free == 64
-    assert running.is_idle
-    assert not running.cancel("a")
+    assert not running.has_work
+    running.cancel("a")
 
 
 def test_the_index_learns_from_the_events_what_the_cache_holds() -> None:
     running, index = engine(), RadixIndex()
-    running.add(request("a", 22, max_tokens=12))
+    running.add(*request("a", 22, max_tokens=12))
     results = drain(running)
     whole = [*range(22), *tokens_of(results)["a"]]
     next_id = 0
@@ -202,15 +198,15 @@ def run_to_the_end(
     for number, (length, max_tokens, first) in enumerate(workload):
         # Equal seeds would make equal output, of which only one copy stays: which one depends
         # on the order of evictions within the steps that are taken at once.
-        running.add(request(str(number), length, max_tokens, first=first * 1000, seed=number))
+        running.add(*request(str(number), length, max_tokens, first=first * 1000, seed=number))
     now, made, ended = 0.0, dict[str, list[int]](), dict[str, float]()
-    while not running.is_idle:
-        result = running.step(now, until)
+    while running.has_work:
+        result = running.advance(now, until)
         now += result.duration
         for output in result.outputs:
             assert output.count == len(output.tokens)
             made.setdefault(output.request_id, []).extend(output.tokens)
-            if output.is_last:
+            if output.finish_reason is not None:
                 ended[output.request_id] = now
     return made, now, running.manager.cached, ended
 
@@ -235,12 +231,12 @@ def test_many_steps_at_once_are_the_same_as_one_by_one(
 
 def test_steps_at_once_are_those_that_begin_before_the_given_time() -> None:
     running = engine()
-    running.add(request("a", 8, max_tokens=30))
-    running.step()
+    running.add(*request("a", 8, max_tokens=30))
+    running.advance()
     timing, capacity = running.config.timing, running.config.capacity_tokens
     first, second = timing.decode(9, capacity), timing.decode(10, capacity)
 
-    result = running.step(5.0, 5.0 + first + second / 2)
+    result = running.advance(5.0, 5.0 + first + second / 2)
 
     assert result.outputs[0].count == 2
     assert result.duration == pytest.approx(first + second)
@@ -248,22 +244,25 @@ def test_steps_at_once_are_those_that_begin_before_the_given_time() -> None:
 
 def test_steps_at_once_end_with_the_first_request_that_ends() -> None:
     running = engine()
-    running.add(request("a", 8, max_tokens=6))
-    running.add(request("b", 8, max_tokens=30, first=1000))
-    running.step()
+    running.add(*request("a", 8, max_tokens=6))
+    running.add(*request("b", 8, max_tokens=30, first=1000))
+    running.advance()
 
     end = running.quiet_until(2.0)
-    result = running.step(2.0, math.inf)
+    result = running.advance(2.0, math.inf)
 
     assert end == pytest.approx(2.0 + result.duration)
-    assert [(output.count, output.is_last) for output in result.outputs] == [(5, True), (5, False)]
+    assert [(output.count, output.finish_reason is not None) for output in result.outputs] == [
+        (5, True),
+        (5, False),
+    ]
 
 
 def test_a_prompt_that_waits_ends_the_quiet() -> None:
     running = engine()
-    running.add(request("a", 8, max_tokens=6))
-    running.step()
-    running.add(request("b", 8, first=1000))
+    running.add(*request("a", 8, max_tokens=6))
+    running.advance()
+    running.add(*request("b", 8, first=1000))
 
     assert running.quiet_until(0.0) is None
 
@@ -272,8 +271,8 @@ def test_a_request_that_never_fits_is_refused() -> None:
     running = engine(blocks=12)
 
     with pytest.raises(RequestTooLong, match="49 tokens in the cache, which holds 48"):
-        running.add(request("a", 40, max_tokens=10))
-    running.add(request("a", 40, max_tokens=9))
+        running.add(*request("a", 40, max_tokens=10))
+    running.add(*request("a", 40, max_tokens=9))
     assert len(tokens_of(drain(running))["a"]) == 9
 
 
@@ -281,15 +280,15 @@ def test_the_watermark_counts_for_what_fits() -> None:
     running = engine(blocks=12, watermark=0.25)
 
     with pytest.raises(RequestTooLong, match="which holds 36"):
-        running.add(request("a", 37))
+        running.add(*request("a", 37))
 
 
 def test_an_id_is_used_once_at_a_time() -> None:
     running = engine()
-    running.add(request("a", 8))
+    running.add(*request("a", 8))
 
     with pytest.raises(ValueError, match="'a' is in the engine already"):
-        running.add(request("a", 8))
+        running.add(*request("a", 8))
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynbus.kvrouter.hashing import block_hashes, sequence_hashes
-from dynbus.llm.mock.sequence import TokenSequence
+from dynbus.llm.mock.sequence import MockSequence
 
 prompts = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=80)
 
 
-def sequence(tokens: list[int], block_size: int = 8, seed: int = 0) -> TokenSequence:
-    return TokenSequence(np.array(tokens, dtype=np.uint32), block_size, seed=seed)
+def sequence(tokens: list[int], block_size: int = 8, seed: int = 0) -> MockSequence:
+    return MockSequence(tokens, block_size, seed=seed)
 
 
 @given(prompts, st.integers(1, 60), st.integers(0, 60), st.integers(0, 2**64 - 1))
@@ -50,7 +49,7 @@ def test_another_seed_gives_other_tokens() -> None:
 
 
 def test_tokens_differ_and_stay_in_the_vocabulary() -> None:
-    made = TokenSequence(np.array([5]), 8, vocabulary=50).extend(500)
+    made = MockSequence([5], 8, vocabulary=50).extend(500)
 
     assert set(made) == set(range(50))
 

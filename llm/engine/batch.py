@@ -1,0 +1,136 @@
+"""The requests of an engine, each as one sequence for each of its continuations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic
+
+from .block_manager import BlockManager
+from .interface import EngineLimits, EngineLoad, RequestTooLong
+from .scheduler import S, ScheduledRequest, Scheduler
+
+
+class Batch(Generic[S]):
+    """What an engine has taken in, what runs of it, and which blocks of the cache it has.
+
+    Continuations of one request share the blocks of its prompt as other requests do, by finding
+    them in the cache. Each computes for itself what is behind the last complete block.
+
+    Args:
+        headroom: how many blocks admission leaves free for requests that run.
+        prefix_caching: whether blocks are found again.
+        chunked_prefill: whether a prompt may be computed in several steps.
+
+    Attributes:
+        scheduler, manager: what decides; not to be changed by others.
+    """
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        *,
+        headroom: int = 0,
+        prefix_caching: bool = True,
+        chunked_prefill: bool = True,
+    ) -> None:
+        self.limits = limits
+        self.manager = BlockManager(limits.blocks, headroom=headroom, prefix_caching=prefix_caching)
+        self.scheduler: Scheduler[S] = Scheduler(
+            self.manager,
+            block_size=limits.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            chunked_prefill=chunked_prefill,
+        )
+        self._requests: dict[str, list[ScheduledRequest[S]]] = {}
+        self._cache_tokens = (limits.blocks - headroom) * limits.block_size
+
+    def __repr__(self) -> str:
+        scheduler = self.scheduler
+        return (
+            f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting | {self.manager!r}"
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def load(self) -> EngineLoad:
+        scheduler = self.scheduler
+        return EngineLoad(
+            len(scheduler.running),
+            len(scheduler.waiting),
+            self.manager.active,
+            scheduler.cached_tokens,
+            scheduler.prompt_tokens,
+            scheduler.preempted,
+        )
+
+    def room(self, request_id: str, length: int, max_tokens: int | None) -> int:
+        """How many tokens may follow a prompt of this length: as many as are wanted, or as fit.
+
+        Raises:
+            RequestTooLong: what is wanted does not fit, even alone.
+        """
+        context, cache = self.limits.context_length, self._cache_tokens
+        wanted = 1 if max_tokens is None else max_tokens
+        # The last token is never computed.
+        if length + wanted - 1 > cache:
+            raise RequestTooLong(
+                f"request {request_id!r} may have {length + wanted - 1} tokens in the cache, which "
+                f"holds {cache}: shorten the prompt or lower max_tokens"
+            )
+        if length + wanted > context:
+            raise RequestTooLong(
+                f"request {request_id!r} has a prompt of {length} tokens and may have {wanted} of "
+                f"output, and the context has {context}: shorten the prompt or lower max_tokens"
+            )
+        return min(context - length, cache - length + 1) if max_tokens is None else wanted
+
+    def check_new(self, request_id: str) -> None:
+        """Check that no request has this id.
+
+        Raises:
+            ValueError: one has.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id!r} is in the engine already: cancel it first")
+
+    def add(
+        self,
+        request_id: str,
+        sequences: Sequence[S],
+        max_tokens: int,
+        *,
+        priority: int = 0,
+        stop_token_ids: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+    ) -> None:
+        """Take in a request that is checked: one sequence for each of its continuations."""
+        added = [
+            ScheduledRequest(
+                request_id, sequence, max_tokens, index, priority, stop_token_ids, min_tokens
+            )
+            for index, sequence in enumerate(sequences)
+        ]
+        self._requests[request_id] = added
+        for each in added:
+            self.scheduler.add(each)
+
+    def end(self, scheduled: ScheduledRequest[S]) -> None:
+        """A running continuation has ended; its request has with the last of them."""
+        self.scheduler.finish(scheduled)
+        left = self._requests[scheduled.id]
+        left.remove(scheduled)
+        if not left:
+            del self._requests[scheduled.id]
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a request and free its blocks; False for an unknown one."""
+        left = self._requests.pop(request_id, None)
+        if left is None:
+            return False
+        for scheduled in left:
+            self.scheduler.cancel(scheduled)
+        return True

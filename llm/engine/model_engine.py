@@ -1,0 +1,162 @@
+"""An engine around a model: batching, the cache, sampling and ends are here."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+
+from dynbus.llm.generation import Generated, GenerateRequest
+
+from .batch import Batch
+from .interface import EngineLimits, EngineLoad, Step
+from .model import Chunk, Model
+from .requests import check_request
+from .sampling import Sampler, draw_tokens
+from .scheduler import ScheduledRequest
+from .tokens import TokenSequence
+
+
+class _Continuation(TokenSequence):
+    """A sequence and how its tokens are drawn."""
+
+    sampler: Sampler
+
+
+class ModelEngine:
+    """An engine whose steps a model computes: see `Engine`.
+
+    Args:
+        model: has a cache of `limits.blocks` blocks of `limits.block_size` tokens.
+        limits: its `vocabulary` is the model's.
+        eos_token_ids: with which the model ends its text.
+        prefix_caching: whether blocks are found again by later requests. Without it there are no
+            events.
+    """
+
+    computes = True
+
+    def __init__(
+        self,
+        model: Model,
+        limits: EngineLimits,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        prefix_caching: bool = True,
+    ) -> None:
+        self.limits = limits
+        self._model = model
+        self._eos = frozenset(eos_token_ids)
+        self._batch: Batch[_Continuation] = Batch(limits, prefix_caching=prefix_caching)
+
+    def __repr__(self) -> str:
+        return f"<ModelEngine [{self._batch!r}]>"
+
+    @property
+    def has_work(self) -> bool:
+        return self._batch.has_work
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._batch.load
+
+    def add(self, request_id: str, request: GenerateRequest) -> None:
+        self._batch.check_new(request_id)
+        check_request(request, self.limits)
+        room = self._batch.room(request_id, len(request.token_ids), request.max_tokens)
+        seed = request.sampling.seed
+        # A negative seed is the number above that has the same bits.
+        seed = secrets.randbits(64) if seed is None else seed % (1 << 64)
+        stops = frozenset(request.stop_token_ids)
+        if not request.ignore_eos:
+            stops |= self._eos
+        sequences = [self._sequence(request, seed, index, stops) for index in range(request.n)]
+        self._batch.add(
+            request_id,
+            sequences,
+            room,
+            priority=request.priority,
+            stop_token_ids=stops,
+            min_tokens=request.min_tokens,
+        )
+
+    def _sequence(
+        self, request: GenerateRequest, seed: int, index: int, stops: frozenset[int]
+    ) -> _Continuation:
+        sequence = _Continuation(
+            request.token_ids,
+            self.limits.block_size,
+            lora_name=request.lora_name,
+            salt=request.cache_salt,
+        )
+        sequence.sampler = Sampler(
+            request.sampling,
+            seed=seed,
+            index=index,
+            prompt=request.token_ids,
+            stop_token_ids=sorted(stops),
+            min_tokens=request.min_tokens,
+        )
+        return sequence
+
+    def cancel(self, request_id: str) -> None:
+        self._batch.cancel(request_id)
+
+    def step(self) -> Step:
+        """Compute the next tokens of all requests that have room.
+
+        Raises:
+            Exception: what the model raised; nothing can be relied on then.
+        """
+        plan = self._batch.scheduler.schedule()
+        if not plan.chunks:
+            return Step((), self._batch.manager.take_events())
+        ready = [scheduled for scheduled, _ in plan.chunks if scheduled.is_ready]
+        logits = self._model.compute(
+            [_chunk(scheduled, tokens) for scheduled, tokens in plan.chunks]
+        )
+        drawn = draw_tokens(
+            logits,
+            [scheduled.sequence.sampler for scheduled in ready],
+            [scheduled.sequence.length for scheduled in ready],
+        )
+        outputs: list[tuple[str, Generated]] = []
+        failed: dict[str, None] = {}
+        for scheduled, token in zip(ready, drawn, strict=True):
+            if token is None:
+                failed[scheduled.id] = None
+                continue
+            scheduled.sequence.append(token.token_id)
+            is_first = not scheduled.generated
+            scheduled.generated += 1
+            scheduled.resumes = False
+            reason = scheduled.finish_reason(token.token_id)
+            item = Generated(
+                [token.token_id],
+                scheduled.index,
+                [token.logprob] if token.logprob is not None else None,
+                reason,
+                scheduled.cached_tokens if is_first and not scheduled.index else None,
+            )
+            outputs.append((scheduled.id, item))
+            if reason is not None:
+                self._batch.end(scheduled)
+        for request_id in failed:
+            self._batch.cancel(request_id)
+        return Step(
+            outputs,
+            self._batch.manager.take_events(),
+            failures=[(request_id, _NO_TOKEN) for request_id in failed],
+        )
+
+
+_NO_TOKEN = "no token can be drawn: the logits are no numbers, or logit_bias excludes every token"
+
+
+def _chunk(scheduled: ScheduledRequest[_Continuation], tokens: int) -> Chunk:
+    computed = scheduled.computed
+    return Chunk(
+        scheduled.sequence.token_ids[computed - tokens : computed],
+        computed - tokens,
+        scheduled.blocks,
+        scheduled.is_ready,
+    )

@@ -1,0 +1,276 @@
+"""Runs an engine for many streams: what a step makes leaves at once, and nobody waits for others.
+
+A stream whose reader has no credit gets no more items: what the engine makes for it is kept here,
+joined to few items, until the reader goes on. It is at most what the request may have; and a reader
+that takes nothing for `reader_stall_timeout` ends its call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, Protocol
+
+import anyio
+
+from dynbus import Reply, push_each
+from dynbus.bus.background import Openable
+from dynbus.bus.errors import HandlerError, InvalidRequest, Unavailable, describe_exception
+from dynbus.kvrouter.events import KvEvent
+from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
+
+from .interface import Engine, EngineLoad, Step
+from .stepping import stepper_of
+
+logger = logging.getLogger(__name__)
+
+JOINED_TOKENS: Final = 128
+"""Tokens that are joined to one item while a reader is waited for."""
+
+
+class EventSink(Protocol):
+    """Where an engine's KV events go."""
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """Hand over events, in order; must not block."""
+        ...
+
+
+class _Piece:
+    """Items of one continuation that are sent as one."""
+
+    __slots__ = ("cached_tokens", "finish_reason", "index", "logprobs", "token_ids")
+
+    def __init__(self, item: Generated) -> None:
+        self.index = item.index
+        self.token_ids = list(item.token_ids)
+        self.logprobs: list[TokenLogprob] | None = None
+        if item.logprobs is not None:
+            self.logprobs = list(item.logprobs)
+        self.finish_reason: FinishReason | None = item.finish_reason
+        self.cached_tokens = item.cached_tokens
+
+    def join(self, item: Generated) -> bool:
+        """Take in the next item, if it fits."""
+        if self.finish_reason is not None or len(self.token_ids) >= JOINED_TOKENS:
+            return False
+        self.token_ids += item.token_ids
+        if self.logprobs is not None and item.logprobs is not None:
+            self.logprobs += item.logprobs
+        self.finish_reason = item.finish_reason
+        return True
+
+    def item(self) -> Generated:
+        return Generated(
+            self.token_ids, self.index, self.logprobs, self.finish_reason, self.cached_tokens
+        )
+
+
+class _Stream:
+    """One request's stream.
+
+    Attributes:
+        open: continuations that have not ended.
+        kept: what waits for the reader; None while it has credit.
+    """
+
+    __slots__ = ("kept", "open", "reply", "request_id")
+
+    def __init__(self, request_id: str, reply: Reply[Generated], continuations: int) -> None:
+        self.request_id = request_id
+        self.reply = reply
+        self.open = set(range(continuations))
+        self.kept: deque[_Piece] | None = None
+
+    def keep(self, item: Generated) -> None:
+        assert self.kept is not None, "the reader has credit"
+        for piece in reversed(self.kept):
+            if piece.index == item.index:
+                if piece.join(item):
+                    return
+                break
+        self.kept.append(_Piece(item))
+
+
+class EngineRunner(Openable):
+    """Steps an engine and sends what it makes. Use it with `async with`, on the event loop.
+
+    An engine that computes is stepped in a thread of its own, else in a task of the loop that
+    sleeps for as long as a step is said to take. Requests and cancellations reach it between steps.
+
+    Args:
+        sink: gets what the cache stored and removed when a step has ended; None for nobody.
+        failed: called with the reason when the engine has raised. What is open ends with
+            `Unavailable` after it.
+
+    Attributes:
+        engine: not to be used by others.
+        load: of the engine after its last step.
+        output_tokens: that it has made.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sink: EventSink | None = None,
+        *,
+        failed: Callable[[str], object] | None = None,
+    ) -> None:
+        super().__init__()
+        self.engine = engine
+        self.load = EngineLoad(0, 0, 0)
+        self.output_tokens = 0
+        self._sink = sink
+        self._failed = failed
+        self._streams: dict[str, _Stream] = {}
+        self._by_reply: dict[Reply[Generated], _Stream] = {}
+        self._stepper = stepper_of(engine, self)
+        self._failure: Exception | None = None
+
+    def __repr__(self) -> str:
+        return f"<EngineRunner [{len(self._streams)} streams] {self.engine!r}>"
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncGenerator[None]:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._run, name="engine")
+            try:
+                yield
+            finally:
+                tasks.cancel_scope.cancel()
+                if self._failure is None:
+                    self._failure = Unavailable("the engine was stopped")
+                self._fail_streams()
+
+    async def _run(self) -> None:
+        try:
+            await self._stepper.run()
+        except Exception as error:
+            logger.exception("the engine failed: its requests end")
+            self._failure = error
+            if self._failed is not None:
+                self._failed(f"its engine failed: {describe_exception(error)}")
+            self._fail_streams()
+
+    # Requests -------------------------------------------------------------------------
+
+    def submit(self, request_id: str, request: GenerateRequest, reply: Reply[Generated]) -> None:
+        """Have a request served: its items go to `reply`, which ends with the last of them.
+
+        One that the engine refuses ends with `InvalidRequest`.
+
+        Raises:
+            Unavailable: the engine was stopped, or it failed.
+            ValueError: the id is in use.
+        """
+        if self._failure is not None:
+            raise self._unavailable()
+        if request_id in self._streams:
+            raise ValueError(f"request {request_id!r} is in the engine already: cancel it first")
+        stream = _Stream(request_id, reply, request.n)
+        self._streams[request_id] = self._by_reply[reply] = stream
+        self._stepper.add(request_id, request)
+
+    def cancel(self, request_id: str) -> None:
+        """Free what a request has, and end its stream as cancelled; nothing for an unknown one."""
+        stream = self._forget(request_id)
+        if stream is None:
+            return
+        self._stepper.cancel(request_id)
+        # Without regard to credit: it is not much, and nothing comes after it.
+        items = [piece.item() for piece in stream.kept or ()]
+        items += [Generated([], index, finish_reason="cancelled") for index in sorted(stream.open)]
+        push_each((stream.reply, item) for item in items)
+        stream.reply.end()
+
+    def forget(self, request_id: str) -> None:
+        """Free what a request has whose call has ended; nothing for an unknown one."""
+        if self._forget(request_id) is not None:
+            self._stepper.cancel(request_id)
+
+    def _forget(self, request_id: str) -> _Stream | None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            del self._by_reply[stream.reply]
+        return stream
+
+    def _unavailable(self) -> Unavailable:
+        return Unavailable(f"the engine does not run: {self._failure}")
+
+    def _fail_streams(self) -> None:
+        for request_id in list(self._streams):
+            stream = self._forget(request_id)
+            if stream is not None:
+                stream.reply.fail(self._unavailable())
+
+    # What the engine made -------------------------------------------------------------
+
+    def on_refused(self, request_id: str, error: ValueError) -> None:
+        stream = self._forget(request_id)
+        if stream is not None:
+            stream.reply.fail(InvalidRequest(str(error)))
+
+    def on_step(self, step: Step, load: EngineLoad) -> None:
+        """Send what a step made."""
+        self.load = load
+        if step.outputs:
+            self._send(step.outputs)
+        for request_id, reason in step.failures:
+            stream = self._forget(request_id)
+            if stream is not None:
+                stream.reply.fail(HandlerError(f"the request failed: {reason}"))
+        if self._sink is not None and step.events:
+            self._sink.publish(step.events)
+
+    def _send(self, outputs: Sequence[tuple[str, Generated]]) -> None:
+        pairs: list[tuple[Reply[Generated], Generated]] = []
+        ended: list[_Stream] = []
+        streams = self._streams
+        for request_id, item in outputs:
+            self.output_tokens += len(item.token_ids)
+            stream = streams.get(request_id)
+            if stream is None:
+                continue
+            if item.finish_reason is not None:
+                stream.open.discard(item.index)
+                if not stream.open:
+                    ended.append(stream)
+            if stream.kept is None:
+                pairs.append((stream.reply, item))
+            else:
+                stream.keep(item)
+        for reply in push_each(pairs):
+            self._wait_for_reader(self._by_reply[reply])
+        for stream in ended:
+            self._end_if_done(stream)
+
+    def _wait_for_reader(self, stream: _Stream) -> None:
+        """Keep what is made for a stream until its reader has credit."""
+        if stream.reply.has_ended:
+            # What could not be sent has ended it.
+            self.forget(stream.request_id)
+        elif stream.kept is None:
+            stream.kept = deque()
+            stream.reply.when_writable(lambda: self._go_on(stream))
+
+    def _go_on(self, stream: _Stream) -> None:
+        """Send what was kept, as far as there is credit."""
+        if stream.request_id not in self._streams or stream.kept is None:
+            return
+        kept = stream.kept
+        while kept:
+            if push_each([(stream.reply, kept.popleft().item())]):
+                if stream.reply.has_ended:
+                    self.forget(stream.request_id)
+                else:
+                    stream.reply.when_writable(lambda: self._go_on(stream))
+                    self._end_if_done(stream)
+                return
+        stream.kept = None
+        self._end_if_done(stream)
+
+    def _end_if_done(self, stream: _Stream) -> None:
+        if not stream.open and not stream.kept and self._forget(stream.request_id) is not None:
+            stream.reply.end()

@@ -1,0 +1,209 @@
+"""What steps an engine: a thread of its own where it computes, else a task of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from typing import Final, Protocol
+
+import anyio
+
+from dynbus.bus.clock import monotonic
+from dynbus.llm.generation import GenerateRequest
+
+from .interface import Engine, EngineLoad, Step
+
+logger = logging.getLogger(__name__)
+
+CATCH_UP: Final = 0.1
+"""Seconds that an engine may lag behind its time and still catch up; the rest is dropped."""
+STEPS_AHEAD: Final = 4
+"""Steps that the event loop may not have heard of before a thread waits for it."""
+STOP_TIMEOUT: Final = 10.0
+"""Seconds that a step in a thread may take to end; then it is left alone."""
+
+
+class Listener(Protocol):
+    """Who hears what an engine does, on the event loop."""
+
+    def on_step(self, step: Step, load: EngineLoad) -> None:
+        """A step has ended, or requests were taken in or cancelled."""
+        ...
+
+    def on_refused(self, request_id: str, error: ValueError) -> None:
+        """The engine has not taken in a request."""
+        ...
+
+
+class Stepper(Protocol):
+    """Steps an engine. `add` and `cancel` are called on the event loop."""
+
+    def add(self, request_id: str, request: GenerateRequest) -> None:
+        """Have the engine take in a request before its next step."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Have the engine forget a request before its next step."""
+        ...
+
+    async def run(self) -> None:
+        """Step until cancelled.
+
+        Raises:
+            Exception: what the engine or the listener raised.
+        """
+        ...
+
+
+def stepper_of(engine: Engine, listener: Listener) -> Stepper:
+    """What steps this engine."""
+    kind = _ThreadStepper if engine.computes else _LoopStepper
+    return kind(engine, listener)
+
+
+class _LoopStepper:
+    """Steps an engine that computes nothing, and sleeps for as long as its steps take."""
+
+    def __init__(self, engine: Engine, listener: Listener) -> None:
+        self._engine = engine
+        self._listener = listener
+        self._has_work = asyncio.Event()
+
+    def add(self, request_id: str, request: GenerateRequest) -> None:
+        try:
+            self._engine.add(request_id, request)
+        except ValueError as error:
+            self._listener.on_refused(request_id, error)
+        self._has_work.set()
+
+    def cancel(self, request_id: str) -> None:
+        self._engine.cancel(request_id)
+        self._has_work.set()
+
+    async def run(self) -> None:
+        engine = self._engine
+        ends = monotonic()
+        while True:
+            if not engine.has_work:
+                self._listener.on_step(Step(()), engine.load)
+                self._has_work.clear()
+                await self._has_work.wait()
+                ends = monotonic()
+                continue
+            # Timers fire late: what a step was late for, the next ones have less.
+            begins = max(ends, monotonic() - CATCH_UP)
+            step = engine.step()
+            ends = begins + step.delay
+            await anyio.sleep(max(0.0, ends - monotonic()))
+            self._listener.on_step(step, engine.load)
+
+
+class _ThreadStepper:
+    """Steps an engine in a thread, the only one that uses it."""
+
+    def __init__(self, engine: Engine, listener: Listener) -> None:
+        self._engine = engine
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        # What follows belongs to both sides, under the lock of `_changed`.
+        self._changed = threading.Condition()
+        # Requests to take in, and those to cancel: in their order.
+        self._commands: list[tuple[str, GenerateRequest | None]] = []
+        self._untold = 0
+        self._closing = False
+
+    def add(self, request_id: str, request: GenerateRequest) -> None:
+        self._put(request_id, request)
+
+    def cancel(self, request_id: str) -> None:
+        self._put(request_id, None)
+
+    def _put(self, request_id: str, request: GenerateRequest | None) -> None:
+        with self._changed:
+            self._commands.append((request_id, request))
+            self._changed.notify_all()
+
+    async def run(self) -> None:
+        # A daemon: a step that never ends does not keep the process.
+        threading.Thread(target=self._live, name="engine", daemon=True).start()
+        try:
+            await asyncio.shield(self._ended)
+        finally:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            if not self._ended.done():
+                with anyio.move_on_after(STOP_TIMEOUT, shield=True):
+                    await asyncio.wait({self._ended})
+                if not self._ended.done():
+                    logger.warning(
+                        "%r did not end its step in %g s: it is left alone",
+                        self._engine,
+                        STOP_TIMEOUT,
+                    )
+
+    # On the event loop ----------------------------------------------------------------
+
+    def _tell(self, step: Step, load: EngineLoad, refused: list[tuple[str, ValueError]]) -> None:
+        with self._changed:
+            self._untold -= 1
+            self._changed.notify_all()
+        if self._closing or self._ended.done():
+            return
+        try:
+            for request_id, error in refused:
+                self._listener.on_refused(request_id, error)
+            self._listener.on_step(step, load)
+        except Exception as error:  # noqa: BLE001 - raised by `run`
+            self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        if self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+            if self._closing:
+                # Nobody waits any longer to be told.
+                self._ended.exception()
+                logger.error("%r failed at its end", self._engine, exc_info=error)
+
+    # In the thread --------------------------------------------------------------------
+
+    def _live(self) -> None:
+        failure: Exception | None = None
+        try:
+            self._step_until_closed()
+        except Exception as error:  # noqa: BLE001 - raised by `run`
+            failure = error
+        # The loop may be closed already.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._end, failure)
+
+    def _step_until_closed(self) -> None:
+        engine = self._engine
+        while True:
+            with self._changed:
+                while not self._closing and (
+                    self._untold >= STEPS_AHEAD or not (self._commands or engine.has_work)
+                ):
+                    self._changed.wait()
+                if self._closing:
+                    return
+                commands, self._commands = self._commands, []
+                self._untold += 1
+            refused: list[tuple[str, ValueError]] = []
+            for request_id, request in commands:
+                if request is None:
+                    engine.cancel(request_id)
+                    continue
+                try:
+                    engine.add(request_id, request)
+                except ValueError as error:
+                    refused.append((request_id, error))
+            step = engine.step() if engine.has_work else Step(())
+            self._loop.call_soon_threadsafe(self._tell, step, engine.load, refused)

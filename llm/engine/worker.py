@@ -1,0 +1,96 @@
+"""An engine as an actor: `EngineWorker` is the base of all that serve one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from itertools import count
+
+import anyio
+import anyio.to_thread
+
+from dynbus import Actor, Reply, handler
+from dynbus.bus.context import context
+from dynbus.bus.errors import Unavailable
+from dynbus.kvrouter.routing import profiles
+from dynbus.kvrouter.stream import KvEventPublisher
+from dynbus.llm.generation import Generated, GenerateRequest
+
+from .interface import Engine
+from .observing import EngineWatch
+from .runner import EngineRunner, EventSink
+
+
+class EngineWorker(Actor, abstract=True):
+    """Serves an engine: a subclass says in `make_engine` which.
+
+    Its KV events go to the routers, where the engine has any. A worker whose engine raises is
+    broken: calls go elsewhere, and `dynbus run` starts it anew.
+    """
+
+    _engine_runner: EngineRunner | None = None
+    _engine_exits: AsyncExitStack | None = None
+    _engine_numbers: count[int]
+
+    def make_engine(self) -> Engine:
+        """The engine, ready for its first request. Called once, in a thread: it may take its time.
+
+        Raises:
+            Exception: it cannot be made; that stops the instance.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no make_engine")
+
+    def event_sink(self) -> AbstractAsyncContextManager[EventSink]:
+        """Where its KV events go; for subclasses that send them elsewhere."""
+        return KvEventPublisher.of(self)
+
+    async def on_start(self) -> None:
+        self._engine_numbers = count()
+        # Who stops the start does not wait for the thread: loading may take minutes.
+        engine = await anyio.to_thread.run_sync(self.make_engine, abandon_on_cancel=True)
+        async with AsyncExitStack() as exits:
+            sink: EventSink | None = None
+            if engine.limits.has_events:
+                sink = await exits.enter_async_context(self.event_sink())
+            runner = EngineRunner(engine, sink, failed=self.report_broken)
+            await exits.enter_async_context(runner)
+            await exits.enter_async_context(
+                EngineWatch(self.runtime.bus, self.__dynbus_name__, runner)
+            )
+            self._engine_runner = runner
+            self._engine_exits = exits.pop_all()
+
+    async def on_stop(self) -> None:
+        if self._engine_exits is not None:
+            with anyio.CancelScope(shield=True):
+                await self._engine_exits.aclose()
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        limits = self._running().engine.limits
+        return {
+            profiles.BLOCK_SIZE_KEY: str(limits.block_size),
+            profiles.TOTAL_BLOCKS_KEY: str(limits.blocks),
+            profiles.MAX_BATCHED_TOKENS_KEY: str(limits.max_num_batched_tokens),
+            profiles.EVENTS_KEY: "true" if limits.has_events else "false",
+        }
+
+    def _running(self) -> EngineRunner:
+        if self._engine_runner is None:
+            raise Unavailable("the engine is not started")
+        return self._engine_runner
+
+    @handler(concurrency=None)
+    async def generate(self, request: GenerateRequest, reply: Reply[Generated]) -> None:
+        """The tokens that continue a prompt, as the engine's steps make them."""
+        runner, running = self._running(), context()
+        # A request that is sent again has the same id.
+        name = f"{running.id}.{next(self._engine_numbers)}"
+        unlink = running.link(lambda _: runner.cancel(name))
+        try:
+            if running.is_stopped():
+                return
+            runner.submit(name, request, reply)
+            await reply.ended()
+        finally:
+            unlink()
+            runner.forget(name)

@@ -1,0 +1,334 @@
+"""Whoever reads is not left waiting, and whoever does not holds up nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+from tests.conditions import eventually
+from tests.llm.engine.engines import CountingEngine, Reader
+
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import HandlerError, InvalidRequest, Unavailable
+from dynbus.kvrouter.events import KvEvent
+from dynbus.llm.engine import Engine
+from dynbus.llm.engine.runner import JOINED_TOKENS, EngineRunner
+from dynbus.llm.engine.stepping import STEPS_AHEAD, STOP_TIMEOUT
+from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.llm.mock.engine import EngineConfig, MockEngine
+from dynbus.testing import run
+
+CONFIG = EngineConfig(block_size=4, blocks=64)
+
+
+def request(max_tokens: int = 20, *, n: int = 1) -> GenerateRequest:
+    return GenerateRequest(list(range(16)), max_tokens, n=n)
+
+
+async def read(runner: EngineRunner, name: str, wanted: GenerateRequest) -> list[int]:
+    """The tokens of a request; raises what it ended with."""
+    reader = Reader()
+    runner.submit(name, wanted, reader.reply)
+    await reader.closed()
+    if reader.error is not None:
+        raise reader.error
+    return reader.token_ids
+
+
+class BrokenSink:
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        raise OSError("the disk is gone")
+
+
+# An engine that models time --------------------------------------------------------------
+
+
+def test_requests_side_by_side_share_the_steps() -> None:
+    async def story() -> tuple[list[list[int]], float]:
+        async with EngineRunner(MockEngine(CONFIG)) as runner:
+            begun = monotonic()
+            found = await asyncio.gather(*(read(runner, name, request()) for name in "abc"))
+            return found, monotonic() - begun
+
+    made, seconds = run(story())
+
+    assert [len(tokens) for tokens in made] == [20, 20, 20]
+    timing, capacity = CONFIG.timing, CONFIG.capacity_tokens
+    prefill = timing.prefill(16 + 4 + 4)
+    assert seconds == pytest.approx(
+        prefill + float(timing.decode_steps(3 * 17, 3, 19, capacity).sum()), abs=0.001
+    )
+
+
+def test_an_engine_wakes_up_for_a_request_after_it_was_idle() -> None:
+    async def story() -> float:
+        async with EngineRunner(MockEngine(CONFIG)) as runner:
+            await read(runner, "a", request(1))
+            await asyncio.sleep(60.0)
+            begun = monotonic()
+            await read(runner, "b", request(1))
+            return monotonic() - begun
+
+    # The sleep is not caught up with: the step takes its time.
+    assert run(story()) > 0.5 * CONFIG.timing.prefill(4)
+
+
+# Its failures ----------------------------------------------------------------------------
+
+
+def test_an_engine_that_fails_ends_its_requests(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> list[str]:
+        told: list[str] = []
+        async with EngineRunner(MockEngine(CONFIG), BrokenSink(), failed=told.append) as runner:
+            with pytest.raises(Unavailable, match="does not run: the disk is gone"):
+                await read(runner, "a", request())
+            with pytest.raises(Unavailable, match="does not run: the disk is gone"):
+                await read(runner, "b", request())
+        return told
+
+    [reason] = run(story())
+
+    assert "the disk is gone" in reason
+    assert "the engine failed" in caplog.text
+
+
+def test_an_engine_that_fails_in_its_thread_ends_its_requests(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story() -> list[str]:
+        told: list[str] = []
+        engine = CountingEngine(allowed=5)
+        async with EngineRunner(engine, failed=told.append) as runner:
+            reader = Reader()
+            runner.submit("a", request(), reader.reply)
+            await eventually(lambda: len(reader.items) == 5)
+            engine.broken = RuntimeError("out of memory")
+            engine.allowed.release()
+            await reader.closed()
+            assert isinstance(reader.error, Unavailable)
+            with pytest.raises(Unavailable, match="does not run: out of memory"):
+                await read(runner, "b", request())
+        return told
+
+    [reason] = run(story())
+
+    assert "out of memory" in reason
+    assert "the engine failed" in caplog.text
+
+
+def test_a_request_that_cannot_go_on_ends_alone() -> None:
+    async def story() -> None:
+        engine = CountingEngine(allowed=1)
+        async with EngineRunner(engine) as runner:
+            good, bad = Reader(), Reader()
+            runner.submit("good", request(5), good.reply)
+            runner.submit("bad", request(50), bad.reply)
+            await eventually(lambda: len(bad.items) == 1)
+            engine.failing["bad"] = "its logits are no numbers"
+            engine.allowed.release(100)
+            await bad.closed()
+            await good.closed()
+
+        assert isinstance(bad.error, HandlerError)
+        assert "its logits are no numbers" in str(bad.error)
+        assert good.token_ids == [0, 1, 2, 3, 4]
+
+    run(story())
+
+
+def test_an_engine_that_is_stopped_ends_its_requests() -> None:
+    async def story() -> None:
+        computing = CountingEngine(allowed=3)
+        engines: list[Engine] = [MockEngine(CONFIG), computing]
+        for engine in engines:
+            reader = Reader()
+            async with EngineRunner(engine) as runner:
+                runner.submit("a", request(200), reader.reply)
+                await eventually(lambda reader=reader: reader.items)  # type: ignore[misc]
+                asyncio.get_running_loop().call_later(1.0, computing.allowed.release)
+            assert "the engine was stopped" in str(reader.error)
+
+    run(story())
+
+
+def test_a_step_that_does_not_end_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> float:
+        engine = CountingEngine(allowed=3)
+        async with EngineRunner(engine) as runner:
+            reader = Reader()
+            runner.submit("a", request(200), reader.reply)
+            await eventually(lambda: len(reader.items) == 3)
+            begun = monotonic()
+        seconds = monotonic() - begun
+        engine.allowed.release()
+        return seconds
+
+    assert run(story()) == pytest.approx(STOP_TIMEOUT)
+    assert "did not end its step in 10 s: it is left alone" in caplog.text
+
+
+def test_a_request_that_the_engine_refuses_says_why() -> None:
+    async def story() -> None:
+        engines: list[Engine] = [MockEngine(CONFIG), CountingEngine()]
+        for engine in engines:
+            async with EngineRunner(engine) as runner:
+                with pytest.raises(InvalidRequest, match="the prompt is empty"):
+                    await read(runner, "a", GenerateRequest([], 5))
+                assert len(await read(runner, "a", request(3))) == 3
+
+    run(story())
+
+
+# An engine that computes ------------------------------------------------------------------
+
+
+def test_an_engine_that_computes_belongs_to_one_thread() -> None:
+    async def story() -> CountingEngine:
+        engine = CountingEngine()
+        async with EngineRunner(engine) as runner:
+            found = await asyncio.gather(*(read(runner, name, request()) for name in "abc"))
+            assert found == [list(range(20))] * 3
+        return engine
+
+    engine = run(story())
+
+    assert len(engine.threads) == 1
+    assert threading.get_ident() not in engine.threads
+
+
+def test_the_loop_goes_on_while_a_step_computes() -> None:
+    async def story() -> None:
+        engine = CountingEngine(allowed=0)
+        async with EngineRunner(engine) as runner:
+            reader = Reader()
+            runner.submit("a", request(1), reader.reply)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not reader.items
+            engine.allowed.release()
+            await reader.closed()
+
+    run(story())
+
+
+def test_a_blocked_loop_holds_up_the_engine_after_some_steps() -> None:
+    async def story() -> int:
+        engine = CountingEngine()
+        async with EngineRunner(engine) as runner:
+            reader = Reader()
+            runner.submit("a", request(10_000), reader.reply)
+            # The loop does not get its turn, and the engine comes to rest.
+            threading.Event().wait(0.2)
+            taken = engine.steps
+            runner.cancel("a")
+            return taken
+
+    assert run(story()) <= STEPS_AHEAD
+
+
+def test_what_is_cancelled_is_gone_before_the_next_step() -> None:
+    async def story() -> None:
+        engine = CountingEngine(allowed=1)
+        async with EngineRunner(engine) as runner:
+            reader, other = Reader(), Reader()
+            runner.submit("a", request(1000), reader.reply)
+            runner.submit("b", request(4), other.reply)
+            await eventually(lambda: reader.items)
+            runner.cancel("a")
+            # The step that computes already, and the one before which it is taken out.
+            engine.allowed.release(2)
+            await eventually(lambda: "a" not in engine.requests)
+            engine.allowed.release(5)
+            await other.closed()
+
+        assert reader.items[-1] == Generated([], finish_reason="cancelled")
+        assert reader.error is None
+
+    run(story())
+
+
+def test_a_request_that_is_cancelled_ends_as_cancelled_and_frees_its_blocks() -> None:
+    async def story() -> tuple[list[Generated], int]:
+        engine = MockEngine(CONFIG)
+        async with EngineRunner(engine) as runner:
+            reader = Reader()
+            runner.submit("a", request(n=2), reader.reply)
+            await eventually(lambda: len(reader.items) >= 2)
+            before = len(reader.items)
+            runner.cancel("a")
+            await reader.closed()
+            return reader.items[before:], engine.manager.free
+
+    last, free = run(story())
+
+    assert [(item.index, item.finish_reason) for item in last] == [
+        (0, "cancelled"),
+        (1, "cancelled"),
+    ]
+    assert free == 64
+
+
+# Readers ----------------------------------------------------------------------------------
+
+
+def test_a_reader_without_credit_gets_nothing_more_and_others_all_of_theirs() -> None:
+    async def story() -> None:
+        async with EngineRunner(CountingEngine()) as runner:
+            slow, fast = Reader(credit=3), Reader()
+            runner.submit("slow", request(50), slow.reply)
+            runner.submit("fast", request(50), fast.reply)
+            await fast.closed()
+            await eventually(lambda: runner.load.running == 0)
+
+            assert fast.token_ids == list(range(50))
+            assert slow.token_ids == [0, 1, 2]
+            assert not slow.ended
+            slow.grant(1)
+            await slow.closed()
+
+        # What was kept comes joined.
+        assert [len(item.token_ids) for item in slow.items] == [1, 1, 1, 47]
+        assert slow.token_ids == list(range(50))
+        assert slow.items[-1].finish_reason == "length"
+
+    run(story())
+
+
+def test_what_is_kept_for_a_reader_is_joined_in_bounded_items() -> None:
+    async def story() -> Reader:
+        async with EngineRunner(CountingEngine()) as runner:
+            reader = Reader(credit=1)
+            runner.submit("a", request(JOINED_TOKENS * 3, n=2), reader.reply)
+            await eventually(lambda: runner.output_tokens == JOINED_TOKENS * 6)
+            reader.grant(1)
+            await eventually(lambda: len(reader.items) >= 3)
+            reader.grant(1000)
+            await reader.closed()
+            return reader
+
+    reader = run(story())
+
+    assert max(len(item.token_ids) for item in reader.items) == JOINED_TOKENS
+    for index in range(2):
+        mine = [item for item in reader.items if item.index == index]
+        tokens = [token for item in mine for token in item.token_ids]
+        assert tokens == list(range(JOINED_TOKENS * 3))
+        assert [item.finish_reason for item in mine if item.finish_reason] == ["length"]
+
+
+def test_a_reader_whose_call_has_ended_costs_nothing_more() -> None:
+    async def story() -> None:
+        engine = CountingEngine(allowed=2)
+        async with EngineRunner(engine) as runner:
+            reader = Reader()
+            runner.submit("a", request(1000), reader.reply)
+            await eventually(lambda: len(reader.items) == 2)
+            reader.end()
+            engine.allowed.release(100)
+            await eventually(lambda: not engine.requests)
+
+        assert engine.steps < 10
+
+    run(story())
