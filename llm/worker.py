@@ -1,0 +1,179 @@
+"""`ModelWorker`: a model behind its name, computed by the small engine or played by a mock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from dynbus.bus.errors import ConfigError
+
+from .engine.interface import Engine, EngineLimits
+from .engine.worker import EngineWorker
+from .generation import GenerateRequest
+from .mock.engine import EngineConfig, MockEngine
+from .mock.text_model import CONTEXT_LENGTH, END_ID, MOCK_TOKENS, write_mock_model
+from .mock.timing import Timing
+from .models.card import ModelInput, ModelType
+from .models.register import register_llm
+from .models.source import resolve
+from .weights.model import open_weights
+
+logger = logging.getLogger(__name__)
+
+MOCK_NAME: Final = "mock"
+"""What a mock is called unless its user says otherwise."""
+
+
+class ModelWorker(EngineWorker, abstract=True):
+    """Serves a model under its name, for chats and completions, by tokens.
+
+    A subclass gives it a namespace: `class Engine(ModelWorker, namespace="llm")`.
+
+    Args:
+        engine: `small` computes a model of the Llama family, or Qwen; `mock` draws words at random,
+            in the time and with the cache of a real engine, and needs no model.
+        model: where it is: a folder, a `.gguf` file, `smollm2`, or what else `register_llm` takes.
+        model_name: by which requests ask for it; unless given, what its files are called.
+        backend: what `small` computes with; `auto` is torch where it is installed.
+        device: of torch, such as `cpu` or `cuda:1`; empty for a GPU where there is one.
+        deterministic: has every row the same bits whatever is computed beside it; slower.
+        block_size: tokens of a block of the cache.
+        blocks: how many the cache has.
+        max_num_seqs: requests that run at a time; others wait.
+        max_num_batched_tokens: tokens that one step computes.
+        speedup_ratio: how many times faster than the modelled engine a mock is.
+
+    Raises:
+        ConfigError: a value is not usable.
+    """
+
+    def __init__(
+        self,
+        engine: Literal["small", "mock"] = "small",
+        model: str = "smollm2",
+        model_name: str = "",
+        backend: Literal["auto", "numpy", "torch"] = "auto",
+        device: str = "",
+        deterministic: bool = False,
+        block_size: int = 16,
+        blocks: int = 1024,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 512,
+        speedup_ratio: float = 1.0,
+    ) -> None:
+        self.engine = engine
+        self.model = model
+        self.model_name = model_name
+        self._backend = backend
+        self._device = device
+        self._deterministic = deterministic
+        self._speedup_ratio = speedup_ratio
+        try:
+            self._limits = EngineLimits(
+                block_size, blocks, max_num_seqs, max_num_batched_tokens, block_size * blocks, True
+            )
+        except ValueError as error:
+            raise ConfigError(f"{type(self).__name__}: {error}") from None
+        self._path = Path()
+
+    async def on_start(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="dynbus-mock-") as folder:
+            if self.engine == "mock":
+                self._path, name = Path(folder), self.model_name or MOCK_NAME
+                await asyncio.to_thread(write_mock_model, self._path)
+            else:
+                found = await resolve(self.model)
+                self._path, name = found.path, self.model_name or found.name
+            await super().on_start()
+            limits = self._running().engine.limits
+            await register_llm(
+                ModelInput.Tokens,
+                ModelType.Chat | ModelType.Completions,
+                self,
+                self._path,
+                name,
+                context_length=limits.context_length,
+                kv_cache_block_size=limits.block_size,
+            )
+
+    def make_engine(self) -> Engine:
+        return self._mock() if self.engine == "mock" else self._small()
+
+    def loading(self, done: int, total: int) -> None:
+        """So many layers of the model are loaded; called from any thread, for subclasses."""
+
+    def _mock(self) -> Engine:
+        limits = self._limits
+        return _TalkingMock(
+            EngineConfig(
+                block_size=limits.block_size,
+                blocks=limits.blocks,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                vocabulary=MOCK_TOKENS,
+                context_length=min(limits.context_length, CONTEXT_LENGTH),
+                timing=Timing(speedup_ratio=self._speedup_ratio),
+            )
+        )
+
+    def _small(self) -> Engine:
+        from .engine.model_engine import ModelEngine
+        from .small.decoder import Decoder
+
+        limits = self._limits
+        with open_weights(self._path) as weights:
+            config = weights.config
+            decoder: Decoder[Any] = Decoder(
+                weights,
+                self._make_backend(),
+                blocks=limits.blocks,
+                block_size=limits.block_size,
+                progress=self.loading,
+            )
+        logger.info("%s is loaded: %r", self._path.name, decoder)
+        own = EngineLimits(
+            limits.block_size,
+            limits.blocks,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            min(limits.context_length, config.context_length),
+            True,
+            decoder.vocabulary,
+        )
+        return ModelEngine(decoder, own, eos_token_ids=config.eos_token_ids)
+
+    def _make_backend(self) -> Any:
+        """What the small engine computes with.
+
+        Raises:
+            ConfigError: it is not installed, or its device is not there.
+        """
+        name = self._backend
+        if name == "auto":
+            name = "torch" if find_spec("torch") is not None else "numpy"
+        if name == "numpy":
+            from .small.numpy_backend import NumpyBackend
+
+            return NumpyBackend(deterministic=self._deterministic)
+        from .small.torch_backend import TorchBackend
+
+        try:
+            return TorchBackend(device=self._device or None, deterministic=self._deterministic)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{type(self).__name__}: {error}") from None
+
+
+class _TalkingMock(MockEngine):
+    """A mock whose texts end, as a model's do, with a token of their own."""
+
+    def add(self, request_id: str, request: GenerateRequest) -> None:
+        if not request.ignore_eos:
+            stops = [*request.stop_token_ids, END_ID]
+            request = msgspec.structs.replace(request, stop_token_ids=stops)
+        super().add(request_id, request)

@@ -1,0 +1,45 @@
+"""A model worker serves its model under its name: what it says on the bus, and what it generates."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynbus.bus.errors import ConfigError
+from dynbus.llm.generation import Generated, GenerateRequest
+from dynbus.llm.mock.text_model import END_ID
+from dynbus.llm.models.catalog import Catalog
+from dynbus.llm.models.card import ModelType
+from dynbus.llm.worker import ModelWorker
+from dynbus.testing import TestKit, run
+
+
+class Worker(ModelWorker, namespace="llm"):
+    pass
+
+
+async def text_of(kit: TestKit, prompt: str, max_tokens: int = 400) -> tuple[str, list[Generated]]:
+    """What the only model that is there makes of a prompt."""
+    async with Catalog(kit.caller) as catalog:
+        while not catalog.models:
+            await catalog.changed()
+        [card] = catalog.models.values()
+        text = await catalog.text_model(card)
+        request = GenerateRequest(await text.encode(prompt), max_tokens)
+        items = [item async for item in kit.client(Worker).generate(request)]
+        return text.tokenizer.decode([one for item in items for one in item.token_ids]), items
+
+
+def test_a_mock_talks_in_words_and_ends_by_itself() -> None:
+    async def story() -> tuple[str, list[Generated]]:
+        async with TestKit() as kit:
+            await kit.start(Worker, engine="mock")
+            return await text_of(kit, "Say something.", 5000)
+
+    text, items = run(story())
+
+    assert items[-1].finish_reason == "stop"
+    assert items[-1].token_ids == [END_ID]
+    assert text.isascii()
+    assert len(text.split()) > 3
