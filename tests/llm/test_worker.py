@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import pytest
-
-from dynbus.bus.errors import ConfigError
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.mock.text_model import END_ID
-from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.models.card import ModelType
+from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit, run
 
@@ -22,9 +17,7 @@ class Worker(ModelWorker, namespace="llm"):
 async def text_of(kit: TestKit, prompt: str, max_tokens: int = 400) -> tuple[str, list[Generated]]:
     """What the only model that is there makes of a prompt."""
     async with Catalog(kit.caller) as catalog:
-        while not catalog.models:
-            await catalog.changed()
-        [card] = catalog.models.values()
+        card = await catalog.wait_for("mock", ModelType.Chat, timeout=10)
         text = await catalog.text_model(card)
         request = GenerateRequest(await text.encode(prompt), max_tokens)
         items = [item async for item in kit.client(Worker).generate(request)]
