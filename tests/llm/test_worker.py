@@ -1,4 +1,4 @@
-"""A model worker serves its model under its name: what it says on the bus, and what it generates."""
+"""A model worker serves its model under its name, computed or played by a mock."""
 
 from __future__ import annotations
 
