@@ -6,6 +6,7 @@ Models of the Llama family alone: Llama (SmolLM2 is one), Qwen2, Qwen3.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, cast
@@ -130,7 +131,7 @@ class _Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.broken(f"{self._prefix}{name} is {value!r}, and no number")
-        if not 0 < value < math.inf:
+        if not 0 < value <= sys.float_info.max:
             raise self.broken(f"{self._prefix}{name} is {value!r}: a positive number")
         return float(value)
 

@@ -178,8 +178,10 @@ class ModelWeights:
         return self._tensors[name].dequantised()
 
     def _check(self) -> None:
-        wanted = dict(self._shapes())
-        for name, shape in wanted.items():
+        wanted: set[str] = set()
+        # Not all of them at once: the first that is missing ends it, however many layers are said.
+        for name, shape in self._shapes():
+            wanted.add(name)
             tensor = self._tensors.get(name)
             if tensor is None:
                 if name == "lm_head.weight" or name.endswith(".bias"):
@@ -335,5 +337,5 @@ def _json(path: Path) -> Mapping[str, object]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
     except FileNotFoundError:
         raise BrokenModel(f"{path.parent}: {path.name} is missing") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BrokenModel(f"{path}: {error}") from None

@@ -25,11 +25,13 @@ _BITS: Final = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 _READ: Final = ("F32", "F16", "BF16")
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+# Without a limit the product of very many would take its time.
+_Shape = Annotated[list[_Count], msgspec.Meta(max_length=8)]
 
 
 class _Entry(msgspec.Struct):
     dtype: str
-    shape: list[_Count]
+    shape: _Shape
     data_offsets: tuple[_Count, _Count]
 
 
@@ -108,7 +110,7 @@ class SafetensorsFile:
             entries = {
                 name: msgspec.json.decode(entry, type=_Entry) for name, entry in header.items()
             }
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._fail(f"the header is not as the format has it: {error}")
         self.tensors = {
             name: self._tensor(name, entry, first, length) for name, entry in entries.items()

@@ -125,6 +125,10 @@ def test_a_folder_that_is_broken_is_refused(
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}, "ends beyond"),
         ({"a": {"dtype": "F32", "shape": [1 << 62], "data_offsets": [0, 1 << 63]}}, "ends beyond"),
         ({"a": {"dtype": "F32"}}, "the header is not as the format has it"),
+        (
+            {"a": {"dtype": "F32", "shape": [1 << 63] * 200_000, "data_offsets": [0, 8]}},
+            "the header is not as the format has it",
+        ),
         ([1], "the header is not as the format has it"),
     ],
 )
@@ -137,6 +141,15 @@ def test_a_header_that_lies_is_refused(header: object, message: str, tmp_path: P
         SafetensorsFile.open(path)
 
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("json", [b'{"a\xff": 1}', b'{"a": ' + b"[" * 100_000], ids=["bytes", "deep"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_json_that_cannot_be_read_is_refused(name: str, json: bytes, tmp_path: Path) -> None:
+    head = struct.pack("<Q", len(json)) if name.endswith(".safetensors") else b""
+    (TINY.write_folder(tmp_path) / name).write_bytes(head + json)
+
+    refused(tmp_path)
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
@@ -152,10 +165,15 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
         ({"hidden_size": None}, "hidden_size is None: a number from 1 to"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776"),
         ({"num_hidden_layers": 3}, "the tensor 'model.layers.2.input_layernorm.weight' is missing"),
+        (
+            {"num_hidden_layers": 1 << 24},
+            "the tensor 'model.layers.2.input_layernorm.weight' is missing",
+        ),
         ({"num_hidden_layers": 1}, "there are more layers than the 1 of the configuration"),
         ({"num_attention_heads": 3}, "3 heads cannot share 2 heads of keys"),
         ({"head_dim": 15}, "a head has 15 numbers"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', and no number"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
         ({"rope_theta": -1}, "rope_theta is -1: a positive number"),
         ({"intermediate_size": 97}, "has the shape [96, 64], and the configuration says [97, 64]"),
         ({"rope_scaling": [1]}, "rope_scaling is [1], and no object"),
