@@ -30,6 +30,9 @@ _GROUP: Final = 64
 _PROMISING: Final = (64, 1024)
 """So many of the likeliest tokens are looked at before all are sorted for top-p."""
 
+_COLDEST: Final = float(np.finfo(np.float32).tiny)
+_HOTTEST: Final = float(np.finfo(np.float32).max)
+
 
 class Drawn(NamedTuple):
     """A token, with its log-probability where that was asked for."""
@@ -88,10 +91,11 @@ class Sampler:
         if sampling.repetition_penalty != 1.0:
             self._seen = set(prompt)
         if sampling.logit_bias:
-            self._bias = (
-                np.array(list(sampling.logit_bias), dtype=np.int64),
-                np.array(list(sampling.logit_bias.values()), dtype=np.float32),
-            )
+            with np.errstate(over="ignore"):
+                self._bias = (
+                    np.array(list(sampling.logit_bias), dtype=np.int64),
+                    np.array(list(sampling.logit_bias.values()), dtype=np.float32),
+                )
         changes = (self._bias, self._counts, self._seen)
         self._changes = any(each is not None for each in changes)
 
@@ -115,7 +119,9 @@ class Sampler:
             logits: of all tokens; of shape [vocabulary].
         """
         if self.changes_logits:
-            logits = self._changed(logits)
+            # Enormous numbers become infinite, and infinite ones together no number.
+            with np.errstate(all="ignore"):
+                logits = self._changed(logits)
         if self.is_greedy:
             return likeliest(logits)
         found = candidates(logits, self._sampling)
@@ -217,8 +223,10 @@ def candidates(
         least = np.partition(logits, len(ids) - sampling.top_k)[len(ids) - sampling.top_k]
         keep = logits >= least
         ids, logits = ids[keep], logits[keep]
+    # As a float32 it might be 0 or infinite, and what it divides no number then.
+    temperature = np.float32(min(max(sampling.temperature, _COLDEST), _HOTTEST))
     with np.errstate(over="ignore"):
-        weights = np.exp((logits - highest) / np.float32(sampling.temperature))
+        weights = np.exp((logits - highest) / temperature)
     if sampling.top_p < 1.0:
         kept = _nucleus(weights, sampling.top_p)
         ids, weights = kept if ids is None else ids[kept], weights[kept]
@@ -296,7 +304,11 @@ def token_logprob(logits: NDArray[np.float32], token_id: int, count: int) -> Tok
     if math.isnan(highest):
         logits = _numbers(logits)
         highest = logits.max()
-    total = float(highest) + math.log(float(np.exp(logits - highest).sum(dtype=np.float64)))
+    if highest == np.inf:
+        logits = np.where(logits == np.inf, np.float32(0.0), np.float32(-np.inf))
+        highest = logits.max()
+    with np.errstate(over="ignore"):
+        total = float(highest) + math.log(float(np.exp(logits - highest).sum(dtype=np.float64)))
     top: list[tuple[int, float]] = []
     if count:
         ids = _likeliest_ids(logits, count)

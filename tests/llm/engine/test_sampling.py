@@ -13,6 +13,8 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from dynbus.llm.engine import EngineLimits
+from dynbus.llm.engine.requests import check_request
 from dynbus.llm.engine.sampling import (
     LEAST_LOGPROB,
     Sampler,
@@ -21,7 +23,7 @@ from dynbus.llm.engine.sampling import (
     token_logprob,
     uniform,
 )
-from dynbus.llm.generation import Sampling
+from dynbus.llm.generation import GenerateRequest, Sampling
 
 Floats = NDArray[np.float32]
 
@@ -210,6 +212,66 @@ def test_an_infinite_logit_is_certain() -> None:
     logits = row(1, math.inf, 3, math.inf)
 
     assert likely(logits, temperature=0.5, top_p=0.9) == {1: 0.5, 3: 0.5}
+
+
+EXTREMES = st.sampled_from([1e-320, 1e-46, 1e-30, 0.5, 1.0, 1e30, 1e39, 1e308])
+
+
+@given(
+    temperature=st.just(0.0) | EXTREMES,
+    top_k=st.sampled_from([0, 1, 3, 1 << 70]),
+    cut=st.sampled_from([1e-320, 1e-46, 0.5, 1.0]),
+    repetition_penalty=EXTREMES,
+    penalty=EXTREMES.flatmap(lambda each: st.sampled_from([0.0, each, -each])),
+    bias=st.dictionaries(st.integers(0, 7), st.sampled_from([-1e300, -5.0, 1e300]), max_size=8),
+    logits=st.lists(
+        st.sampled_from([-np.inf, -3e38, -2.0, 0.0, 3.0, 3e38, np.inf, np.nan]),
+        min_size=8,
+        max_size=8,
+    ),
+    min_tokens=st.integers(0, 2),
+)
+def test_no_number_that_a_request_may_have_breaks_the_engine(
+    temperature: float,
+    top_k: int,
+    cut: float,
+    repetition_penalty: float,
+    penalty: float,
+    bias: dict[int, float],
+    logits: list[float],
+    min_tokens: int,
+) -> None:
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=cut,
+        min_p=cut,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=penalty,
+        presence_penalty=penalty,
+        logit_bias=bias,
+        logprobs=3,
+    )
+    limits = EngineLimits(4, 4, 1, 4, 16, vocabulary=8)
+    check_request(GenerateRequest([1], sampling=sampling), limits)
+    sampler = Sampler(sampling, seed=1, prompt=[1], stop_token_ids=[0], min_tokens=min_tokens)
+
+    for position in range(3):
+        [drawn] = draw_tokens(row(*logits)[np.newaxis], [sampler], [position])
+        if drawn is not None:
+            assert 0 <= drawn.token_id < 8
+            assert drawn.token_id or position >= min_tokens
+            assert drawn.logprob is not None
+            assert -9999.0 <= drawn.logprob.logprob <= 0.0
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-46])
+def test_a_temperature_just_above_0_takes_the_likeliest(temperature: float) -> None:
+    assert likely(row(1.0, 3.0, 2.0), temperature=temperature, top_p=0.5) == {1: 1.0}
+
+
+def test_a_temperature_without_end_takes_what_is_possible_alike() -> None:
+    assert likely(row(1.0, 3.0, -np.inf), temperature=1e300) == {0: 0.5, 1: 0.5, 2: 0.0}
 
 
 def test_the_models_logits_are_left_as_they_are() -> None:
