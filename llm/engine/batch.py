@@ -88,13 +88,17 @@ class Batch(Generic[S]):
             )
         return min(context - length, cache - length + 1) if max_tokens is None else wanted
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request has not ended."""
+        return request_id in self._requests
+
     def check_new(self, request_id: str) -> None:
         """Check that no request has this id.
 
         Raises:
             ValueError: one has.
         """
-        if request_id in self._requests:
+        if request_id in self:
             raise ValueError(f"request {request_id!r} is in the engine already: cancel it first")
 
     def add(

@@ -45,7 +45,8 @@ class ModelEngine:
     ) -> None:
         self.limits = limits
         self._model = model
-        self._eos = frozenset(eos_token_ids)
+        # Files of models name tokens that the model has not.
+        self._eos = frozenset(each for each in eos_token_ids if 0 <= each < limits.vocabulary)
         self._batch: Batch[_Continuation] = Batch(limits, prefix_caching=prefix_caching)
 
     def __repr__(self) -> str:

@@ -242,7 +242,10 @@ class EngineRunner(Openable):
             else:
                 stream.keep(item)
         for reply in push_each(pairs):
-            self._wait_for_reader(self._by_reply[reply])
+            # It is there once for each of its continuations, and may be forgotten with the first.
+            stream = self._by_reply.get(reply)
+            if stream is not None:
+                self._wait_for_reader(stream)
         for stream in ended:
             self._end_if_done(stream)
 

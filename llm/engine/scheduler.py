@@ -107,7 +107,8 @@ class Scheduler(Generic[S]):
         block_size: tokens of a block.
         max_num_seqs: requests that run at a time.
         max_num_batched_tokens: tokens of a step; `max_num_seqs` at least.
-        chunked_prefill: whether a prompt may be computed in several steps.
+        chunked_prefill: whether a prompt may be computed in several steps; one that is longer than
+            a step is in any case.
 
     Attributes:
         running, waiting: requests in their order. Not to be changed by others.
@@ -196,7 +197,8 @@ class Scheduler(Generic[S]):
             cached = found * self._block_size
             lacking = request.sequence.length - cached
             taken = min(lacking, budget - used)
-            if taken < lacking and not self._chunked_prefill:
+            if taken < lacking and not self._chunked_prefill and chunks:
+                # It waits for a step of its own, and is cut only if that has no room for it either.
                 break
             self.waiting.popleft()
             _insert(self.running, request)

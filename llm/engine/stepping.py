@@ -180,6 +180,8 @@ class _ThreadStepper:
             self._step_until_closed()
         except Exception as error:  # noqa: BLE001 - raised by `run`
             failure = error
+        except BaseException as error:  # noqa: BLE001 - a panic of a library in Rust is none of them
+            failure = RuntimeError(f"{type(error).__name__}: {error}")
         # The loop may be closed already.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._end, failure)

@@ -217,11 +217,12 @@ class MockEngine:
     def step(self) -> Step:
         """Compute the next tokens of all requests that have room."""
         result = self.advance()
-        return Step(
-            [(output.request_id, self._generated(output)) for output in result.outputs],
-            result.events,
-            result.duration,
-        )
+        outputs = [(output.request_id, self._generated(output)) for output in result.outputs]
+        if self._logprobs:
+            for request_id, item in outputs:
+                if item.finish_reason is not None and request_id not in self._batch:
+                    self._logprobs.pop(request_id, None)
+        return Step(outputs, result.events, result.duration)
 
     def _generated(self, output: Output) -> Generated:
         wanted = self._logprobs.get(output.request_id) if self._logprobs else None

@@ -33,7 +33,7 @@ class CountingEngine:
         self.threads: set[int] = set()
         self.allowed = threading.Semaphore(allowed)
         self.steps = 0
-        self.broken: Exception | None = None
+        self.broken: BaseException | None = None
         self.failing: dict[str, str] = {}
         self.requests: dict[str, tuple[GenerateRequest, int]] = {}
 

@@ -259,6 +259,15 @@ def test_no_stop_token_is_drawn_before_min_tokens() -> None:
     assert tokens.index(EOS) == 4
 
 
+def test_an_end_that_is_no_token_of_the_model_is_never_drawn() -> None:
+    model = PagedModel(64)
+    limits = EngineLimits(BLOCK, 64, 8, 32, 120, vocabulary=VOCABULARY)
+    engine = ModelEngine(model, limits, eos_token_ids=[EOS, VOCABULARY, -1, 1 << 70])
+    engine.add("a", GenerateRequest(PROMPT, 3, min_tokens=2))
+
+    assert 2 <= len(tokens_of(items_of(drain(engine))["a"])) <= 3
+
+
 def test_without_max_tokens_the_output_fills_the_context() -> None:
     engine = engine_of(context_length=30)
     engine.add("a", GenerateRequest(PROMPT, sampling=GREEDY, ignore_eos=True))

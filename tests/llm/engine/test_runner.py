@@ -94,8 +94,13 @@ def test_an_engine_that_fails_ends_its_requests(caplog: pytest.LogCaptureFixture
     assert "the engine failed" in caplog.text
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
 def test_an_engine_that_fails_in_its_thread_ends_its_requests(
-    caplog: pytest.LogCaptureFixture,
+    kind: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story() -> list[str]:
         told: list[str] = []
@@ -104,11 +109,11 @@ def test_an_engine_that_fails_in_its_thread_ends_its_requests(
             reader = Reader()
             runner.submit("a", request(), reader.reply)
             await eventually(lambda: len(reader.items) == 5)
-            engine.broken = RuntimeError("out of memory")
+            engine.broken = kind("out of memory")
             engine.allowed.release()
             await reader.closed()
             assert isinstance(reader.error, Unavailable)
-            with pytest.raises(Unavailable, match="does not run: out of memory"):
+            with pytest.raises(Unavailable, match="does not run: .*out of memory"):
                 await read(runner, "b", request())
         return told
 
@@ -318,16 +323,18 @@ def test_what_is_kept_for_a_reader_is_joined_in_bounded_items() -> None:
         assert [item.finish_reason for item in mine if item.finish_reason] == ["length"]
 
 
-def test_a_reader_whose_call_has_ended_costs_nothing_more() -> None:
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_reader_whose_call_has_ended_costs_nothing_more(n: int) -> None:
     async def story() -> None:
         engine = CountingEngine(allowed=2)
         async with EngineRunner(engine) as runner:
             reader = Reader()
-            runner.submit("a", request(1000), reader.reply)
-            await eventually(lambda: len(reader.items) == 2)
+            runner.submit("a", request(1000, n=n), reader.reply)
+            await eventually(lambda: len(reader.items) == 2 * n)
             reader.end()
             engine.allowed.release(100)
             await eventually(lambda: not engine.requests)
+            assert await read(runner, "b", request(2)) == [0, 1]
 
         assert engine.steps < 10
 

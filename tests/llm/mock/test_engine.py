@@ -69,6 +69,31 @@ def test_without_chunks_a_prompt_waits_for_a_step_of_its_own() -> None:
     assert len(results) == 2
 
 
+def test_without_chunks_a_prompt_that_no_step_has_room_for_is_computed_alone() -> None:
+    running = engine(max_num_batched_tokens=8, max_num_seqs=4, chunked_prefill=False)
+    running.add(*request("a", 4, 3))
+    running.add(*request("b", 20, 3))
+
+    assert {name: len(made) for name, made in tokens_of(drain(running)).items()} == {"a": 3, "b": 3}
+
+
+def test_without_chunks_a_request_that_lost_its_blocks_goes_on() -> None:
+    running = engine(
+        max_num_batched_tokens=8,
+        max_num_seqs=4,
+        blocks=6,
+        chunked_prefill=False,
+        prefix_caching=False,
+    )
+    running.add(*request("a", 8, 12))
+    running.add(*request("b", 8, 12, first=100))
+
+    assert {name: len(made) for name, made in tokens_of(drain(running)).items()} == {
+        "a": 12,
+        "b": 12,
+    }
+
+
 def test_running_requests_go_before_the_prompt_that_waits() -> None:
     running = engine(max_num_batched_tokens=16, max_num_seqs=4)
     running.add(*request("a", 8, max_tokens=4))
@@ -305,3 +330,14 @@ def test_limits_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         engine(**changed)
+
+
+def test_a_later_request_with_the_id_of_an_earlier_one_has_no_logprobs_of_it() -> None:
+    running = engine()
+    running.add("a", GenerateRequest([1, 2], 1, sampling=Sampling(logprobs=2)))
+    [(_, first)] = running.step().outputs
+    running.add("a", GenerateRequest([1, 2], 1))
+    [(_, second)] = running.step().outputs
+
+    assert first.logprobs is not None
+    assert second.logprobs is None

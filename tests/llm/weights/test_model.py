@@ -143,7 +143,9 @@ def test_a_header_that_lies_is_refused(header: object, message: str, tmp_path: P
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("json", [b'{"a\xff": 1}', b'{"a": ' + b"[" * 100_000], ids=["bytes", "deep"])
+@pytest.mark.parametrize(
+    "json", [b'{"a\xff": 1}', b'{"a": ' + b"[" * 100_000], ids=["bytes", "deep"]
+)
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_json_that_cannot_be_read_is_refused(name: str, json: bytes, tmp_path: Path) -> None:
     head = struct.pack("<Q", len(json)) if name.endswith(".safetensors") else b""
