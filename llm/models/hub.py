@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from dynbus.bus.extras import how_to_install
+
 from .origins import HubSource, ModelUnavailable, OnProgress, Progress
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ def download(source: HubSource, tell: OnProgress) -> Path:
         import huggingface_hub
     except ImportError:
         raise ModelUnavailable(
-            f"{source.repository} is of a hub: install dynbus[llm], which brings huggingface-hub"
+            f"{source.repository} is of a hub: {how_to_install('llm')}"
         ) from None
     try:
         # What is there whole is taken without a question to the hub.

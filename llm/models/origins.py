@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from packaging.utils import InvalidName, canonicalize_name
-from packaging.version import InvalidVersion, Version
-
 from dynbus.bus.errors import ConfigError, DynbusError
+from dynbus.bus.extras import how_to_install
+
+try:
+    from packaging.utils import InvalidName, canonicalize_name
+    from packaging.version import InvalidVersion, Version
+except ImportError as error:
+    raise ImportError(f"a model takes its extra: {how_to_install('llm')} ({error})") from error
 
 HUB: Final = "hf://"
 PACKAGE: Final = "pip://"

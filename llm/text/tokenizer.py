@@ -7,10 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self, cast
 
-import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
-
+from dynbus.bus.extras import how_to_install
 from dynbus.llm.weights.errors import BrokenModel, UnsupportedModel
+
+try:
+    import tokenizers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+    )
+except ImportError as error:
+    raise ImportError(f"text takes a tokenizer: {how_to_install('llm')} ({error})") from error
 
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
 """Of a tokenizer.json; the largest in use are a third of it."""

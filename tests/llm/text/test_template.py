@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,3 +165,20 @@ def test_several_conversations_are_rendered_at_once() -> None:
     assert [text.partition("user\n")[2].partition("<")[0] for text in texts] == [
         str(number) for number in range(100)
     ]
+
+
+GOLDEN = Path(__file__).parents[2] / "data" / "chat_templates"
+TEMPLATES = json.loads((GOLDEN / "templates.json").read_text())
+PROMPTS = json.loads((GOLDEN / "prompts.json").read_text())
+
+
+@pytest.mark.parametrize("conversation", PROMPTS["conversations"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_prompt_is_the_one_that_transformers_makes(name: str, conversation: str) -> None:
+    template = ChatTemplate(
+        TEMPLATES[name], model=name, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}
+    )
+
+    prompt = template.render(**PROMPTS["conversations"][conversation])
+
+    assert prompt == PROMPTS["prompts"][name][conversation]

@@ -1,0 +1,1 @@
+"""How long the next turn of a long conversation takes to tokenise."""
