@@ -5,6 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dynbus.llm.generation import Generated, GenerateRequest
 
 from .batch import Batch
@@ -62,7 +65,7 @@ class ModelEngine:
 
     def add(self, request_id: str, request: GenerateRequest) -> None:
         self._batch.check_new(request_id)
-        check_request(request, self.limits)
+        prompt = check_request(request, self.limits)
         room = self._batch.room(request_id, len(request.token_ids), request.max_tokens)
         seed = request.sampling.seed
         # A negative seed is the number above that has the same bits.
@@ -70,7 +73,9 @@ class ModelEngine:
         stops = frozenset(request.stop_token_ids)
         if not request.ignore_eos:
             stops |= self._eos
-        sequences = [self._sequence(request, seed, index, stops) for index in range(request.n)]
+        sequences = [
+            self._sequence(request, prompt, seed, index, stops) for index in range(request.n)
+        ]
         self._batch.add(
             request_id,
             sequences,
@@ -81,11 +86,17 @@ class ModelEngine:
         )
 
     def _sequence(
-        self, request: GenerateRequest, seed: int, index: int, stops: frozenset[int]
+        self,
+        request: GenerateRequest,
+        prompt: NDArray[np.uint32],
+        seed: int,
+        index: int,
+        stops: frozenset[int],
     ) -> _Continuation:
         sequence = _Continuation(
             request.token_ids,
             self.limits.block_size,
+            as_array=prompt,
             lora_name=request.lora_name,
             salt=request.cache_salt,
         )

@@ -177,7 +177,7 @@ class MockEngine:
 
     def add(self, request_id: str, request: GenerateRequest) -> None:
         self._batch.check_new(request_id)
-        check_request(request, self.limits)
+        prompt = check_request(request, self.limits)
         room = self._batch.room(request_id, len(request.token_ids), request.max_tokens)
         sampling = request.sampling
         sequences = [
@@ -186,6 +186,7 @@ class MockEngine:
                 self.limits.block_size,
                 seed=(sampling.seed or 0) + index,
                 vocabulary=self.config.vocabulary,
+                as_array=prompt,
                 lora_name=request.lora_name,
                 salt=request.cache_salt,
             )

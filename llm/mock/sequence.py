@@ -46,7 +46,7 @@ class MockSequence(TokenSequence):
     """Tokens that follow a prompt as they would in every other engine with this seed.
 
     Args:
-        prompt, block_size, lora_name, salt: see `TokenSequence`.
+        prompt, block_size, as_array, lora_name, salt: see `TokenSequence`.
         vocabulary: tokens are below it.
 
     Raises:
@@ -60,11 +60,13 @@ class MockSequence(TokenSequence):
         *,
         seed: int = 0,
         vocabulary: int = VOCABULARY,
+        as_array: NDArray[np.uint32] | None = None,
         lora_name: str | None = None,
         salt: str | None = None,
     ) -> None:
-        super().__init__(prompt, block_size, lora_name=lora_name, salt=salt)
-        self._state = rolling_state(np.array(self.token_ids, dtype=np.uint64))
+        tokens = np.array(prompt, dtype=np.uint32) if as_array is None else as_array
+        super().__init__(prompt, block_size, as_array=tokens, lora_name=lora_name, salt=salt)
+        self._state = rolling_state(tokens)
         self._salted = seed * GAMMA
         self._vocabulary = vocabulary
 
@@ -85,7 +87,17 @@ class MockSequence(TokenSequence):
 def rolling_state(tokens: NDArray[np.integer]) -> int:
     """The state of the token generator behind these tokens."""
     values = tokens.astype(np.uint64) + np.uint64(1)
-    powers = np.full(len(values), BASE, dtype=np.uint64)
-    powers[-1] = 1
-    powers = np.multiply.accumulate(powers[::-1])[::-1]
-    return int(np.sum(values * powers, dtype=np.uint64))
+    return int(np.sum(values[::-1] * _powers(len(values)), dtype=np.uint64))
+
+
+def _powers(count: int) -> NDArray[np.uint64]:
+    """The first powers of `BASE`, from 1 on; they are kept."""
+    global _known_powers
+    if len(_known_powers) < count:
+        powers = np.full(max(count, 2 * len(_known_powers)), BASE, dtype=np.uint64)
+        powers[0] = 1
+        _known_powers = np.multiply.accumulate(powers)
+    return _known_powers[:count]
+
+
+_known_powers: NDArray[np.uint64] = np.ones(1, dtype=np.uint64)

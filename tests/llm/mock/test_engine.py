@@ -13,7 +13,7 @@ from dynbus.kvrouter.events import encode_events
 from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import RadixIndex, Verdict
 from dynbus.llm.engine import RequestTooLong
-from dynbus.llm.generation import GenerateRequest, Sampling
+from dynbus.llm.generation import Generated, GenerateRequest, Sampling
 from dynbus.llm.mock.engine import EngineConfig, MockEngine, StepResult
 
 
@@ -341,3 +341,107 @@ def test_a_later_request_with_the_id_of_an_earlier_one_has_no_logprobs_of_it() -
 
     assert first.logprobs is not None
     assert second.logprobs is None
+
+
+# As any engine ----------------------------------------------------------------------------
+
+
+def items_of(running: MockEngine) -> list[Generated]:
+    """Step until nothing is left."""
+    found: list[Generated] = []
+    while running.has_work:
+        found += [item for _, item in running.step().outputs]
+    return found
+
+
+def test_a_step_gives_a_token_of_each_request_and_the_time_that_it_takes() -> None:
+    running = engine()
+    running.add(*request("a", 16, max_tokens=2))
+    running.add(*request("b", 8, max_tokens=2, first=1000))
+
+    step = running.step()
+
+    assert [name for name, _ in step.outputs] == ["a", "b"]
+    assert [len(item.token_ids) for _, item in step.outputs] == [1, 1]
+    assert [item.cached_tokens for _, item in step.outputs] == [0, 0]
+    assert step.delay == running.config.timing.prefill(24)
+    assert len(step.events) == 2
+    assert [item.finish_reason for _, item in running.step().outputs] == ["length", "length"]
+
+
+def test_continuations_differ_and_share_the_blocks_of_their_prompt() -> None:
+    running = engine()
+    running.add("a", GenerateRequest(list(range(18)), 4, n=3))
+
+    running.step()
+    used = running.load.active_blocks
+    running.cancel("a")
+
+    # Four complete blocks that all share, and one of each.
+    assert used == 7
+    assert running.load.active_blocks == 0
+    running.add("a", GenerateRequest(list(range(18)), 4, n=3))
+    items = items_of(running)
+    made = {
+        tuple(token for item in items if item.index == index for token in item.token_ids)
+        for index in range(3)
+    }
+    assert len(made) == 3
+    assert sum(item.finish_reason == "length" for item in items) == 3
+
+
+def test_a_stop_token_ends_the_output_unless_it_is_too_early() -> None:
+    running = engine()
+    running.add("whole", GenerateRequest(list(range(16)), 12))
+    whole = [token for item in items_of(running) for token in item.token_ids]
+
+    for min_tokens, length in ((0, 5), (8, 12)):
+        running.add(
+            "a",
+            GenerateRequest(list(range(16)), 12, min_tokens=min_tokens, stop_token_ids=[whole[4]]),
+        )
+        items = items_of(running)
+        assert [token for item in items for token in item.token_ids] == whole[:length]
+        assert items[-1].finish_reason == ("stop" if length == 5 else "length")
+
+
+def test_a_request_that_may_stop_is_not_taken_many_steps_at_once() -> None:
+    running = engine()
+    running.add("a", GenerateRequest(list(range(16)), 12, stop_token_ids=[5]))
+    running.advance()
+
+    assert running.quiet_until(0.0) is None
+
+
+def test_tokens_are_below_the_vocabulary_and_fill_the_context() -> None:
+    running = engine(vocabulary=7, context_length=40)
+    running.add("a", GenerateRequest(list(range(100, 116))))
+
+    tokens = [token for item in items_of(running) for token in item.token_ids]
+
+    assert len(tokens) == 24
+    assert set(tokens) <= set(range(7))
+    with pytest.raises(RequestTooLong, match="the context has 40"):
+        running.add("a", GenerateRequest(list(range(16)), 25))
+
+
+def test_logprobs_are_those_of_tokens_that_are_all_as_likely() -> None:
+    running = engine(vocabulary=8)
+    running.add("a", GenerateRequest([1], 1, sampling=Sampling(logprobs=2)))
+
+    [item] = items_of(running)
+
+    assert item.logprobs is not None
+    [logprob] = item.logprobs
+    assert logprob.token_id == item.token_ids[0]
+    assert logprob.logprob == pytest.approx(-math.log(8))
+    assert len(logprob.top) == 2
+
+
+def test_blocks_of_another_salt_are_not_shared() -> None:
+    running = engine()
+    for name, salt in (("a", None), ("b", "tenant"), ("c", "tenant")):
+        running.add(name, GenerateRequest(list(range(16)), 1, cache_salt=salt))
+    items = items_of(running)
+
+    assert [item.cached_tokens for item in items] == [0, 0, 12]
