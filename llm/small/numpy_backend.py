@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -26,18 +27,37 @@ _GATHERED_BLOCKS: Final = 3
 takes about as long as a product more for each run."""
 
 
+_VECTORS: Final = 6
+"""So few rows are multiplied by a matrix one by one: BLAS copies the matrix for a product with
+several, which takes longer than reading it again."""
+_FEW_ROWS: Final = 32
+"""With fewer rows a step uses one thread. It has hundreds of products of a fraction of a
+millisecond, and BLAS waits for all its threads at the end of each: where another process has a core
+for a moment, that made a step ten times slower, and two threads gain a third at most."""
+
+
 class NumpyBackend:
     """Computes with numpy.
 
     Args:
-        deterministic: computes each row in one shape, so that it has the same bits whatever is
-            computed beside it. Several times slower.
+        threads: how many BLAS uses for a prompt, in the whole process; 0 for one for each core. It
+            takes threadpoolctl to set them: without it BLAS does as it was built to.
+        deterministic: computes each row in one shape and with one thread, so that it has the same
+            bits whatever is computed beside it. Several times slower.
     """
 
-    def __init__(self, *, deterministic: bool = False) -> None:
+    def __init__(self, *, threads: int = 0, deterministic: bool = False) -> None:
         self.name = "numpy"
-        self.threads = min(4, os.cpu_count() or 1)
+        self.threads = threads or os.cpu_count() or 1
         self._deterministic = deterministic
+        self._blas = _blas()
+        self._blas_threads = 0
+        self._use_threads(1)
+
+    def _use_threads(self, count: int) -> None:
+        if count != self._blas_threads and self._blas is not None:
+            self._blas.limit(limits=count, user_api="blas")
+        self._blas_threads = count
 
     def put(self, array: Array) -> Array:
         return array
@@ -59,6 +79,8 @@ class NumpyBackend:
         return np.zeros((2, heads, slots, head_dim), np.float32)
 
     def rows(self, batch: Batch, frequencies: Array) -> Rows[Array]:
+        is_small = self._deterministic or len(batch.token_ids) < _FEW_ROWS
+        self._use_threads(1 if is_small else self.threads)
         angles = batch.positions.astype(np.float32)[:, None, None] * frequencies
         return Rows(
             batch, batch.token_ids, batch.slots, batch.sampled, np.cos(angles), np.sin(angles)
@@ -77,7 +99,14 @@ class NumpyBackend:
         return normed
 
     def linear(self, rows: Array, matrix: Array, bias: Array | None = None) -> Array:
-        product: Array = self._in_shape(rows, matrix) if self._deterministic else rows @ matrix
+        if self._deterministic:
+            product = self._in_shape(rows, matrix)
+        elif len(rows) <= _VECTORS:
+            product = np.empty((len(rows), matrix.shape[1]), np.float32)
+            for row, target in zip(rows, product, strict=True):
+                np.dot(row, matrix, out=target)
+        else:
+            product = rows @ matrix
         if bias is not None:
             product += bias
         return product
@@ -126,7 +155,8 @@ class NumpyBackend:
         if self._deterministic:
             return self._in_shape(rows, head.T)
         # In this order a product of few rows is faster.
-        return np.ascontiguousarray((head @ rows.T).T)
+        logits = np.matmul(head, rows.T)
+        return np.ascontiguousarray(logits.T)
 
     def attend(self, q: Array, k: Array, v: Array, cache: Array, rows: Rows[Array]) -> Array:
         cache[0][:, rows.slots] = k.swapaxes(0, 1)
@@ -152,6 +182,15 @@ class NumpyBackend:
                     keys, values = _gathered(cache, piece, block_size)
                 _attend_tiles(queries, keys, values, target)
         return attended.reshape(len(q), -1)
+
+
+def _blas() -> Any:
+    """What sets the threads of BLAS; None where threadpoolctl is not installed."""
+    try:
+        threadpoolctl: Any = import_module("threadpoolctl")
+    except ImportError:
+        return None
+    return threadpoolctl.ThreadpoolController()
 
 
 def _gathered(cache: Array, piece: Piece, block_size: int) -> Array:

@@ -64,6 +64,7 @@ class TorchBackend:
     Args:
         device: such as "cpu" or "cuda"; None for a GPU where there is one.
         dtype: of weights, keys and values.
+        threads: how many PyTorch uses on the CPU, in the whole process; 0 for what it chooses.
         deterministic: computes each row in one shape, so that it has the same bits whatever is
             computed beside it. Several times slower.
 
@@ -77,6 +78,7 @@ class TorchBackend:
         *,
         device: str | None = None,
         dtype: DType = "float32",
+        threads: int = 0,
         deterministic: bool = False,
     ) -> None:
         try:
@@ -95,7 +97,9 @@ class TorchBackend:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"the device {device!r} cannot be used: {reason}") from error
         self.name = f"torch {dtype} on {device}"
-        self.threads = min(4, os.cpu_count() or 1)
+        self.threads = threads or os.cpu_count() or 1
+        if threads:
+            torch.set_num_threads(threads)
         self._torch = torch
         self._functions: Any = torch.nn.functional
         self._dtype = getattr(torch, dtype)

@@ -1,0 +1,1 @@
+"""The small engine's decoder against transformers, on the same weights and the same machine."""

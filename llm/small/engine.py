@@ -1,0 +1,183 @@
+"""The small engine: a real model on numpy or PyTorch, ready from its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Final, Literal, get_args
+
+from dynbus.llm.engine import EngineLimits, ModelEngine
+from dynbus.llm.weights.config import ModelConfig
+from dynbus.llm.weights.model import open_weights
+
+from .backend import Backend
+from .decoder import Decoder
+from .numpy_backend import NumpyBackend
+from .torch_backend import DType, TorchBackend
+
+BackendName = Literal["auto", "numpy", "torch"]
+
+_TOKENS_OF_EACH: Final = 2048
+"""Tokens of the cache for each sequence that runs, unless the blocks are given."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmallConfig:
+    """How a small engine computes, and how much at a time.
+
+    Attributes:
+        backend: "auto" is PyTorch where it is installed, else numpy.
+        device: of PyTorch, such as "cpu" or "cuda"; empty for a GPU where there is one.
+        dtype: of PyTorch's weights and cache; numpy computes in float32.
+        threads: cores that a step uses at most; 0 for all.
+        deterministic: whether a token's logits have the same bits whatever is computed beside it.
+            Several times slower.
+        block_size: tokens of a block of the cache.
+        blocks: how many there are; 0 for what `memory` holds.
+        memory: bytes for the cache; 0 for 2048 tokens for each of `max_num_seqs`.
+        max_num_seqs: sequences that run at a time; others wait.
+        max_num_batched_tokens: tokens that one step computes: longer prompts take several steps.
+        context_length: the most tokens that a prompt and its output may have; 0 for what the model
+            was made for and the cache holds.
+        prefix_caching: whether blocks are found again by later requests.
+
+    Raises:
+        ValueError: a value is not usable.
+    """
+
+    backend: BackendName = "auto"
+    device: str = ""
+    dtype: DType = "float32"
+    threads: int = 0
+    deterministic: bool = False
+    block_size: int = 16
+    blocks: int = 0
+    memory: int = 0
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 256
+    context_length: int = 0
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("threads", 0),
+            ("block_size", 1),
+            ("blocks", 0),
+            ("memory", 0),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", self.max_num_seqs),
+            ("context_length", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} {getattr(self, name)} is not usable: at least {least}")
+        for name, known in (("backend", BackendName), ("dtype", DType)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(
+                    f"{name} {getattr(self, name)!r} is not usable: {', '.join(get_args(known))}"
+                )
+        if self.blocks and self.memory:
+            raise ValueError("give blocks or memory, not both")
+        if self.backend == "numpy" and (self.dtype != "float32" or self.device):
+            raise ValueError("numpy computes in float32 on the CPU: dtype and device are PyTorch's")
+
+    def limits_for(self, model: ModelConfig) -> EngineLimits:
+        """The limits of an engine for this model.
+
+        Raises:
+            ValueError: the cache is too small for one block, or the context too long.
+        """
+        numbers = 2 * model.layers * model.kv_heads * model.head_dim * self.block_size
+        block = numbers * (2 if self.dtype == "bfloat16" else 4)
+        blocks = self.blocks
+        if self.memory:
+            blocks = self.memory // block
+            if not blocks:
+                raise ValueError(f"memory {self.memory} is not usable: a block takes {block} bytes")
+        elif not blocks:
+            blocks = -(-self.max_num_seqs * _TOKENS_OF_EACH // self.block_size)
+        if self.context_length > model.context_length:
+            raise ValueError(
+                f"context_length {self.context_length} is not usable: the model was made for "
+                f"{model.context_length} tokens"
+            )
+        context = self.context_length or model.context_length
+        return EngineLimits(
+            block_size=self.block_size,
+            blocks=blocks,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            context_length=min(context, blocks * self.block_size),
+            has_events=self.prefix_caching,
+            vocabulary=model.vocabulary,
+        )
+
+    def make_backend(self) -> Backend[Any]:
+        """What computes.
+
+        Raises:
+            ImportError: PyTorch was asked for and is not installed.
+            ValueError: the device is not there.
+        """
+        name = self.backend
+        if name == "auto":
+            asks_for_torch = self.device or self.dtype != "float32"
+            name = "torch" if asks_for_torch or find_spec("torch") is not None else "numpy"
+        if name == "numpy":
+            return NumpyBackend(threads=self.threads, deterministic=self.deterministic)
+        return TorchBackend(
+            device=self.device or None,
+            dtype=self.dtype,
+            threads=self.threads,
+            deterministic=self.deterministic,
+        )
+
+
+class SmallEngine(ModelEngine):
+    """An engine for a model of the Llama family: Llama (such as SmolLM2), Qwen2 or Qwen3.
+
+    Making one reads all weights, which takes seconds.
+
+    Args:
+        path: a GGUF file, or a folder with `config.json` and safetensors files.
+        progress: is told, from the thread that makes it, how many layers of how many are loaded.
+
+    Attributes:
+        config: the model's sizes and options.
+        backend: the name of what computes.
+
+    Raises:
+        OSError: a file cannot be read.
+        BrokenModel: the model's files are cut or contradict each other.
+        UnsupportedModel: it is of another kind, or its quantisation is not read.
+        ImportError: PyTorch was asked for and is not installed.
+        ValueError: the options do not fit the model, or the device is not there.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        options: SmallConfig | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        options = options or SmallConfig()
+        with open_weights(path) as weights:
+            self.config = weights.config
+            limits = options.limits_for(weights.config)
+            backend = options.make_backend()
+            decoder = Decoder(
+                weights,
+                backend,
+                blocks=limits.blocks,
+                block_size=limits.block_size,
+                progress=progress,
+            )
+        self.backend = backend.name
+        super().__init__(
+            decoder,
+            limits,
+            eos_token_ids=self.config.eos_token_ids,
+            prefix_caching=options.prefix_caching,
+        )
