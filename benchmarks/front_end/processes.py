@@ -149,7 +149,6 @@ def main() -> None:
     parser.add_argument("--interval", type=float, default=0.05)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--profile", default="")
     options = parser.parse_args()
     if options.role == "engine":
         uvloop.run(engine(options.url, options.interval))

@@ -189,6 +189,9 @@ class Telemetry:
     Args:
         tracer_provider: None for no spans; trace headers then pass through unchanged.
         meter_provider: None for no metrics.
+
+    Attributes:
+        tracer_provider, meter_provider: the same, for spans and figures of other folders.
     """
 
     def __init__(
@@ -196,7 +199,8 @@ class Telemetry:
     ) -> None:
         self.api = TraceApi()
         self.metrics = None if meter_provider is None else Metrics(meter_provider)
-        self._provider = tracer_provider
+        self.tracer_provider = tracer_provider
+        self.meter_provider = meter_provider
         self._tracer = None if tracer_provider is None else tracer_provider.get_tracer("dynbus")
         self._tracers: dict[InstanceName, Tracer] = {}
         # Then a call that belongs to an unsampled trace needs no span at all, only its headers.
@@ -300,10 +304,10 @@ class Telemetry:
     def _tracer_of(self, instance: InstanceName) -> Tracer:
         tracer = self._tracers.get(instance)
         if tracer is None:
-            assert self._provider is not None
+            assert self.tracer_provider is not None
             if len(self._tracers) >= MAX_INSTANCES:
                 self._tracers.clear()
-            tracer = provider_of(instance, self._provider).get_tracer("dynbus")
+            tracer = provider_of(instance, self.tracer_provider).get_tracer("dynbus")
             self._tracers[instance] = tracer
         return tracer
 

@@ -30,7 +30,12 @@ OPEN_PATHS: Final = frozenset(("/health", "/ready"))
 """Which orchestrators ask, without a key."""
 
 PAGE_PATHS: Final = frozenset(("/", "/docs", "/openapi.json", "/metrics"))
-"""Which a browser may ask: it gets a window for the key, which it sends as a password."""
+"""Which people open: the browser asks them for the key, and sends it as a password from then on."""
+
+_DEFAULTS: Final = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-store"),
+)
 
 _HTML: Final = (
     (b"content-type", b"text/html; charset=utf-8"),
@@ -145,12 +150,12 @@ class Application:
         return await page(asker)
 
     async def _send(self, response: Response, method: str, asker: Asker, send: Send) -> None:
+        given = {name for name, _ in response.headers}
         headers = [
             *response.headers,
+            *(one for one in _DEFAULTS if one[0] not in given),
             (b"x-request-id", asker.request_id.encode()),
             (b"content-length", b"%d" % len(response.body)),
-            (b"x-content-type-options", b"nosniff"),
-            (b"cache-control", b"no-store"),
         ]
         await send({"type": "http.response.start", "status": response.status, "headers": headers})
         body = b"" if method == "HEAD" else response.body

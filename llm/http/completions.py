@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 import anyio
@@ -111,6 +111,9 @@ class _Exchange:
                     # The server stops, and this request has had its grace. It cancels whoever
                     # is left, and takes what they do not raise for an answer.
                     self._end(Draining("the front end stops; ask again"))
+                    task = asyncio.current_task()
+                    assert task is not None
+                    task.uncancel()
                 finally:
                     self._tasks.cancel_scope.cancel()
         except HungUp:
@@ -236,7 +239,8 @@ class _Exchange:
         if await send_rest():
             return
         logger.info("request %s: its client does not read", self._asker.request_id)
-        abort = (self._scope.get("extensions") or {}).get(ABORT)
+        extensions: Mapping[str, Any] = self._scope.get("extensions") or {}
+        abort: Callable[[], object] | None = extensions.get(ABORT)
         if abort is not None:
             abort()
 

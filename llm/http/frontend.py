@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
 
 from dynbus.actors import Actor, Runtime
+from dynbus.actors.declaring.handlers import handler
 from dynbus.bus.background import Openable
 from dynbus.kvrouter.routing import RouterConfig
 from dynbus.llm.models.catalog import Catalog
+from dynbus.llm.page.files import HEADERS, PATHS, STATE_PATH, page_file
+from dynbus.llm.page.state import PageState
 from dynbus.llm.pipeline.models import ModelCatalog, Models, RoutingChoice
 
-from .application import Application, Page
+from .application import Application, Page, Response
 from .server import HttpServer
-from .service import FrontEnd
+from .service import Asker, FrontEnd
 from .settings import HttpSettings
 from .tracing import Tracing
 
@@ -53,7 +57,11 @@ class HttpFrontEnd(Openable):
         super().__init__(runtime.background)
         self._models = Models(runtime, catalog, routing=routing, router=router)
         self.service = FrontEnd(settings, self._models, Tracing(runtime.bus.telemetry))
-        self._server = HttpServer(Application(self.service, pages), settings)
+        state = PageState(runtime, lambda: self._models.served)
+        own: dict[str, Page] = {path: partial(_page, path) for path in PATHS}
+        own[STATE_PATH] = partial(_state, state)
+        application = Application(self.service, {**own, **(pages or {})})
+        self._server = HttpServer(application, settings)
         self.url = self._server.url
 
     def __repr__(self) -> str:
@@ -74,11 +82,23 @@ class HttpFrontEnd(Openable):
             self.drain()
 
 
+async def _page(path: str, asker: Asker) -> Response:
+    """A file of the page."""
+    file = page_file(path)
+    headers = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+    return Response(200, file.body, [(b"content-type", file.content_type.encode()), *headers])
+
+
+async def _state(state: PageState, asker: Asker) -> Response:
+    """What the page shows."""
+    return Response(200, await state.read(), [(b"content-type", b"application/json")])
+
+
 class Frontend(Actor, abstract=True):
     """OpenAI's interface over HTTP, as an actor of a graph.
 
-    A subclass gives it a namespace: `class Http(Frontend, namespace="llm")`. It serves nothing on
-    the bus; it answers HTTP while it runs.
+    A subclass gives it a namespace: `class Http(Frontend, namespace="llm")`. On the bus it
+    tells no more than where it answers.
 
     Args:
         routing: how requests find an instance, see `Models`.
@@ -118,6 +138,11 @@ class Frontend(Actor, abstract=True):
     def url(self) -> str:
         """Where it answers; empty before it is started."""
         return self._front_end.url if self._front_end is not None else ""
+
+    @handler
+    async def address(self) -> str:
+        """Where it answers."""
+        return self.url
 
     def pages(self) -> Mapping[str, Page]:
         """More paths that are answered; for subclasses."""

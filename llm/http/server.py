@@ -27,6 +27,8 @@ KEEP_ALIVE: Final = 75
 theirs, so that they are the ones to close it."""
 
 BACKLOG: Final = 4096
+SEND_BUFFER: Final = 128 * 1024
+"""Bytes of a connection that wait in the kernel; it takes twice as many."""
 
 
 def limited_protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
@@ -190,6 +192,8 @@ def _listen(settings: HttpSettings) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Its connections have it too: the kernel keeps no more for a client that does not read.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
             listener.bind(address)
         except BaseException:
             listener.close()

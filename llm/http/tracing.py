@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus.errors import DynbusError
-from dynbus.bus.telemetry.sdk import providers
 from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.bus.telemetry.trace_context import trace_fields
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
@@ -63,11 +62,10 @@ class Tracing:
         self._figures: _GenAiFigures | None = None
         self._tracer: Tracer | None = None
         if telemetry is not None:
-            tracer_provider, meter_provider = providers()
-            if tracer_provider is not None:
-                self._tracer = tracer_provider.get_tracer("dynbus.llm")
-            if meter_provider is not None:
-                self._figures = _GenAiFigures(meter_provider)
+            if telemetry.tracer_provider is not None:
+                self._tracer = telemetry.tracer_provider.get_tracer("dynbus.llm")
+            if telemetry.meter_provider is not None:
+                self._figures = _GenAiFigures(telemetry.meter_provider)
 
     def begin(self, method: str, path: str, headers: Mapping[str, str]) -> RequestTrace:
         """The trace of a request.

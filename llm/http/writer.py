@@ -104,14 +104,20 @@ class AnswerWriter:
 
     def write(self, chunks: Sequence[bytes]) -> bool:
         """Write chunks, or keep the whole answer for its end; whether more may follow at once."""
-        if self.has_ended:
-            return True
         if not self._streams:
             self._whole = chunks
             return True
+        if self.has_ended:
+            return True
         if not self.status:
             self._start(200, EVENTS)
-        return self._body(b"".join(chunks), more=True)
+        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        # Each token of each stream comes here.
+        message = {"type": "http.response.body", "body": body, "more_body": True}
+        if self._rest is not None:
+            self._waiting.append(message)
+            return False
+        return self._run(self._send(message))
 
     def end(self, error: DynbusError | None) -> None:
         """End the answer, with an error if there is one; more calls change nothing."""
@@ -124,11 +130,11 @@ class AnswerWriter:
             self._answer(told.status, told.body, told.headers)
         elif error is not None:
             body = error_body(error, self._request_id)
-            self._body(b"event: error\ndata: " + body + b"\n\n", more=False)
+            self._finish(b"event: error\ndata: " + body + b"\n\n")
         elif self._streams:
             if not self.status:
                 self._start(200, EVENTS)
-            self._body(DONE, more=False)
+            self._finish(DONE)
         else:
             self._answer(200, b"".join(self._whole), {})
 
@@ -141,7 +147,7 @@ class AnswerWriter:
         length = (b"content-length", b"%d" % len(body))
         own = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
         self._start(status, (JSON, length, *own))
-        self._body(body, more=False)
+        self._finish(body)
 
     def _start(self, status: int, headers: Headers) -> None:
         self.status = status
@@ -153,14 +159,17 @@ class AnswerWriter:
             }
         )
 
-    def _body(self, body: bytes, *, more: bool) -> bool:
-        return self._put({"type": "http.response.body", "body": body, "more_body": more})
+    def _finish(self, body: bytes) -> None:
+        self._put({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _put(self, message: MutableMapping[str, Any]) -> bool:
+    def _put(self, message: MutableMapping[str, Any]) -> None:
         if self._rest is not None:
             self._waiting.append(message)
-            return False
-        sending = self._send(message)
+        else:
+            self._run(self._send(message))
+
+    def _run(self, sending: Coroutine[Any, Any, None]) -> bool:
+        """Run what sends until it waits; whether it did not."""
         try:
             waits_for = sending.send(None)
         except StopIteration:

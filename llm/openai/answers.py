@@ -133,7 +133,11 @@ class ChunkEncoder:
 
 def usage_chunk(head: AnswerHead, usage: Usage, around: tuple[bytes, bytes]) -> bytes:
     """The chunk at the end of a stream that tells the usage."""
-    fields = {**head.fields(streaming=True), "choices": [], "usage": usage.as_json()}
+    fields: dict[str, Any] = {
+        **head.fields(streaming=True),
+        "choices": [],
+        "usage": usage.as_json(),
+    }
     return around[0] + _encode(fields) + around[1]
 
 

@@ -50,7 +50,8 @@ class MergedAnswer:
             self._head["object"] = str(kind).removesuffix(".chunk")
         if chunk.get("usage") is not None:
             self._usage = chunk["usage"]
-        for choice in chunk.get("choices") or []:
+        choices: list[dict[str, Any]] = chunk.get("choices") or []
+        for choice in choices:
             self._take_choice(choice)
 
     def _take_choice(self, choice: dict[str, Any]) -> None:
@@ -66,7 +67,8 @@ class MergedAnswer:
             known["text"] = known.get("text", "") + choice["text"]
             return
         message = known.setdefault("message", {"role": "assistant", "content": ""})
-        for name, value in (choice.get("delta") or {}).items():
+        delta: dict[str, Any] = choice.get("delta") or {}
+        for name, value in delta.items():
             if name == "content" or (name != "role" and isinstance(message.get(name), str)):
                 message[name] = (message.get(name) or "") + (value or "")
             elif isinstance(value, list) and isinstance(message.get(name), list):

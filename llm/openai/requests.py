@@ -182,7 +182,7 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
         given = self.prompt
         if isinstance(given, str) or _is_token_ids(given):
             return [cast("str | list[int]", given)]
-        prompts: list[Any] = given if isinstance(given, list) else []
+        prompts = _items(given)
         if not prompts or not all(isinstance(one, str) or _is_token_ids(one) for one in prompts):
             raise BadRequest(
                 "prompt: give a string, a list of strings, a list of token ids, or a list of such "
@@ -201,9 +201,13 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
 
 
 def _is_token_ids(given: Any) -> bool:
-    if not isinstance(given, list) or not given:
-        return False
-    return all(type(one) is int and 0 <= one < 2**32 for one in given)
+    items = _items(given)
+    return bool(items) and all(type(one) is int and 0 <= one < 2**32 for one in items)
+
+
+def _items(given: Any) -> list[Any]:
+    """The items of a list; none of anything else."""
+    return [*given] if isinstance(given, list) else []
 
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
@@ -330,7 +334,7 @@ def messages_for_template(request: ChatRequest) -> list[dict[str, Any]]:
             )
         content = message.get("content")
         if isinstance(content, list):
-            parts: list[Any] = content
+            parts = _items(content)
             texts = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(parts)]
             message = {**message, "content": "\n".join(texts)}
         elif content is not None and not isinstance(content, str):

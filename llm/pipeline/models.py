@@ -120,6 +120,13 @@ class OpenModel:
     def __repr__(self) -> str:
         return f"<OpenModel {self.card.name} at {self.card.endpoint}>"
 
+    @property
+    def takes_chat(self) -> bool:
+        """Whether it can be asked for chats."""
+        if self.card.type & ModelType.Backend:
+            return self._text is not None and self._text.template is not None
+        return bool(self.card.type & ModelType.Chat)
+
     async def prepare(
         self, inquiry: Inquiry, sink: Sink, timing: Timing
     ) -> TokenCompletion | TextCompletion:

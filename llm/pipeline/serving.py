@@ -144,8 +144,11 @@ class _Open:
 
     def _write(self, chunks: Sequence[bytes]) -> None:
         if chunks and not self._sink.write(chunks):
-            for stream in self._streams:
-                stream.pause()
+            self._pause()
+
+    def _pause(self) -> None:
+        for stream in self._streams:
+            stream.pause()
 
     def _end(self, error: DynbusError | None) -> None:
         if not self._is_over:
@@ -195,7 +198,7 @@ class TokenCompletion(_Open):
             return
         transcript = self.transcript
         chunks: list[bytes] = []
-        before = transcript.tokens
+        tokens, open_outputs = transcript.tokens, transcript.open_outputs
         try:
             for data in arrival.items:
                 item = _decode(data)
@@ -210,17 +213,19 @@ class TokenCompletion(_Open):
         except DynbusError as error:
             self._fail(chunks, error)
             return
-        if transcript.tokens != before:
-            self.timing.tokens(transcript.tokens - before, now)
-        if transcript.is_finished:
-            self._finish(chunks)
-            return
-        self._write(chunks)
+        if transcript.tokens != tokens:
+            self.timing.tokens(transcript.tokens - tokens, now)
+        if transcript.open_outputs != open_outputs:
+            if not transcript.open_outputs:
+                self._finish(chunks)
+                return
+            if not arrival.ended and transcript.is_prompt_finished(part):
+                # Its stop strings were found; the engine knows nothing of them.
+                arrival.stream.cancel()
+        if chunks and not self._sink.write(chunks):
+            self._pause()
         if arrival.error is not None:
             self._end(arrival.error)
-        elif not arrival.ended and transcript.is_prompt_finished(part):
-            # Its stop strings were found; the engine knows nothing of them.
-            arrival.stream.cancel()
 
     def _finish(self, chunks: list[bytes]) -> None:
         transcript = self.transcript

@@ -53,6 +53,7 @@ class Transcript:
 
     Attributes:
         tokens: of all outputs so far.
+        open_outputs: how many have not ended.
     """
 
     def __init__(
@@ -74,20 +75,15 @@ class Transcript:
             for place, prompt in enumerate(prompts)
             for index in range(n)
         ]
-        self._unfinished = len(self._choices)
+        self.open_outputs = len(self._choices)
 
     def __repr__(self) -> str:
-        return f"<Transcript {self.head.id} [{self.tokens} tokens, {self._unfinished} open]>"
+        return f"<Transcript {self.head.id} [{self.tokens} tokens, {self.open_outputs} open]>"
 
     @property
     def is_streamed(self) -> bool:
         """Whether its outputs are told as chunks."""
         return self._rules.around is not None
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether every output has ended."""
-        return not self._unfinished
 
     @property
     def usage(self) -> Usage:
@@ -117,10 +113,12 @@ class Transcript:
         choice = self._choices[prompt * self._n + item.index]
         if choice.finished:
             return
-        self.tokens += choice.count(item)
+        count = len(item.token_ids)
+        self.tokens += count
+        choice.tokens += count
         chunk = choice.take(item, self.usage if self.head.continuous_usage else None)
         if choice.finished:
-            self._unfinished -= 1
+            self.open_outputs -= 1
         if chunk is not None:
             chunks.append(chunk)
 
@@ -186,12 +184,6 @@ class _Choice:
         self._logprobs: list[TokenText] = []
         self.finished = ""
         self.tokens = 0
-
-    def count(self, item: Generated) -> int:
-        """Count the tokens of an item."""
-        new = len(item.token_ids)
-        self.tokens += new
-        return new
 
     def take(self, item: Generated, usage: Usage | None) -> bytes | None:
         """Take an item; the chunk that it comes to, or None."""

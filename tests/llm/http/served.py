@@ -11,6 +11,7 @@ from tests.conditions import eventually
 from tests.llm.text.tiny_tokenizer import CHATML, tiny_tokenizer
 
 from dynbus import Actor, InvalidRequest, Overloaded, context, handler
+from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
 from dynbus.llm.http.application import Page
 from dynbus.llm.http.frontend import HttpFrontEnd
@@ -72,7 +73,7 @@ class ScriptedEngine(Actor, namespace="test"):
                 await asyncio.sleep(0.005)
             raise ValueError("a secret of the engine")
         if word == "flood":
-            for _ in range(20_000):
+            for _ in range(5_000):
                 yield Generated(ids * 50)
             yield Generated([], finish_reason="stop")
             return
@@ -208,14 +209,16 @@ async def served(
     *,
     template: str = CHATML,
     pages: Mapping[str, Page] | None = None,
+    telemetry: Telemetry | None = None,
     **settings: Any,
 ) -> AsyncGenerator[Served]:
     """A front end at a free port, and its engines, on a bus in memory."""
-    async with TestKit() as kit:
+    async with TestKit(telemetry=telemetry) as kit:
         for engine in (ScriptedEngine, PlainEngine, TextEngine):
             await kit.start(engine)
         catalog = FixedCatalog(cards, template)
-        config = HttpSettings(**{"port": 0, "grace": 1.0, **settings})
+        chosen: dict[str, Any] = {"port": 0, "grace": 1.0, **settings}
+        config = HttpSettings(**chosen)
         async with HttpFrontEnd(kit.caller, catalog, config, pages=pages) as front_end:
             await eventually(lambda: len(front_end.service.models.names) == len(cards))
             yield Served(kit, front_end, catalog)

@@ -33,9 +33,15 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
 
 
+async def create(client: AsyncOpenAI, **fields: Any) -> Any:
+    """A completion of a chat; a stream of its chunks, if that is asked for."""
+    asked: Any = client.chat.completions.create
+    return await asked(**fields)
+
+
 async def test_a_chat_is_answered_in_one() -> None:
     async with asked() as (front, client):
-        answer = await client.chat.completions.create(**chat("say Paris is it."))
+        answer = await create(client, **chat("say Paris is it."))
         [request] = front.engine.requests
 
     [choice] = answer.choices
@@ -52,8 +58,9 @@ async def test_a_chat_is_answered_in_one() -> None:
 
 async def test_a_streamed_chat_is_the_same_text_in_pieces() -> None:
     async with asked() as (front, client):
-        stream = await client.chat.completions.create(
-            **chat("say naïve café 🙂 東京", stream=True, stream_options={"include_usage": True})
+        stream = await create(
+            client,
+            **chat("say naïve café 🙂 東京", stream=True, stream_options={"include_usage": True}),
         )
         chunks = [chunk async for chunk in stream]
 
@@ -73,8 +80,8 @@ async def test_a_streamed_chat_is_the_same_text_in_pieces() -> None:
 async def test_usage_comes_with_every_chunk_when_it_is_asked_for() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     async with asked() as (_, client):
-        stream = await client.chat.completions.create(
-            **chat("say one two three", stream=True, stream_options=options)
+        stream = await create(
+            client, **chat("say one two three", stream=True, stream_options=options)
         )
         counts = [chunk.usage and chunk.usage.completion_tokens async for chunk in stream]
 
@@ -85,8 +92,8 @@ async def test_usage_comes_with_every_chunk_when_it_is_asked_for() -> None:
 async def test_the_synchronous_client_is_served_as_well() -> None:
     def ask(url: str) -> tuple[str | None, str]:
         with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            whole = client.chat.completions.create(**chat("say one"))
-            pieces = client.chat.completions.create(**chat("say two", stream=True))
+            create: Any = client.chat.completions.create
+            whole, pieces = create(**chat("say one")), create(**chat("say two", stream=True))
             return whole.choices[0].message.content, "".join(
                 piece.choices[0].delta.content or "" for piece in pieces
             )
@@ -99,8 +106,8 @@ async def test_the_synchronous_client_is_served_as_well() -> None:
 
 async def test_n_answers_come_beside_each_other() -> None:
     async with asked() as (_, client):
-        whole = await client.chat.completions.create(**chat("say hi", n=3))
-        stream = await client.chat.completions.create(**chat("say hi", n=3, stream=True))
+        whole = await create(client, **chat("say hi", n=3))
+        stream = await create(client, **chat("say hi", n=3, stream=True))
         texts = ["", "", ""]
         async for chunk in stream:
             texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
@@ -115,10 +122,8 @@ async def test_n_answers_come_beside_each_other() -> None:
 
 async def test_a_stop_string_ends_the_text_and_the_engine() -> None:
     async with asked() as (front, client):
-        whole = await client.chat.completions.create(**chat("say one stop two", stop=["stop"]))
-        stream = await client.chat.completions.create(
-            **chat("endless a", stream=True, stop="aaaaa")
-        )
+        whole = await create(client, **chat("say one stop two", stop=["stop"]))
+        stream = await create(client, **chat("endless a", stream=True, stop="aaaaa"))
         chunks = [chunk async for chunk in stream]
         await eventually(lambda: not front.engine.running)
 
@@ -129,8 +134,8 @@ async def test_a_stop_string_ends_the_text_and_the_engine() -> None:
 
 async def test_max_tokens_ends_the_text() -> None:
     async with asked() as (front, client):
-        answer = await client.chat.completions.create(**chat("say one two", max_tokens=1))
-        other = await client.chat.completions.create(**chat("say one", max_completion_tokens=1))
+        answer = await create(client, **chat("say one two", max_tokens=1))
+        other = await create(client, **chat("say one", max_completion_tokens=1))
 
     assert answer.choices[0].finish_reason == other.choices[0].finish_reason == "length"
     assert [one.max_tokens for one in front.engine.requests] == [1, 1]
@@ -138,7 +143,8 @@ async def test_max_tokens_ends_the_text() -> None:
 
 async def test_sampling_reaches_the_engine() -> None:
     async with asked() as (front, client):
-        await client.chat.completions.create(
+        await create(
+            client,
             **chat(
                 "say x",
                 temperature=0.5,
@@ -148,7 +154,7 @@ async def test_sampling_reaches_the_engine() -> None:
                 presence_penalty=0.1,
                 frequency_penalty=0.2,
                 extra_body={"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1},
-            )
+            ),
         )
 
     sampling = front.engine.requests[0].sampling
@@ -160,9 +166,7 @@ async def test_sampling_reaches_the_engine() -> None:
 
 async def test_log_probabilities_come_with_their_tokens() -> None:
     async with asked() as (_, client):
-        answer = await client.chat.completions.create(
-            **chat("say hi", logprobs=True, top_logprobs=2)
-        )
+        answer = await create(client, **chat("say hi", logprobs=True, top_logprobs=2))
         completion = await client.completions.create(model="bare", prompt="say hi", logprobs=1)
 
     logprobs = answer.choices[0].logprobs
@@ -202,17 +206,15 @@ async def test_completions_take_text_batches_and_token_ids() -> None:
 
 async def test_a_worker_by_hand_is_served() -> None:
     async with asked() as (_, client):
-        answer = await client.chat.completions.create(**chat("hello", model="plain"))
+        answer = await create(client, **chat("hello", model="plain"))
 
     assert answer.choices[0].message.content == "ok then"
 
 
 async def test_an_engine_for_text_gets_the_request_and_its_chunks_are_passed_on() -> None:
     async with asked() as (front, client):
-        whole = await client.chat.completions.create(
-            **chat("hello", model="text", extra_body={"own_field": 1})
-        )
-        stream = await client.chat.completions.create(**chat("hello", model="text", stream=True))
+        whole = await create(client, **chat("hello", model="text", extra_body={"own_field": 1}))
+        stream = await create(client, **chat("hello", model="text", stream=True))
         pieces = [chunk.choices[0].delta.content async for chunk in stream]
 
     assert whole.choices[0].message.content == "two words"
@@ -230,9 +232,9 @@ async def test_models_are_listed_and_come_and_go() -> None:
         after = [model.id async for model in client.models.list()]
         one = await client.models.retrieve("tiny")
         with pytest.raises(openai.NotFoundError, match="the models are: tiny") as unknown:
-            await client.chat.completions.create(**chat("hello", model="nobody"))
+            await create(client, **chat("hello", model="nobody"))
         with pytest.raises(openai.InternalServerError, match="has no instance since") as gone:
-            await client.chat.completions.create(**chat("hello", model="text"))
+            await create(client, **chat("hello", model="text"))
 
     assert before == ["bare", "plain", "text", "tiny"]
     assert after == ["tiny"]
@@ -284,7 +286,7 @@ async def test_a_request_that_is_not_usable_says_what_is_wrong(stream: bool) -> 
     async with asked() as (front, client):
         for fields, kind, param, part in MISFITS:
             with pytest.raises(kind, match=re.escape(part)) as raised:
-                await client.chat.completions.create(**{**chat("say x", stream=stream), **fields})
+                await create(client, **{**chat("say x", stream=stream), **fields})
             assert raised.value.param == param
         assert front.engine.requests == []
 
@@ -293,11 +295,11 @@ async def test_a_request_that_is_not_usable_says_what_is_wrong(stream: bool) -> 
 async def test_errors_of_engines_have_their_status(stream: bool) -> None:
     async with asked() as (_, client):
         with pytest.raises(openai.BadRequestError, match="this prompt is refused"):
-            await client.chat.completions.create(**chat("refuse x", stream=stream))
+            await create(client, **chat("refuse x", stream=stream))
         with pytest.raises(openai.RateLimitError, match="the engine is full") as limited:
-            await client.chat.completions.create(**chat("overloaded x", stream=stream))
+            await create(client, **chat("overloaded x", stream=stream))
         with pytest.raises(openai.InternalServerError) as failed:
-            await client.chat.completions.create(**chat("fail x", stream=stream))
+            await create(client, **chat("fail x", stream=stream))
 
     assert limited.value.response.headers["retry-after"] == "3"
     assert failed.value.status_code == 500
@@ -306,7 +308,7 @@ async def test_errors_of_engines_have_their_status(stream: bool) -> None:
 
 async def test_a_stream_that_fails_later_ends_with_an_error_that_the_client_raises() -> None:
     async with asked() as (_, client):
-        stream = await client.chat.completions.create(**chat("break x", stream=True))
+        stream = await create(client, **chat("break x", stream=True))
         arrived = [await anext(stream) for _ in range(3)]
         with pytest.raises(openai.APIError) as raised:
             await anext(stream)
@@ -318,19 +320,16 @@ async def test_a_stream_that_fails_later_ends_with_an_error_that_the_client_rais
 async def test_a_request_that_takes_too_long_is_a_timeout() -> None:
     async with asked(request_timeout=0.3) as (_, client):
         with pytest.raises(openai.InternalServerError) as raised:
-            await client.chat.completions.create(**chat("silent x"))
+            await create(client, **chat("silent x"))
 
     assert raised.value.status_code == 504
 
 
 async def test_the_id_of_a_request_reaches_the_engine_and_comes_back() -> None:
     async with asked() as (front, client):
-        answer = await client.chat.completions.with_raw_response.create(
-            **chat("say x"), extra_headers={"X-Request-Id": "mine-1"}
-        )
-        other = await client.chat.completions.with_raw_response.create(
-            **chat("say x"), extra_headers={"X-Request-Id": "not usable"}
-        )
+        raw: Any = client.chat.completions.with_raw_response
+        answer = await raw.create(**chat("say x"), extra_headers={"X-Request-Id": "mine-1"})
+        other = await raw.create(**chat("say x"), extra_headers={"X-Request-Id": "not usable"})
 
     assert answer.headers["x-request-id"] == "mine-1"
     assert front.engine.ids[0] == "mine-1"
@@ -340,7 +339,7 @@ async def test_the_id_of_a_request_reaches_the_engine_and_comes_back() -> None:
 async def test_many_streams_at_once_keep_their_texts_apart() -> None:
     async def one(client: AsyncOpenAI, number: int, found: dict[int, str]) -> None:
         text = f"stream {number} of many"
-        stream = await client.chat.completions.create(**chat(f"say {text}", stream=True))
+        stream = await create(client, **chat(f"say {text}", stream=True))
         found[number] = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     found: dict[int, str] = {}

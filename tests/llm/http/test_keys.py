@@ -1,0 +1,86 @@
+"""API keys in a file."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from dynbus import ConfigError
+from dynbus.llm.http.keys import LOOK_INTERVAL, ApiKeys
+from dynbus.llm.http.settings import HttpSettings
+
+
+def test_keys_are_taken_as_they_are_or_hashed(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    hashed = hashlib.sha256(b"second-key").hexdigest()
+    path.write_text(f"# ours\nada first-key\n\nbob sha256:{hashed}\nada third-key\n")
+
+    keys = ApiKeys(path)
+
+    assert [keys.tenant_of(key) for key in ("first-key", "second-key", "third-key")] == [
+        "ada",
+        "bob",
+        "ada",
+    ]
+    assert keys.tenant_of("fourth-key") is None
+    assert keys.tenant_of("") is None
+    assert "first-key" not in repr(vars(keys))
+
+
+def test_a_file_that_changes_is_read_again_and_a_broken_one_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("ada first-key\n")
+    now = 0.0
+    keys = ApiKeys(path, now=lambda: now)
+    path.write_text("bob another-key\n")
+
+    before = keys.tenant_of("another-key")
+    now += LOOK_INTERVAL
+    after = keys.tenant_of("another-key"), keys.tenant_of("first-key")
+    path.write_text("nonsense\n")
+    now += LOOK_INTERVAL
+    broken = keys.tenant_of("another-key")
+    path.unlink()
+    now += LOOK_INTERVAL
+    missing = keys.tenant_of("another-key")
+
+    assert before is None
+    assert after == ("bob", None)
+    assert broken == missing == "bob"
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "has no keys"),
+        ("ada\n", "line 1: write a tenant and a key"),
+        ("ada first-key\na/b second-key\n", "line 2: write a tenant"),
+        ("ada short\n", "line 1: write a key of 8 to 512"),
+        ("ada sha256:12\n", "line 1: write a key of 8 to 512"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused_without_its_keys(
+    tmp_path: Path, text: str, part: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=part) as raised:
+        ApiKeys(path)
+
+    assert "second-key" not in str(raised.value)
+
+
+def test_a_public_host_needs_keys_or_a_word(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+
+    with pytest.raises(ConfigError, match="--insecure-public"):
+        HttpSettings(host="0.0.0.0")
+
+    HttpSettings(host="0.0.0.0", insecure_public=True)
+    HttpSettings(host="0.0.0.0", api_keys=keys)
+    HttpSettings(host="::1")

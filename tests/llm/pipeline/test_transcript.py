@@ -1,0 +1,117 @@
+"""What tokens come to: text, chunks, finish reasons, usage."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.llm.text.tiny_tokenizer import tiny_tokenizer
+
+from dynbus.bus.errors import InvalidResponse
+from dynbus.llm.generation import Generated
+from dynbus.llm.openai.answers import BARE, AnswerHead
+from dynbus.llm.openai.merging import MergedAnswer
+from dynbus.llm.pipeline.transcript import TextRules, Transcript
+
+HEAD = AnswerHead("chatcmpl-1", 1, "tiny", is_chat=True)
+
+
+def transcript(
+    *, n: int = 1, prompts: int = 1, stop: tuple[str, ...] = (), streams: bool = True, most: int = 9
+) -> Transcript:
+    rules = TextRules(
+        tiny_tokenizer(), stop, frozenset((2,)), False, most, BARE if streams else None
+    )
+    return Transcript(HEAD, rules, [[5, 6]] * prompts, n)
+
+
+def text_of(chunks: list[bytes]) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for chunk in chunks:
+        choice = json.loads(chunk)["choices"][0]
+        text = choice["delta"].get("content", "")
+        texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts
+
+
+@given(st.text(max_size=40), st.integers(1, 5), st.booleans())
+def test_chunks_joined_are_the_text_however_tokens_come(
+    text: str, together: int, streams: bool
+) -> None:
+    ids = tiny_tokenizer().encode(text)
+    told = transcript(streams=streams)
+    chunks: list[bytes] = []
+
+    for place in range(0, len(ids), together):
+        told.take(0, Generated(ids[place : place + together]), chunks)
+    told.take(0, Generated([2], finish_reason="stop"), chunks)
+
+    expected = tiny_tokenizer().decode(ids)
+    if streams:
+        assert text_of(chunks) == {0: expected}
+        merged = MergedAnswer()
+        for chunk in chunks:
+            merged.take(chunk)
+        whole: Any = json.loads(merged.encode())
+    else:
+        assert chunks == []
+        whole = json.loads(told.whole())
+    assert whole["choices"][0]["message"]["content"] == expected
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert told.open_outputs == 0
+    assert told.tokens == len(ids) + 1
+
+
+def test_outputs_of_several_prompts_and_continuations_are_told_apart() -> None:
+    told = transcript(n=2, prompts=2)
+    chunks: list[bytes] = []
+    a, b = tiny_tokenizer().encode("a"), tiny_tokenizer().encode("b")
+
+    told.take(1, Generated(a, index=1, finish_reason="length"), chunks)
+    told.take(0, Generated(b, index=0, finish_reason="stop"), chunks)
+
+    assert text_of(chunks) == {3: "a", 0: "b"}
+    assert told.open_outputs == 2
+    assert not told.is_prompt_finished(0)
+
+
+def test_what_comes_after_a_stop_string_is_neither_text_nor_counted() -> None:
+    told = transcript(stop=("stop",))
+    chunks: list[bytes] = []
+    encode = tiny_tokenizer().encode
+
+    told.take(0, Generated(encode("a stop b")), chunks)
+    count = told.tokens
+    told.take(0, Generated(encode("more")), chunks)
+
+    assert text_of(chunks) == {0: "a "}
+    assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == "stop"
+    assert told.tokens == count
+
+
+def test_an_engine_that_ends_without_a_reason_has_ended_all_the_same() -> None:
+    short, full = transcript(most=9), transcript(most=2)
+
+    for told in (short, full):
+        told.take(0, Generated([5, 6]), [])
+        told.end_prompt(0, [])
+
+    assert short.finish_reasons == ["stop"]
+    assert full.finish_reasons == ["length"]
+
+
+def test_an_item_for_an_output_that_nobody_asked_for_is_an_error() -> None:
+    with pytest.raises(InvalidResponse, match="index 1"):
+        transcript().take(0, Generated([5], index=1), [])
+
+
+def test_what_the_engine_had_in_its_cache_is_told_with_the_usage() -> None:
+    told = transcript(prompts=2)
+
+    told.take(0, Generated([5], cached_tokens=1), [])
+    told.take(1, Generated([5], cached_tokens=2), [])
+
+    assert told.usage == (4, 2, 3)
