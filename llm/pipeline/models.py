@@ -327,6 +327,7 @@ class Models:
         text, limits = None, ModelLimits(card.context_length, card.eos_token_ids)
         if card.input is ModelInput.Tokens:
             text = await self._catalog.text_model(card)
+            await _try_template(text)
             longest = await asyncio.to_thread(longest_token, text)
             limits = limits._replace(longest_token=longest)
         endpoint = EndpointName.parse(card.endpoint)
@@ -363,6 +364,17 @@ class _Serving:
         self.failure = ""
         self.opened = asyncio.Event()
         self.leaving = asyncio.Event()
+
+
+async def _try_template(text: TextModel) -> None:
+    """See whether a model's template is one, and start the process that renders it: the first
+    chat would wait for that. Completions need none."""
+    if text.template is None:
+        return
+    try:
+        await asyncio.to_thread(text.template.check)
+    except DynbusError as error:
+        logger.warning("the model %s takes no chats: %s", text.name, error)
 
 
 def _not_for_this(card: ModelCard, wanted: ModelType) -> BadRequest:
