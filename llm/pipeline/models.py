@@ -60,6 +60,10 @@ GONE: Final = 30.0
 WAIT: Final = 2.0
 """Seconds that a request waits for an instance where there is none."""
 
+RETRY_FIRST: Final = 1.0
+RETRY_MOST: Final = 30.0
+"""Seconds until a model that could not be opened is tried again: twice as long each time."""
+
 _Key = tuple[str, str, tuple[str, ...]]
 """Name, endpoint and types of a model: a name may be served by several for different things."""
 
@@ -307,21 +311,31 @@ class Models:
 
     async def _serve(self, serving: _Serving) -> None:
         """Have a model open until it is gone, and its last requests with it."""
-        card = serving.card
-        async with AsyncExitStack() as exits:
-            try:
-                serving.model = await self._open(card, exits)
-            except Exception as error:
-                # The files of a model are its own affair: no other suffers.
-                serving.failure = str(error) or describe_exception(error)
-                logger.error("the model %s cannot be served: %s", card.name, serving.failure)
-                if not isinstance(error, DynbusError | ValueError | OSError):
-                    logger.exception("it was opened")
-            else:
-                logger.info("the model %s is served from %s", card.name, card.endpoint)
-            serving.opened.set()
-            await serving.leaving.wait()
-        logger.info("the model %s is no longer served", card.name)
+        wait = RETRY_FIRST
+        while not serving.leaving.is_set():
+            async with AsyncExitStack() as exits:
+                await self._try_to_open(serving, exits)
+                serving.opened.set()
+                # What is missing may come: the bus was away, or the artefacts are being stored.
+                with anyio.move_on_after(wait if serving.model is None else None):
+                    await serving.leaving.wait()
+            wait = min(2 * wait, RETRY_MOST)
+        logger.info("the model %s is no longer served", serving.card.name)
+
+    async def _try_to_open(self, serving: _Serving, exits: AsyncExitStack) -> None:
+        card, before = serving.card, serving.failure
+        try:
+            serving.model = await self._open(card, exits)
+        except Exception as error:
+            # The files of a model are its own affair: no other suffers.
+            serving.failure = str(error) or describe_exception(error)
+            if serving.failure == before:
+                return
+            logger.error("the model %s cannot be served: %s", card.name, serving.failure)
+            if not isinstance(error, DynbusError | ValueError | OSError):
+                logger.exception("it was opened")
+        else:
+            logger.info("the model %s is served from %s", card.name, card.endpoint)
 
     async def _open(self, card: ModelCard, exits: AsyncExitStack) -> OpenModel:
         text, limits = None, ModelLimits(card.context_length, card.eos_token_ids)

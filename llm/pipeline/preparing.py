@@ -109,10 +109,12 @@ async def prepare_completion(
     for one in given:
         if isinstance(one, str):
             _check_characters(len(one), limits, "prompt", request.model)
+        else:
+            _check_length(one, request.limit, limits.context_length, "prompt", request.model)
     prompts = [await text.encode(one) if isinstance(one, str) else one for one in given]
     echoes: list[str] = []
     if request.echo:
-        echoes = [one if isinstance(one, str) else text.tokenizer.decode(one) for one in given]
+        echoes = [one if isinstance(one, str) else await text.decode(one) for one in given]
     return _prepared(
         text,
         limits,

@@ -6,6 +6,7 @@ text and is written in one callback.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
@@ -15,12 +16,14 @@ import msgspec
 from dynbus.actors import Arrival
 from dynbus.actors.calling.clients import Call, EndpointClient
 from dynbus.actors.calling.relay import Relay, RelayedStream
-from dynbus.bus.errors import Cancelled, DynbusError, InvalidResponse
+from dynbus.bus.errors import Cancelled, DynbusError, InvalidResponse, describe_exception
 from dynbus.llm.generation import Generated
 from dynbus.llm.openai.answers import Usage
 from dynbus.llm.openai.merging import MergedAnswer
 
 from .preparing import Prepared
+
+logger = logging.getLogger(__name__)
 
 _decode: Final = msgspec.json.Decoder(Generated).decode
 
@@ -102,6 +105,10 @@ class Completion(Protocol):
         """Leave it: engines stop, and the sink is told nothing more."""
         ...
 
+    def fail(self, error: DynbusError) -> None:
+        """Leave it, and tell the sink why."""
+        ...
+
 
 class Part(NamedTuple):
     """What a stream of the relay is for: one prompt of a completion."""
@@ -141,6 +148,10 @@ class _Open:
         self._is_over = True
         for stream in self._streams:
             stream.cancel(error)
+
+    def fail(self, error: DynbusError) -> None:
+        """Leave it, and tell the sink why."""
+        self._end(error)
 
     def _write(self, chunks: Sequence[bytes]) -> None:
         if chunks and not self._sink.write(chunks):
@@ -335,4 +346,11 @@ def _deliver(arrivals: list[Arrival[Part, bytes]]) -> None:
     now = time.perf_counter()
     for arrival in arrivals:
         part = arrival.stream.key
-        part.completion.take(part.number, arrival, now)
+        try:
+            part.completion.take(part.number, arrival, now)
+        except Exception as error:
+            # The other arrivals are of others, whatever an engine has sent here.
+            logger.exception("what an engine sent cannot be read")
+            part.completion.fail(
+                InvalidResponse(f"an item of the engine does not fit: {describe_exception(error)}")
+            )

@@ -130,7 +130,7 @@ def render(source: str, variables: Mapping[str, Any] | None) -> RenderAnswer:
             return RenderAnswer()
         pieces: list[str] = []
         left = MAX_CHARACTERS
-        for piece in template.generate(**variables):
+        for piece in template.generate(variables):
             left -= len(piece)
             if left < 0:
                 return RenderAnswer(failed=f"it makes more than {MAX_CHARACTERS} characters")

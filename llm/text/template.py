@@ -72,6 +72,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,

@@ -72,6 +72,7 @@ class TextModel:
 
     async def encode_chat(
         self,
+        /,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -95,6 +96,10 @@ class TextModel:
             **variables,
         )
         return await _in_thread(lambda: self._encode(render(), special=False))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, all at once."""
+        return await _in_thread(partial(self.tokenizer.decode, token_ids))
 
     def detokenizer(
         self, prompt_ids: Sequence[int] = (), stop: Sequence[str] = (), *, special: bool = False

@@ -55,6 +55,13 @@ def test_a_template_knows_the_models_special_tokens() -> None:
     assert template.render([]) == "<s>x"
 
 
+def test_a_variable_may_have_any_name() -> None:
+    template = ChatTemplate("{{ args }}{{ variables }}", model="tiny")
+    variables: dict[str, Any] = {"self": "a", "args": "b", "variables": "c"}
+
+    assert template.render([USER], **variables) == "bc"
+
+
 def test_tools_come_as_json_that_escapes_nothing() -> None:
     tool = {"name": "größer", "rule": "a<b & 'c'"}
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,16 @@ async def test_a_conversation_becomes_the_tokens_of_its_prompt() -> None:
 async def test_a_model_without_a_template_takes_no_conversation() -> None:
     with pytest.raises(InvalidRequest, match="tiny has no chat template"):
         await tiny_model(None).encode_chat([])
+
+
+async def test_a_conversation_may_have_variables_of_any_name() -> None:
+    template = ChatTemplate("{{ text }}{{ special }}", model="tiny")
+    model = TextModel("tiny", tiny_tokenizer(), template)
+    variables: dict[str, Any] = {"self": "a", "text": "b", "special": "c"}
+
+    tokens = await model.encode_chat([{"role": "user", "content": "hi"}], **variables)
+
+    assert await model.decode(tokens) == "bc"
 
 
 async def test_a_text_that_is_none_is_the_requests_fault() -> None:

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from tests.llm.text.tiny_tokenizer import tiny_tokenizer
+
+from dynbus.llm.openai.answers import AnswerHead
+from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.openai.requests import completion_of
+from dynbus.llm.pipeline.preparing import ModelLimits, prepare_completion
+from dynbus.llm.text.text_model import TextModel
+
+pytestmark = pytest.mark.anyio
+
+
+class _Unread(TextModel):
+    """A model of whose tokens nobody may want the text."""
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        raise AssertionError("decoded")
+
+
+async def test_token_ids_that_are_too_many_are_refused_before_anything_is_made_of_them() -> None:
+    request = completion_of({"model": "tiny", "prompt": [5] * 3000, "echo": True})
+
+    with pytest.raises(BadRequest, match="has 2000 tokens, and prompt has 3000"):
+        await prepare_completion(
+            _Unread("tiny", tiny_tokenizer()),
+            ModelLimits(2000, [2]),
+            request,
+            AnswerHead("cmpl-1", 0, "tiny", False, False, False),
+            around=None,
+            cache_salt=None,
+        )
