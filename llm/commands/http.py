@@ -102,6 +102,7 @@ def http(
 ) -> None:
     from dynbus.bus.config import load_config
     from dynbus.bus.errors import ConfigError
+    from dynbus.bus.extras import how_to_install
     from dynbus.bus.telemetry.logs import configure_logging
 
     configure_logging(log_format, log_level)
@@ -113,9 +114,9 @@ def http(
 
         settings = HttpSettings(cors_origins=cors_origins, **given)
         uvloop.run(_serve(config, settings, routing, policy))
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ConfigError(
-            f"`dynbus http` needs {error.name}: pip install 'dynbus[http,llm]', then start again"
+            f"`dynbus http` needs an extra: {how_to_install('http')} ({error})"
         ) from error
 
 
