@@ -1,0 +1,69 @@
+"""A front end, engines and a nats-server, a process each."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from benchmarks.request_plane.nats_server import run_nats_server
+
+from .engines import EngineSettings
+from .load import Spec
+from .processes import Child, child, module
+
+
+class Stack(NamedTuple):
+    """What runs.
+
+    Attributes:
+        bus: the URL of the nats-server.
+        http: the URL of the front end.
+    """
+
+    bus: str
+    http: str
+    broker: int
+    engines: int
+    front: int
+
+    async def measure(self, kind: str, spec: Spec) -> Any:
+        """Have this front end, or this bus, asked."""
+        pids = {"front end": self.front, "engines": self.engines, "broker": self.broker}
+        if kind == "bus":
+            del pids["front end"]
+        url = self.bus if kind == "bus" else self.http
+        return await measure(
+            kind, msgspec.structs.replace(spec, url=url, pids=pids, front=self.front)
+        )
+
+
+async def measure(kind: str, spec: Spec) -> Any:
+    """What a process of `load` finds, with the time that it used itself."""
+    async with child(module("load", kind, msgspec.json.encode(spec).decode())) as load:
+        return await load.answer(600.0 + spec.seconds)
+
+
+@asynccontextmanager
+async def stack(settings: EngineSettings, routing: str = "kv") -> AsyncGenerator[Stack]:
+    """Engines, and a front end that serves them."""
+    async with AsyncExitStack() as exits:
+        folder = exits.enter_context(tempfile.TemporaryDirectory())
+        server = await exits.enter_async_context(run_nats_server(Path(folder)))
+        engines = await exits.enter_async_context(
+            child(module("engines", server.url, msgspec.json.encode(settings).decode()))
+        )
+        await engines.answer()
+        command = ["http", "--nats", server.url, "--port", "0", "--routing", routing]
+        command += ["--log-level", "warning"]
+        front = await exits.enter_async_context(child(module("front", *command)))
+        yield Stack(server.url, await _address(front), server.pid, engines.pid, front.pid)
+
+
+async def _address(front: Child) -> str:
+    """Where a front end answers, as it says."""
+    return (await front.line()).decode().split()[-1]
