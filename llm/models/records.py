@@ -17,7 +17,14 @@ import msgspec
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import TOKEN, EndpointName
-from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectStore
+from dynbus.bus.records.objects import (
+    NoObject,
+    ObjectBucket,
+    ObjectDamaged,
+    ObjectInfo,
+    ObjectStore,
+    digest_text,
+)
 from dynbus.bus.records.reading import read_latest
 from dynbus.bus.transport import (
     REPLICAS,
@@ -28,7 +35,7 @@ from dynbus.bus.transport import (
     StreamLimits,
 )
 
-from .card import VERSION, ModelCard, model_token
+from .card import VERSION, ModelCard, check_name, model_token
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +95,13 @@ def card_subject(endpoint: EndpointName, name: str, owner: str) -> str:
 
 
 def card_of(message: StoredMessage) -> StoredCard | None:
-    """The card in a message; None for one that cannot be read, is of a later version, or speaks
-    of another model or endpoint than its subject, which is what permissions are given for."""
+    """The card in a message; None for one that cannot be read, is of a later version, has a name
+    that no model may have, or speaks of another model or endpoint than its subject, which is what
+    permissions are given for."""
     owner = message.subject.rpartition(".")[2]
     try:
         card = _decoder.decode(message.data)
-        subject = card_subject(card.endpoint_name, card.name, owner)
+        subject = card_subject(card.endpoint_name, check_name(card.name), owner)
     except (
         msgspec.DecodeError,
         UnicodeDecodeError,
@@ -143,16 +151,12 @@ class Artefacts:
         await self._store.ensure()
         for data in files:
             name = digest_of(data)
-            try:
-                info = await self._store.info(name)
-                if info.modified > unix_time() - REFRESHED_AFTER:
-                    continue
-            except NoObject:
-                pass
-            await self._store.put(name, data)
+            info = await self._kept(name)
+            if info is None or info.modified <= unix_time() - REFRESHED_AFTER:
+                await self._store.put(name, data)
 
     async def make_sure(self, files: Mapping[str, bytes]) -> None:
-        """Store files again that have gone.
+        """Store files again that have gone, or that somebody has changed.
 
         Args:
             files: by digest.
@@ -162,10 +166,21 @@ class Artefacts:
         """
         for name, data in files.items():
             try:
-                await self._store.info(name)
-            except (NoObject, NoStream):
+                is_kept = await self._kept(name) is not None
+            except NoStream:
                 await self._store.ensure()
+                is_kept = False
+            if not is_kept:
                 await self._store.put(name, data)
+
+    async def _kept(self, digest: str) -> ObjectInfo | None:
+        """What is known of the file with a digest; None where there is none, or another one."""
+        try:
+            info = await self._store.info(digest)
+        except (NoObject, ObjectDamaged):
+            return None
+        wanted = digest_text(bytes.fromhex(digest))
+        return info if info.digest.rstrip("=") == wanted.rstrip("=") else None
 
     async def get(self, digest: str) -> bytes:
         """The file with a digest.

@@ -18,6 +18,8 @@ from typing import Any, Final, cast
 
 from tokenizers import AddedToken
 
+from dynbus.llm.weights.errors import BrokenModel
+
 from .tokenizer import Tokenizer
 
 MAX_BYTES: Final = 64 * 1024 * 1024
@@ -184,7 +186,10 @@ def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """The tokens that are put before and after every text."""
     plain = tokenizer.encode("a", special=False)
     whole = tokenizer.encode("a", special=True)
-    at = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+    places = (at for at in range(len(whole) + 1) if whole[at : at + len(plain)] == plain)
+    at = next(places, None)
+    if at is None:
+        raise BrokenModel("the tokenizer writes a text otherwise with what it puts around it")
     return whole[:at], whole[at + len(plain) :]
 
 

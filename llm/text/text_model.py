@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from dynbus.bus.errors import InvalidRequest
+from dynbus.llm.weights.errors import BrokenModel
 
 from .cached_encoder import MAX_BYTES, CachedEncoder
 from .detokenizer import Detokenizer
@@ -110,6 +111,8 @@ class TextModel:
     def _encode(self, text: str, *, special: bool) -> list[int]:
         try:
             return self.encoder.encode(text, special=special)
+        except BrokenModel:
+            raise
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Self, cast
 
@@ -46,6 +47,24 @@ _WORDS: Final = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """How Llama 3 and Qwen 2 cut text into words; they differ in how many digits make one."""
+
+
+@contextmanager
+def _using(failure: str) -> Generator[None]:
+    """Say of whatever the library raises what it is a failure of.
+
+    Raises:
+        BrokenModel: it has raised something.
+    """
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the library raises plain ones
+        raise BrokenModel(f"{failure}: {error}") from None
+    except BaseException as error:
+        # What fails in Rust is no `Exception`; its class can be had by its name alone.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise BrokenModel(f"{failure}: {error}") from None
 
 
 class Tokenizer:
@@ -95,13 +114,17 @@ class Tokenizer:
         Raises:
             ValueError: it is no text that can be encoded as UTF-8.
         """
+        _checked(text)
         # Not `encode`, which keeps the interpreter's lock while it works.
-        (encoding,) = self.raw.encode_batch_fast([_checked(text)], add_special_tokens=special)
+        with _using("the tokenizer fails"):
+            (encoding,) = self.raw.encode_batch_fast([text], add_special_tokens=special)
         return encoding.ids
 
     def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of several texts, each by itself and with nothing put around it."""
-        found = self.raw.encode_batch_fast(list(map(_checked, texts)), add_special_tokens=False)
+        checked = list(map(_checked, texts))
+        with _using("the tokenizer fails"):
+            found = self.raw.encode_batch_fast(checked, add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
@@ -110,7 +133,8 @@ class Tokenizer:
         Args:
             special: write special tokens out, which are left out otherwise.
         """
-        (text,) = self.raw.decode_batch([token_ids], skip_special_tokens=not special)
+        with _using("the tokenizer fails"):
+            (text,) = self.raw.decode_batch([token_ids], skip_special_tokens=not special)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -149,10 +173,8 @@ class Tokenizer:
         Raises:
             BrokenModel: it is none.
         """
-        try:
+        with _using(f"{origin} is no tokenizer"):
             raw = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as error:  # noqa: BLE001 - the library raises plain ones
-            raise BrokenModel(f"{origin} is no tokenizer: {error}") from None
         return cls(raw, eos_token_ids=eos_token_ids, special_tokens=special_tokens)
 
     @classmethod
@@ -213,10 +235,8 @@ class Tokenizer:
                 f"{', '.join(map(repr, _PRE_TOKENIZERS))}; take the model as a folder with a "
                 "tokenizer.json"
             )
-        try:
+        with _using(f"{origin} has no usable tokenizer"):
             return cls._from_gguf(metadata, str(name), split)
-        except Exception as error:  # noqa: BLE001 - the library raises plain ones
-            raise BrokenModel(f"{origin} has no usable tokenizer: {error}") from None
 
     @classmethod
     def _from_gguf(

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
+from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
-from dynbus.llm.models.card import ModelCard, ModelInput
-from dynbus.llm.models.catalog import CardView
-from dynbus.llm.models.records import ADDED, StoredCard
+from dynbus.bus.transport import StoredMessage
+from dynbus.llm.models.card import TOKENIZER, ModelCard, ModelInput
+from dynbus.llm.models.catalog import MAX_TEXT_MODELS, CardView, Catalog
+from dynbus.llm.models.records import ADDED, StoredCard, card_of, card_subject
+from dynbus.llm.text.text_model import TextModel
+from dynbus.testing import TestKit, run
 
 
 class Bus:
@@ -114,3 +119,43 @@ def test_one_name_may_stand_for_different_requests() -> None:
     bus.put("b", "one", endpoint="demo.Worker.complete", types=["completions"])
 
     assert [one.card.types for one in bus.view.named("tiny")] == [["chat"], ["completions"]]
+
+
+@pytest.mark.parametrize("name", ["", " tiny", "\x1b[2J", "x" * 300])
+def test_a_card_whose_name_no_model_may_have_is_passed_over(name: str) -> None:
+    card = ModelCard(
+        name=name, endpoint="demo.Worker.generate", input=ModelInput.Tokens, types=["chat"]
+    )
+    subject = card_subject(card.endpoint_name, name, "one")
+
+    assert card_of(StoredMessage(subject, 1, 0.0, {}, msgspec.json.encode(card))) is None
+
+
+def test_tokenizers_are_kept_until_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(number: int, **changes: Any) -> ModelCard:
+        fields: dict[str, Any] = {"artefacts": {TOKENIZER: "a" * 64}, **changes}
+        return ModelCard(
+            name=f"model-{number}",
+            endpoint="demo.Worker.generate",
+            input=ModelInput.Tokens,
+            types=["chat"],
+            **fields,
+        )
+
+    async def story() -> None:
+        async def load(card: ModelCard) -> TextModel:
+            return TextModel(card.name, tiny_tokenizer())
+
+        async with TestKit() as kit:
+            catalog = Catalog(kit.caller)
+            monkeypatch.setattr(catalog, "_load", load)
+            made = [await catalog.text_model(named(each)) for each in range(MAX_TEXT_MODELS)]
+            again = [await catalog.text_model(named(each)) for each in range(MAX_TEXT_MODELS)]
+            assert all(one is other for one, other in zip(made, again, strict=True))
+
+            await catalog.text_model(named(99))
+            assert await catalog.text_model(named(0)) is not made[0]
+            assert await catalog.text_model(named(7)) is made[7]
+            assert await catalog.text_model(named(7, eos_token_ids=[3])) is not made[7]
+
+    run(story())

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -193,6 +194,30 @@ async def test_a_wheel_that_is_cut_is_refused(wheels: Path) -> None:
         await get(digest)
 
     assert kept() == []
+
+
+@pytest.mark.parametrize(
+    "method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
+)
+async def test_a_wheel_that_is_damaged_anywhere_says_that_it_is(wheels: Path, method: int) -> None:
+    path = wheels / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("tiny_model/a.gguf", GGUF)
+    whole = path.read_bytes()
+    random, refused = Random(method), list[str]()
+
+    for _ in range(60):
+        damaged = bytearray(whole)
+        damaged[random.randrange(len(whole))] = 0xFF
+        damaged[-random.randrange(1, 120)] = random.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            await get(hashlib.sha256(damaged).hexdigest())
+        except ModelUnavailable as error:
+            refused.append(str(error))
+
+    assert refused
+    assert not [text for text in refused if "cannot be kept" in text]
 
 
 async def test_a_disk_without_room_is_told_before_anything_is_written(

@@ -17,10 +17,11 @@ from tests.conditions import eventually
 from dynbus import Actor, Runtime, handler
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectStore
 from dynbus.llm import ModelInput, ModelType, register_llm
 from dynbus.llm.models.card import ModelCard
 from dynbus.llm.models.catalog import Catalog
-from dynbus.llm.models.records import Artefacts, read_cards
+from dynbus.llm.models.records import ARTEFACTS_BUCKET, Artefacts, digest_of, read_cards
 
 from .tiny_model import tiny_folder
 
@@ -352,6 +353,21 @@ async def test_artefacts_that_no_card_names_are_removed(
         again = await artefacts.sweep()
 
     assert (young, old, again) == (0, 1, 0)
+
+
+async def test_artefacts_that_somebody_changed_are_stored_again(own_server: RunningServer) -> None:
+    async with Runtime.connect(own_server.url) as runtime:
+        artefacts = Artefacts(runtime.bus.data.jetstream)
+        store = ObjectStore(runtime.bus.data.jetstream, ObjectBucket(ARTEFACTS_BUCKET))
+        name = digest_of(b"whole")
+        await artefacts.keep([b"whole"])
+
+        for mend in (artefacts.keep([b"whole"]), artefacts.make_sure({name: b"whole"})):
+            await store.put(name, b"changed")
+            with pytest.raises(NoObject, match="is another file"):
+                await artefacts.get(name)
+            await mend
+            assert await artefacts.get(name) == b"whole"
 
 
 async def test_a_catalog_outlives_a_server_that_lost_everything(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynbus.llm.text.cached_encoder import CachedEncoder
 from dynbus.llm.text.tokenizer import Tokenizer
 from dynbus.llm.weights.errors import BrokenModel, UnsupportedModel
 
@@ -212,3 +213,28 @@ def test_threads_encode_with_one_tokenizer_at_once() -> None:
         thread.join(30)
 
     assert found == {text: tokenizer.encode(text) for text in texts}
+
+
+def test_a_file_that_makes_the_library_panic_is_refused() -> None:
+    described = json.loads(tiny_json())
+    described["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+
+    with pytest.raises(BrokenModel, match="tokenizer.json is no tokenizer"):
+        Tokenizer.from_json(json.dumps(described).encode())
+
+
+def test_a_tokenizer_that_fails_for_a_text_is_a_broken_model() -> None:
+    words = {"type": "WordLevel", "vocab": {"hello": 0}, "unk_token": "[UNK]"}
+    tokenizer = Tokenizer.from_json(json.dumps({"version": "1.0", "model": words}).encode())
+
+    assert tokenizer.encode("hello") == [0]
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_each([text])):
+        with pytest.raises(BrokenModel, match="the tokenizer fails"):
+            encode("other")
+
+
+def test_a_tokenizer_that_knows_no_letter_is_no_end_of_the_front_end() -> None:
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    tokenizer = Tokenizer.from_json(json.dumps({"version": "1.0", "model": empty}).encode())
+
+    assert CachedEncoder(tokenizer).encode("hello") == []
