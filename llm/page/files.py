@@ -13,11 +13,10 @@ PATHS: Final[Mapping[str, str]] = {
     "/page/page.js": "page.js",
     "/page/icon.svg": "icon.svg",
 }
-"""Where each file is served. They hold nothing that is anyone's, so that no key is needed for
-them: the page asks for one."""
+"""Where each file is served."""
 
 STATE_PATH: Final = "/page/state"
-"""Where `PageState.read` is served, for whom has a key."""
+"""Where `PageState.read` is served."""
 
 _TYPES: Final = {
     "html": "text/html; charset=utf-8",
@@ -44,12 +43,9 @@ _POLICY: Final = "; ".join(
 
 HEADERS: Final[Mapping[str, str]] = {
     "Content-Security-Policy": _POLICY,
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    # A newer version is asked for each time.
-    "Cache-Control": "no-cache",
 }
 """Of each file, beside its type."""
 

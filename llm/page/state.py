@@ -15,13 +15,14 @@ from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.commands.survey import Row, parse_answer
 from dynbus.bus.errors import ConfigError
-from dynbus.bus.protocol.names import EndpointName, InstanceName
+from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.protocol.tokens import random_id
 from dynbus.bus.records.instance_view import Instance
 from dynbus.bus.transport import Message
 from dynbus.kvrouter import Candidate, Decision, KvRouter
 from dynbus.kvrouter.routing import InstanceProfile, read_profile
 from dynbus.kvrouter.stream import IndexFollower
+from dynbus.llm.models.card import ModelCard, ModelType
 
 LATEST: Final = 20
 """Decisions that are shown of each model."""
@@ -36,31 +37,15 @@ ANSWER_SECONDS: Final = 0.25
 """Seconds that instances have to answer."""
 
 
-class Card(Protocol):
-    """What the page shows of a model's card."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def endpoint(self) -> str: ...
-    @property
-    def context_length(self) -> int | None: ...
-
-
 class ShownModel(Protocol):
     """A model that can be asked now.
 
     Attributes:
         router: None where requests do not go by what is cached.
-        takes_chat: whether it takes chats; the page offers no others to talk to.
     """
 
-    @property
-    def card(self) -> Card: ...
-    @property
-    def router(self) -> KvRouter | None: ...
-    @property
-    def takes_chat(self) -> bool: ...
+    card: ModelCard
+    router: KvRouter | None
 
 
 class PageState:
@@ -84,7 +69,7 @@ class PageState:
         models = list(self._models())
         by_component: dict[tuple[str, str], list[ShownModel]] = {}
         for model in models:
-            name = EndpointName.parse(model.card.endpoint)
+            name = model.card.endpoint_name
             by_component.setdefault((name.namespace, name.component), []).append(model)
         found: dict[tuple[str, str], list[Instance]] = {place: [] for place in by_component}
         for one in self._runtime.discovery.view.everything():
@@ -124,7 +109,7 @@ def _model(model: ShownModel) -> dict[str, Any]:
         "name": card.name,
         "endpoint": card.endpoint,
         "context_length": card.context_length,
-        "takes_chat": model.takes_chat,
+        "takes_chat": ModelType.Chat in card.type,
         "policy": model.router.policy if model.router is not None else None,
     }
 

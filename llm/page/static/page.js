@@ -32,7 +32,9 @@ function headers() {
 
 async function ask(path, options = {}) {
   const sent = { ...options, headers: { ...headers(), ...(options.headers || {}) } };
-  const response = await fetch(path, { ...sent, cache: "no-store", credentials: "same-origin" });
+  // Not relative to the page's address, which may have a key in it.
+  const url = new URL(path, location.origin + location.pathname);
+  const response = await fetch(url, { ...sent, cache: "no-store", credentials: "same-origin" });
   if (response.status === 401) askForKey();
   if (!response.ok) throw new Failure(await reasonOf(response));
   return response;

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from dynbus import Actor, call_options, handler
 from dynbus.kvrouter import KvRouter, open_router
+from dynbus.llm.models.card import ModelCard, ModelInput
 from dynbus.llm.page.state import LATEST, MAX_CANDIDATES, PageState
 from dynbus.testing import TestKit, run
 
@@ -40,18 +41,19 @@ class Engine(Actor, namespace="llm"):
             await asyncio.Event().wait()
 
 
-@dataclass
-class Card:
-    name: str = "tiny"
-    endpoint: str = "llm.Engine.generate"
-    context_length: int | None = 512
+CARD = ModelCard(
+    name="tiny",
+    endpoint="llm.Engine.generate",
+    input=ModelInput.Tokens,
+    types=["chat", "completions"],
+    context_length=512,
+)
 
 
 @dataclass
 class Model:
-    card: Card
+    card: ModelCard
     router: KvRouter | None
-    takes_chat: bool = True
 
 
 @asynccontextmanager
@@ -60,10 +62,10 @@ async def opened(kit: TestKit, count: int, *, routes: bool = True) -> AsyncGener
     for number in range(count):
         await kit.start(Engine, instance_id=f"engine-{number}")
     if not routes:
-        yield Model(Card(), None)
+        yield Model(CARD, None)
         return
     async with open_router(kit.caller, Engine, exact=False) as router:
-        yield Model(Card(), router)
+        yield Model(CARD, router)
 
 
 async def ask(kit: TestKit, model: Model, tokens: list[int], request_id: str = "mine") -> None:
