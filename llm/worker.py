@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -20,8 +21,9 @@ from .mock.engine import EngineConfig, MockEngine
 from .mock.text_model import CONTEXT_LENGTH, END_ID, MOCK_TOKENS, write_mock_model
 from .mock.timing import Timing
 from .models.card import ModelInput, ModelType
+from .models.origins import Progress
 from .models.register import register_llm
-from .models.source import resolve
+from .models.source import LocalModel, resolve
 from .weights.model import open_weights
 
 logger = logging.getLogger(__name__)
@@ -80,33 +82,47 @@ class ModelWorker(EngineWorker, abstract=True):
             )
         except ValueError as error:
             raise ConfigError(f"{type(self).__name__}: {error}") from None
-        self._path = Path()
+        self._path: Path | None = None
+
+    async def find_model(self) -> LocalModel | None:
+        """The files of the model; None for a mock, which needs none.
+
+        Raises:
+            ConfigError, ModelUnavailable: it cannot be had.
+        """
+        if self.engine == "mock":
+            return None
+        return await resolve(self.model, progress=self.downloading)
+
+    def downloading(self, progress: Progress) -> None:
+        """So much of the model is here; called from any thread, for subclasses."""
+
+    def loading(self, done: int, total: int) -> None:
+        """So many of the model's layers are loaded; called from any thread, for subclasses."""
 
     async def on_start(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="dynbus-mock-") as folder:
-            if self.engine == "mock":
-                self._path, name = Path(folder), self.model_name or MOCK_NAME
-                await asyncio.to_thread(write_mock_model, self._path)
+        found = await self.find_model()
+        with ExitStack() as exits:
+            if found is None:
+                folder = exits.enter_context(tempfile.TemporaryDirectory(prefix="dynbus-mock-"))
+                await asyncio.to_thread(write_mock_model, Path(folder))
+                found = LocalModel(Path(folder), "folder", MOCK_NAME, MOCK_NAME)
             else:
-                found = await resolve(self.model)
-                self._path, name = found.path, self.model_name or found.name
+                self._path = found.path
             await super().on_start()
             limits = self._running().engine.limits
             await register_llm(
                 ModelInput.Tokens,
                 ModelType.Chat | ModelType.Completions,
                 self,
-                self._path,
-                name,
+                found.path,
+                self.model_name or found.name,
                 context_length=limits.context_length,
                 kv_cache_block_size=limits.block_size,
             )
 
     def make_engine(self) -> Engine:
-        return self._mock() if self.engine == "mock" else self._small()
-
-    def loading(self, done: int, total: int) -> None:
-        """So many layers of the model are loaded; called from any thread, for subclasses."""
+        return self._mock() if self._path is None else self._small(self._path)
 
     def _mock(self) -> Engine:
         limits = self._limits
@@ -122,12 +138,12 @@ class ModelWorker(EngineWorker, abstract=True):
             )
         )
 
-    def _small(self) -> Engine:
+    def _small(self, path: Path) -> Engine:
         from .engine.model_engine import ModelEngine
         from .small.decoder import Decoder
 
         limits = self._limits
-        with open_weights(self._path) as weights:
+        with open_weights(path) as weights:
             config = weights.config
             decoder: Decoder[Any] = Decoder(
                 weights,
@@ -136,7 +152,7 @@ class ModelWorker(EngineWorker, abstract=True):
                 block_size=limits.block_size,
                 progress=self.loading,
             )
-        logger.info("%s is loaded: %r", self._path.name, decoder)
+        logger.info("%s is loaded: %r", path.name, decoder)
         own = EngineLimits(
             limits.block_size,
             limits.blocks,

@@ -144,6 +144,11 @@ class Frontend(Actor, abstract=True):
         """Where it answers."""
         return self.url
 
+    @property
+    def model_names(self) -> Sequence[str]:
+        """Of the models that can be asked now."""
+        return self._front_end.service.models.names if self._front_end is not None else ()
+
     def pages(self) -> Mapping[str, Page]:
         """More paths that are answered; for subclasses."""
         return {}
