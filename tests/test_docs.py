@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -30,7 +31,7 @@ from dynbus.actors.declaring import handlers
 from dynbus.bus import exit_codes
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import ERRORS, STATUS_CODES
-from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.bus.protocol import headers, wire
 from dynbus.bus.protocol.endpoint import DEFAULT_TIMEOUT
 from dynbus.bus.telemetry import metrics
@@ -191,7 +192,9 @@ def _commands() -> list[str]:
 
 def test_every_bash_block_says_how_it_is_checked() -> None:
     kinds = {
+        "asks the model",
         "runs an example",
+        "serves a model",
         "dynbus commands",
         "a script of this repository",
         "the benchmark",
@@ -208,9 +211,9 @@ def test_a_script_of_the_documents_is_there_and_can_be_run(block: Block) -> None
     subprocess.run(["bash", "-n", script], check=True, timeout=10)
 
 
-def test_the_first_command_of_the_readme_starts_the_hello_example() -> None:
+def test_the_readme_runs_the_hello_example() -> None:
     [block] = [block for block in BLOCKS if block.mark == "runs an example"]
-    venv, install, run = (shlex.split(part) for part in block.text.split("&&"))
+    run = shlex.split(block.text)
 
     done = subprocess.run(
         [sys.executable, "-m", "dynbus", *run[1:], "--dry-run"],
@@ -222,11 +225,85 @@ def test_the_first_command_of_the_readme_starts_the_hello_example() -> None:
         check=False,
     )
 
-    assert venv == ["python3", "-m", "venv", ".venv"]
-    assert install == [".venv/bin/pip", "install", "-e", "."]
     assert run[0] == ".venv/bin/dynbus"
     assert (done.returncode, done.stderr) == (0, "")
     assert "hello.Greeter" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def served_model(nats_server: RunningServer) -> Iterator[str]:
+    """What the README's first command serves, with a mock for the model; the front end's URL.
+
+    A mock of the model's own name, so that nothing is downloaded and the README's words are true.
+    """
+    [block] = [block for block in BLOCKS if block.mark == "serves a model"]
+    venv, install, run = (shlex.split(part) for part in block.text.split("&&"))
+    assert venv == ["python3", "-m", "venv", ".venv"]
+    assert install == [".venv/bin/pip", "install", "-e", ".[llm,http]"]
+    assert run[0] == ".venv/bin/dynbus"
+    url = f"http://127.0.0.1:{free_port()}"
+    served = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "dynbus", *run[1:], "--nats", nats_server.url),
+            f"--Front.port={url.rpartition(':')[2]}",
+            *("--Engine.engine=mock", "--Engine.model_name=smollm2-135m-instruct"),
+        ],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert served.stdout is not None
+        shown = ""
+        while f"smollm2-135m-instruct answers at {url}" not in shown:
+            line = served.stdout.readline()
+            assert line, f"it ended: {shown}"
+            shown += line
+        yield url
+    finally:
+        served.send_signal(signal.SIGINT)
+        served.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("block", blocks("bash", "asks the model"))
+def test_the_readme_asks_the_model_from_the_shell(block: Block, served_model: str) -> None:
+    for line in block.text.splitlines():
+        words = shlex.split(line.replace("http://127.0.0.1:8000", served_model))
+        if words[0] == ".venv/bin/dynbus":
+            words[:1] = [sys.executable, "-m", "dynbus"]
+        done = subprocess.run(
+            words,
+            env={**ENVIRONMENT, "OPENAI_BASE_URL": served_model},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+        assert "error" not in done.stdout
+
+
+@pytest.mark.parametrize("block", blocks("python", "asks the model"))
+def test_the_readme_asks_the_model_with_the_client_of_openai(
+    block: Block, served_model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(block.text.replace("http://127.0.0.1:8000", served_model))
+
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("block", blocks("bash", "dynbus commands"))

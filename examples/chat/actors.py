@@ -32,12 +32,12 @@ In a terminal:
   dynbus chat --url {url}
 
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{question}"}}]}}'
 
 In Python, with the package openai:
   from openai import OpenAI
   client = OpenAI(base_url="{url}/v1", api_key="none")
-  messages = [{{"role": "user", "content": "What is the capital of France?"}}]
+  messages = [{{"role": "user", "content": "{question}"}}]
   answer = client.chat.completions.create(model="{model}", messages=messages)
   print(answer.choices[0].message.content)
 """
@@ -81,10 +81,13 @@ class Front(Frontend, namespace="chat"):
             self._bars.console.print(failure, markup=False, highlight=False, soft_wrap=True)
 
     async def _say_what_to_try(self) -> None:
-        while not self.model_names:
+        while True:
             await asyncio.sleep(0.05)
+            if self.model_names:
+                break
         self._bars.stop()
-        print(TO_TRY.format(model=self.model_names[0], url=self.url), flush=True)
+        model, question = self.model_names[0], "What is the capital of France?"
+        print(TO_TRY.format(model=model, url=self.url, question=question), flush=True)
 
 
 class Engine(ModelWorker, namespace="chat"):

@@ -130,7 +130,7 @@ class Application:
             response = raised
         except DynbusError as error:
             response = error_response(error, asker.request_id)
-            if path in PAGE_PATHS and response.status == 401:
+            if _is_for_browsers(path) and response.status == 401:
                 ask = (b"www-authenticate", b'Basic realm="dynbus", charset="UTF-8"')
                 kept = [one for one in response.headers if one[0] != ask[0]]
                 response.headers = [*kept, ask]
@@ -204,6 +204,10 @@ class Application:
         page = front_end.metrics.page(len(front_end.models.names)).encode()
         page += await asyncio.to_thread(_registered)
         return Response(200, page, ((b"content-type", CONTENT_TYPE.encode()),))
+
+
+def _is_for_browsers(path: str) -> bool:
+    return path in PAGE_PATHS or path.startswith("/page/")
 
 
 def _registered() -> bytes:

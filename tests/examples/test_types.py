@@ -39,8 +39,16 @@ def _check(command: list[str], folder: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_there_are_six_examples() -> None:
-    assert NAMES == ["fanout", "hello", "http_front", "kv_routing", "pipeline", "plain_nats"]
+def test_there_are_seven_examples() -> None:
+    assert NAMES == [
+        "chat",
+        "fanout",
+        "hello",
+        "http_front",
+        "kv_routing",
+        "pipeline",
+        "plain_nats",
+    ]
 
 
 @pytest.mark.timeout(150)

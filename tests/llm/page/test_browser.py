@@ -1,0 +1,207 @@
+"""The page in a browser: it streams, cancels, shows text as text, and fits a phone.
+
+Needs Chromium and its driver, such as Debian's `chromium` and `chromium-driver`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio.to_thread
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+from tests.conditions import eventually
+from tests.llm.http.served import CARDS, Served, served
+from tests.llm.text.tiny_tokenizer import tiny_tokenizer
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
+DRIVER = shutil.which("chromedriver") or ""
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER),
+        reason="needs a browser: install Debian's packages chromium and chromium-driver",
+    ),
+]
+
+BOUND = 30.0
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+
+T = TypeVar("T")
+
+
+class Page:
+    """The page of a front end in a browser. Its methods wait, each for a bounded time."""
+
+    def __init__(self, driver: webdriver.Chrome, url: str) -> None:
+        self.driver = driver
+        driver.get(url)
+
+    def until(self, condition: Callable[[], T]) -> T:
+        return WebDriverWait(self.driver, BOUND, 0.05).until(lambda _: condition())
+
+    def all(self, selector: str) -> list[Any]:
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def text(self, selector: str) -> str:
+        found = self.all(selector)
+        return found[-1].text if found else ""
+
+    def ask(self, question: str) -> None:
+        self.until(lambda: self.driver.find_element(By.ID, "send").is_enabled())
+        box = self.driver.find_element(By.ID, "question")
+        box.send_keys(question)
+        self.driver.find_element(By.ID, "send").click()
+
+    def run(self, script: str) -> Any:
+        return self.driver.execute_script(script)  # type: ignore[no-untyped-call]
+
+    def complaints(self) -> list[str]:
+        """What the browser's console has: refusals of the policy, and errors of the script."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    folder: Path = tmp_path_factory.mktemp("chromium")
+    for argument in (
+        "--headless=new",
+        # Tests run as root in containers; all that is opened is the page itself.
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--window-size=1200,800",
+        f"--user-data-dir={folder}",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+async def in_browser(
+    driver: webdriver.Chrome, story: Callable[[Page], T], **settings: Any
+) -> tuple[T, Served]:
+    """What a story in the browser comes to, with a front end before a scripted engine."""
+    async with served({"tiny": CARDS["tiny"]}, **settings) as front:
+
+        def told() -> T:
+            return story(Page(driver, front.url))
+
+        found = await anyio.to_thread.run_sync(told)
+        await eventually(lambda: not front.engine.running)
+        return found, front
+
+
+async def test_a_chat_is_streamed_and_remembered(driver: webdriver.Chrome) -> None:
+    def story(page: Page) -> list[str]:
+        page.ask("say Paris it is.")
+        page.until(lambda: page.text(".assistant .text") == "Paris it is.")
+        page.until(lambda: page.all(".assistant .facts"))
+        page.ask("And the river?")
+        page.until(lambda: len(page.all(".assistant .facts")) == 2)
+        return page.complaints()
+
+    complaints, front = await in_browser(driver, story)
+
+    assert complaints == []
+    first, second = front.engine.requests
+    assert first.stream
+    assert second.stream
+    asked = tiny_tokenizer().decode(second.token_ids)
+    assert "say Paris it is." in asked
+    assert "assistant\nParis it is." in asked
+    assert "And the river?" in asked
+
+
+async def test_stop_cancels_the_answer_in_its_engine(driver: webdriver.Chrome) -> None:
+    def story(page: Page) -> str:
+        page.ask("endless a")
+        page.until(lambda: len(page.text(".assistant .text")) > 3)
+        driver.find_element(By.ID, "stop").click()
+        page.until(lambda: "stopped" in page.text(".assistant .facts"))
+        return page.text(".assistant .text")
+
+    text, _ = await in_browser(driver, story)
+
+    # `in_browser` waits until no engine works for it any longer.
+    assert set(text) == {"a"}
+
+
+async def test_hostile_text_of_a_model_is_shown_as_text(driver: webdriver.Chrome) -> None:
+    def story(page: Page) -> tuple[str, list[Any], str]:
+        page.ask(f"say {HOSTILE}")
+        page.until(lambda: page.text(".assistant .text") == HOSTILE)
+        page.until(lambda: page.all(".assistant .facts"))
+        markup = page.run("return document.querySelectorAll('#messages img, script').length")
+        return page.text(".assistant .text"), markup, driver.title
+
+    (text, markup, title), _ = await in_browser(driver, story)
+
+    assert text == HOSTILE
+    # The page's own script alone.
+    assert markup == 1
+    assert title == "dynbus"
+
+
+async def test_a_failure_is_told_where_the_answer_would_be(driver: webdriver.Chrome) -> None:
+    def story(page: Page) -> str:
+        page.ask("refuse me")
+        return page.until(lambda: page.text(".assistant .failure"))
+
+    failure, _ = await in_browser(driver, story)
+
+    assert "this prompt is refused" in failure
+
+
+async def test_a_phone_shows_everything_without_scrolling_sideways(
+    driver: webdriver.Chrome,
+) -> None:
+    def story(page: Page) -> list[int]:
+        page.ask("say " + "long" * 60)
+        page.until(lambda: page.all(".assistant .facts"))
+        widths: list[int] = []
+        for view in ("chat", "fleet", "requests"):
+            driver.find_element(By.CSS_SELECTOR, f"[data-show={view}]").click()
+            widths.append(page.run("return document.documentElement.scrollWidth"))
+            assert page.run(f"return document.getElementById('{view}').offsetWidth") > 300
+        return widths
+
+    metrics = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        widths, _ = await in_browser(driver, story)
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+    assert widths == [390, 390, 390]
+
+
+async def test_where_there_are_keys_the_page_asks_for_one(
+    driver: webdriver.Chrome, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ada a-long-and-secret-key-of-ada\n")
+
+    async with served({"tiny": CARDS["tiny"]}, api_keys=keys) as front:
+        # As a browser does with what its user has typed.
+        url = front.url.replace("://", "://x:a-long-and-secret-key-of-ada@")
+
+        def story() -> str:
+            page = Page(driver, url)
+            page.ask("say Welcome.")
+            page.until(lambda: page.text(".assistant .text") == "Welcome.")
+            return page.text("#instances")
+
+        instances = await anyio.to_thread.run_sync(story)
+
+    assert instances
