@@ -6,10 +6,10 @@ import asyncio
 import logging
 import tempfile
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
+import anyio
 import msgspec
 
 from dynbus.bus.errors import ConfigError
@@ -24,7 +24,6 @@ from .models.card import ModelInput, ModelType
 from .models.origins import Progress
 from .models.register import register_llm
 from .models.source import LocalModel, resolve
-from .weights.model import open_weights
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +43,7 @@ class ModelWorker(EngineWorker, abstract=True):
         model_name: by which requests ask for it; unless given, what its files are called.
         backend: what `small` computes with; `auto` is torch where it is installed.
         device: of torch, such as `cpu` or `cuda:1`; empty for a GPU where there is one.
+        threads: cores that it uses at most; 0 for all.
         deterministic: has every row the same bits whatever is computed beside it; slower.
         block_size: tokens of a block of the cache.
         blocks: how many the cache has.
@@ -62,6 +62,7 @@ class ModelWorker(EngineWorker, abstract=True):
         model_name: str = "",
         backend: Literal["auto", "numpy", "torch"] = "auto",
         device: str = "",
+        threads: int = 0,
         deterministic: bool = False,
         block_size: int = 16,
         blocks: int = 1024,
@@ -74,6 +75,7 @@ class ModelWorker(EngineWorker, abstract=True):
         self.model_name = model_name
         self._backend = backend
         self._device = device
+        self._threads = threads
         self._deterministic = deterministic
         self._speedup_ratio = speedup_ratio
         try:
@@ -110,16 +112,24 @@ class ModelWorker(EngineWorker, abstract=True):
             else:
                 self._path = found.path
             await super().on_start()
-            limits = self._running().engine.limits
-            await register_llm(
-                ModelInput.Tokens,
-                ModelType.Chat | ModelType.Completions,
-                self,
-                found.path,
-                self.model_name or found.name,
-                context_length=limits.context_length,
-                kv_cache_block_size=limits.block_size,
-            )
+            try:
+                await self._register(found)
+            except BaseException:
+                with anyio.CancelScope(shield=True):
+                    await super().on_stop()
+                raise
+
+    async def _register(self, found: LocalModel) -> None:
+        limits = self._running().engine.limits
+        await register_llm(
+            ModelInput.Tokens,
+            ModelType.Chat | ModelType.Completions,
+            self,
+            found.path,
+            self.model_name or found.name,
+            context_length=limits.context_length,
+            kv_cache_block_size=limits.block_size,
+        )
 
     def make_engine(self) -> Engine:
         return self._mock() if self._path is None else self._small(self._path)
@@ -139,50 +149,26 @@ class ModelWorker(EngineWorker, abstract=True):
         )
 
     def _small(self, path: Path) -> Engine:
-        from .engine.model_engine import ModelEngine
-        from .small.decoder import Decoder
+        # Whoever serves mocks alone needs none of it.
+        from .small import SmallConfig, SmallEngine
 
         limits = self._limits
-        with open_weights(path) as weights:
-            config = weights.config
-            decoder: Decoder[Any] = Decoder(
-                weights,
-                self._make_backend(),
-                blocks=limits.blocks,
-                block_size=limits.block_size,
-                progress=self.loading,
-            )
-        logger.info("%s is loaded: %r", path.name, decoder)
-        own = EngineLimits(
-            limits.block_size,
-            limits.blocks,
-            limits.max_num_seqs,
-            limits.max_num_batched_tokens,
-            min(limits.context_length, config.context_length),
-            True,
-            decoder.vocabulary,
-        )
-        return ModelEngine(decoder, own, eos_token_ids=config.eos_token_ids)
-
-    def _make_backend(self) -> Any:
-        """What the small engine computes with.
-
-        Raises:
-            ConfigError: it is not installed, or its device is not there.
-        """
-        name = self._backend
-        if name == "auto":
-            name = "torch" if find_spec("torch") is not None else "numpy"
-        if name == "numpy":
-            from .small.numpy_backend import NumpyBackend
-
-            return NumpyBackend(deterministic=self._deterministic)
-        from .small.torch_backend import TorchBackend
-
         try:
-            return TorchBackend(device=self._device or None, deterministic=self._deterministic)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"{type(self).__name__}: {error}") from None
+            config = SmallConfig(
+                backend=self._backend,
+                device=self._device,
+                threads=self._threads,
+                deterministic=self._deterministic,
+                block_size=limits.block_size,
+                blocks=limits.blocks,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+            )
+            engine = SmallEngine(path, config, progress=self.loading)
+        except (ImportError, OSError, ValueError) as error:
+            raise ConfigError(f"the model {self.model!r} cannot be served: {error}") from error
+        logger.info("%s computes %s", engine.backend, path.name)
+        return engine
 
 
 class _TalkingMock(MockEngine):

