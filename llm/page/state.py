@@ -22,7 +22,7 @@ from dynbus.bus.transport import Message
 from dynbus.kvrouter import Candidate, Decision, KvRouter
 from dynbus.kvrouter.routing import InstanceProfile, read_profile
 from dynbus.kvrouter.stream import IndexFollower
-from dynbus.llm.models.card import ModelCard, ModelType
+from dynbus.llm.models.card import ModelCard
 
 LATEST: Final = 20
 """Decisions that are shown of each model."""
@@ -46,6 +46,11 @@ class ShownModel(Protocol):
 
     card: ModelCard
     router: KvRouter | None
+
+    @property
+    def takes_chat(self) -> bool:
+        """Whether it can be asked for chats; the page offers no others to talk to."""
+        ...
 
 
 class PageState:
@@ -109,7 +114,7 @@ def _model(model: ShownModel) -> dict[str, Any]:
         "name": card.name,
         "endpoint": card.endpoint,
         "context_length": card.context_length,
-        "takes_chat": ModelType.Chat in card.type,
+        "takes_chat": model.takes_chat,
         "policy": model.router.policy if model.router is not None else None,
     }
 

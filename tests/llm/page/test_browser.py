@@ -61,7 +61,7 @@ class Page:
         self.driver.find_element(By.ID, "send").click()
 
     def run(self, script: str) -> Any:
-        return self.driver.execute_script(script)  # type: ignore[no-untyped-call]
+        return self.driver.execute_script(script)
 
     def complaints(self) -> list[str]:
         """What the browser's console has: refusals of the policy, and errors of the script."""
@@ -138,7 +138,7 @@ async def test_stop_cancels_the_answer_in_its_engine(driver: webdriver.Chrome) -
 
 
 async def test_hostile_text_of_a_model_is_shown_as_text(driver: webdriver.Chrome) -> None:
-    def story(page: Page) -> tuple[str, list[Any], str]:
+    def story(page: Page) -> tuple[str, int, str]:
         page.ask(f"say {HOSTILE}")
         page.until(lambda: page.text(".assistant .text") == HOSTILE)
         page.until(lambda: page.all(".assistant .facts"))

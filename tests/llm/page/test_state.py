@@ -54,6 +54,7 @@ CARD = ModelCard(
 class Model:
     card: ModelCard
     router: KvRouter | None
+    takes_chat: bool = True
 
 
 @asynccontextmanager
