@@ -39,13 +39,14 @@ def _check(command: list[str], folder: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_there_are_seven_examples() -> None:
+def test_there_are_eight_examples() -> None:
     assert NAMES == [
         "chat",
         "fanout",
         "hello",
         "http_front",
         "kv_routing",
+        "llm",
         "pipeline",
         "plain_nats",
     ]
