@@ -16,10 +16,10 @@ from .model import Chunk, Model
 from .requests import check_request
 from .sampling import Sampler, draw_tokens
 from .scheduler import ScheduledRequest
-from .tokens import TokenSequence
+from .tokens import SecretSequence
 
 
-class _Continuation(TokenSequence):
+class _Continuation(SecretSequence):
     """A sequence and how its tokens are drawn."""
 
     sampler: Sampler
@@ -48,6 +48,7 @@ class ModelEngine:
     ) -> None:
         self.limits = limits
         self._model = model
+        self._key = secrets.token_bytes(32)
         # Files of models name tokens that the model has not.
         self._eos = frozenset(each for each in eos_token_ids if 0 <= each < limits.vocabulary)
         self._batch: Batch[_Continuation] = Batch(limits, prefix_caching=prefix_caching)
@@ -96,6 +97,7 @@ class ModelEngine:
         sequence = _Continuation(
             request.token_ids,
             self.limits.block_size,
+            key=self._key,
             as_array=prompt,
             lora_name=request.lora_name,
             salt=request.cache_salt,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from dynbus.kvrouter.hashing import SEED, block_hashes, sequence_hashes
+from dynbus.kvrouter.hashing import SEED, block_hashes, token_bytes
 
 
 class TokenSequence:
@@ -44,12 +45,11 @@ class TokenSequence:
             raise ValueError("the prompt is empty: an engine needs one token at least")
         self._block_size = block_size
         self._lora_name, self._salt = lora_name, salt
-        tokens = prompt if as_array is None else as_array
-        hashes = block_hashes(tokens, block_size, lora_name=lora_name, salt=salt)
         self.token_ids = list(prompt)
         self.length = len(self.token_ids)
-        self.block_hashes: list[int] = hashes.tolist()
-        self.sequence_hashes: list[int] = sequence_hashes(hashes).tolist()
+        self.block_hashes: list[int] = []
+        self.sequence_hashes: list[int] = []
+        self._hash(prompt if as_array is None else as_array)
 
     def append(self, token_id: int) -> None:
         """Add a token at the end."""
@@ -61,22 +61,62 @@ class TokenSequence:
         known, size = len(self.block_hashes), self._block_size
         if blocks <= known:
             return
-        tokens = self.token_ids[known * size : blocks * size]
+        self._hash(self.token_ids[known * size : blocks * size])
+
+    def _hash(self, tokens: Sequence[int] | NDArray[np.uint32]) -> None:
+        """Append the hashes of the complete blocks of these tokens, which follow those hashed."""
         added: list[int] = block_hashes(
-            tokens, size, lora_name=self._lora_name, salt=self._salt
+            tokens, self._block_size, lora_name=self._lora_name, salt=self._salt
         ).tolist()
         self.block_hashes += added
-        _chain(self.sequence_hashes, added)
+        self._chain(tokens, added)
+
+    def _chain(self, tokens: Sequence[int] | NDArray[np.uint32], added: list[int]) -> None:
+        """Append the sequence hashes of these blocks."""
+        hashes = self.sequence_hashes
+        for block in added:
+            if hashes:
+                pair = hashes[-1].to_bytes(_HASH, "little") + block.to_bytes(_HASH, "little")
+                block = xxh3_64_intdigest(pair, SEED)
+            hashes.append(block)
 
 
-_PAIR: Final = 8
-"""Bytes of each of the two hashes that make the next one."""
+class SecretSequence(TokenSequence):
+    """A sequence that shares a block with another one only where their tokens are the same.
+
+    Whoever knows how the hashes for routers are made can make two that collide. So the sequence
+    hashes, by which an engine finds its blocks, are made with a key; to others they are numbers.
+
+    Args:
+        key: of the engine, at most 64 bytes that nobody else knows.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        block_size: int,
+        *,
+        key: bytes,
+        as_array: NDArray[np.uint32] | None = None,
+        lora_name: str | None = None,
+        salt: str | None = None,
+    ) -> None:
+        self._keyed = blake2b(digest_size=_HASH, key=key)
+        # What is absent is the same as what is empty, as in the hashes of blocks.
+        named = [(each or "").encode() for each in (lora_name, salt)]
+        self._root = b"".join(len(each).to_bytes(_HASH, "little") + each for each in named)
+        super().__init__(prompt, block_size, as_array=as_array, lora_name=lora_name, salt=salt)
+
+    def _chain(self, tokens: Sequence[int] | NDArray[np.uint32], added: list[int]) -> None:
+        hashes, keyed = self.sequence_hashes, self._keyed
+        data, size = token_bytes(tokens), 4 * self._block_size
+        before = hashes[-1].to_bytes(_HASH, "little") if hashes else self._root
+        for begin in range(0, len(added) * size, size):
+            state = keyed.copy()
+            state.update(before + data[begin : begin + size])
+            before = state.digest()
+            hashes.append(int.from_bytes(before, "little"))
 
 
-def _chain(hashes: list[int], blocks: list[int]) -> None:
-    """Append the sequence hashes of blocks to those of what is before them."""
-    for block in blocks:
-        if hashes:
-            pair = hashes[-1].to_bytes(_PAIR, "little") + block.to_bytes(_PAIR, "little")
-            block = xxh3_64_intdigest(pair, SEED)
-        hashes.append(block)
+_HASH: Final = 8
+"""Bytes of a hash."""

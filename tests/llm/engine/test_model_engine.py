@@ -186,6 +186,26 @@ def test_another_salt_or_adapter_shares_nothing() -> None:
     assert found == [0, 0, 0, 8]
 
 
+def test_blocks_whose_hashes_are_made_to_collide_are_not_taken_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def alike(tokens: Sequence[int], block_size: int, **_: object) -> NDArray[np.uint64]:
+        return np.ones(len(tokens) // block_size, dtype=np.uint64)
+
+    # Hashes for routers can be made to collide by whoever knows how they are made.
+    monkeypatch.setattr("dynbus.llm.engine.tokens.block_hashes", alike)
+    other = GenerateRequest([each + 1 for each in PROMPT], 6, sampling=GREEDY, ignore_eos=True)
+    engine = engine_of()
+    engine.add("a", GenerateRequest(PROMPT, 6, sampling=GREEDY, ignore_eos=True))
+    drain(engine)
+
+    engine.add("b", other)
+    items = items_of(drain(engine))["b"]
+
+    assert items[0].cached_tokens == 0
+    assert tokens_of(items) == tokens_of(alone(other))
+
+
 def test_continuations_share_the_blocks_of_their_prompt() -> None:
     model = PagedModel(64)
     engine = engine_of(model)
