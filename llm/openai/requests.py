@@ -15,6 +15,9 @@ from .errors import BadRequest
 
 MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 64
+MAX_STOP_CHARACTERS: Final = 256
+"""Of one stop string: to look for it costs as much as it is long, for each output anew."""
+
 MAX_PROMPTS: Final = 256
 MAX_BIASES: Final = 4096
 DEFAULT_COMPLETION_TOKENS: Final = 16
@@ -83,12 +86,19 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
         """The strings that end an answer.
 
         Raises:
-            BadRequest: one is empty, or they are too many.
+            BadRequest: one is empty or too long, or they are too many.
         """
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MAX_STOPS or not all(stops):
             raise BadRequest(
                 f"stop: give at most {MAX_STOPS} strings, none of them empty",
+                param="stop",
+                status=422,
+            )
+        longest = max(map(len, stops), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            raise BadRequest(
+                f"stop: a string has {longest} characters; at most {MAX_STOP_CHARACTERS} are taken",
                 param="stop",
                 status=422,
             )
@@ -202,7 +212,8 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
 
 def _is_token_ids(given: Any) -> bool:
     items = _items(given)
-    return bool(items) and all(type(one) is int and 0 <= one < 2**32 for one in items)
+    # A prompt may have 100,000: a loop over them would hold up the streams of others.
+    return set(map(type, items)) == {int} and min(items) >= 0 and max(items) < 2**32
 
 
 def _items(given: Any) -> list[Any]:

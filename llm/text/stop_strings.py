@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopStrings:
@@ -66,7 +67,8 @@ class StopStrings:
         return found
 
 
-def _retreats(string: str) -> list[int]:
+@lru_cache(maxsize=1024)
+def _retreats(string: str) -> tuple[int, ...]:
     """For each end of a beginning of the string: how much of the string's beginning it ends with,
     itself not counted (the failure function of Knuth, Morris and Pratt)."""
     retreats = [0]
@@ -77,4 +79,4 @@ def _retreats(string: str) -> list[int]:
         if string[length] == character:
             length += 1
         retreats.append(length)
-    return retreats
+    return tuple(retreats)

@@ -33,3 +33,17 @@ async def test_token_ids_that_are_too_many_are_refused_before_anything_is_made_o
             around=None,
             cache_salt=None,
         )
+
+
+async def test_a_stop_string_has_a_limit() -> None:
+    request = completion_of({"model": "tiny", "prompt": "a", "stop": ["b", "a" * 257], "n": 128})
+
+    with pytest.raises(BadRequest, match="stop: a string has 257 characters; at most 256"):
+        await prepare_completion(
+            _Unread("tiny", tiny_tokenizer()),
+            ModelLimits(2000, [2]),
+            request,
+            AnswerHead("cmpl-1", 0, "tiny", False, False, False),
+            around=None,
+            cache_salt=None,
+        )
