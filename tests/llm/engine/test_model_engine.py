@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dynbus.kvrouter.events import encode_events
+from dynbus.kvrouter.events import BlockStored, encode_events
 from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import RadixIndex
 from dynbus.llm.engine import Chunk, EngineLimits, ModelEngine, RequestTooLong, Step
@@ -102,11 +102,16 @@ def alone(request: GenerateRequest) -> list[Generated]:
 GREEDY = Sampling(temperature=0.0)
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
+
+def prompt(first: int, length: int, rest: list[int]) -> list[int]:
+    return [*range(first, first + length), *rest]
+
+
 requests = st.builds(
     GenerateRequest,
     # Few beginnings, so that much is shared.
     st.builds(
-        lambda first, length, rest: [*range(first, first + length), *rest],
+        prompt,
         st.integers(0, 2),
         st.integers(1, 20),
         st.lists(st.integers(0, 3), max_size=3),
@@ -229,7 +234,8 @@ def test_copies_of_a_block_are_told_once() -> None:
     engine.step()
     engine.add("b", GenerateRequest(PROMPT, 12, sampling=GREEDY, ignore_eos=True))
     steps = drain(engine)
-    stored = [each for step in steps for event in step.events for each in event.block_hashes]  # type: ignore[union-attr]
+    events = [event for step in steps for event in step.events if isinstance(event, BlockStored)]
+    stored = [int(each) for event in events for each in event.block_hashes]
 
     assert len(stored) == len(set(stored))
 
