@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any, Final, Literal, get_args
 
 from dynbus.llm.engine import EngineLimits, ModelEngine
+from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.weights.config import ModelConfig
 from dynbus.llm.weights.model import open_weights
 
@@ -181,3 +182,10 @@ class SmallEngine(ModelEngine):
             eos_token_ids=self.config.eos_token_ids,
             prefix_caching=options.prefix_caching,
         )
+
+    def add(self, request_id: str, request: GenerateRequest) -> None:
+        if request.lora_name:
+            raise ValueError(
+                f"lora_name = {request.lora_name!r}: the small engine has no adapters: leave it out"
+            )
+        super().add(request_id, request)

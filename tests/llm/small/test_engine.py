@@ -157,6 +157,14 @@ def test_requests_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert not made.has_work
 
 
+def test_an_adapter_is_refused_since_there_is_none(tmp_path: Path) -> None:
+    made = engine(tmp_path)
+
+    with pytest.raises(ValueError, match="lora_name = 'fr': the small engine has no adapters"):
+        made.add("a", GenerateRequest([1], 1, lora_name="fr"))
+    assert not made.has_work
+
+
 def test_the_default_cache_has_room_for_2048_tokens_of_each_sequence(tmp_path: Path) -> None:
     made = engine(tmp_path, SmallConfig(backend="numpy"))
 
