@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterable, Callable, Sequence
 from functools import partial
-from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Self, TypeVar, cast
 
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.bus.calling.pending_call import Gathering, PendingCall
@@ -51,7 +51,7 @@ class Arrival(NamedTuple, Generic[K, T]):
 
 # Without the frame of Python's that `Arrival(...)` runs in.
 _arrival: Callable[[tuple[RelayedStream[Any], Sequence[Any], bool, None]], Arrival[Any, Any]] = (
-    partial(tuple.__new__, Arrival)
+    partial(cast("Any", tuple).__new__, Arrival)
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ def get(url: str, body: object = None) -> Any:
 
 
 @contextmanager
-def served(graph: str, server: RunningServer, *models: str) -> Iterator[str]:
+def served(graph: str, server: RunningServer, *models: str) -> Generator[str]:
     """The front end of a graph, once it has these models."""
     port = free_port()
     options = ("-f", f"{graph}.yaml", "--Engine.engine=mock", f"--Front.port={port}")

@@ -87,7 +87,11 @@ async def test_a_request_over_the_limit_is_refused_before_anything_is_sent(
     await stage.source.where()
     request = Text(text="x" * (LIMIT - JSON + over))
     sent: list[str] = []
-    monkeypatch.setattr(stage.calling.bus.data, "publish", lambda to, *_, **__: sent.append(to))
+
+    def publish(to: str, *_: object, **__: object) -> None:
+        sent.append(to)
+
+    monkeypatch.setattr(stage.calling.bus.data, "publish", publish)
 
     with pytest.raises(PayloadTooLarge, match=f"max_request_bytes = {LIMIT}") as raised:
         await stage.source.length(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio.to_thread
 import pytest
@@ -61,7 +61,7 @@ class Page:
         self.driver.find_element(By.ID, "send").click()
 
     def run(self, script: str) -> Any:
-        return self.driver.execute_script(script)
+        return cast("Any", self.driver).execute_script(script)
 
     def complaints(self) -> list[str]:
         """What the browser's console has: refusals of the policy, and errors of the script."""
@@ -177,11 +177,12 @@ async def test_a_phone_shows_everything_without_scrolling_sideways(
         return widths
 
     metrics = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    emulation = cast("Any", driver)  # whose commands have no types
+    emulation.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     try:
         widths, _ = await in_browser(driver, story)
     finally:
-        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        emulation.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
     assert widths == [390, 390, 390]
 
