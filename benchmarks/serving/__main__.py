@@ -22,6 +22,8 @@ from .workload import Workload
 LATENCY_TOKENS = 512
 CONTEXT = 131_072
 STEP_MS = 20.0
+GUIDELLM = 500_000
+"""What is added to a seed for its prompts: no two clients ask the same."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,12 @@ async def latency(options: Options) -> Rows:
             )
             if options.guidellm:
                 public = await ask(
-                    options.guidellm, served.http, options.folder, LATENCY_TOKENS, options.seconds
+                    options.guidellm,
+                    served.http,
+                    options.folder,
+                    spec.seed + GUIDELLM,
+                    LATENCY_TOKENS,
+                    options.seconds,
                 )
                 _add(
                     rows,
@@ -139,6 +146,7 @@ async def cpu(options: Options) -> Rows:
                     options.guidellm,
                     served.http,
                     options.folder,
+                    spec.seed + GUIDELLM,
                     spec.prompt_tokens,
                     options.seconds,
                     options.streams,

@@ -33,13 +33,20 @@ class Public(NamedTuple):
 
 
 async def ask(
-    program: str, url: str, folder: Path, prompt_tokens: int, seconds: float, streams: int = 1
+    program: str,
+    url: str,
+    folder: Path,
+    seed: int,
+    prompt_tokens: int,
+    seconds: float,
+    streams: int = 1,
 ) -> Public:
     """Have it ask a front end for some time.
 
     Args:
         program: such as `guidellm-env/bin/guidellm`.
         folder: with the model's files, whose tokenizer counts the tokens.
+        seed: of its prompts; those of another seed are not in a cache.
 
     Raises:
         RuntimeError: it failed.
@@ -50,7 +57,7 @@ async def ask(
             "".join(
                 json.dumps(
                     {
-                        "prompt": words(prompt_tokens, 77_000_000 + number),
+                        "prompt": words(prompt_tokens, seed + number),
                         "output_tokens_count": MAX_TOKENS,
                     }
                 )

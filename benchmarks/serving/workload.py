@@ -35,7 +35,7 @@ class Workload(msgspec.Struct, frozen=True):
     """
 
     prefixes: int = 32
-    prefix_tokens: int = 4096
+    prefix_tokens: int = 8192
     own_tokens: int = 64
     max_tokens: int = 16
     rate: float = 12.0
