@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import anyio
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dynbus.bus.errors import ConfigError
 
@@ -27,6 +27,9 @@ KEEP_ALIVE: Final = 75
 theirs, so that they are the ones to close it."""
 
 BACKLOG: Final = 4096
+
+PIPELINED: Final = 4
+"""Requests of a connection that are read while another one's answer is awaited."""
 SEND_BUFFER: Final = 128 * 1024
 """Bytes of a connection that wait in the kernel; it takes twice as many."""
 
@@ -42,6 +45,7 @@ def limited_protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
             self._head_bytes = 0
             self._in_head = True
             self._deadline: asyncio.TimerHandle | None = None
+            self._cycles: list[RequestResponseCycle] = []
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -50,6 +54,11 @@ def limited_protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_clock()
             super().connection_lost(exc)
+            # uvicorn tells the last request alone, which may wait for another one's answer.
+            for cycle in self._cycles:
+                if not cycle.response_complete:
+                    cycle.disconnected = True
+                    cycle.message_event.set()
 
         def data_received(self, data: bytes) -> None:
             if self._in_head:
@@ -76,6 +85,11 @@ def limited_protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
             extensions: dict[str, Any] = {ABORT: self.transport.abort}
             self.scope["extensions"] = extensions
             super().on_headers_complete()
+            self._cycles = [each for each in self._cycles if not each.response_complete]
+            self._cycles.append(self.cycle)
+            if 0 < len(self.pipeline) <= PIPELINED:
+                # uvicorn reads nothing now, and would not see that the client leaves.
+                self.flow.resume_reading()
 
         def on_message_complete(self) -> None:
             super().on_message_complete()

@@ -101,6 +101,19 @@ async def test_a_client_that_leaves_before_the_first_token_stops_its_engine() ->
     assert 'status="499"} 2' in page
 
 
+async def test_a_client_that_leaves_with_a_request_behind_another_stops_both() -> None:
+    async with served() as front:
+        _, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        writer.write(request(chat("silent")) * 2)
+        await eventually(lambda: front.engine.running == 1)
+
+        writer.transport.abort()
+
+        await eventually(lambda: front.engine.running == 0)
+        assert len(front.engine.requests) == 1
+        await eventually(lambda: front.front_end.service.metrics.in_flight == 0)
+
+
 async def test_a_client_that_does_not_read_holds_up_its_own_stream_alone() -> None:
     async with served() as front:
         slow = await flooded(front)
