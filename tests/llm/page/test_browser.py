@@ -42,6 +42,7 @@ class Page:
 
     def __init__(self, driver: webdriver.Chrome, url: str) -> None:
         self.driver = driver
+        self.complaints()  # of pages before this one
         driver.get(url)
 
     def until(self, condition: Callable[[], T]) -> T:
