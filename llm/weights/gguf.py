@@ -14,14 +14,13 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from os import PathLike, fspath
-from types import TracebackType
-from typing import Final, NoReturn, Self
+from typing import Final, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import BrokenModel, UnsupportedModel
+from .mapped_file import MappedFile, floats
 
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
@@ -148,16 +147,9 @@ class GgufTensor:
 
 
 def _dequantised(raw: NDArray[np.uint8], layout: _Layout) -> NDArray[np.float32]:
-    match layout.name:
-        case "F32":
-            return raw.view("<f4").astype(np.float32)
-        case "F16":
-            return raw.view("<f2").astype(np.float32)
-        case "BF16":
-            # bfloat16 is the upper half of a float32.
-            return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-        case _:
-            pass
+    unquantised = floats(raw, layout.name)
+    if unquantised is not None:
+        return unquantised
     blocks = raw.reshape(-1, layout.size)
     # Small numbers are made floats before they are multiplied: numpy is slow at both in one.
     match layout.name:
@@ -189,7 +181,7 @@ def _nibbles(pairs: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return nibbles
 
 
-class GgufFile:
+class GgufFile(MappedFile):
     """A GGUF file that is open for reading; the file must not change meanwhile.
 
     Attributes:
@@ -198,13 +190,11 @@ class GgufFile:
         tensors: by name.
     """
 
-    path: str
     metadata: Mapping[str, object]
     tensors: Mapping[str, GgufTensor]
 
     def __init__(self, path: str, content: mmap.mmap) -> None:
-        self.path = path
-        self._content = content
+        super().__init__(path, content)
         reader = _Reader(path, content)
         tensor_count, metadata_count = reader.header()
         self.metadata = _Metadata(reader, reader.metadata(metadata_count))
@@ -216,39 +206,6 @@ class GgufFile:
         ):
             reader.fail(f"the alignment is {alignment!r}, and no power of 2 up to {_MAX_ALIGNMENT}")
         self.tensors = reader.tensors(tensor_count, alignment)
-
-    @classmethod
-    def open(cls, path: str | PathLike[str]) -> Self:
-        """Open a file and check what it says of itself.
-
-        Raises:
-            OSError: it cannot be read.
-            BrokenModel: it is no GGUF file, it is cut, or it says what cannot be.
-        """
-        with open(path, "rb") as file:
-            if not file.seek(0, 2):
-                raise BrokenModel(f"{fspath(path)}: the file is empty")
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        try:
-            return cls(fspath(path), content)
-        except BaseException:
-            content.close()
-            raise
-
-    def close(self) -> None:
-        """Close the file; its metadata and tensors cannot be read any more."""
-        self._content.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<GgufFile {self.path} {len(self.metadata)} keys, {len(self.tensors)} tensors>"

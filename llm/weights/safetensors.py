@@ -9,15 +9,14 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping
 from math import prod
-from os import PathLike, fspath
-from types import TracebackType
-from typing import Annotated, Final, NoReturn, Self
+from typing import Annotated, Final, NoReturn
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import BrokenModel, UnsupportedModel
+from .mapped_file import MappedFile, floats
 
 _MAX_HEADER: Final = 100_000_000
 """Bytes; the format's own limit."""
@@ -63,27 +62,17 @@ class SafetensorsTensor:
         Raises:
             UnsupportedModel: its type is not one of those that are read.
         """
-        count = prod(self.shape)
-        match self.type:
-            case "F32":
-                raw = np.frombuffer(self._content, "<f4", count, self._at)
-                numbers = raw.astype(np.float32)
-            case "F16":
-                half = np.frombuffer(self._content, "<f2", count, self._at)
-                numbers = half.astype(np.float32)
-            case "BF16":
-                # bfloat16 is the upper half of a float32.
-                upper = np.frombuffer(self._content, "<u2", count, self._at)
-                numbers = (upper.astype(np.uint32) << 16).view(np.float32)
-            case _:
-                raise UnsupportedModel(
-                    f"{self._path}: tensor {self.name!r} is of type {self.type}, which is not "
-                    f"supported: {', '.join(_READ)} are"
-                )
+        size = prod(self.shape) * _BITS.get(self.type, 0) // 8
+        numbers = floats(np.frombuffer(self._content, np.uint8, size, self._at), self.type)
+        if numbers is None:
+            raise UnsupportedModel(
+                f"{self._path}: tensor {self.name!r} is of type {self.type}, which is not "
+                f"supported: {', '.join(_READ)} are"
+            )
         return numbers.reshape(self.shape)
 
 
-class SafetensorsFile:
+class SafetensorsFile(MappedFile):
     """A safetensors file that is open for reading; the file must not change meanwhile.
 
     Attributes:
@@ -91,12 +80,10 @@ class SafetensorsFile:
         tensors: by name.
     """
 
-    path: str
     tensors: Mapping[str, SafetensorsTensor]
 
     def __init__(self, path: str, content: mmap.mmap) -> None:
-        self.path = path
-        self._content = content
+        super().__init__(path, content)
         length = len(content)
         first = 8 + int.from_bytes(content[:8], "little")
         if length < 8 or first > min(length, _MAX_HEADER):
@@ -132,39 +119,6 @@ class SafetensorsFile:
 
     def _fail(self, what: str) -> NoReturn:
         raise BrokenModel(f"{self.path}: {what}")
-
-    @classmethod
-    def open(cls, path: str | PathLike[str]) -> Self:
-        """Open a file and check what it says of itself.
-
-        Raises:
-            OSError: it cannot be read.
-            BrokenModel: it is no safetensors file, it is cut, or it says what cannot be.
-        """
-        with open(path, "rb") as file:
-            if not file.seek(0, 2):
-                raise BrokenModel(f"{fspath(path)}: the file is empty")
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        try:
-            return cls(fspath(path), content)
-        except BaseException:
-            content.close()
-            raise
-
-    def close(self) -> None:
-        """Close the file; its tensors cannot be read any more."""
-        self._content.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<SafetensorsFile {self.path} {len(self.tensors)} tensors>"
