@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Literal
 
-import anyio
 import msgspec
 
 from dynbus.bus.errors import ConfigError
@@ -85,6 +84,7 @@ class ModelWorker(EngineWorker, abstract=True):
         except ValueError as error:
             raise ConfigError(f"{type(self).__name__}: {error}") from None
         self._path: Path | None = None
+        self._found: LocalModel | None = None
 
     async def find_model(self) -> LocalModel | None:
         """The files of the model; None for a mock, which needs none.
@@ -111,24 +111,20 @@ class ModelWorker(EngineWorker, abstract=True):
                 found = LocalModel(Path(folder), "folder", MOCK_NAME, MOCK_NAME)
             else:
                 self._path = found.path
+            self._found = found
             await super().on_start()
-            try:
-                await self._register(found)
-            except BaseException:
-                with anyio.CancelScope(shield=True):
-                    await super().on_stop()
-                raise
 
-    async def _register(self, found: LocalModel) -> None:
-        limits = self._running().engine.limits
+    async def on_engine(self, engine: Engine) -> None:
+        found = self._found
+        assert found is not None, "the model is had before the engine is made"
         await register_llm(
             ModelInput.Tokens,
             ModelType.Chat | ModelType.Completions,
             self,
             found.path,
             self.model_name or found.name,
-            context_length=limits.context_length,
-            kv_cache_block_size=limits.block_size,
+            context_length=engine.limits.context_length,
+            kv_cache_block_size=engine.limits.block_size,
         )
 
     def make_engine(self) -> Engine:

@@ -44,6 +44,13 @@ class EngineWorker(Actor, abstract=True):
         """Where its KV events go; for subclasses that send them elsewhere."""
         return KvEventPublisher.of(self)
 
+    async def on_engine(self, engine: Engine) -> None:
+        """The engine runs, and nobody calls it yet; for subclasses, to register its model.
+
+        Raises:
+            Exception: it cannot be served; that stops the engine and the instance.
+        """
+
     async def on_start(self) -> None:
         self._engine_numbers = count()
         # Who stops the start does not wait for the thread: loading may take minutes.
@@ -59,6 +66,12 @@ class EngineWorker(Actor, abstract=True):
             )
             self._engine_runner = runner
             self._engine_exits = exits.pop_all()
+        try:
+            await self.on_engine(engine)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await EngineWorker.on_stop(self)
+            raise
 
     async def on_stop(self) -> None:
         if self._engine_exits is not None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 from typing import cast
 
-import anyio
-
 from dynbus.bus.errors import ConfigError
-from dynbus.llm.engine import EngineWorker
+from dynbus.llm.engine import Engine, EngineWorker
 from dynbus.llm.models.card import ModelInput, ModelType
 from dynbus.llm.models.register import register_llm
 from dynbus.llm.models.source import LocalModel, resolve
@@ -92,18 +90,15 @@ class SmallWorker(EngineWorker, namespace="llm"):
     async def on_start(self) -> None:
         self._model = await resolve(self._model_path)
         await super().on_start()
-        try:
-            limits = self._running().engine.limits
-            await register_llm(
-                ModelInput.Tokens,
-                ModelType.Backend,
-                self.generate,
-                self._model.path,
-                self._model_name or self._model.name,
-                context_length=limits.context_length,
-                kv_cache_block_size=limits.block_size,
-            )
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await super().on_stop()
-            raise
+
+    async def on_engine(self, engine: Engine) -> None:
+        assert self._model is not None, "the model is had before the engine is made"
+        await register_llm(
+            ModelInput.Tokens,
+            ModelType.Backend,
+            self.generate,
+            self._model.path,
+            self._model_name or self._model.name,
+            context_length=engine.limits.context_length,
+            kv_cache_block_size=engine.limits.block_size,
+        )
