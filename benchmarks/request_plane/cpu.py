@@ -1,25 +1,32 @@
-"""The processor time of processes."""
+"""The processor time of processes (Linux)."""
 
 from __future__ import annotations
 
+import errno
+import time
 from collections.abc import Iterable, Mapping
-
-import psutil
 
 
 def cpu_seconds(processes: Iterable[int]) -> dict[int, float]:
     """User and system time used so far, all threads of a process together, by process id.
 
-    Processes that are gone are left out.
+    Processes that are gone are left out. The process's own clock counts nanoseconds; the times in
+    /proc count ticks of 10 ms, in which a short measurement can find nothing at all.
     """
     used: dict[int, float] = {}
     for pid in processes:
         try:
-            times = psutil.Process(pid).cpu_times()
-        except psutil.NoSuchProcess:  # Ray ends workers that it has no use for
-            continue
-        used[pid] = float(times.user + times.system)
+            used[pid] = time.clock_gettime(_clock(pid))
+        except OSError as failed:
+            if failed.errno != errno.EINVAL:
+                raise
+            # It is gone: Ray ends workers that it has no use for.
     return used
+
+
+def _clock(pid: int) -> int:
+    """The clock of a process's time on a core, as clock_getcpuclockid(3) makes it on Linux."""
+    return (~pid << 3) | 2
 
 
 def cpu_used(before: Mapping[int, float], after: Mapping[int, float]) -> dict[int, float]:

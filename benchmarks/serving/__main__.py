@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -134,7 +135,8 @@ async def cpu(options: Options) -> Rows:
                 bus_alone=of_bus,
                 front_end_and_bus=both,
                 of_which_front_end=_per_token(through, "front end"),
-                ratio=both / of_bus,
+                # In a window too short to tell the bus from the engine there is no ratio.
+                ratio=both / of_bus if of_bus > 0 else nan,
                 with_engine_ratio=(both + alone) / (of_bus + alone),
                 broker_under_the_bus=_per_token(bus, "broker"),
                 broker_under_the_front_end=_per_token(through, "broker"),
