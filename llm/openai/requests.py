@@ -16,7 +16,7 @@ from .errors import BadRequest
 MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 64
 MAX_STOP_CHARACTERS: Final = 256
-"""Of one stop string: to look for it costs as much as it is long, for each output anew."""
+"""Of one stop string: preparing to look for it takes time and memory by its length."""
 
 MAX_PROMPTS: Final = 256
 MAX_BIASES: Final = 4096

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Final
+
+_KEPT: Final = 8
+"""Sets of strings whose automata are kept. Requests use few different ones, and the automaton of
+64 strings of 256 characters takes 4 MB."""
 
 
 class StopStrings:
     """Looks for the first of some strings, and holds back what may be the beginning of one.
 
     The first is the one that is complete first, and of several that are complete with the same
-    character the longest. How the text is cut into pieces makes no difference.
+    character the longest. How the text is cut into pieces makes no difference. The time of a piece
+    is that of its characters, however many strings there are.
 
     Raises:
         ValueError: one of the strings is empty.
     """
 
-    __slots__ = ("_held", "_matched", "_retreats", "_strings")
+    __slots__ = ("_automaton", "_held", "_state")
 
     def __init__(self, strings: Sequence[str]) -> None:
         if not all(strings):
             raise ValueError("a stop string is empty: leave it out")
-        # Of several that end together the longest is found first.
-        self._strings = sorted(set(strings), key=len, reverse=True)
-        self._retreats = [_retreats(string) for string in self._strings]
-        self._matched = [0] * len(self._strings)
+        self._automaton = _automaton(tuple(sorted(set(strings))))
+        self._state = 0
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -34,49 +39,81 @@ class StopStrings:
             The text that is certain by now, and the stop string that comes after it, if any. No
             more may be pushed after one.
         """
-        whole = self._held + text
-        begin = len(self._held)
-        for place in range(begin, len(whole)):
-            found = self._step(whole[place])
-            if found is not None:
-                self._held = ""
-                return whole[: place + 1 - len(found)], found
-        keep = len(whole) - max(self._matched)
-        self._held = whole[keep:]
+        automaton = self._automaton
+        state = self._state
+        if not state and automaton.first.isdisjoint(text):
+            # Most pieces.
+            return text, None
+        begin, whole = len(self._held), self._held + text
+        follow, retreat, found = automaton.follow, automaton.retreat, automaton.found
+        for place, character in enumerate(text, begin + 1):
+            while (after := follow[state].get(character)) is None and state:
+                state = retreat[state]
+            state = after or 0
+            if found[state]:
+                self._held, self._state = "", 0
+                return whole[: place - len(found[state])], found[state]
+        keep = len(whole) - automaton.depth[state]
+        self._held, self._state = whole[keep:], state
         return whole[:keep], None
 
     def take_held(self) -> str:
         """What is held back, at the end of the text."""
-        held, self._held = self._held, ""
+        held, self._held, self._state = self._held, "", 0
         return held
 
-    def _step(self, character: str) -> str | None:
-        """Take a character; returns the string that is complete with it."""
-        found: str | None = None
-        for index, string in enumerate(self._strings):
-            length = self._matched[index]
-            while length and string[length] != character:
-                length = self._retreats[index][length - 1]
-            if string[length] == character:
-                length += 1
-            if length == len(string) and found is None:
-                found = string
-            self._matched[index] = length
-            if found is not None:
-                break
-        return found
+
+class _Automaton:
+    """That of Aho and Corasick. A state is the longest beginning of a string with which the text
+    ends; state 0 is the empty one.
+
+    Attributes:
+        first: the characters with which the strings begin.
+        follow: for each state, the one that each character leads to, where it goes on.
+        retreat: for each state, the next shorter beginning of a string with which it ends.
+        depth: its length.
+        found: the longest of the strings with which it ends; empty for none.
+    """
+
+    __slots__ = ("depth", "first", "follow", "found", "retreat")
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.follow: list[dict[str, int]] = [{}]
+        self.retreat, self.depth, self.found = [0], [0], [""]
+        for string in strings:
+            self._add(string)
+        self.first = frozenset(self.follow[0])
+        self._link()
+
+    def _add(self, string: str) -> None:
+        state = 0
+        for character in string:
+            after = self.follow[state].get(character)
+            if after is None:
+                after = self.follow[state][character] = len(self.follow)
+                self.follow.append({})
+                self.retreat.append(0)
+                self.depth.append(self.depth[state] + 1)
+                self.found.append("")
+            state = after
+        self.found[state] = string
+
+    def _link(self) -> None:
+        """Find where each state retreats to; shorter ones come first."""
+        waiting = deque(self.follow[0].values())
+        while waiting:
+            state = waiting.popleft()
+            shorter = self.retreat[state]
+            # What ends with a string within another one is complete before that.
+            self.found[state] = self.found[state] or self.found[shorter]
+            for character, after in self.follow[state].items():
+                back = shorter
+                while (found := self.follow[back].get(character)) is None and back:
+                    back = self.retreat[back]
+                self.retreat[after] = found or 0
+                waiting.append(after)
 
 
-@lru_cache(maxsize=1024)
-def _retreats(string: str) -> tuple[int, ...]:
-    """For each end of a beginning of the string: how much of the string's beginning it ends with,
-    itself not counted (the failure function of Knuth, Morris and Pratt)."""
-    retreats = [0]
-    length = 0
-    for character in string[1:]:
-        while length and string[length] != character:
-            length = retreats[length - 1]
-        if string[length] == character:
-            length += 1
-        retreats.append(length)
-    return tuple(retreats)
+@lru_cache(maxsize=_KEPT)
+def _automaton(strings: tuple[str, ...]) -> _Automaton:
+    return _Automaton(strings)

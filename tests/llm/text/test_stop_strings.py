@@ -10,6 +10,27 @@ from .first_stop import cut_at_first
 
 letters = st.text("ab", max_size=12)
 stops = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+many = st.lists(st.text("abc", min_size=1, max_size=8), min_size=1, max_size=20)
+
+
+@given(st.lists(st.text("abc", max_size=12), max_size=6), many)
+def test_many_strings_are_found_as_one_by_one_however_the_text_is_cut(
+    pieces: list[str], strings: list[str]
+) -> None:
+    stop = StopStrings(strings)
+    given_out, found = "", None
+
+    for piece in pieces:
+        text, found = stop.push(piece)
+        given_out += text
+        if found is not None:
+            break
+    given_out += stop.take_held()
+
+    whole = "".join(pieces)
+    assert given_out == cut_at_first(whole, strings)
+    assert (found is not None) == any(string in whole for string in strings)
+    assert found is None or whole.startswith(given_out + found)
 
 
 @given(letters, letters, stops)
