@@ -13,7 +13,7 @@ import msgspec
 
 from dynbus.bus.errors import ConfigError
 
-from .engine.interface import Engine, EngineLimits
+from .engine.interface import Engine
 from .engine.worker import EngineWorker
 from .generation import GenerateRequest
 from .mock.engine import EngineConfig, MockEngine
@@ -23,15 +23,20 @@ from .models.card import ModelInput, ModelType
 from .models.origins import Progress
 from .models.register import register_llm
 from .models.source import LocalModel, resolve
+from .small.engine import BackendName, SmallConfig, SmallEngine
+from .small.torch_backend import DType
 
 logger = logging.getLogger(__name__)
+
+BLOCKS: Final = 1024
+"""Of the cache, unless they or its memory are given."""
 
 MOCK_NAME: Final = "mock"
 """What a mock is called unless its user says otherwise."""
 
 
 class ModelWorker(EngineWorker, abstract=True):
-    """Serves a model under its name, for chats and completions, by tokens.
+    """Serves a model under its name by tokens: completions, and chats where it has a template.
 
     A subclass gives it a namespace: `class Engine(ModelWorker, namespace="llm")`.
 
@@ -40,14 +45,19 @@ class ModelWorker(EngineWorker, abstract=True):
             in the time and with the cache of a real engine, and needs no model.
         model: where it is: a folder, a `.gguf` file, `smollm2`, or what else `register_llm` takes.
         model_name: by which requests ask for it; unless given, what its files are called.
-        backend: what `small` computes with; `auto` is torch where it is installed.
-        device: of torch, such as `cpu` or `cuda:1`; empty for a GPU where there is one.
+        backend: what `small` computes with; `auto` is PyTorch where it is installed.
+        device: of PyTorch, such as `cpu` or `cuda:1`; empty for a GPU where there is one.
+        dtype: of PyTorch's numbers.
         threads: cores that it uses at most; 0 for all.
         deterministic: has every row the same bits whatever is computed beside it; slower.
         block_size: tokens of a block of the cache.
-        blocks: how many the cache has.
+        blocks: how many the cache has; 0 for what `memory_mib` holds, or 1024.
+        memory_mib: of the cache of `small`; give this or `blocks`.
         max_num_seqs: requests that run at a time; others wait.
         max_num_batched_tokens: tokens that one step computes.
+        context_length: the most tokens that a prompt and its output may have; 0 for the model's, as
+            far as the cache holds it.
+        kv_events: whether blocks are found again by later requests, and routers are told of them.
         speedup_ratio: how many times faster than the modelled engine a mock is.
 
     Raises:
@@ -59,27 +69,49 @@ class ModelWorker(EngineWorker, abstract=True):
         engine: Literal["small", "mock"] = "small",
         model: str = "smollm2",
         model_name: str = "",
-        backend: Literal["auto", "numpy", "torch"] = "auto",
+        backend: BackendName = "auto",
         device: str = "",
+        dtype: DType = "float32",
         threads: int = 0,
         deterministic: bool = False,
         block_size: int = 16,
-        blocks: int = 1024,
+        blocks: int = 0,
+        memory_mib: int = 0,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
+        context_length: int = 0,
+        kv_events: bool = True,
         speedup_ratio: float = 1.0,
     ) -> None:
         self.engine = engine
         self.model = model
         self.model_name = model_name
-        self._backend: Literal["auto", "numpy", "torch"] = backend
-        self._device = device
-        self._threads = threads
-        self._deterministic = deterministic
-        self._speedup_ratio = speedup_ratio
+        of_mock = blocks or BLOCKS
         try:
-            self._limits = EngineLimits(
-                block_size, blocks, max_num_seqs, max_num_batched_tokens, block_size * blocks, True
+            self._small = SmallConfig(
+                backend=backend,
+                device=device,
+                dtype=dtype,
+                threads=threads,
+                deterministic=deterministic,
+                block_size=block_size,
+                blocks=blocks if memory_mib else of_mock,
+                memory=memory_mib << 20,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                context_length=context_length,
+                prefix_caching=kv_events,
+            )
+            # A mock may have to take the place of a model.
+            self._mock = EngineConfig(
+                block_size=block_size,
+                blocks=of_mock,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                prefix_caching=kv_events,
+                vocabulary=MOCK_TOKENS,
+                context_length=min(context_length or CONTEXT_LENGTH, block_size * of_mock),
+                timing=Timing(speedup_ratio=speedup_ratio),
             )
         except ValueError as error:
             raise ConfigError(f"{type(self).__name__}: {error}") from None
@@ -119,8 +151,8 @@ class ModelWorker(EngineWorker, abstract=True):
         assert found is not None, "the model is had before the engine is made"
         await register_llm(
             ModelInput.Tokens,
-            ModelType.Chat | ModelType.Completions,
-            self,
+            ModelType.Backend,
+            self.generate,
             found.path,
             self.model_name or found.name,
             context_length=engine.limits.context_length,
@@ -128,42 +160,13 @@ class ModelWorker(EngineWorker, abstract=True):
         )
 
     def make_engine(self) -> Engine:
-        return self._mock() if self._path is None else self._small(self._path)
-
-    def _mock(self) -> Engine:
-        limits = self._limits
-        return _TalkingMock(
-            EngineConfig(
-                block_size=limits.block_size,
-                blocks=limits.blocks,
-                max_num_seqs=limits.max_num_seqs,
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-                vocabulary=MOCK_TOKENS,
-                context_length=min(limits.context_length, CONTEXT_LENGTH),
-                timing=Timing(speedup_ratio=self._speedup_ratio),
-            )
-        )
-
-    def _small(self, path: Path) -> Engine:
-        # Whoever serves mocks alone needs none of it.
-        from .small import SmallConfig, SmallEngine
-
-        limits = self._limits
+        if self._path is None:
+            return _TalkingMock(self._mock)
         try:
-            config = SmallConfig(
-                backend=self._backend,
-                device=self._device,
-                threads=self._threads,
-                deterministic=self._deterministic,
-                block_size=limits.block_size,
-                blocks=limits.blocks,
-                max_num_seqs=limits.max_num_seqs,
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-            )
-            engine = SmallEngine(path, config, progress=self.loading)
+            engine = SmallEngine(self._path, self._small, progress=self.loading)
         except (ImportError, OSError, ValueError) as error:
             raise ConfigError(f"the model {self.model!r} cannot be served: {error}") from error
-        logger.info("%s computes %s", engine.backend, path.name)
+        logger.info("%s computes %s", engine.backend, self._path.name)
         return engine
 
 

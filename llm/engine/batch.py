@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic
 
+import numpy as np
+from numpy.typing import NDArray
+
+from dynbus.llm.generation import GenerateRequest
+
 from .block_manager import BlockManager
 from .interface import EngineLimits, EngineLoad, RequestTooLong
+from .requests import check_request
 from .scheduler import S, ScheduledRequest, Scheduler
 
 
@@ -91,6 +97,20 @@ class Batch(Generic[S]):
     def __contains__(self, request_id: str) -> bool:
         """Whether a request has not ended."""
         return request_id in self._requests
+
+    def check(self, request_id: str, request: GenerateRequest) -> tuple[NDArray[np.uint32], int]:
+        """Check a request before it is added.
+
+        Returns:
+            The prompt as an array, of shape [tokens], and how many tokens may follow it.
+
+        Raises:
+            RequestTooLong: it does not fit, even alone.
+            ValueError: a value is not usable, and which; or the id is in use.
+        """
+        self.check_new(request_id)
+        prompt = check_request(request, self.limits)
+        return prompt, self.room(request_id, len(request.token_ids), request.max_tokens)
 
     def check_new(self, request_id: str) -> None:
         """Check that no request has this id.

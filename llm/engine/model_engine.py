@@ -13,7 +13,6 @@ from dynbus.llm.generation import Generated, GenerateRequest
 from .batch import Batch
 from .interface import EngineLimits, EngineLoad, Step
 from .model import Chunk, Model
-from .requests import check_request
 from .sampling import Sampler, draw_tokens
 from .scheduler import ScheduledRequest
 from .tokens import SecretSequence
@@ -65,9 +64,7 @@ class ModelEngine:
         return self._batch.load
 
     def add(self, request_id: str, request: GenerateRequest) -> None:
-        self._batch.check_new(request_id)
-        prompt = check_request(request, self.limits)
-        room = self._batch.room(request_id, len(request.token_ids), request.max_tokens)
+        prompt, room = self._batch.check(request_id, request)
         seed = request.sampling.seed
         # A negative seed is the number above that has the same bits.
         seed = secrets.randbits(64) if seed is None else seed % (1 << 64)

@@ -16,7 +16,6 @@ from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.engine import EngineLimits, EngineLoad, Step
 from dynbus.llm.engine.batch import Batch
 from dynbus.llm.engine.block_manager import BlockManager
-from dynbus.llm.engine.requests import check_request
 from dynbus.llm.engine.scheduler import ScheduledRequest
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
 
@@ -176,9 +175,7 @@ class MockEngine:
         return self._batch.load
 
     def add(self, request_id: str, request: GenerateRequest) -> None:
-        self._batch.check_new(request_id)
-        prompt = check_request(request, self.limits)
-        room = self._batch.room(request_id, len(request.token_ids), request.max_tokens)
+        prompt, room = self._batch.check(request_id, request)
         sampling = request.sampling
         sequences = [
             MockSequence(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, overload
+from typing import Any, Final, NamedTuple, TypedDict, Unpack, overload
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -75,6 +75,14 @@ class _Target(NamedTuple):
     ended: asyncio.Event | None = None
 
 
+class _Options(TypedDict, total=False):
+    context_length: int | None
+    kv_cache_block_size: int | None
+    migration_limit: int
+    user_data: Mapping[str, Any] | None
+    progress: OnProgress | None
+
+
 @overload
 async def register_llm(
     model_input: ModelInput,
@@ -82,12 +90,7 @@ async def register_llm(
     endpoint: EndpointAddress | Actor | Callable[..., Any],
     model_path: str | os.PathLike[str],
     model_name: str | None = None,
-    *,
-    context_length: int | None = None,
-    kv_cache_block_size: int | None = None,
-    migration_limit: int = 0,
-    user_data: Mapping[str, Any] | None = None,
-    progress: OnProgress | None = None,
+    **options: Unpack[_Options],
 ) -> ModelCard: ...
 @overload
 async def register_llm(
@@ -97,11 +100,7 @@ async def register_llm(
     model_path: str | None = None,
     *,
     model_name: str | None = None,
-    context_length: int | None = None,
-    kv_cache_block_size: int | None = None,
-    migration_limit: int = 0,
-    user_data: Mapping[str, Any] | None = None,
-    progress: OnProgress | None = None,
+    **options: Unpack[_Options],
 ) -> ModelCard: ...
 
 

@@ -30,7 +30,7 @@ def test_a_worker_serves_its_model_and_registers_it(tmp_path: Path) -> None:
 
     async def story() -> tuple[list[int], list[ModelCard]]:
         async with TestKit() as kit:
-            await kit.start(SmallWorker, model_path=str(folder), backend="numpy", block_size=8)
+            await kit.start(SmallWorker, model=str(folder), backend="numpy", block_size=8)
             [instance] = kit.started.values()
             request = GenerateRequest(
                 references.prompt(),
@@ -58,7 +58,7 @@ def test_a_model_that_cannot_be_served_stops_the_worker_with_the_reason(tmp_path
 
     async def story() -> None:
         async with TestKit() as kit:
-            await kit.start(SmallWorker, model_path=str(folder), backend="numpy")
+            await kit.start(SmallWorker, model=str(folder), backend="numpy")
 
     with pytest.raises(ConfigError, match=r"cannot be served: .*it is cut"):
         run(story())
