@@ -108,14 +108,12 @@ class _Exchange:
                     while (await self._receive())["type"] != "http.disconnect":
                         pass
                 except asyncio.CancelledError:
-                    # The server stops, and this request has had its grace. It cancels whoever
-                    # is left, and takes what they do not raise for an answer.
-                    self._end(Draining("the front end stops; ask again"))
-                    task = asyncio.current_task()
-                    assert task is not None
-                    task.uncancel()
+                    self._stop()
                 finally:
                     self._tasks.cancel_scope.cancel()
+        except asyncio.CancelledError:
+            # Its body is not there yet.
+            self._stop()
         except HungUp:
             pass
         except DynbusError as error:
@@ -133,6 +131,16 @@ class _Exchange:
                 self._writer.error = Cancelled("the client left")
             timing.last = time.perf_counter() if timing.first is None else timing.last
             self._tell()
+
+    def _stop(self) -> None:
+        """Answer that the server stops, which cancels whoever has had its grace.
+
+        For who raises that instead of taking it, it writes an answer of its own.
+        """
+        self._end(Draining("the front end stops; ask again"))
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
 
     async def _body(self) -> bytes:
         """The body of the request.

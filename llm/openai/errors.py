@@ -8,7 +8,15 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from dynbus.bus.errors import STATUS_CODES, DynbusError, HandlerError, InvalidRequest, Overloaded
+from dynbus.bus.errors import (
+    STATUS_CODES,
+    DynbusError,
+    HandlerError,
+    InvalidRequest,
+    Overloaded,
+    StreamLost,
+    UnknownOutcome,
+)
 
 
 class BadRequest(InvalidRequest):
@@ -56,6 +64,9 @@ _STATUSES: Final[Mapping[str, int]] = {
     Unauthorized.code: 401,
     ModelNotFound.code: 404,
     BodyTimeout.code: 408,
+    # The instance is gone: another one answers who asks again.
+    StreamLost.code: 503,
+    UnknownOutcome.code: 503,
 }
 
 _TYPES: Final[Mapping[int, str]] = {

@@ -20,6 +20,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.context import current_context
 from dynbus.bus.errors import (
     ConfigError,
+    Draining,
     DynbusError,
     NoInstances,
     Unavailable,
@@ -155,7 +156,13 @@ class OpenModel:
         Raises:
             DynbusError: it could not be sent.
         """
-        await completion.begin(self._streams.relay, self._client)
+        try:
+            await completion.begin(self._streams.relay, self._client)
+        except Draining as error:
+            # Its router was closed with it, or the last of its instances drains.
+            raise Draining(
+                f"the model {self.card.name} goes away; ask again", started=False
+            ) from error
 
     async def _prepare(self, text: TextModel, inquiry: Inquiry) -> Prepared:
         request = inquiry.request
@@ -214,6 +221,7 @@ class Models:
         self._streams = Streams()
         self._served: dict[_Key, _Serving] = {}
         self._gone: dict[str, float] = {}
+        self._reconciled = asyncio.Event()
         self._background = Background(f"the background of {self!r}", runtime.bus.fail)
 
     def __repr__(self) -> str:
@@ -257,7 +265,11 @@ class Models:
             NoInstances: the last instance has gone just now.
             Unavailable: it cannot be served, and why.
         """
-        named = [one for one in self._served.values() if one.card.name == name]
+        with anyio.move_on_after(WAIT):
+            # Its instances may be started again.
+            while self._is_away(name) and not self._named(name):
+                await self._reconciled.wait()
+        named = self._named(name)
         if not named:
             raise self._unknown(name)
         serving = next((one for one in named if one.card.type & wanted), None)
@@ -273,11 +285,18 @@ class Models:
             )
         return serving.model
 
+    def _named(self, name: str) -> list[_Serving]:
+        return [one for one in self._served.values() if one.card.name == name]
+
+    def _is_away(self, name: str) -> bool:
+        """Whether the last instance of a model has gone, and may come back."""
+        return monotonic() - self._gone.get(name, -GONE) < GONE
+
     def _unknown(self, name: str) -> DynbusError:
-        gone = self._gone.get(name)
-        if gone is not None and monotonic() - gone < GONE:
+        if self._is_away(name):
+            since = monotonic() - self._gone[name]
             return NoInstances(
-                f"the model {name} has no instance since {monotonic() - gone:.1f} s", started=False
+                f"the model {name} has no instance since {since:.1f} s", started=False
             )
         known = ", ".join(self.names) or "none at present"
         return ModelNotFound(
@@ -308,6 +327,9 @@ class Models:
                 self._background.start(self._serve, serving, name=f"serving the model {card.name}")
         now = monotonic()
         self._gone = {name: at for name, at in self._gone.items() if now - at < GONE}
+        # Whoever waits looks once.
+        self._reconciled.set()
+        self._reconciled = asyncio.Event()
 
     async def _serve(self, serving: _Serving) -> None:
         """Have a model open until it is gone, and its last requests with it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -241,6 +242,21 @@ async def test_models_are_listed_and_come_and_go() -> None:
     assert one.id == "tiny"
     assert unknown.value.code == "model_not_found"
     assert gone.value.status_code == 503
+
+
+async def test_a_request_waits_for_a_model_whose_instances_come_back() -> None:
+    async with asked() as (front, client):
+        cards = dict(front.catalog.cards)
+        front.catalog.change({"text": cards["text"]})
+        await eventually(lambda: front.front_end.service.models.names == ["text"])
+        asking = asyncio.create_task(create(client, **chat("say yes")))
+        await eventually(lambda: front.front_end.service.metrics.in_flight == 1)
+
+        front.catalog.change(cards)
+
+        answer = await asking
+
+    assert answer.choices[0].message.content == "yes"
 
 
 MISFITS: list[tuple[dict[str, Any], Any, str | None, str]] = [
