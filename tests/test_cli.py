@@ -198,7 +198,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
         ["bash", "-c", f"( {command} ; echo $? >&2 ) | true"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 
@@ -211,7 +211,7 @@ def test_python_m_dynbus_is_the_same_command() -> None:
         [sys.executable, "-m", "dynbus", "version"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 
@@ -236,7 +236,7 @@ except SystemExit:
 """
 
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
 
     assert ended.stdout.splitlines()[-1] == "[]"

@@ -121,7 +121,7 @@ def test_a_python_block_runs_on_its_own(block: Block, tmp_path: Path) -> None:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 
@@ -165,14 +165,14 @@ def test_a_program_of_the_documents_greets_ada(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
             check=False,
         )
 
         assert (done.returncode, done.stderr) == (0, "")
         assert "Hello, Ada!" in done.stdout
     finally:
-        server.communicate("", timeout=20)
+        server.communicate("", timeout=60)
 
 
 # Commands -----------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_a_script_of_the_documents_is_there_and_can_be_run(block: Block) -> None
     script = ROOT / block.text.strip()
 
     assert os.access(script, os.X_OK)
-    subprocess.run(["bash", "-n", script], check=True, timeout=10)
+    subprocess.run(["bash", "-n", script], check=True, timeout=120)
 
 
 def test_the_readme_runs_the_hello_example() -> None:
@@ -221,7 +221,7 @@ def test_the_readme_runs_the_hello_example() -> None:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 

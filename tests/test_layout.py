@@ -52,7 +52,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(folder / done.stdout.split()[-1]) as archive:

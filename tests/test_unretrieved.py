@@ -108,7 +108,7 @@ def run_tests(folder: Path) -> str:
         text=True,
         cwd=folder,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200"},
-        timeout=50,
+        timeout=120,
         check=False,
     )
     return ended.stdout + ended.stderr

@@ -89,7 +89,7 @@ class Inside(Actor, namespace="anyio"):
     @handler
     async def fetch(self, port: int) -> str:
         """What a library for HTTP on anyio does, in short."""
-        with anyio.fail_after(5.0):
+        with anyio.fail_after(60):
             async with await anyio.connect_tcp("127.0.0.1", port) as connection:
                 await connection.send(b"GET / HTTP/1.0\r\n\r\n")
                 try:
@@ -114,7 +114,7 @@ def test_task_groups_and_scopes_do_their_work_in_a_handler() -> None:
 async def test_a_handler_may_wait_for_a_thread_of_anyio(nats_server: RunningServer) -> None:
     async with Runtime.connect(nats_server.url) as runtime:
         await runtime.start(Inside)
-        client = runtime.client(Inside, wait=5.0)
+        client = runtime.client(Inside, wait=60.0)
 
         assert await with_options(client, request_id="r2").in_thread(0.05) == "r2"
         with pytest.raises(DeadlineExceeded):
@@ -132,7 +132,7 @@ def test_a_handler_that_is_ended_leaves_its_task_group_tidily(how: str) -> None:
         else:
             with anyio.move_on_after(0.5):
                 await kit.client(Inside).hold()
-        await eventually(lambda: len(actor.cleaned) == 2, 5.0)
+        await eventually(lambda: len(actor.cleaned) == 2)
         return actor.cleaned
 
     assert on_a_kit(story) == ["child", "handler"]
@@ -150,7 +150,7 @@ def test_a_stream_over_anyio_s_streams_may_be_read_in_part(taken: int) -> None:
                     found.append(number)
                     if len(found) == taken:
                         break
-            await eventually(lambda: bool(actor.cleaned), 5.0)
+            await eventually(lambda: bool(actor.cleaned))
             return found, actor.cleaned
 
     assert run(story()) == (list(range(taken)), ["relay"])
@@ -174,13 +174,13 @@ async def test_a_client_on_anyio_s_sockets_works_in_a_handler(
     async with server, Runtime.connect(nats_server.url) as runtime:
         actor = (await runtime.start(Inside)).actor
         assert isinstance(actor, Inside)
-        client = runtime.client(Inside, wait=5.0, timeout=5.0 if answers else 0.3)
+        client = runtime.client(Inside, wait=60.0, timeout=60.0 if answers else 0.3)
         if answers:
             assert (await client.fetch(port)).startswith("HTTP/1.0 204")
         else:
             with pytest.raises(DeadlineExceeded):
                 await client.fetch(port)
-        await eventually(lambda: actor.cleaned == ["fetch"], 5.0)
+        await eventually(lambda: actor.cleaned == ["fetch"])
 
 
 class Spanning(Actor, namespace="anyio"):
@@ -194,7 +194,7 @@ class Spanning(Actor, namespace="anyio"):
     async def on_start(self) -> None:
         self.tasks = await anyio.create_task_group().__aenter__()
         self.tasks.start_soon(self._beat)
-        with anyio.fail_after(5.0):
+        with anyio.fail_after(60):
             await anyio.sleep(0.1)
 
     async def _beat(self) -> None:
@@ -276,7 +276,7 @@ def test_an_instance_whose_task_group_fails_is_withdrawn_as_broken(
         instance = await kit.start(Spanning, dies_after=1.0)
         actor = instance.actor
         assert isinstance(actor, Spanning)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60):
             await instance.stopped.wait()
         return instance.broken, actor.stopped_with
 

@@ -61,7 +61,7 @@ async def loaded(child: Child) -> AsyncGenerator[asyncio.Task[int], None]:
         yield running
     finally:
         child.kill()
-        await asyncio.wait({running}, timeout=10.0)
+        await asyncio.wait({running}, timeout=60)
         assert child.pid is None
 
 
@@ -119,7 +119,7 @@ async def test_a_killed_child_has_ended_by_a_signal_and_is_told_nothing_more(
 
     async with loaded(child) as running:
         child.kill()
-        code = await asyncio.wait_for(running, 10.0)
+        code = await asyncio.wait_for(running, 60)
 
         child.send(StartInstance())
         child.kill()

@@ -45,7 +45,7 @@ def test_what_a_killed_leader_started_is_ended() -> None:
         leader, child = lead(theirs)
 
         leader.kill()
-        leader.wait(5.0)
+        leader.wait(60)
 
         child.wait(ENDED_WITHIN)
 
@@ -77,7 +77,7 @@ def test_words_to_the_whole_group_do_not_end_its_guard() -> None:
 
         assert guard.is_running()
         leader.kill()
-        leader.wait(5.0)
+        leader.wait(60)
         child.wait(ENDED_WITHIN)
 
 

@@ -21,7 +21,7 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_process_that_does_not_end_is_ended_with_its_code(codes: list[int]) -> None:
     said: list[str] = []
 
-    leave_within(5, 0.01, say=lambda: said.append("why")).join(5.0)
+    leave_within(5, 0.01, say=lambda: said.append("why")).join(60)
 
     assert (codes, said) == ([5], ["why"])
 
@@ -30,7 +30,7 @@ def test_a_process_that_has_ended_by_itself_is_left_alone(codes: list[int]) -> N
     timer = leave_within(5, 60.0)
 
     timer.cancel()
-    timer.join(5.0)
+    timer.join(60)
 
     assert codes == []
 
@@ -47,8 +47,8 @@ def test_threads_that_go_on_are_named(codes: list[int], caplog: pytest.LogCaptur
         found = [each for each in running_threads() if each not in before]
     finally:
         free.set()
-        thread.join(5.0)
-        idle.join(5.0)
+        thread.join(60)
+        idle.join(60)
 
     assert found == [thread]
     assert "abandoning threads that still run, since nothing can cancel them: " in caplog.text

@@ -97,8 +97,8 @@ async def test_functions_are_called_by_typed_and_untyped_clients(
             assert found is not None
             assert found.metadata == {"model": "tiny"}
             plain_client = await nats.connect(nats_server.url)
-            info = await plain_client.request(f"$SRV.INFO.alone_Shouter.{instance.id}", timeout=2.0)
-            reply = await plain_client.request("alone.Shouter.ping", timeout=2.0)
+            info = await plain_client.request(f"$SRV.INFO.alone_Shouter.{instance.id}", timeout=60)
+            reply = await plain_client.request("alone.Shouter.ping", timeout=60)
             await plain_client.close()
             assert b'"ping"' in info.data
             assert reply.data == b'"pong"'

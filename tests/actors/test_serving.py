@@ -75,7 +75,7 @@ class Hangs(Below, namespace="served"):
     async def on_stop(self) -> None:
         self.events.append("stopping")
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         finally:
             self.events.append("cut short")
 
@@ -165,7 +165,7 @@ async def test_the_last_word_cuts_an_on_stop_that_hangs_short(nats_server: Runni
     events = await serve_until_ready(nats_server, Hangs, then=then)
 
     assert events == ["stopping", "cut short"]
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 60.0
 
 
 @pytest.mark.anyio

@@ -138,7 +138,7 @@ class Watched:
 
         thread = threading.Thread(target=main)
         thread.start()
-        assert self._ready.wait(10.0)
+        assert self._ready.wait(60)
         return thread
 
 
@@ -156,7 +156,7 @@ def test_a_handler_that_sleeps_is_found_on_every_kind_of_loop(
     release = threading.Event()
 
     async def handler() -> None:
-        release.wait(20.0)
+        release.wait(600)
 
     watched = Watched(make_loop)
     thread = watched.run(handler)
@@ -165,7 +165,7 @@ def test_a_handler_that_sleeps_is_found_on_every_kind_of_loop(
         shown = frames_to_show(stack_of(watched.thread), watched.depth)
     finally:
         release.set()
-        thread.join(10.0)
+        thread.join(60)
 
     names = [each.name for each in shown]
     assert "handler" in names
@@ -190,7 +190,7 @@ def test_a_loop_with_nothing_to_do_shows_nothing_on_every_kind_of_loop(
     finally:
         eventually(lambda: bool(release))
         release[0]()
-        thread.join(10.0)
+        thread.join(60)
 
 
 def test_a_block_is_reported_once_with_its_lines(caplog: pytest.LogCaptureFixture) -> None:

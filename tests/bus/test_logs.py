@@ -249,7 +249,7 @@ def test_importing_it_does_not_import_structlog() -> None:
         env={"PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
 
     assert done.stdout.strip() == "False False", done.stderr

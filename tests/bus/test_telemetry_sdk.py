@@ -60,16 +60,16 @@ def test_a_second_call_runs_nothing_again() -> None:
 
 def test_a_step_that_hangs_is_left_behind_in_time() -> None:
     release = threading.Event()
-    shutdown = Shutdown([lambda: release.wait(30.0)])
+    shutdown = Shutdown([lambda: release.wait(600)])
     began = time.monotonic()
 
     first = shutdown.shutdown(timeout=0.1)
     took = time.monotonic() - began
     release.set()
-    second = shutdown.shutdown(timeout=10.0)
+    second = shutdown.shutdown(timeout=60.0)
 
     assert (first, second) == (False, True)
-    assert took < 5.0
+    assert took < 60.0
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_a_forked_child_hands_out_other_ids_than_its_parent() -> None:
         [sys.executable, "-c", FORKING],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )

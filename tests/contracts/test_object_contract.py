@@ -43,7 +43,7 @@ async def opened(
 
 async def held_at_least(connection: Connection, bucket: str, count: int) -> None:
     """Wait until a bucket holds that many messages."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await held(connection, bucket) < count:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0)
 

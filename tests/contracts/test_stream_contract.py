@@ -27,7 +27,7 @@ async def all_data(js: JetStream, stream: str) -> list[bytes]:
     found: list[StoredMessage] = []
     read = asyncio.Event()
     consumer = await js.consume(stream, found.append, on_caught_up=read.set)
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60):
         await read.wait()
     await consumer.stop()
     return [message.data for message in found]

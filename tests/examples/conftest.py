@@ -74,7 +74,7 @@ class Example:
             env=self._environment,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -85,7 +85,7 @@ class Example:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         try:
-            self.output += self._process.communicate(timeout=20)[0]
+            self.output += self._process.communicate(timeout=60)[0]
         except subprocess.TimeoutExpired:
             self._process.kill()
             self.output += self._process.communicate()[0]

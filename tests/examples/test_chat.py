@@ -38,7 +38,7 @@ def get(url: str, body: object = None) -> Any:
     """What is answered to a GET, or to a POST with a body; JSON."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
 
 
@@ -76,7 +76,7 @@ def test_the_terminal_gets_an_answer(served: Served) -> None:
 
 
 def test_the_page_shows_both_engines(served: Served) -> None:
-    with urllib.request.urlopen(served.url, timeout=30) as response:
+    with urllib.request.urlopen(served.url, timeout=60) as response:
         assert b"<title>dynbus</title>" in response.read()
 
     state = get(f"{served.url}/page/state")

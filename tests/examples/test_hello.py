@@ -33,7 +33,7 @@ def test_without_a_server_the_client_ends_with_one_line_and_exit_code_1() -> Non
         env=environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 

@@ -56,7 +56,7 @@ def test_without_a_server_the_client_says_so_in_one_line() -> None:
         },
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 

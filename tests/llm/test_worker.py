@@ -23,7 +23,7 @@ class Worker(ModelWorker, namespace="llm"):
 async def text_of(kit: TestKit, prompt: str, max_tokens: int = 400) -> tuple[str, list[Generated]]:
     """What the only model that is there makes of a prompt."""
     async with Catalog(kit.caller) as catalog:
-        card = await catalog.wait_for("mock", ModelType.Chat, timeout=10)
+        card = await catalog.wait_for("mock", ModelType.Chat, timeout=60)
         text = await catalog.text_model(card)
         request = GenerateRequest(await text.encode(prompt), max_tokens)
         items = [item async for item in kit.client(Worker).generate(request)]

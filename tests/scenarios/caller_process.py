@@ -25,7 +25,7 @@ async def main(url: str, actor: str, streams: int, pause: float) -> None:
         first = [asyncio.Event() for _ in range(streams)]
 
         async def read(number: int) -> None:
-            with call_options(wait=10.0):
+            with call_options(wait=60.0):
                 stream = client.count(Count(items=10**9, pause=pause, tag=f"stream {number}"))
             async for _ in stream:
                 first[number].set()

@@ -61,5 +61,5 @@ async def link(
     worker = await processes.worker(urls["worker"])
     async with Runtime.connect(urls["caller"]) as runtime:
         endpoint = runtime.namespace("scenario").component("Source").endpoint("where")
-        await (await endpoint.client()).wait_for_instances(timeout=5.0)
+        await (await endpoint.client()).wait_for_instances(timeout=60.0)
         yield Link(proxy, worker, runtime)

@@ -95,7 +95,7 @@ def grpc_receiver(collector: Collector, *, takes_metrics: bool = True) -> Genera
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        assert server.stop(grace=1).wait(timeout=5)
+        assert server.stop(grace=1).wait(timeout=60)
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def http_receiver(collector: Collector, *, takes_metrics: bool = True) -> Genera
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
-        thread.join(5)
+        thread.join(60)
         server.server_close()
 
 

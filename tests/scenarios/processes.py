@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conditions import eventually, no_loop_reports
+from tests.conditions import PATIENCE, eventually, no_loop_reports
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ class Process:
         """What it has printed and logged so far."""
         return self.log.read_text(errors="replace")
 
-    async def says(self, text: str, within: float = 15.0) -> None:
+    async def says(self, text: str, within: float = PATIENCE) -> None:
         """Wait until its output holds `text`."""
         await eventually(
             lambda: text in self.output or self._process.poll() is not None,
@@ -57,7 +57,7 @@ class Process:
     def kill(self) -> None:
         """SIGKILL; takes effect before this returns."""
         self._process.kill()
-        self._process.wait(5.0)
+        self._process.wait(PATIENCE)
 
     def freeze(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
@@ -68,7 +68,7 @@ class Process:
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)
 
-    async def ended(self, within: float = 10.0) -> int:
+    async def ended(self, within: float = PATIENCE) -> int:
         """Wait for its end; returns its exit status."""
         await eventually(lambda: self._process.poll() is not None, within, what=f"{self!r} ends")
         return self._process.returncode

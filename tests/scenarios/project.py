@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.conditions import no_loop_reports
+from tests.conditions import PATIENCE, no_loop_reports, wait_until
 
 from dynbus.bus.nats.server_process import free_port
 
@@ -147,11 +146,14 @@ class Folder:
     def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def wait_for(self, condition: Callable[[], Any], seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"not so within {seconds:g} s\n{self.output()}"
-            time.sleep(0.02)
+    def wait_for(self, condition: Callable[[], Any], within: float = PATIENCE) -> float:
+        """Wait until `condition()` is true; returns the seconds that it took, by a `Stopwatch`."""
+        return wait_until(condition, within, what=self.output)
+
+    def exit_of(self, process: subprocess.Popen[Any], within: float = PATIENCE) -> int:
+        """Wait for the end of a process; returns its exit code."""
+        self.wait_for(lambda: process.poll() is not None, within)
+        return int(process.returncode)
 
     def wait_for_file(self, name: str) -> None:
         self.wait_for((self.path / name).exists)
@@ -184,10 +186,10 @@ def project_folder(path: Path) -> Generator[Folder, None, None]:
         started: list[subprocess.Popen[Any]] = [*project.runs, *project.calls]
         for process in started:
             process.kill()
-            process.wait(5.0)
+            process.wait(PATIENCE)
         for call in project.calls:
             for pipe in (call.stdout, call.stderr):
                 if pipe is not None:
                     pipe.close()
-    project.wait_for(lambda: project.processes() == [], 10.0)
+    project.wait_for(lambda: project.processes() == [])
     assert no_loop_reports(project.output()), project.output()

@@ -87,7 +87,7 @@ async def set_stage(url: str, **settings: Any) -> AsyncGenerator[Stage]:
             await serving.start(actor)
         for component in ACTORS:
             endpoint = calling.namespace("scenario").component(component).endpoint("count")
-            await (await endpoint.client()).wait_for_instances(timeout=5.0)
+            await (await endpoint.client()).wait_for_instances(timeout=60.0)
         yield Stage(serving, calling)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+from tests.conditions import Stopwatch
 
 from dynbus import Runtime, UnknownOutcome, call_options
 from dynbus.bus.nats.server_process import RunningServer
@@ -24,13 +25,13 @@ async def test_a_handler_that_blocks_its_loop_is_reported_and_its_calls_complete
     worker = await processes.worker(own_server.url, instance_id="blocked", ttl=3.0)
     async with Runtime.connect(own_server.url) as runtime:
         source = runtime.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             await source.where()
         waiting = asyncio.create_task(source.work(Wait(seconds=0.5)))
         await asyncio.sleep(0.1)
         seen: set[tuple[str, ...]] = set()
 
-        begun = time.monotonic()
+        begun, watch = time.monotonic(), Stopwatch()
         blocking = asyncio.create_task(source.block(Wait(seconds=BLOCKED)))
         await asyncio.sleep(0.2)
         late = asyncio.create_task(source.where())
@@ -38,10 +39,11 @@ async def test_a_handler_that_blocks_its_loop_is_reported_and_its_calls_complete
             seen.add(tuple(runtime.instance_ids("scenario", "Source")))
             await asyncio.sleep(0.02)
         results = await asyncio.gather(blocking, waiting, late)
-        took = time.monotonic() - begun
+        took, unhindered = time.monotonic() - begun, watch.seconds()
 
     assert [result.instance for result in results] == ["blocked"] * 3
-    assert BLOCKED <= took < 2 * BLOCKED
+    assert took >= BLOCKED
+    assert unhindered < 2 * BLOCKED
     assert seen == {("blocked",)}
     report = worker.output.split("the main loop has been blocked for")
     assert len(report) == 2
@@ -54,22 +56,23 @@ async def test_a_caller_that_begins_while_the_loop_is_blocked_waits_for_it_too(
     await processes.worker(own_server.url, instance_id="blocked", ttl=3.0)
     async with Runtime.connect(own_server.url) as runtime:
         source = runtime.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             await source.where()
-        begun = time.monotonic()
+        begun, watch = time.monotonic(), Stopwatch()
         blocking = asyncio.create_task(source.block(Wait(seconds=BLOCKED)))
         await asyncio.sleep(0.3)
 
         async with Runtime.connect(own_server.url) as stranger:
             late = stranger.client(Source)
-            with call_options(wait=5.0):
+            with call_options(wait=60.0):
                 items = late.count(Count(items=2))
                 done, seen = await asyncio.gather(late.where(), anext(aiter(items)))
-        took = time.monotonic() - begun
+        took, unhindered = time.monotonic() - begun, watch.seconds()
         await blocking
 
     assert done.instance == seen.instance == "blocked"
-    assert BLOCKED <= took < BLOCKED + 1.5
+    assert took >= BLOCKED
+    assert unhindered < BLOCKED + 1.5
 
 
 async def test_a_caller_that_blocks_its_loop_keeps_its_streams(
@@ -78,7 +81,7 @@ async def test_a_caller_that_blocks_its_loop_keeps_its_streams(
     await processes.worker(own_server.url)
     async with Runtime.connect(own_server.url) as runtime:
         source = runtime.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             journal = await source.journal()
         working = asyncio.create_task(source.work(Wait(seconds=1.0, tag="kept")))
         await asyncio.sleep(0.1)
@@ -96,12 +99,13 @@ async def test_a_loop_that_is_blocked_beyond_the_limit_is_given_up(
     await processes.worker(own_server.url)
     async with Runtime.connect(own_server.url, stall_limit=1.0) as runtime:
         source = runtime.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             await source.where()
 
-        begun = time.monotonic()
+        begun, watch = time.monotonic(), Stopwatch()
         with pytest.raises(UnknownOutcome):
             await source.block(Wait(seconds=8.0))
-        took = time.monotonic() - begun
+        took, unhindered = time.monotonic() - begun, watch.seconds()
 
-    assert 1.0 < took < 6.0
+    assert took > 1.0
+    assert unhindered < 6.0

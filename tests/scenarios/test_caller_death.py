@@ -7,7 +7,7 @@ import time
 
 import pytest
 from nats.aio.client import Client
-from tests.conditions import eventually
+from tests.conditions import Stopwatch, eventually
 from tests.proxy import Proxy
 
 from dynbus import Runtime, call_options
@@ -38,7 +38,7 @@ async def test_the_handlers_of_a_killed_caller_are_cancelled_down_to_the_grandch
         assert (await source.journal()).running == 20
 
         caller.kill()
-        took = await eventually(no_handler_runs(source), 5.0)
+        took = await eventually(no_handler_runs(source))
         journal = await source.journal()
 
     assert took < STOPPED_WITHIN
@@ -54,9 +54,9 @@ async def test_the_handlers_of_a_frozen_caller_are_cancelled_and_it_gets_an_erro
         source = runtime.client(Source)
 
         caller.freeze()
-        took = await eventually(no_handler_runs(source), 5.0)
+        took = await eventually(no_handler_runs(source))
         caller.thaw()
-        status = await caller.ended(5.0)
+        status = await caller.ended()
 
     assert took < STOPPED_WITHIN
     assert status != 0
@@ -73,7 +73,7 @@ async def test_the_handlers_of_a_caller_that_is_cut_off_for_good_are_cancelled(
 
         proxy.refuse()
         proxy.cut()
-        took = await eventually(no_handler_runs(source), 5.0)
+        took = await eventually(no_handler_runs(source))
 
     assert took < STOPPED_WITHIN
 
@@ -85,19 +85,21 @@ async def test_the_handlers_of_a_caller_that_dies_during_an_outage_stop_soon_aft
         await serving.start(Source)
         source = serving.client(Source)
         caller = await processes.caller(own_server.url, "Source", streams=20)
-        connected: list[float] = []
-        serving.bus.data.on_state(lambda _: connected.append(time.monotonic()))
+        connected: list[tuple[float, Stopwatch]] = []
+        serving.bus.data.on_state(lambda _: connected.append((time.monotonic(), Stopwatch())))
 
         own_server.kill()
         caller.kill()
         await own_server.start()
         await eventually(lambda: serving.is_connected)
-        await eventually(no_handler_runs(source), 10.0)
-        took = time.monotonic() - connected[-1]
+        await eventually(no_handler_runs(source))
+        begun, watch = connected[-1]
+        took, unhindered = time.monotonic() - begun, watch.seconds()
         journal = await source.journal()
 
     # A caller that died looks like one that is about to come back.
-    assert RECONNECT_GRACE <= took < 4.0
+    assert took >= RECONNECT_GRACE
+    assert unhindered < 4.0
     assert len(journal.cancelled) == 20
 
 
@@ -114,7 +116,7 @@ async def test_a_caller_that_is_back_within_three_seconds_of_an_outage_loses_not
         received: list[int] = []
 
         async def read() -> None:
-            with call_options(wait=5.0):
+            with call_options(wait=60.0):
                 stream = source.count(Count(items=500, pause=0.01))
             async for item in stream:
                 received.append(item.index)
@@ -142,15 +144,15 @@ async def test_a_plain_client_that_dies_is_noticed_at_the_next_item(
     subscription = await plain.subscribe(inbox)  # pyright: ignore[reportUnknownMemberType]
     async with Runtime.connect(own_server.url) as runtime:
         source = runtime.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             await source.where()
         request = b'{"items": 1000000, "pause": 0.02}'
         await plain.publish("scenario.Source.count", request, reply=inbox)
-        await subscription.next_msg(timeout=5)
+        await subscription.next_msg(timeout=60)
         assert (await source.journal()).running == 1
 
         await plain.close()
-        took = await eventually(no_handler_runs(source), 5.0)
+        took = await eventually(no_handler_runs(source))
 
     assert took < 1.0
 
@@ -161,7 +163,7 @@ async def test_a_plain_client_cannot_end_streams_by_answering_an_item(
     await processes.worker(own_server.url)
     async with Runtime.connect(own_server.url) as runtime:
         source = runtime.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             await source.where()
         plain = Client()
         await plain.connect(own_server.url)
@@ -171,7 +173,7 @@ async def test_a_plain_client_cannot_end_streams_by_answering_an_item(
 
         items = 0
         while True:
-            message = await subscription.next_msg(timeout=5)
+            message = await subscription.next_msg(timeout=60)
             if not message.data:
                 break
             items += 1
@@ -190,7 +192,7 @@ async def test_100_callers_killed_at_once_leave_nothing_of_their_10_000_streams(
     worker = await processes.worker(own_server.url)
     async with Runtime.connect(own_server.url) as runtime:
         source = runtime.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             start = await source.census()
         sizes = [resident(worker.pid)]
         blocks = [start.blocks]
@@ -201,8 +203,8 @@ async def test_100_callers_killed_at_once_leave_nothing_of_their_10_000_streams(
 
             for caller in callers:
                 caller.kill()
-            took = await eventually(no_handler_runs(source), 30.0)
-            await eventually(holds_as_before(start, source), 10.0)
+            took = await eventually(no_handler_runs(source))
+            await eventually(holds_as_before(start, source))
             sizes.append(resident(worker.pid))
             blocks.append((await source.census()).blocks)
             print(f"10,000 handlers stopped in {took:.2f} s; MiB at the peak: {peak}")
@@ -223,7 +225,7 @@ async def begin_callers(url: str, processes: Processes, pairs: int) -> list[Proc
         # Two at a time: a hundred Pythons that start would starve those that run.
         pair = [processes.begin_caller(url, "Source", streams=100, pause=5.0) for _ in range(2)]
         for caller in pair:
-            await caller.says("streaming", within=30.0)
+            await caller.says("streaming")
         callers += pair
     return callers
 
@@ -239,7 +241,7 @@ async def test_100_callers_killed_one_after_the_other_leave_nothing_running(
         for _ in range(100):
             caller = await processes.caller(own_server.url, "Source", streams=100)
             caller.kill()
-            took = await eventually(no_handler_runs(source), 5.0)
+            took = await eventually(no_handler_runs(source))
             assert took < STOPPED_WITHIN
-            await eventually(lambda: not leftovers(runtime), 5.0)
+            await eventually(lambda: not leftovers(runtime))
         await asyncio.sleep(0)

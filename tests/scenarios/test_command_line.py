@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.conditions import PATIENCE
 
 from dynbus.bus.nats.server_process import free_port
 
@@ -51,7 +52,7 @@ def test_a_stream_is_printed_line_by_line_as_it_comes(folder: Folder) -> None:
     assert lines == ["0\n", "1\n", "2\n"]
     assert call.poll() is None
     call.send_signal(signal.SIGTERM)
-    call.communicate(timeout=10)
+    call.communicate(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -65,7 +66,7 @@ def test_a_signal_cancels_the_call_on_the_far_side(
 
     call.send_signal(number)
 
-    _, errors = call.communicate(timeout=10)
+    _, errors = call.communicate(timeout=PATIENCE)
     assert call.returncode == code
     assert "Traceback" not in errors
     folder.wait_for_file("cancelled")
@@ -80,7 +81,7 @@ def test_a_reader_that_leaves_cancels_the_call(folder: Folder) -> None:
         capture_output=True,
         text=True,
         env=folder.environment(),
-        timeout=20,
+        timeout=120,
         check=False,
     )
 
@@ -95,7 +96,7 @@ def test_a_request_can_come_from_standard_input(folder: Folder) -> None:
         capture_output=True,
         text=True,
         env=folder.environment(),
-        timeout=20,
+        timeout=120,
         check=False,
     )
 
@@ -151,9 +152,9 @@ def test_a_call_can_wait_for_its_first_instance(folder: Folder, tmp_path: Path) 
 
     run = folder.start(str(late))
 
-    assert call.communicate(timeout=25)[0] == '"here"\n'
+    assert call.communicate(timeout=PATIENCE)[0] == '"here"\n'
     os.killpg(run.pid, signal.SIGINT)
-    assert run.wait(15) == 0
+    assert folder.exit_of(run) == 0
 
 
 def test_without_a_server_a_call_ends_with_no_server(folder: Folder) -> None:
@@ -168,22 +169,26 @@ def test_without_a_server_a_call_ends_with_no_server(folder: Folder) -> None:
 
 def test_ps_shows_every_instance_with_its_load(folder: Folder) -> None:
     (folder.path / "working").unlink(missing_ok=True)
-    call = folder.begin("call", "demo.Slow.work", "8")
+    call = folder.begin("call", "demo.Slow.work", "600")
     folder.wait_for_file("working")
 
-    def listed() -> dict[str, Any]:
-        return {row["component"]: row for row in json.loads(folder.dynbus("ps", "--json").stdout)}
+    rows: dict[str, Any] = {}
+
+    def all_serve_and_one_runs() -> bool:
+        listed = json.loads(folder.dynbus("ps", "--json").stdout)
+        rows.update({row["component"]: row for row in listed})
+        states = {row["state"] for row in listed}
+        return states == {"serving"} and rows["Slow"]["running"] == 1
 
     # Calls that other tests have cancelled may still be ending.
-    folder.wait_for(lambda: listed()["Slow"]["running"] == 1, 6.0)
-    rows = listed()
+    folder.wait_for(all_serve_and_one_runs)
 
     assert sorted(rows) == ["Shouter", "Slow", "Splitter"]
-    assert {row["state"] for row in rows.values()} == {"serving"}
     assert rows["Slow"]["waiting"] == 0
     assert 0 < rows["Splitter"]["age"] < 600
     assert sorted(rows["Splitter"]["endpoints"]) == ["fail", "split"]
-    assert call.communicate(timeout=20)[0] == '"done"\n'
+    call.send_signal(signal.SIGINT)
+    call.communicate(timeout=PATIENCE)
 
 
 def test_ps_prints_a_plain_table_when_piped(folder: Folder) -> None:
@@ -215,13 +220,16 @@ def test_ps_shows_a_frozen_instance_as_silent(folder: Folder) -> None:
     process = psutil.Process(int(address.rpartition(":")[2]))
     process.suspend()
 
+    def states() -> dict[str, str]:
+        rows = json.loads(folder.dynbus("ps", "--json").stdout)
+        return {row["component"]: row["state"] for row in rows}
+
     try:
-        frozen = json.loads(folder.dynbus("ps", "--json").stdout)
+        # On a busy machine others may be silent, too, for a moment.
+        expected = {"Shouter": "silent", "Slow": "serving", "Splitter": "serving"}
+        folder.wait_for(lambda: states() == expected)
     finally:
         process.resume()
-
-    states = {row["component"]: row["state"] for row in frozen}
-    assert states == {"Shouter": "silent", "Slow": "serving", "Splitter": "serving"}
 
 
 def test_doctor_finds_nothing_wrong_with_the_embedded_server(folder: Folder) -> None:

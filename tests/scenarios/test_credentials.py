@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.conditions import eventually
+from tests.conditions import PATIENCE, Stopwatch, eventually
 
 from dynbus import PermissionDenied, Runtime, call_options
 from dynbus.bus.nats.server_process import RunningServer, run_server
@@ -58,12 +57,12 @@ def url_of(server: RunningServer, user: str, password: str = "secret") -> str:
 async def test_wrong_credentials_are_told_at_once_and_without_the_password(
     guarded: RunningServer, url: str
 ) -> None:
-    begun = time.monotonic()
+    watch = Stopwatch()
 
     with pytest.raises(PermissionDenied) as raised:
         await Runtime.connect(f"{url}127.0.0.1:{guarded.port}")
 
-    assert time.monotonic() - begun < 2.0
+    assert watch.seconds() < 2.0
     assert f"127.0.0.1:{guarded.port}" in str(raised.value)
     assert "secret" not in str(raised.value)
     assert "wrong" not in str(raised.value)
@@ -79,13 +78,13 @@ async def test_a_caller_that_may_not_publish_to_an_endpoint_is_told_so(
         await serving.start(Source)
         source = calling.client(Source)
 
-        begun = time.monotonic()
-        with pytest.raises(PermissionDenied) as of_unary, call_options(wait=5.0):
+        watch = Stopwatch()
+        with pytest.raises(PermissionDenied) as of_unary, call_options(wait=60.0):
             await source.where()
         with pytest.raises(PermissionDenied):
             async for _ in source.count(Count(items=3)):
                 pass
-        took = time.monotonic() - begun
+        took = watch.seconds()
 
     assert took < 2.0
     assert "scenario.Source.where" in str(of_unary.value)
@@ -101,10 +100,10 @@ async def test_a_caller_that_may_not_use_the_control_lane_is_told_so(
         await serving.start(Source)
         source = calling.client(Source)
 
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             stream = source.count(Count(items=10**9, pause=0.01))
         with pytest.raises(PermissionDenied):
-            await asyncio.wait_for(read_all(stream), 5.0)
+            await asyncio.wait_for(read_all(stream), PATIENCE)
 
 
 async def test_a_runtime_that_may_not_hear_its_replies_does_not_connect(
@@ -125,7 +124,7 @@ async def test_an_instance_that_may_not_subscribe_does_not_start_and_is_not_anno
     ):
         with pytest.raises(PermissionDenied):
             await serving.start(Source, instance_id="idler")
-        await watching.discovery.wait_synchronized(5.0)
+        await watching.discovery.wait_synchronized(60.0)
 
         assert watching.instance_ids("scenario", "Source") == []
         assert serving.instances == {}
@@ -137,7 +136,7 @@ async def test_credentials_that_are_withdrawn_and_given_back_are_found_out_by_re
     async with Runtime.connect(url_of(guarded, "operator")) as runtime:
         await runtime.start(Source)
         source = runtime.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             before = await source.where()
 
         await guarded.stop()
@@ -146,7 +145,7 @@ async def test_credentials_that_are_withdrawn_and_given_back_are_found_out_by_re
             await asyncio.sleep(0.5)
             refused_while_withdrawn = not runtime.is_connected
         await guarded.start()
-        await eventually(lambda: runtime.is_connected, 15.0)
+        await eventually(lambda: runtime.is_connected)
         after = await source.where()
 
     assert refused_while_withdrawn

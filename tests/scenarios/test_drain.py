@@ -7,7 +7,7 @@ import time
 
 import pytest
 from nats.aio.client import Client
-from tests.conditions import eventually
+from tests.conditions import PATIENCE, Stopwatch, eventually
 
 from dynbus import Draining, Runtime, call_options
 from dynbus.bus.nats.server_process import RunningServer
@@ -36,7 +36,7 @@ async def test_running_streams_finish_while_new_calls_go_to_another_instance(
         leaving = await first.start(Source, instance_id="leaving")
         source = calling.client(Source, routing=Prefer("leaving"))
         received: list[list[Item]] = [[] for _ in range(64)]
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             streams = [
                 asyncio.create_task(read(source, Count(items=100, pause=0.01), items))
                 for items in received
@@ -44,15 +44,15 @@ async def test_running_streams_finish_while_new_calls_go_to_another_instance(
         await eventually(lambda: all(received))
         await second.start(Source, instance_id="staying")
 
-        begun = time.monotonic()
+        watch = Stopwatch()
         stopping = asyncio.create_task(leaving.stop(10.0))
-        await eventually(lambda: leaving.server.execution.draining, 1.0)
+        await eventually(lambda: leaving.server.execution.draining)
         places: set[str] = set()
         while not stopping.done():
             places.add((await source.where()).instance)
             await asyncio.sleep(0.01)
         counts = await asyncio.gather(*streams)
-        took = time.monotonic() - begun
+        took = watch.seconds()
 
         assert counts == [100] * 64
         assert places == {"staying"}
@@ -68,20 +68,21 @@ async def test_what_is_left_after_the_grace_ends_in_draining(own_server: Running
         instance = await serving.start(Source)
         source = calling.client(Source)
         received: list[Item] = []
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             stream = asyncio.create_task(read(source, Count(items=10**9, pause=0.01), received))
             unary = asyncio.create_task(source.work(Wait(seconds=60.0)))
         await eventually(lambda: len(received) > 5)
 
-        begun = time.monotonic()
+        begun, watch = time.monotonic(), Stopwatch()
         await instance.stop(0.5)
-        took = time.monotonic() - begun
+        took, unhindered = time.monotonic() - begun, watch.seconds()
         with pytest.raises(Draining) as of_stream:
             await stream
         with pytest.raises(Draining) as of_unary:
             await unary
 
-        assert 0.5 <= took < 5.0
+        assert took >= 0.5
+        assert unhindered < 5.0
         assert of_stream.value.retryable
         assert of_unary.value.retryable
         assert leftovers(calling) == {}
@@ -91,7 +92,7 @@ async def test_a_handler_sees_that_its_instance_drains(own_server: RunningServer
     async with Runtime.connect(own_server.url) as runtime:
         instance = await runtime.start(Source)
         source = runtime.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             call = asyncio.create_task(source.work(Wait(seconds=0.3)))
         await eventually(lambda: instance.server.execution.load == 1)
 
@@ -108,7 +109,7 @@ async def test_a_worker_process_finishes_its_streams_on_sigterm_and_exits(
     async with Runtime.connect(own_server.url) as runtime:
         source = runtime.client(Source)
         received: list[list[Item]] = [[] for _ in range(16)]
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             streams = [
                 asyncio.create_task(read(source, Count(items=100, pause=0.01), items))
                 for items in received
@@ -117,7 +118,7 @@ async def test_a_worker_process_finishes_its_streams_on_sigterm_and_exits(
 
         worker.terminate()
         counts = await asyncio.gather(*streams)
-        status = await worker.ended(5.0)
+        status = await worker.ended()
 
     assert counts == [100] * 16
     assert status == 0
@@ -141,7 +142,7 @@ async def test_plain_requests_are_not_lost_while_one_of_two_instances_drains(
         async def keep_asking() -> None:
             # Not cancelled: nats-py's request sometimes swallows that.
             while not enough.is_set():
-                answer = await plain.request("scenario.Source.where", b"", timeout=2)
+                answer = await plain.request("scenario.Source.where", b"", timeout=PATIENCE)
                 answers.append(answer.data)
 
         asking = [asyncio.create_task(keep_asking()) for _ in range(8)]

@@ -11,12 +11,12 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.conditions import PATIENCE, wait_until
 
 from dynbus.bus.nats.embedded_guard import DataFolder, FileLock, is_locked
 from dynbus.bus.nats.server_process import free_port, probe
@@ -58,16 +58,16 @@ class User:
     def entered(self) -> list[str]:
         """Wait until it uses the server; the words are `started` or `joined`, and a child."""
         assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], 20.0)
+        readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
         assert readable, "the user did not get a server in time"
         return self.process.stdout.readline().decode().split()
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(5.0)
+        self.process.wait(PATIENCE)
 
     def leave(self) -> int:
-        self.process.communicate(timeout=10.0)
+        self.process.communicate(timeout=PATIENCE)
         return self.process.returncode
 
     def close(self) -> None:
@@ -94,14 +94,7 @@ def user(url: str, tmp_path: Path) -> Iterator[Callable[..., User]]:
     yield start
     for each in users:
         each.close()
-    wait_until(lambda: processes_of(tmp_path) == [])
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = GONE_WITHIN) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so within {seconds:g} s"
-        time.sleep(0.02)
+    wait_until(lambda: processes_of(tmp_path) == [], GONE_WITHIN)
 
 
 def processes_of(data_dir: Path, name: str = "") -> list[psutil.Process]:
@@ -143,7 +136,7 @@ def test_the_server_is_gone_soon_after_its_last_user_is_killed(
     first.kill()
     second.kill()
 
-    wait_until(lambda: processes_of(tmp_path) == [])
+    wait_until(lambda: processes_of(tmp_path) == [], GONE_WITHIN)
     assert not answers(url)
 
 
@@ -186,7 +179,7 @@ def test_users_started_at_once_share_one_server(tmp_path: Path, user: Callable[.
     words = sorted(each.entered()[0] for each in users)
 
     assert words == ["joined", "joined", "joined", "started"]
-    assert len(processes_of(tmp_path)) == 2
+    wait_until(lambda: len(processes_of(tmp_path)) == 2)
 
 
 def test_a_user_comes_back_at_once_after_a_kill(
@@ -200,7 +193,7 @@ def test_a_user_comes_back_at_once_after_a_kill(
     last = user()
     last.entered()
 
-    assert len(processes_of(tmp_path)) == 2
+    wait_until(lambda: len(processes_of(tmp_path)) == 2)
     assert answers(url)
 
 
@@ -213,7 +206,7 @@ def test_a_forked_child_of_a_killed_user_does_not_count_as_a_user(
     parent.kill()
 
     try:
-        wait_until(lambda: processes_of(tmp_path) == [])
+        wait_until(lambda: processes_of(tmp_path) == [], GONE_WITHIN)
         assert child.is_running()
     finally:
         child.kill()
@@ -244,7 +237,7 @@ def test_a_killed_guard_takes_the_server_with_it_when_nobody_uses_it(
     only.kill()
     guard.kill()
 
-    wait_until(lambda: processes_of(tmp_path) == [])
+    wait_until(lambda: processes_of(tmp_path) == [], GONE_WITHIN)
     assert not answers(url)
 
 
@@ -257,11 +250,11 @@ def test_a_killed_guard_is_replaced_for_the_users_that_remain(
     guard, server = guard_of(tmp_path), server_of(tmp_path)
 
     guard.kill()
-    wait_until(lambda: is_replaced(tmp_path, guard), 10.0)
-    wait_until(lambda: answers(url), 10.0)
+    wait_until(lambda: is_replaced(tmp_path, guard))
+    wait_until(lambda: answers(url))
 
     assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
-    assert len(processes_of(tmp_path)) == 2
+    wait_until(lambda: len(processes_of(tmp_path)) == 2)
 
 
 def is_replaced(data_dir: Path, guard: psutil.Process) -> bool:
@@ -290,9 +283,9 @@ def test_a_terminated_guard_ends_its_server_and_is_replaced(
     guard = guard_of(tmp_path)
 
     guard.send_signal(signal.SIGTERM)
-    wait_until(lambda: is_replaced(tmp_path, guard), 10.0)
+    wait_until(lambda: is_replaced(tmp_path, guard))
 
-    wait_until(lambda: answers(url), 10.0)
+    wait_until(lambda: answers(url))
 
 
 def test_a_killed_server_is_restarted_again_and_again_with_its_port(
@@ -303,7 +296,7 @@ def test_a_killed_server_is_restarted_again_and_again_with_its_port(
 
     for _ in range(3):
         kill_and_wait_for_the_next(tmp_path)
-        wait_until(lambda: answers(url), 5.0)
+        wait_until(lambda: answers(url))
 
     assert guard_of(tmp_path).pid == guard.pid
 
@@ -312,7 +305,7 @@ def kill_and_wait_for_the_next(data_dir: Path) -> None:
     folder = DataFolder(data_dir)
     killed = server_of(data_dir)
     killed.kill()
-    wait_until(lambda: folder.server_pid() not in (None, killed.pid), 5.0)
+    wait_until(lambda: folder.server_pid() not in (None, killed.pid))
 
 
 def test_a_frozen_server_ends_with_its_last_user(tmp_path: Path, user: Callable[..., User]) -> None:
@@ -322,7 +315,7 @@ def test_a_frozen_server_ends_with_its_last_user(tmp_path: Path, user: Callable[
 
     only.kill()
 
-    wait_until(lambda: processes_of(tmp_path) == [])
+    wait_until(lambda: processes_of(tmp_path) == [], GONE_WITHIN)
 
 
 def test_a_server_that_was_left_without_a_guard_is_ended_first(
@@ -339,7 +332,7 @@ def test_a_server_that_was_left_without_a_guard_is_ended_first(
     word = user().entered()[0]
 
     assert word == "started"
-    assert leftover.wait(5.0) == -signal.SIGTERM
+    assert leftover.wait(PATIENCE) == -signal.SIGTERM
     assert answers(url)
 
 

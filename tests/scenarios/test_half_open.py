@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
-from tests.conditions import eventually
+from tests.conditions import Stopwatch, eventually
 from tests.proxy import Proxy
 
 from dynbus import DynbusError, Runtime, StreamLost, call_options
@@ -78,7 +77,7 @@ async def test_a_large_request_whose_parts_are_lost_on_the_way_is_sent_anew(link
     await asyncio.sleep(0.15)
     link.proxy.cut()
     link.proxy.delay = 0.0
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         length = await call
 
     assert length == size
@@ -90,19 +89,16 @@ async def test_a_half_open_link_of_the_caller_is_noticed_and_replaced(link: Link
     await eventually(lambda: len(received) > 5)
 
     link.proxy.freeze()
-    frozen = time.monotonic()
     await eventually(lambda: not link.runtime.is_connected, DETECTED_WITHIN)
-    detected = time.monotonic() - frozen
     link.proxy.cut()
     link.proxy.thaw()
-    await eventually(lambda: link.runtime.is_connected, 3.0)
+    await eventually(lambda: link.runtime.is_connected)
     # The instance could not know better than to take us for dead; that is said in time.
     with pytest.raises(StreamLost):
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             await stream
     done = await link.source.where()
 
-    assert detected < DETECTED_WITHIN
     assert done.instance
 
 
@@ -146,14 +142,14 @@ async def test_a_link_that_is_deaf_in_one_direction_is_replaced_and_calls_end(
     await link.source.where()
 
     link.proxy.blackhole(to_server=direction == "to_server", to_client=direction == "to_client")
-    begun = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(DynbusError), call_options(timeout=3.0):
         await link.source.where()
-    told = time.monotonic() - begun
+    told = watch.seconds()
     await eventually(lambda: not link.runtime.is_connected, DETECTED_WITHIN)
     link.proxy.blackhole()
     link.proxy.cut()
-    await eventually(lambda: link.runtime.is_connected, 5.0)
+    await eventually(lambda: link.runtime.is_connected)
     done = await link.source.where()
 
     assert told < 3.5
@@ -169,10 +165,10 @@ async def test_the_callers_of_a_worker_behind_a_half_open_link_are_told_in_two_s
     await eventually(lambda: len(received) > 5)
 
     link.proxy.freeze()
-    frozen = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(StreamLost):
         await stream
-    told = time.monotonic() - frozen
+    told = watch.seconds()
     count = len(received)
     link.proxy.cut()
     link.proxy.thaw()
@@ -183,7 +179,7 @@ async def test_the_callers_of_a_worker_behind_a_half_open_link_are_told_in_two_s
         except DynbusError:
             return False
 
-    await eventually(serves_again, 10.0)
+    await eventually(serves_again)
 
     assert told < 2.3
     assert len(received) == count
@@ -195,12 +191,12 @@ async def test_a_worker_that_cannot_reconnect_for_a_while_serves_again_by_itself
     worker = await processes.worker(proxy.url, instance_id="remote", ttl=2.0)
     async with Runtime.connect(own_server.url) as runtime:
         source = runtime.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             await source.where()
 
         proxy.refuse()
         proxy.cut()
-        await eventually(lambda: not runtime.instance_ids("scenario", "Source"), 6.0)
+        await eventually(lambda: not runtime.instance_ids("scenario", "Source"))
         await asyncio.sleep(2.0)
         proxy.refuse(False)
         took = await eventually(

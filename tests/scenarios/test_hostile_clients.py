@@ -77,7 +77,7 @@ class GoodCaller:
 async def calling_well(runtime: Runtime, worker: Process) -> AsyncGenerator[GoodCaller, None]:
     """A caller that must have no error until the block ends, and go on after that."""
     caller = GoodCaller(runtime, worker)
-    with call_options(wait=5.0):
+    with call_options(wait=60.0):
         await caller.source.where()
     tasks = [asyncio.create_task(caller.call()), asyncio.create_task(caller.stream())]
     try:
@@ -167,7 +167,7 @@ async def test_one_message_of_whatever_size_keeps_nobody_from_the_instance(
     ):
         async with calling_well(runtime, worker) as caller:
             await open_calls(hostile, 1000)
-            await eventually(lambda: has_begun(caller, 256), 20.0)
+            await eventually(lambda: has_begun(caller, 256))
             before = memory_of(worker)
             data = make(hostile.base)
             for _ in range(20):

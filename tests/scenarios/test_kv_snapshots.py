@@ -122,7 +122,7 @@ def assert_equal(one: IndexFollower, other: IndexFollower, engine: Engine) -> No
 
 
 async def has_written(writer: SnapshotWriter, count: int) -> None:
-    await eventually(lambda: writer.status().written >= count, 10.0)
+    await eventually(lambda: writer.status().written >= count)
 
 
 async def chunks(connection: NatsConnection) -> int:
@@ -152,7 +152,7 @@ async def test_another_router_finishes_what_one_that_was_killed_in_a_snapshot_di
         async def is_writing() -> bool:
             return await chunks(connection) >= 20
 
-        await eventually(is_writing, 20.0)
+        await eventually(is_writing)
         # To enter the other one takes a second, in which this one could end its snapshot.
         first.kill()
         follower = await exits.enter_async_context(IndexFollower(connection, "demo", "Engine"))
@@ -162,7 +162,7 @@ async def test_another_router_finishes_what_one_that_was_killed_in_a_snapshot_di
         assert await store.snapshots() == []
         left_over = await chunks(connection)
 
-        took = await eventually(lambda: second.status().written, 20.0)
+        took = await eventually(lambda: second.status().written)
 
         assert took < 8.0
         start, late = await begin_warm(connection, exits)
@@ -234,7 +234,7 @@ async def test_after_the_limits_cut_the_stream_a_new_router_is_warm_and_asks_nob
             info = await connection.jetstream.stream_info("DYNBUS_EVENTS_demo")
             return info.first_sequence > 60 and writer.status().written >= 2
 
-        await eventually(is_cut, 40.0)
+        await eventually(is_cut)
         start, late = await begin_warm(connection, exits, limited)
         for _ in range(5):
             publisher.publish(engine.step())

@@ -10,6 +10,7 @@ from random import Random
 from typing import Final
 
 import pytest
+from tests.conditions import Stopwatch
 
 from dynbus import DeadlineExceeded, Overloaded, Runtime, call_options
 from dynbus.bus.nats.server_process import RunningServer
@@ -49,10 +50,10 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(stage: St
     admitted = [asyncio.create_task(stage.source.mailbox(Wait(seconds=0.2))) for _ in range(9)]
     await stage.has_load(9)
 
-    begun = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(Overloaded) as raised:
         await stage.source.mailbox(Wait(tag="too many"))
-    took = time.monotonic() - begun
+    took = watch.seconds()
     results = await asyncio.gather(*admitted)
 
     journal = await stage.source.journal()
@@ -70,10 +71,10 @@ async def test_a_deadline_that_passes_in_the_queue_ends_the_call_without_startin
     running = asyncio.create_task(stage.source.mailbox(Wait(seconds=1.0, tag="running")))
     await stage.has_begun("running")
 
-    begun = time.monotonic()
+    watch = Stopwatch()
     with pytest.raises(DeadlineExceeded), call_options(timeout=0.2):
         await stage.source.mailbox(Wait(tag="late"))
-    took = time.monotonic() - begun
+    took = watch.seconds()
     await running
 
     journal = await stage.source.journal()
@@ -179,7 +180,7 @@ async def test_beside_a_client_with_many_open_calls_another_s_takes_about_as_lon
 
     async with Runtime.connect(own_server.url) as other, Runtime.connect(own_server.url) as greedy:
         source = other.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             await source.few(Wait(seconds=0.02))
             await greedy.client(Source).where()
         greedy_calls = [
@@ -189,9 +190,9 @@ async def test_beside_a_client_with_many_open_calls_another_s_takes_about_as_lon
             await stage.has_load_of(min(open_calls, 1024))
             took: list[float] = []
             for _ in range(20):
-                begun = time.monotonic()
+                watch = Stopwatch()
                 await source.few(Wait(seconds=0.02))
-                took.append(time.monotonic() - begun)
+                took.append(watch.seconds())
         finally:
             for call in greedy_calls:
                 call.cancel()

@@ -146,7 +146,7 @@ async def test_they_are_enough_to_serve_to_call_to_relay_and_to_drain(
         source, relay = calling.client(Source), calling.client(Relay)
         for component in ("Source", "Relay"):
             endpoint = calling.namespace("scenario").component(component).endpoint("work")
-            await (await endpoint.client()).wait_for_instances(timeout=5.0)
+            await (await endpoint.client()).wait_for_instances(timeout=60.0)
 
         done = await relay.work(Wait())
         items = [item.index async for item in relay.count(Count(items=500, size=5000))]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.conditions import PATIENCE
 
 from .project import Folder, project_folder
 
@@ -68,9 +69,14 @@ def engines(folder: Folder) -> list[psutil.Process]:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    return not any(
-        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
-    )
+    return not any(map(is_alive, processes))
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return False
 
 
 def worker_of(folder: Folder) -> psutil.Process:
@@ -87,8 +93,8 @@ def test_ctrl_c_in_the_terminal_does_not_reach_what_an_actor_has_started(folder:
 
     os.killpg(run.pid, signal.SIGINT)
 
-    assert call.communicate(timeout=20)[0] == '"alive"\n'
-    assert run.wait(15) == 0
+    assert call.communicate(timeout=PATIENCE)[0] == '"alive"\n'
+    assert folder.exit_of(run) == 0
     assert engines(folder) == []
 
 

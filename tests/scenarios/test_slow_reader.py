@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conditions import eventually
+from tests.conditions import Stopwatch, eventually
 
 from dynbus import ReaderStalled, Runtime, call_options
 from dynbus.bus.nats.server_process import RunningServer
@@ -35,11 +35,11 @@ async def test_a_stream_that_nobody_reads_ends_in_reader_stalled_after_what_was_
     ):
         await serving.start(Source)
         source = calling.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             stream = source.count(Count(items=10**9, size=1000))
         first = await anext(stream)
         begun = time.monotonic()
-        await eventually(no_handler_runs(source), 4.0)
+        unhindered = await eventually(no_handler_runs(source))
         took = time.monotonic() - begun
 
         received = [first]
@@ -51,7 +51,8 @@ async def test_a_stream_that_nobody_reads_ends_in_reader_stalled_after_what_was_
         with pytest.raises(ReaderStalled) as raised:
             await read_on()
 
-    assert 0.9 < took < 2.5
+    assert took > 0.9
+    assert unhindered < 2.5
     assert "scenario.Source.count@" in raised.value.hop
     assert WINDOW * 0.8 < len(received) * 1040 < WINDOW * 1.6
     assert [item.index for item in received] == list(range(len(received)))
@@ -65,7 +66,7 @@ async def test_a_reader_that_is_slow_but_reads_gets_everything(own_server: Runni
         await serving.start(Source)
         source = calling.client(Source)
         index = 0
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             stream = source.count(Count(items=60, size=50_000))
         async for item in stream:
             assert (item.index, item.text) == (index, payload(index, 50_000))
@@ -85,24 +86,24 @@ async def test_many_stalled_streams_cost_a_bounded_amount_and_leave_others_alone
         Runtime.connect(own_server.url) as stalling,
     ):
         source = calling.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             await source.where()
 
         async def read(count: int) -> float:
-            begun = time.monotonic()
+            watch = Stopwatch()
             index = 0
             async for item in source.count(Count(items=count, size=200, pause=0.002)):
                 assert item.index == index
                 index += 1
             assert index == count
-            return time.monotonic() - begun
+            return watch.seconds()
 
         alone = await read(200)
         before = psutil.Process(worker.pid).memory_info().rss
         lazy = stalling.client(Source)
         streams: list[AsyncGenerator[Any, None]] = []
         for _ in range(stalled):
-            with call_options(wait=5.0):
+            with call_options(wait=60.0):
                 stream = lazy.count(Count(items=10**9, size=2000))
             await anext(stream)
             streams.append(stream)
@@ -112,7 +113,7 @@ async def test_many_stalled_streams_cost_a_bounded_amount_and_leave_others_alone
         assert (await source.journal()).running == stalled
         for stream in streams:
             await stream.aclose()
-        await eventually(no_handler_runs(source), 4.0)
+        await eventually(no_handler_runs(source))
 
     assert growth < stalled * MAX_PER_STREAM
     assert beside < 2 * alone + 0.5
@@ -129,14 +130,14 @@ async def test_many_clients_that_never_read_cost_a_bounded_amount_together(
     ):
         instance = await serving.start(Source)
         source = calling.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             await source.where()
         unread = instance.server.ledger.unread
         for number in range(8):
             client = await SilentClient.connect(own_server.port, f"lazy{number}")
             lazy.append(client)
             client.ask(instance.server.name.instance_id, streams=32)
-        await eventually(lambda: unread.held > limit / 2, 5.0, what=f"{unread!r}")
+        await eventually(lambda: unread.held > limit / 2, what=f"{unread!r}")
 
         largest = 0
         index = 0
@@ -146,8 +147,8 @@ async def test_many_clients_that_never_read_cost_a_bounded_amount_together(
             largest = max(largest, unread.held)
         for client in lazy:
             client.close()
-        await eventually(no_handler_runs(source), 5.0)
-        await eventually(lambda: unread.held < 64 * 1024, 5.0, what=f"{unread!r}")
+        await eventually(no_handler_runs(source))
+        await eventually(lambda: unread.held < 64 * 1024, what=f"{unread!r}")
 
     print(f"8 clients of 32 streams that never read: {largest / 1e6:.1f} MB at most")
     assert index == 500
@@ -193,7 +194,7 @@ async def test_a_plain_client_that_never_reads_costs_a_bounded_amount_and_is_let
     worker = await processes.worker(own_server.url)
     async with Runtime.connect(own_server.url) as runtime:
         source = runtime.client(Source)
-        with call_options(wait=5.0):
+        with call_options(wait=60.0):
             await source.where()
         before = psutil.Process(worker.pid).memory_info().rss
         reader, writer = await asyncio.open_connection("127.0.0.1", own_server.port, limit=1024)
@@ -204,15 +205,15 @@ async def test_a_plain_client_that_never_reads_costs_a_bounded_amount_and_is_let
         head = b"PUB scenario.Source.count _INBOX.lazy %d\r\n" % len(request)
         writer.write(head + request + b"\r\n")
         await writer.drain()
-        await eventually(lambda: _is_running(source), 5.0)
+        await eventually(lambda: _is_running(source))
 
         slowest = 0.0
         largest = 0
         begun = time.monotonic()
         while time.monotonic() - begun < 30.0 and (await source.journal()).running:
-            called = time.monotonic()
+            watch = Stopwatch()
             await source.where()
-            slowest = max(slowest, time.monotonic() - called)
+            slowest = max(slowest, watch.seconds())
             largest = max(largest, psutil.Process(worker.pid).memory_info().rss - before)
             await asyncio.sleep(0.1)
         journal = await source.journal()

@@ -53,10 +53,10 @@ def url(nats_server: RunningServer) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert ready.wait(15.0)
+    assert ready.wait(60)
     yield nats_server.url
     loops[0].call_soon_threadsafe(end.set)
-    thread.join(15.0)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -72,7 +72,7 @@ def made(
         CallRequest(
             endpoint=EndpointName.parse(f"commanded.{name}"),
             request=request,
-            timeout=10.0,
+            timeout=120,
             instance=instance,
             metadata={},
             wait=0.0,
@@ -217,7 +217,7 @@ def test_the_id_of_a_request_is_told_beside_the_result_when_asked_for(
         CallRequest(
             endpoint=EndpointName.parse("commanded.Called.word"),
             request="a",
-            timeout=10.0,
+            timeout=120,
             instance=None,
             metadata={},
             wait=10.0,

@@ -29,11 +29,11 @@ async def test_all_answers_are_taken_until_it_is_quiet(nats_server: RunningServe
         began = time.monotonic()
 
         found = await server.ask(
-            ("ask.many.a", "ask.many.nobody.hears"), b"!", text, seconds=10.0, quiet=0.2
+            ("ask.many.a", "ask.many.nobody.hears"), b"!", text, seconds=600.0, quiet=0.2
         )
 
     assert sorted(found) == ["!", "one!", "two!"]
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 60.0
     assert connection.state is ConnectionState.CLOSED
 
 

@@ -173,7 +173,7 @@ async def server_that_says(words: bytes) -> AsyncGenerator[str, None]:
         server.close()
         for writer in sessions.values():
             writer.transport.abort()
-        await asyncio.wait([task for task in sessions if task is not None], timeout=5.0)
+        await asyncio.wait([task for task in sessions if task is not None], timeout=60)
 
 
 @pytest.mark.parametrize(

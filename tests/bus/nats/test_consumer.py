@@ -135,7 +135,7 @@ async def test_a_consumer_that_somebody_deleted_starts_over_and_misses_nothing(
     await connection.jetstream.api(f"CONSUMER.DELETE.{stream}.{info['name']}", {}, timeout=5.0)
     for _ in range(3):
         await connection.jetstream.publish(f"{stream}.a", b"")
-    await eventually(lambda: len(received) == 4, 15.0)
+    await eventually(lambda: len(received) == 4)
 
     assert received == [1, 2, 3, 4]
     await consumer.stop()
@@ -161,9 +161,9 @@ async def test_an_answer_that_cannot_be_read_does_not_end_a_consumer(
         return await ask(subject, *arguments, **options)
 
     monkeypatch.setattr(connection, "request", request)
-    await eventually(lambda: len(misread) == 2, 15.0)
+    await eventually(lambda: len(misread) == 2)
     await connection.jetstream.publish(f"{stream}.a", b"")
-    await eventually(lambda: received == [1], 15.0)
+    await eventually(lambda: received == [1])
 
     await consumer.stop()
 

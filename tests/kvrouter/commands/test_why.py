@@ -118,7 +118,7 @@ def test_where_no_router_answers_the_command_says_so_within_bounds(
     nats_server: RunningServer,
 ) -> None:
     async def story() -> Result:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await command(nats_server.url, "unknown", "--component", "nobody.Here")
 
     result = asyncio.run(story())

@@ -82,7 +82,7 @@ class PublishingEngine:
     async def subscribed(self) -> None:
         """Wait until a subscriber is there: what is published before does not reach it."""
         assert self._publisher is not None
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60):
             while (await self._publisher.recv())[:1] != b"\x01":
                 pass
 

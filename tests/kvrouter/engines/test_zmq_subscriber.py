@@ -37,7 +37,7 @@ class Follower:
         )
 
     async def is_exact(self) -> None:
-        await eventually(lambda: self.bridge.status().state == "exact", 10.0)
+        await eventually(lambda: self.bridge.status().state == "exact")
 
 
 @contextlib.asynccontextmanager
@@ -179,7 +179,7 @@ async def test_a_restart_is_noticed_although_the_new_engine_is_silent() -> None:
         await eventually(lambda: follower.bridge.status().state == "degraded")
         engine.start()
 
-        await eventually(lambda: follower.sink.resets == [0], 10.0)
+        await eventually(lambda: follower.sink.resets == [0])
         await follower.is_exact()
         assert follower.sink.engine_hashes() == []
 
@@ -226,7 +226,7 @@ async def test_a_slow_subscriber_loses_nothing_and_never_stops_its_engine() -> N
         await engine.subscribed()
         await follower.is_exact()
         # The follower shares this loop and has no turn here: it reads nothing meanwhile.
-        with anyio.fail_after(5.0):
+        with anyio.fail_after(60):
             for number in range(count):
                 await engine.publish(message(number))
         await eventually(lambda: follower.sink.engine_hashes() != [])

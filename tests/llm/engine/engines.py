@@ -131,7 +131,7 @@ class Reader:
 
     async def closed(self) -> None:
         """Wait for the end of the call."""
-        await asyncio.wait_for(self._end.wait(), 30.0)
+        await asyncio.wait_for(self._end.wait(), 60)
 
     def end(self, result: bytes | None = None) -> None:
         self.ended = True

@@ -62,7 +62,7 @@ class ScriptedEngine(Actor, namespace="test"):
         if word == "overloaded":
             raise Overloaded("the engine is full", retry_after=2.5)
         if word == "silent":
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         most = request.max_tokens or 1000
         ids = tiny_tokenizer().encode(rest) or [5]
         if word in ("endless", "break"):

@@ -67,7 +67,7 @@ async def test_a_front_end_has_all_it_needs_without_the_models_files(
         ):
             (folder / "tokenizer.json").unlink()
 
-            found = await catalog.wait_for(name, ModelType.Chat, timeout=10)
+            found = await catalog.wait_for(name, ModelType.Chat, timeout=60)
             text = await catalog.text_model(found)
             ids = await text.encode_chat(MESSAGES)
 
@@ -91,13 +91,13 @@ async def test_a_model_is_there_while_one_of_its_instances_is(
             await register(first, namespace, folder, model_name=name)
             assert instances() == 0
             async with first.serve_endpoints(namespace, "Worker", {"generate": generate}):
-                await eventually(lambda: instances() == 1, 20)
+                await eventually(lambda: instances() == 1)
                 async with Runtime.connect(nats_server.url) as second:
                     await register(second, namespace, folder, model_name=name)
                     async with second.serve_endpoints(namespace, "Worker", {"generate": generate}):
-                        await eventually(lambda: instances() == 2, 20)
-                await eventually(lambda: instances() == 1, 20)
-        await eventually(lambda: instances() == 0, 20)
+                        await eventually(lambda: instances() == 2)
+                await eventually(lambda: instances() == 1)
+        await eventually(lambda: instances() == 0)
 
         assert await read_cards(front.bus.data.jetstream, name) == []
 
@@ -123,13 +123,13 @@ async def test_an_actor_registers_its_handler_as_it_starts(
 
     async with Runtime.connect(nats_server.url) as runtime, Catalog(runtime) as catalog:
         instance = await runtime.start(Engine)
-        card = await catalog.wait_for(name, ModelType.Completions, timeout=10)
+        card = await catalog.wait_for(name, ModelType.Completions, timeout=60)
         assert card.endpoint == f"{namespace}.Engine.generate"
         assert card.type == ModelType.Chat | ModelType.Completions
 
         await instance.stop()
 
-        await eventually(lambda: catalog.find(name, ModelType.Chat) is None, 20)
+        await eventually(lambda: catalog.find(name, ModelType.Chat) is None)
 
 
 async def test_an_actor_of_several_handlers_has_to_say_which(
@@ -238,8 +238,8 @@ async def test_a_model_may_be_asked_for_different_things_at_different_endpoints(
             runtime.serve_endpoints(namespace, "Worker", served),
             Catalog(runtime) as catalog,
         ):
-            chat = await catalog.wait_for(name, ModelType.Chat, timeout=10)
-            completions = await catalog.wait_for(name, ModelType.Completions, timeout=10)
+            chat = await catalog.wait_for(name, ModelType.Chat, timeout=60)
+            completions = await catalog.wait_for(name, ModelType.Completions, timeout=60)
 
     assert chat.endpoint.endswith(".chat")
     assert completions.endpoint.endswith(".complete")
@@ -319,7 +319,7 @@ async def test_a_model_goes_with_a_process_that_was_killed(
         arguments = (nats_server.url, namespace, name, str(folder))
         process = await anyio.open_process([sys.executable, "-c", WORKER, *arguments])
         try:
-            await catalog.wait_for(name, ModelType.Chat, timeout=30)
+            await catalog.wait_for(name, ModelType.Chat, timeout=60)
         finally:
             process.send_signal(signal.SIGKILL)
             await process.wait()
@@ -334,7 +334,7 @@ async def test_a_model_goes_with_a_process_that_was_killed(
             model_type=ModelType.Chat,
         )
 
-        await eventually(lambda: catalog.find(name, ModelType.Chat) is None, 20)
+        await eventually(lambda: catalog.find(name, ModelType.Chat) is None)
         cards = await read_cards(runtime.bus.data.jetstream, name)
         assert [one.card.context_length for one in cards] == [256]
 
@@ -376,12 +376,12 @@ async def test_a_catalog_outlives_a_server_that_lost_everything(
     async with Runtime.connect(own_server.url) as runtime, Catalog(runtime) as catalog:
         await register(runtime, namespace, tiny_folder(tmp_path / "tiny"), model_name="tiny")
         async with runtime.serve_endpoints(namespace, "Worker", {"generate": generate}):
-            await catalog.wait_for("tiny", ModelType.Chat, timeout=10)
+            await catalog.wait_for("tiny", ModelType.Chat, timeout=60)
             await runtime.bus.data.jetstream.delete_stream("KV_dynbus_models")
 
             async def written_again() -> bool:
                 assert catalog.find("tiny", ModelType.Chat) is not None
                 return bool(await read_cards(runtime.bus.data.jetstream, "tiny"))
 
-            await eventually(written_again, 30)
+            await eventually(written_again)
             assert catalog.find("tiny", ModelType.Chat) is not None

@@ -210,7 +210,7 @@ def test_threads_encode_with_one_tokenizer_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
 
     assert found == {text: tokenizer.encode(text) for text in texts}
 
