@@ -41,6 +41,7 @@ from .child_messages import (
 )
 from .in_process import Assignment, Failure
 from .loader import dependency_depth, reference
+from .processes import ForkServer, ForkServerDied, Process
 
 MAX_REPORT: Final = 64 * 1024 * 1024
 STOP_SECONDS: Final = 2.0
@@ -88,7 +89,7 @@ class Child:
         self.ended = asyncio.Event()
         self._last_word: DrainInstance | StopInstance | None = None
         self._load = _load_command(assignment, settings)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._metrics: asyncio.Future[str] | None = None
 
@@ -99,34 +100,33 @@ class Child:
     def pid(self) -> int | None:
         """The process that runs now."""
         process = self._process
-        return process.pid if process is not None and process.returncode is None else None
+        return process.pid if process is not None and process.is_alive else None
 
     async def run(
-        self, spawning: asyncio.Lock, loaded: Callable[[], Coroutine[Any, Any, None]]
-    ) -> int:
+        self, forks: ForkServer, loaded: Callable[[], Coroutine[Any, Any, None]]
+    ) -> int | None:
         """Run one process to its end, and that of all that it started.
 
         When it is cancelled, it ends the process first.
 
-        Returns its exit code, negative for a signal.
+        Returns its exit code, negative for a signal; None when nobody can tell.
 
         Args:
-            spawning: held while the process is made.
+            forks: makes the process.
             loaded: run when it waits for `StartInstance`.
 
         Raises:
             OSError: there is no process, since none could be made.
         """
         self.state, self.failure, self.ready_at = ChildState.LOADING, None, None
-        opened: tuple[asyncio.subprocess.Process, asyncio.StreamReader] | None = None
-        async with spawning:
-            # A process that is being made cannot be ended yet.
-            with anyio.CancelScope(shield=True):
-                opened = await self._open()
+        opened: tuple[Process, asyncio.StreamReader] | None = None
+        # A process that is being made cannot be ended yet.
+        with anyio.CancelScope(shield=True):
+            opened = await self._open(forks)
         assert opened is not None
         (process, reader), heard = opened, asyncio.Event()
 
-        async def ended() -> int:
+        async def ended() -> int | None:
             code = await process.wait()
             self.state = ChildState.ENDED
             # What it said last; processes that it left behind may keep the socket open.
@@ -149,23 +149,31 @@ class Child:
                 self._metrics.cancel()
         return code
 
-    async def _open(self) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+    async def _open(self, forks: ForkServer) -> tuple[Process, asyncio.StreamReader]:
         """Make a process, and tell it what it is to load."""
+        try:
+            opened = await self._fork(forks)
+        except ForkServerDied:
+            # A process of the old one's has a socket that ended: this is the only one.
+            opened = await self._fork(forks)
+        self.send(self._load)
+        if self._last_word is not None:
+            self.send(self._last_word)
+        return opened
+
+    async def _fork(self, forks: ForkServer) -> tuple[Process, asyncio.StreamReader]:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                process = self._process = await _spawn(theirs.fileno(), self.label)
+                process = self._process = await forks.fork(self.label, theirs.fileno())
             reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPORT)
         except BaseException:
             ours.close()
             self.kill()
             raise
-        self.send(self._load)
-        if self._last_word is not None:
-            self.send(self._last_word)
         return process, reader
 
-    async def _wait_or_end(self, ended: Callable[[], Awaitable[int]]) -> int:
+    async def _wait_or_end(self, ended: Callable[[], Awaitable[int | None]]) -> int | None:
         """Wait until the process has ended; when that is cancelled, bring it about."""
         try:
             return await ended()
@@ -202,9 +210,8 @@ class Child:
 
     def kill(self) -> None:
         """End the process with SIGKILL."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        if self._process is not None:
+            self._process.kill()
 
     async def _group_ended(self, pid: int) -> None:
         """Wait until the guard of the process's group has ended what the process left behind.
@@ -255,24 +262,6 @@ class Child:
             self._metrics.set_result(report.page)
 
 
-async def _spawn(fd: int, label: str) -> asyncio.subprocess.Process:
-    """Start a worker that leads a session, and so a process group, of its own.
-
-    Ctrl-C in a terminal then reaches neither it nor what it starts: the run hears it and drains.
-    """
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",  # what lies in the working directory is not to be taken for our own imports
-        "-m",
-        "dynbus.actors.running.worker",
-        str(fd),
-        label,
-        stdin=asyncio.subprocess.DEVNULL,
-        pass_fds=(fd,),
-        start_new_session=True,
-    )
-
-
 def _group_lives(leader: int) -> bool:
     """Whether a process lives in the group of a worker that has ended.
 
@@ -309,8 +298,10 @@ def _load_command(assignment: Assignment, settings: WorkerSettings) -> LoadActor
     )
 
 
-def exit_text(code: int) -> str:
+def exit_text(code: int | None) -> str:
     """How a process ended, in words: a negative code is a signal's."""
+    if code is None:
+        return "how is not known: the fork server had died before it"
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -26,6 +26,7 @@ from .child import Child, ChildState, exit_text
 from .child_messages import DrainInstance, StartInstance, WorkerSettings
 from .in_process import Assignment, Failure, failure_of
 from .loader import dependents_first
+from .processes import ForkServer
 
 LEAVING_SECONDS: Final = 5.0
 """Seconds for withdrawing from the bus and for leaving it."""
@@ -71,7 +72,8 @@ class Supervisor:
         self._asked = asyncio.Event()
         self._at_once = False
         self._draining: anyio.CancelScope | None = None
-        self._spawning = asyncio.Lock()
+        exporter = ("opentelemetry.exporter.prometheus",) if settings.metrics else ()
+        self._forks = ForkServer(exporter)
         self.ended = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -100,7 +102,7 @@ class Supervisor:
         child is left when this returns or raises.
         """
         try:
-            async with task_group() as tasks:
+            async with self._forks, task_group() as tasks:
                 for child in self.children:
                     tasks.start_soon(self._keep, child, name=child.label)
                 await self._asked.wait()
@@ -170,7 +172,7 @@ class Supervisor:
         policy = self._policy()
         while not self._asked.is_set():
             try:
-                why = exit_text(await child.run(self._spawning, partial(self._start, child)))
+                why = exit_text(await child.run(self._forks, partial(self._start, child)))
             except OSError as error:
                 why = f"its process could not be started: {error}"
             if self._asked.is_set():

@@ -16,6 +16,7 @@ from dynbus.actors.running.child import Child, ChildState, exit_text
 from dynbus.actors.running.child_messages import StartInstance, StopInstance, WorkerSettings
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.loader import resolve
+from dynbus.actors.running.processes import ForkServer
 from dynbus.bus.nats.server_process import RunningServer
 
 ACTORS = """
@@ -47,22 +48,23 @@ def child_of(target: str, url: str) -> Child:
 
 
 @asynccontextmanager
-async def loaded(child: Child) -> AsyncGenerator[asyncio.Task[int], None]:
+async def loaded(child: Child) -> AsyncGenerator[asyncio.Task[int | None], None]:
     """The child's process, once it waits for `StartInstance`; at the end it is gone."""
     waiting = asyncio.Event()
 
     async def loaded() -> None:
         waiting.set()
 
-    running = asyncio.create_task(child.run(asyncio.Lock(), loaded))
-    try:
-        async with asyncio.timeout(SPAWNED_WITHIN):
-            await waiting.wait()
-        yield running
-    finally:
-        child.kill()
-        await asyncio.wait({running}, timeout=60)
-        assert child.pid is None
+    async with ForkServer() as forks:
+        running = asyncio.create_task(child.run(forks, loaded))
+        try:
+            async with asyncio.timeout(SPAWNED_WITHIN):
+                await waiting.wait()
+            yield running
+        finally:
+            child.kill()
+            await asyncio.wait({running}, timeout=60)
+            assert child.pid is None
 
 
 @pytest.mark.parametrize(
@@ -72,9 +74,10 @@ async def loaded(child: Child) -> AsyncGenerator[asyncio.Task[int], None]:
         (3, "exit code 3"),
         (-signal.SIGKILL, "killed by SIGKILL"),
         (-999, "killed by signal 999"),
+        (None, "how is not known: the fork server had died before it"),
     ],
 )
-def test_the_end_of_a_process_has_words(code: int, text: str) -> None:
+def test_the_end_of_a_process_has_words(code: int | None, text: str) -> None:
     assert exit_text(code) == text
 
 
@@ -137,15 +140,14 @@ async def test_a_word_that_was_said_before_the_process_is_there_reaches_it(
     nats_server: RunningServer, actors: str
 ) -> None:
     child = child_of(f"{actors}:Below", nats_server.url)
-    spawning = asyncio.Lock()
 
-    async with spawning:
-        running = asyncio.create_task(child.run(spawning, nothing))
-        await asyncio.sleep(0)  # now it waits for its turn
+    async with ForkServer() as forks:
+        running = asyncio.create_task(child.run(forks, nothing))
+        await asyncio.sleep(0)  # now its process is being made
         child.end(StopInstance())
+        try:
+            code = await asyncio.wait_for(running, SPAWNED_WITHIN)
+        finally:
+            child.kill()
 
-    try:
-        code = await asyncio.wait_for(running, SPAWNED_WITHIN)
-    finally:
-        child.kill()
     assert code == 0

@@ -17,7 +17,6 @@ import pytest
 from dynbus.actors.declaring.arguments import Text
 from dynbus.actors.declaring.handlers import handler
 from dynbus.actors.declaring.restart_policy import OnCrash
-from dynbus.actors.running import child as spawning
 from dynbus.actors.running import supervisor as supervising
 from dynbus.actors.running.child import Child, ChildState
 from dynbus.actors.running.child_messages import (
@@ -28,6 +27,7 @@ from dynbus.actors.running.child_messages import (
 )
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.loader import resolve
+from dynbus.actors.running.processes import ForkServer, Process
 from dynbus.actors.running.supervisor import Supervisor
 from dynbus.actors.runtime import Actor
 from dynbus.actors.serving.instance import CANCEL_TIMEOUT, STOP_TIMEOUT
@@ -216,15 +216,15 @@ async def test_a_cancelled_run_leaves_no_child(
 async def test_a_run_that_is_cancelled_while_a_process_is_made_leaves_none(
     folder: Path, nats_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spawn = spawning._spawn  # pyright: ignore[reportPrivateUsage]
-    begun, made = asyncio.Event(), list[asyncio.subprocess.Process]()
+    fork = ForkServer.fork
+    begun, made = asyncio.Event(), list[Process]()
 
-    async def spawn_and_tell(fd: int, label: str) -> asyncio.subprocess.Process:
+    async def fork_and_tell(server: ForkServer, label: str, fd: int) -> Process:
         begun.set()
-        made.append(await spawn(fd, label))
+        made.append(await fork(server, label, fd))
         return made[-1]
 
-    monkeypatch.setattr(spawning, "_spawn", spawn_and_tell)
+    monkeypatch.setattr(ForkServer, "fork", fork_and_tell)
     supervisor = supervise(nats_server, folder, "Below")
 
     async with running(supervisor) as task:
@@ -290,26 +290,26 @@ async def test_a_child_that_dies_before_it_is_ready_ends_the_run(
     )
 
 
-def fail_to_spawn(monkeypatch: pytest.MonkeyPatch, *attempts: int) -> None:
+def fail_to_fork(monkeypatch: pytest.MonkeyPatch, *attempts: int) -> None:
     """Have the given attempts to make a process fail, counted from 1; none of them: every one."""
-    spawn = spawning._spawn  # pyright: ignore[reportPrivateUsage]
+    fork = ForkServer.fork
     made = 0
 
-    async def spawn_or_fail(fd: int, label: str) -> asyncio.subprocess.Process:
+    async def fork_or_fail(server: ForkServer, label: str, fd: int) -> Process:
         nonlocal made
         made += 1
         if not attempts or made in attempts:
             raise OSError(errno.EMFILE, "Too many open files")
-        return await spawn(fd, label)
+        return await fork(server, label, fd)
 
-    monkeypatch.setattr(spawning, "_spawn", spawn_or_fail)
+    monkeypatch.setattr(ForkServer, "fork", fork_or_fail)
 
 
 @pytest.mark.anyio
 async def test_a_child_that_cannot_be_made_ends_the_run_with_the_reason(
     folder: Path, nats_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_to_spawn(monkeypatch)
+    fail_to_fork(monkeypatch)
     supervisor = supervise(nats_server, folder, "Below")
 
     async with running(supervisor) as task, asyncio.timeout(60):
@@ -330,7 +330,7 @@ async def test_a_restart_that_fails_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fail_to_spawn(monkeypatch, 2)
+    fail_to_fork(monkeypatch, 2)
     supervisor = supervise(nats_server, folder, "Below")
     (child,) = supervisor.children
 
@@ -438,7 +438,7 @@ class CrashingChild(Child):
     times = 12
     started: list[float]
 
-    async def run(self, spawning: asyncio.Lock, loaded: Any) -> int:
+    async def run(self, forks: ForkServer, loaded: Any) -> int | None:
         self.started = [*getattr(self, "started", []), monotonic()]
         self.state, self.ready_at = ChildState.READY, monotonic()
         self.has_been_ready.set()
@@ -508,7 +508,7 @@ class LastingChild(Child):
     seconds: tuple[float, float] = (0.0, 0.0)
     killed: float | None = None
 
-    async def run(self, spawning: asyncio.Lock, loaded: Any) -> int:
+    async def run(self, forks: ForkServer, loaded: Any) -> int | None:
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._told = 0.0
         self.state = ChildState.READY

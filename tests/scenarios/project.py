@@ -160,7 +160,7 @@ class Folder:
 
     def workers(self) -> list[psutil.Process]:
         """The living child processes that serve instances here."""
-        return [each for each in self.processes() if "dynbus.actors.running.worker" in _line(each)]
+        return [each for each in self.processes() if _line(each).startswith("dynbus worker ")]
 
     def processes(self) -> list[psutil.Process]:
         """Every living process that was started in, or for, this folder."""

@@ -154,7 +154,7 @@ def test_a_guard_that_was_killed_is_replaced(folder: Folder) -> None:
 
 def test_a_worker_that_is_killed_takes_nothing_of_the_others_with_it(folder: Folder) -> None:
     run = folder.start_ready("engine.py", instances=2)
-    (other,) = [each for each in folder.workers() if "demo.Other/1" in each.cmdline()]
+    (other,) = [each for each in folder.workers() if "demo.Other/1" in " ".join(each.cmdline())]
     started = engines(folder)
 
     other.kill()

@@ -458,7 +458,7 @@ def test_an_instance_that_keeps_dying_is_named_and_the_others_go_on(folder: Fold
         *("dies.py:Slow", "dies.py:Splitter", "--health", f"127.0.0.1:{port}"), instances=2
     )
     folder.wait_for(lambda: health(port, "/ready")[0] == 200)
-    (slow,) = [each for each in folder.workers() if "demo.Slow/1" in each.cmdline()]
+    (slow,) = [each for each in folder.workers() if "demo.Slow/1" in " ".join(each.cmdline())]
 
     slow.kill()
 
