@@ -6,6 +6,7 @@ with `token_ids`, the last of which has a `finish_reason`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -52,8 +53,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A prompt to continue.
 
-    A request that was broken off is continued by another one whose prompt is the prompt and the
-    tokens that came, with `max_tokens` less these: it gives the rest.
+    A continuation that was broken off is gone on with by the request that `continued` makes of
+    it: with the same seed every engine of the same model gives the rest that was to come.
 
     Attributes:
         token_ids: the prompt, one token at least, each from 0 to 2^32 - 1.
@@ -70,6 +71,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         stream: whether whoever asks wants tokens as they come. Otherwise an engine may give the
             first one at once, which tells routers that the prompt is computed, and keep the others
             until a continuation ends.
+        generated: how many of the last `token_ids` are output of the request that this one
+            continues: penalties count them as such.
+        index: of the first continuation, from which the others count on.
     """
 
     token_ids: list[int]
@@ -84,6 +88,33 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_salt: str | None = None
     priority: int = 0
     stream: bool = True
+    generated: int = 0
+    index: int = 0
+
+    def continued(self, token_ids: Sequence[int], index: int = 0) -> GenerateRequest:
+        """The request for the rest of one continuation that was broken off.
+
+        Args:
+            token_ids: that have come of it.
+            index: which continuation it is, as its items say.
+
+        Raises:
+            ValueError: it has had all its tokens, or has no such continuation.
+        """
+        if not self.index <= index < self.index + self.n:
+            raise ValueError(f"index = {index}: the request has {self.n} from {self.index} on")
+        came = len(token_ids)
+        if self.max_tokens is not None and came >= self.max_tokens:
+            raise ValueError(f"{came} tokens have come of max_tokens = {self.max_tokens}: all")
+        return msgspec.structs.replace(
+            self,
+            token_ids=[*self.token_ids, *token_ids],
+            generated=self.generated + came,
+            max_tokens=None if self.max_tokens is None else self.max_tokens - came,
+            min_tokens=max(0, self.min_tokens - came),
+            n=1,
+            index=index,
+        )
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
@@ -105,7 +136,7 @@ class Generated(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         token_ids: the new tokens, none at an end without one.
-        index: of the continuation, below the request's `n`.
+        index: of the continuation: below the request's `n`, or from its `index` on.
         logprobs: one for each token, where they were asked for.
         finish_reason: None while more comes.
         cached_tokens: of the prompt, found in the cache; the first item of a request has it.

@@ -127,6 +127,7 @@ class Batch(Generic[S]):
         sequences: Sequence[S],
         max_tokens: int,
         *,
+        first_index: int = 0,
         priority: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
@@ -134,9 +135,16 @@ class Batch(Generic[S]):
         """Take in a request that is checked: one sequence for each of its continuations."""
         added = [
             ScheduledRequest(
-                request_id, sequence, max_tokens, index, priority, stop_token_ids, min_tokens
+                request_id,
+                sequence,
+                max_tokens,
+                first_index + number,
+                priority,
+                stop_token_ids,
+                min_tokens,
+                leads=not number,
             )
-            for index, sequence in enumerate(sequences)
+            for number, sequence in enumerate(sequences)
         ]
         self._requests[request_id] = added
         for each in added:

@@ -72,12 +72,14 @@ class ModelEngine:
         if not request.ignore_eos:
             stops |= self._eos
         sequences = [
-            self._sequence(request, prompt, seed, index, stops) for index in range(request.n)
+            self._sequence(request, prompt, seed, request.index + each, stops)
+            for each in range(request.n)
         ]
         self._batch.add(
             request_id,
             sequences,
             room,
+            first_index=request.index,
             priority=request.priority,
             stop_token_ids=stops,
             min_tokens=request.min_tokens,
@@ -104,6 +106,7 @@ class ModelEngine:
             seed=seed,
             index=index,
             prompt=request.token_ids,
+            generated=request.generated,
             stop_token_ids=sorted(stops),
             min_tokens=request.min_tokens,
         )
@@ -146,7 +149,7 @@ class ModelEngine:
                 scheduled.index,
                 [token.logprob] if token.logprob is not None else None,
                 reason,
-                scheduled.cached_tokens if is_first and not scheduled.index else None,
+                scheduled.cached_tokens if is_first and scheduled.leads else None,
             )
             outputs.append((scheduled.id, item))
             if reason is not None:

@@ -44,6 +44,15 @@ def check_request(request: GenerateRequest, limits: EngineLimits) -> NDArray[np.
         )
     if not 1 <= request.n <= MAX_CONTINUATIONS:
         raise ValueError(f"n = {request.n}: ask for 1 to {MAX_CONTINUATIONS} continuations")
+    if not 0 <= request.index <= MAX_CONTINUATIONS - request.n:
+        raise ValueError(
+            f"index = {request.index}: it is from 0 to {MAX_CONTINUATIONS - request.n}"
+        )
+    length = len(request.token_ids)
+    if not 0 <= request.generated < length:
+        raise ValueError(
+            f"generated = {request.generated}: of {length} token_ids it is from 0 to {length - 1}"
+        )
     _check_sampling(request.sampling, limits)
     return prompt
 

@@ -78,10 +78,10 @@ class _Stream:
 
     __slots__ = ("kept", "open", "reply", "request_id")
 
-    def __init__(self, request_id: str, reply: Reply[Generated], continuations: int) -> None:
+    def __init__(self, request_id: str, reply: Reply[Generated], continuations: range) -> None:
         self.request_id = request_id
         self.reply = reply
-        self.open = set(range(continuations))
+        self.open = set(continuations)
         self.kept: deque[_Piece] | None = None
 
     def keep(self, item: Generated) -> None:
@@ -169,7 +169,8 @@ class EngineRunner(Openable):
             raise self._unavailable()
         if request_id in self._streams:
             raise ValueError(f"request {request_id!r} is in the engine already: cancel it first")
-        stream = _Stream(request_id, reply, request.n)
+        continuations = range(request.index, request.index + request.n)
+        stream = _Stream(request_id, reply, continuations)
         self._streams[request_id] = self._by_reply[reply] = stream
         self._stepper.add(request_id, request)
 

@@ -5,13 +5,14 @@ lower id comes first, but all that are as likely as the last of top-k stay. A lo
 number counts as minus infinity.
 
 The random number of a token is a function of the seed, its position in the sequence and its
-continuation: so a stream that is continued elsewhere, with the prompt and the tokens so far as its
-prompt, draws the same rest. Penalties are the exception: they count what this request has made.
+continuation, and penalties count what was generated before as well: so a stream that is continued
+elsewhere, by a request that says how much of its prompt that is, draws the same rest.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -49,6 +50,7 @@ class Sampler:
         seed: from 0 to 2^64 - 1.
         index: of the continuation; each draws for itself.
         prompt: its tokens.
+        generated: how many of the last of them were output before.
         stop_token_ids: are not drawn before there are `min_tokens`.
     """
 
@@ -73,6 +75,7 @@ class Sampler:
         seed: int,
         index: int = 0,
         prompt: Sequence[int] = (),
+        generated: int = 0,
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
@@ -87,7 +90,7 @@ class Sampler:
         self._seen: set[int] | None = None
         self._bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
         if sampling.frequency_penalty or sampling.presence_penalty:
-            self._counts = {}
+            self._counts = Counter(prompt[len(prompt) - generated :])
         if sampling.repetition_penalty != 1.0:
             self._seen = set(prompt)
         if sampling.logit_bias:

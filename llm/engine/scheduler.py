@@ -48,6 +48,8 @@ class ScheduledRequest(Generic[S]):
         max_tokens: with so many tokens of output it ends.
         priority: a higher one goes before a lower one.
         stop_token_ids: one of them ends it, after `min_tokens`.
+        leads: whether it is the first continuation of its request, and tells for all of them what
+            was found in the cache.
         blocks: its block table.
         computed: tokens whose keys and values are in the cache, when the step has ended.
         generated: tokens of output so far.
@@ -62,6 +64,7 @@ class ScheduledRequest(Generic[S]):
     priority: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    leads: bool = True
     blocks: list[int] = field(default_factory=list[int])
     computed: int = 0
     generated: int = 0
@@ -206,7 +209,7 @@ class Scheduler(Generic[S]):
             request.computed = cached
             if request.cached_tokens is None:
                 request.cached_tokens = cached
-                if not request.index:
+                if request.leads:
                     self.prompt_tokens += request.sequence.length
                     self.cached_tokens += cached
             has_room = self._manager.grow(request.blocks, -(-(cached + taken) // self._block_size))

@@ -98,6 +98,7 @@ class Output:
 
     Attributes:
         index: of its continuation.
+        leads: whether that is the first of its request.
         tokens: empty where the sequence does not make token ids.
         count: how many tokens; more than one only after several steps.
         is_first: whether its first token is among them.
@@ -108,6 +109,7 @@ class Output:
 
     request_id: str
     index: int
+    leads: bool
     tokens: list[int]
     count: int
     is_first: bool
@@ -181,13 +183,13 @@ class MockEngine:
             MockSequence(
                 request.token_ids,
                 self.limits.block_size,
-                seed=(sampling.seed or 0) + index,
+                seed=(sampling.seed or 0) + request.index + each,
                 vocabulary=self.config.vocabulary,
                 as_array=prompt,
                 lora_name=request.lora_name,
                 salt=request.cache_salt,
             )
-            for index in range(request.n)
+            for each in range(request.n)
         ]
         if sampling.logprobs is not None:
             self._logprobs[request_id] = sampling.logprobs
@@ -195,6 +197,7 @@ class MockEngine:
             request_id,
             sequences,
             room,
+            first_index=request.index,
             priority=request.priority,
             stop_token_ids=frozenset(request.stop_token_ids),
             min_tokens=request.min_tokens,
@@ -229,7 +232,7 @@ class MockEngine:
             output.index,
             None if wanted is None else [self._logprob(each, wanted) for each in output.tokens],
             output.finish_reason,
-            output.cached_tokens if output.is_first and not output.index else None,
+            output.cached_tokens if output.is_first and output.leads else None,
         )
 
     def _logprob(self, token_id: int, wanted: int) -> TokenLogprob:
@@ -317,6 +320,7 @@ class MockEngine:
         return Output(
             request.id,
             request.index,
+            request.leads,
             tokens,
             steps,
             is_first,

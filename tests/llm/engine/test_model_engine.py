@@ -304,13 +304,49 @@ def test_without_max_tokens_the_output_fills_the_context() -> None:
     assert items[-1].finish_reason == "length"
 
 
-def test_a_stream_that_is_continued_elsewhere_has_the_same_rest() -> None:
-    sampling = Sampling(temperature=0.9, seed=5)
-    whole = tokens_of(alone(GenerateRequest(PROMPT, 16, sampling=sampling, ignore_eos=True)))
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([0.0, 0.9]),
+    st.sampled_from([0.0, 0.7]),
+    st.sampled_from([1.0, 1.4]),
+    st.integers(0, 12),
+    st.lists(st.integers(1, 15), min_size=1, max_size=3, unique=True).map(sorted),
+)
+def test_a_stream_that_is_continued_elsewhere_has_the_same_rest(
+    temperature: float, penalty: float, repetition: float, min_tokens: int, cuts: list[int]
+) -> None:
+    sampling = Sampling(
+        temperature,
+        repetition_penalty=repetition,
+        frequency_penalty=penalty,
+        presence_penalty=penalty / 2,
+        seed=5,
+    )
+    wanted = GenerateRequest(
+        PROMPT, 16, min_tokens, 3, sampling, stop_token_ids=list(range(20, EOS))
+    )
+    whole = alone(wanted)
 
-    rest = alone(GenerateRequest(PROMPT + whole[:6], 10, sampling=sampling, ignore_eos=True))
+    for index in range(wanted.n):
+        tokens, rest, came = tokens_of(whole, index), wanted, 0
+        for cut in cuts:
+            if cut >= len(tokens):
+                break
+            # Each continues the one before.
+            rest, came = rest.continued(tokens[came:cut], index), cut
+            items = alone(rest)
+            assert tokens_of(items, index) == tokens[cut:]
+            assert {item.index for item in items} == {index}
+            assert items[0].cached_tokens == 0
 
-    assert tokens_of(rest) == whole[6:]
+
+def test_what_has_ended_is_not_continued() -> None:
+    wanted = GenerateRequest(PROMPT, 3, n=2)
+
+    with pytest.raises(ValueError, match="3 tokens have come of max_tokens = 3"):
+        wanted.continued([1, 2, 3], 1)
+    with pytest.raises(ValueError, match="index = 2"):
+        wanted.continued([1], 2)
 
 
 def test_without_a_seed_each_request_draws_for_itself() -> None:
@@ -377,6 +413,10 @@ def test_logprobs_come_with_the_tokens() -> None:
         (GenerateRequest([1], 3, min_tokens=4), "min_tokens = 4 is more than max_tokens = 3"),
         (GenerateRequest([1], n=0), "n = 0: ask for 1 to 128"),
         (GenerateRequest([1], n=129), "n = 129: ask for 1 to 128"),
+        (GenerateRequest([1], n=2, index=127), "index = 127: it is from 0 to 126"),
+        (GenerateRequest([1], index=-1), "index = -1: it is from 0 to 127"),
+        (GenerateRequest([1, 2], generated=2), "generated = 2: of 2 token_ids it is from 0 to 1"),
+        (GenerateRequest([1], generated=-1), "generated = -1"),
     ],
 )
 def test_a_request_that_is_not_usable_is_refused_with_value_and_remedy(

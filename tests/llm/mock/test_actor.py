@@ -71,18 +71,21 @@ async def tokens_of(client: MockWorker, request: GenerateRequest) -> list[int]:
 
 
 def test_a_continued_request_gives_the_rest_of_the_tokens() -> None:
-    async def story() -> tuple[list[int], list[int]]:
+    async def story() -> None:
         async with TestKit() as kit:
             await kit.start(RecordedWorker, block_size=16)
             client = kit.client(RecordedWorker)
-            whole = await tokens_of(client, GenerateRequest(PROMPT, 40, sampling=Sampling(seed=7)))
-            continued = GenerateRequest(PROMPT + whole[:15], 25, sampling=Sampling(seed=7))
-            return whole, await tokens_of(client, continued)
+            wanted = GenerateRequest(PROMPT, 40, n=2, sampling=Sampling(seed=7))
+            items = [item async for item in client.generate(wanted)]
+            for index in range(2):
+                whole = [token for one in items if one.index == index for token in one.token_ids]
+                assert len(whole) == 40
+                rest = [item async for item in client.generate(wanted.continued(whole[:15], index))]
+                assert [token for one in rest for token in one.token_ids] == whole[15:]
+                assert rest[-1].finish_reason == "length"
+                assert {item.index for item in rest} == {index}
 
-    whole, rest = run(story())
-
-    assert len(whole) == 40
-    assert rest == whole[15:]
+    run(story())
 
 
 def test_the_first_token_says_how_much_of_the_prompt_was_in_the_cache() -> None:
