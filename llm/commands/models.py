@@ -47,10 +47,13 @@ def models(ctx: click.Context, as_json: bool, nats: str | None) -> None:
 
 
 def _list(as_json: bool, nats: str | None) -> None:
+    from dynbus.bus.errors import Unavailable
     from dynbus.llm.models.catalog import Catalog, ServedModel
 
     async def look(runtime: Runtime) -> list[ServedModel]:
         async with Catalog(runtime) as catalog:
+            if catalog.problem:
+                raise Unavailable(catalog.problem)
             return catalog.models
 
     found = _run(look, nats)

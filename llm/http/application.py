@@ -174,7 +174,10 @@ class Application:
         if front_end.is_draining:
             return json_response({"status": "unavailable", "reason": "draining"}, 503)
         if not names:
-            return json_response({"status": "unavailable", "reason": "no model is served"}, 503)
+            # Why they cannot be read is in the log, which is not everybody's.
+            is_known = not front_end.models.problem
+            reason = "no model is served" if is_known else "the models on the bus cannot be read"
+            return json_response({"status": "unavailable", "reason": reason}, 503)
         if not front_end.models.is_connected:
             return json_response({"status": "unavailable", "reason": "the bus is away"}, 503)
         # Which models there are is told to those who have a key.

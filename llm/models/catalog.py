@@ -142,6 +142,9 @@ class CardView:
 class Catalog(Openable):
     """The models of a bus, from `__aenter__` to `close`. Use it with `async with`.
 
+    It opens within the bus's `connect_timeout` whether or not JetStream answers: what is not read
+    by then is read as soon as it can be.
+
     Args:
         runtime: which must stay open meanwhile.
         cache_bytes: that are remembered of the tokens of each model's texts.
@@ -154,6 +157,7 @@ class Catalog(Openable):
         self._view = CardView(self._owners)
         self._artefacts = Artefacts(runtime.bus.data.jetstream)
         self._caught_up = asyncio.Event()
+        self._failure = "JetStream has not answered yet"
         self._changed = asyncio.Event()
         self._models: list[ServedModel] | None = None
         self._loading: dict[_Key, asyncio.Lock] = {}
@@ -161,6 +165,13 @@ class Catalog(Openable):
 
     def __repr__(self) -> str:
         return f"<Catalog of {len(self.models)} models>"
+
+    @property
+    def problem(self) -> str:
+        """Why it is not known which models there are; empty once it is."""
+        if self._caught_up.is_set() and self._runtime.discovery.synchronized.is_set():
+            return ""
+        return f"the models on the bus cannot be read: {self._failure}"
 
     @property
     def models(self) -> list[ServedModel]:
@@ -187,7 +198,8 @@ class Catalog(Openable):
             while (card := self.find(name, type)) is None:
                 await self._change()
             return card
-        raise NoInstances(f"no instance serves the model {name!r} within {timeout:g} s")
+        why = f": {self.problem}" if self.problem else ""
+        raise NoInstances(f"no instance serves the model {name!r} within {timeout:g} s{why}")
 
     async def changes(self) -> AsyncIterator[list[ServedModel]]:
         """What is served now, and again at each change."""
@@ -258,24 +270,32 @@ class Catalog(Openable):
     async def _open(self) -> AsyncGenerator[None]:
         runtime = self._runtime
         runtime.discovery.begin()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._read)
+            tasks.start_soon(self._look)
+            with anyio.move_on_after(runtime.bus.config.connect_timeout):
+                await self._caught_up.wait()
+                await runtime.discovery.wait_synchronized(None)
+            if self.problem:
+                logger.warning("%s; models appear once that works", self.problem)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _read(self) -> None:
         consumer = await self._consume()
         try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._look)
-                limit = runtime.bus.config.connect_timeout
-                await runtime.discovery.wait_synchronized(limit)
-                with anyio.move_on_after(limit):
-                    await self._caught_up.wait()
-                yield
-                tasks.cancel_scope.cancel()
+            await anyio.sleep_forever()
         finally:
             with anyio.CancelScope(shield=True):
                 await consumer.stop()
 
     async def _consume(self) -> OrderedConsumer:
         jetstream = self._runtime.bus.data.jetstream
+        is_there = True
         while True:
             try:
+                if not is_there:
+                    await jetstream.ensure_stream(CARDS_STREAM)
                 return await jetstream.consume(
                     CARDS_STREAM.name,
                     self._receive,
@@ -284,9 +304,9 @@ class Catalog(Openable):
                     on_caught_up=self._caught_up.set,
                 )
             except NoStream:
-                await jetstream.ensure_stream(CARDS_STREAM)
+                is_there = False
             except Unavailable as error:
-                logger.warning("the cards of models cannot be read yet: %s", error)
+                self._failure = str(error)
                 await anyio.sleep(RETRY_DELAY)
 
     def _receive(self, message: StoredMessage) -> None:

@@ -72,6 +72,11 @@ _Key = tuple[str, str, tuple[str, ...]]
 class ModelCatalog(Protocol):
     """Where the models are read that have instances; `Catalog` is one."""
 
+    @property
+    def problem(self) -> str:
+        """Why it is not known which models there are; empty once it is."""
+        ...
+
     def changes(self) -> AsyncIterator[list[ServedModel]]:
         """What is served now, and again at each change."""
         ...
@@ -244,6 +249,11 @@ class Models:
         return sorted({model.card.name for model in self.served})
 
     @property
+    def problem(self) -> str:
+        """Why it is not known which models there are; empty once it is."""
+        return self._catalog.problem
+
+    @property
     def is_connected(self) -> bool:
         """Whether the bus can be reached."""
         return self._runtime.is_connected
@@ -263,7 +273,7 @@ class Models:
             ModelNotFound: there is none.
             BadRequest: it is not there for this.
             NoInstances: the last instance has gone just now.
-            Unavailable: it cannot be served, and why.
+            Unavailable: it cannot be served, or nobody knows yet which models there are, and why.
         """
         with anyio.move_on_after(WAIT):
             # Its instances may be started again.
@@ -298,6 +308,8 @@ class Models:
             return NoInstances(
                 f"the model {name} has no instance since {since:.1f} s", started=False
             )
+        if self.problem:
+            return Unavailable(self.problem, started=False)
         known = ", ".join(self.names) or "none at present"
         return ModelNotFound(
             f"there is no model {name[:200]!r}; the models are: {known}", started=False

@@ -157,6 +157,8 @@ CARDS = {
 class FixedCatalog:
     """A catalog that a test fills."""
 
+    problem = ""
+
     def __init__(self, cards: Mapping[str, ModelCard] = CARDS, template: str = CHATML) -> None:
         self.cards = dict(cards)
         self.template = template

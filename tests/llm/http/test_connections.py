@@ -265,7 +265,17 @@ async def test_pages_tell_of_health_figures_and_the_interface() -> None:
                 "/page/state",
             )
         }
+        front.catalog.problem = "the models on the bus cannot be read: nats://secret is silent"
+        front.catalog.change({})
+        await eventually(lambda: not front.front_end.service.models.names)
+        unready = await exchange(front, b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        unknown = await exchange(front, request(chat("say hi", model="other")))
 
+    assert (unready[0], json.loads(unready[2])["reason"]) == (
+        503,
+        "the models on the bus cannot be read",
+    )
+    assert unknown[0] == 503
     assert {page[0] for page in pages.values()} == {200}
     figures = pages["/metrics"][2].decode()
     assert 'dynbus_http_time_to_first_token_seconds_count{model="tiny"} 1' in figures

@@ -6,10 +6,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.conditions import eventually
 from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import NoInstances, Unavailable
 from dynbus.bus.transport import StoredMessage
-from dynbus.llm.models.card import TOKENIZER, ModelCard, ModelInput
+from dynbus.llm.models.card import TOKENIZER, ModelCard, ModelInput, ModelType
 from dynbus.llm.models.catalog import MAX_TEXT_MODELS, CardView, Catalog
 from dynbus.llm.models.records import ADDED, StoredCard, card_of, card_subject
 from dynbus.llm.text.text_model import TextModel
@@ -129,6 +132,36 @@ def test_a_card_whose_name_no_model_may_have_is_passed_over(name: str) -> None:
     subject = card_subject(card.endpoint_name, name, "one")
 
     assert card_of(StoredMessage(subject, 1, 0.0, {}, msgspec.json.encode(card))) is None
+
+
+def test_a_catalog_opens_without_jetstream_and_reads_the_models_once_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            jetstream = kit.caller.bus.data.jetstream
+            consume, is_away = jetstream.consume, True
+
+            async def try_to_consume(*given: Any, **options: Any) -> Any:
+                if is_away:
+                    raise Unavailable("no answer from JetStream")
+                return await consume(*given, **options)
+
+            monkeypatch.setattr(jetstream, "consume", try_to_consume)
+            begun = monotonic()
+            async with Catalog(kit.caller) as catalog:
+                assert monotonic() - begun <= kit.caller.bus.config.connect_timeout + 0.1
+                assert catalog.models == []
+                assert catalog.problem.endswith("cannot be read: no answer from JetStream")
+                with pytest.raises(NoInstances, match="'tiny' within 1 s: the models on the bus"):
+                    await catalog.wait_for("tiny", ModelType.Chat, timeout=1)
+
+                is_away = False
+                await eventually(lambda: not catalog.problem)
+
+    run(story())
+
+    assert "models appear once that works" in caplog.text
 
 
 def test_tokenizers_are_kept_until_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
