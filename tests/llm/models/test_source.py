@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
 import pytest
 
 from dynbus.bus.errors import ConfigError
-from dynbus.llm.models.hub import wanted_files
-from dynbus.llm.models.origins import ModelUnavailable
+from dynbus.llm.models.hub_process import wanted_files
 from dynbus.llm.models.source import resolve
 
 from .tiny_model import tiny_folder
@@ -90,57 +87,3 @@ def test_one_gguf_file_is_got() -> None:
 def test_a_repository_without_a_model_is_refused(files: list[str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         wanted_files(files)
-
-
-class FakeHub:
-    """What is asked of `huggingface_hub`."""
-
-    def __init__(self, folder: Path, files: list[str]) -> None:
-        self.folder = folder
-        self.files = files
-        self.asked: list[dict[str, Any]] = []
-
-    def snapshot_download(self, repository: str, **options: Any) -> str:
-        self.asked.append({"repository": repository, **options})
-        if options.get("local_files_only"):
-            if not self.folder.exists():
-                raise OSError("not in the cache")
-        else:
-            tiny_folder(self.folder)
-            (self.folder / "model.safetensors").write_bytes(b"")
-        return str(self.folder)
-
-    def list_repo_files(self, repository: str, *, revision: str | None = None) -> list[str]:
-        if repository == "no/such":
-            raise OSError("404 no such repository\nmore")
-        return self.files
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    fake = FakeHub(tmp_path / "snapshot", REPOSITORY)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: fake)
-    return fake
-
-
-async def test_a_repository_is_called_by_its_own_name(hub: FakeHub) -> None:
-    model = await resolve("hf://org/Tiny-2@v1")
-
-    assert (model.path, model.name) == (hub.folder, "Tiny-2")
-    assert hub.asked[-1]["revision"] == "v1"
-    assert hub.asked[-1]["allow_patterns"] == wanted_files(REPOSITORY)
-
-
-async def test_what_the_cache_has_is_not_asked_for_again(hub: FakeHub) -> None:
-    await resolve("org/Tiny-2")
-    hub.asked.clear()
-
-    await resolve("org/Tiny-2")
-
-    assert [one.get("local_files_only") for one in hub.asked] == [True]
-
-
-async def test_a_repository_that_is_not_there_says_what_to_check(hub: FakeHub) -> None:
-    with pytest.raises(ModelUnavailable, match="no/such cannot be downloaded: 404.*HF_TOKEN"):
-        await resolve("no/such")
