@@ -152,15 +152,17 @@ class Stack:
         """Wait until no request is anywhere."""
         metrics = self.front_end.service.metrics
         await eventually(lambda: metrics.in_flight == 0, BOUND, what="the front end has requests")
-        for runner in self.runners:
-            # A request is forgotten by the engine before its next step.
-            await eventually(
-                lambda runner=runner: not runner.engine.has_work, BOUND, what=f"{runner!r}"
-            )
-        for runtime in self._runtimes:
-            await eventually(
-                lambda runtime=runtime: not leftovers(runtime), BOUND, what=f"{runtime!r}"
-            )
+        # A request is forgotten by its engine before the next step.
+        await eventually(lambda: not self.engines_work(), BOUND, what=f"{self.runners}")
+        await eventually(
+            lambda: not any(leftovers(each) for each in self._runtimes),
+            BOUND,
+            what="calls are open",
+        )
+
+    def engines_work(self) -> bool:
+        """Whether an engine has a request."""
+        return any(runner.engine.has_work for runner in self.runners)
 
     def holdings(self) -> dict[str, int]:
         """What is held by this process, which is the same whenever nothing is asked."""
@@ -260,6 +262,6 @@ async def seconds_to_cancel(served: Stack) -> float:
     await reader.readuntil(b"\n\n")
     left = time.perf_counter()
     writer.transport.abort()
-    while any(runner.engine.has_work for runner in served.runners):
+    while served.engines_work():
         await anyio.lowlevel.checkpoint()
     return time.perf_counter() - left
