@@ -8,8 +8,11 @@ cache.
 """
 
 import asyncio
+import os
+import shutil
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -29,18 +32,26 @@ In a browser:
   {url}/
 
 In a terminal:
-  dynbus chat --url {url}
+  {dynbus} chat --url {url} --temperature 0.3
 
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{question}"}}]}}'
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{question}"}}], \
+"temperature": 0, "max_tokens": 100}}'
 
-In Python, with the package openai:
+In Python, with the package openai (pip install openai):
   from openai import OpenAI
   client = OpenAI(base_url="{url}/v1", api_key="none")
   messages = [{{"role": "user", "content": "{question}"}}]
-  answer = client.chat.completions.create(model="{model}", messages=messages)
+  answer = client.chat.completions.create(
+      model="{model}", messages=messages, temperature=0, max_tokens=100)
   print(answer.choices[0].message.content)
 """
+
+
+def dynbus_here() -> str:
+    """The command as a shell in this folder finds it: a virtual environment may not be active."""
+    beside = Path(sys.executable).with_name("dynbus")
+    return "dynbus" if shutil.which("dynbus") or not beside.exists() else os.path.relpath(beside)
 
 
 class Step(BaseModel):
@@ -87,7 +98,8 @@ class Front(Frontend, namespace="chat"):
                 break
         self._bars.stop()
         model, question = self.model_names[0], "What is the capital of France?"
-        print(TO_TRY.format(model=model, url=self.url, question=question), flush=True)
+        told = TO_TRY.format(dynbus=dynbus_here(), model=model, url=self.url, question=question)
+        print(told, flush=True)
 
 
 class Engine(ModelWorker, namespace="chat"):
@@ -123,8 +135,11 @@ class Engine(ModelWorker, namespace="chat"):
         shown: Step | None = None
         while True:
             if self._step is not None and self._step is not shown:
-                shown = self._step
+                before, shown = shown, self._step
                 # Without a front end there is nobody to show it to.
                 with suppress(DynbusError), call_options(wait=10.0):
+                    if before is not None and before.what != shown.what:
+                        whole = before.total or 1
+                        await self.front.show(Step(what=before.what, done=whole, total=whole))
                     await self.front.show(shown)
             await asyncio.sleep(0.1)

@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.models.card import ModelCard
-from dynbus.llm.openai.errors import ModelNotFound, answer_of
+from dynbus.llm.openai.errors import answer_of
 
 from .completions import CompletionsEndpoint, Receive, Scope
 from .metrics import CONTENT_TYPE
@@ -194,7 +194,7 @@ class Application:
         for told in self._listed():
             if told["id"] == name:
                 return json_response(told)
-        raise ModelNotFound(f"there is no model {name[:200]!r}", started=False)
+        raise self._front_end.models.unknown(name)
 
     async def _openapi(self, asker: Asker) -> Response:
         return json_response(DOCUMENT)

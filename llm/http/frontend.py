@@ -118,6 +118,7 @@ class Frontend(Actor, abstract=True):
         tls_key: str = "",
         cors_origins: Sequence[str] = (),
         routing: RoutingChoice = "auto",
+        request_timeout: float = 3600.0,
         grace: float = 30.0,
     ) -> None:
         self._settings = HttpSettings(
@@ -128,6 +129,7 @@ class Frontend(Actor, abstract=True):
             tls_cert=Path(tls_cert) if tls_cert else None,
             tls_key=Path(tls_key) if tls_key else None,
             cors_origins=cors_origins,
+            request_timeout=request_timeout,
             grace=grace,
         )
         self._routing: RoutingChoice = routing

@@ -281,7 +281,7 @@ class Models:
                 await self._reconciled.wait()
         named = self._named(name)
         if not named:
-            raise self._unknown(name)
+            raise self.unknown(name)
         serving = next((one for one in named if one.card.type & wanted), None)
         if serving is None:
             raise _not_for_this(named[0].card, wanted)
@@ -302,7 +302,8 @@ class Models:
         """Whether the last instance of a model has gone, and may come back."""
         return monotonic() - self._gone.get(name, -GONE) < GONE
 
-    def _unknown(self, name: str) -> DynbusError:
+    def unknown(self, name: str) -> DynbusError:
+        """What a request for a model that is not served ends with."""
         if self._is_away(name):
             since = monotonic() - self._gone[name]
             return NoInstances(

@@ -34,7 +34,8 @@ class Processor(Actor, abstract=True):
 
         class Polite(Processor, namespace="llm"):
             async def process(self, request):
-                request["messages"].insert(0, {"role": "system", "content": "Be polite."})
+                if "messages" in request:
+                    request["messages"].insert(0, {"role": "system", "content": "Be polite."})
                 async for chunk in self.ask(request):
                     yield chunk
 

@@ -31,7 +31,9 @@ def served(nats_server: RunningServer) -> Iterator[Served]:
     port = free_port()
     options = ("-f", "chat.yaml", "--Engine.engine=mock", f"--Front.port={port}")
     with running("chat", nats_server.url, ENDPOINTS, options) as example:
-        yield Served(example, f"http://127.0.0.1:{port}")
+        url = f"http://127.0.0.1:{port}"
+        wait_for_the_model(url)
+        yield Served(example, url)
 
 
 def get(url: str, body: object = None) -> Any:
@@ -42,12 +44,15 @@ def get(url: str, body: object = None) -> Any:
         return json.load(response)
 
 
-def chat(url: str, messages: list[dict[str, str]]) -> Any:
-    """The answer of the mock, once the front end knows it."""
+def wait_for_the_model(url: str) -> None:
     end = time.monotonic() + 30.0
     while not get(f"{url}/v1/models")["data"]:
         assert time.monotonic() < end, "the front end has no model"
         time.sleep(0.05)
+
+
+def chat(url: str, messages: list[dict[str, str]]) -> Any:
+    """The answer of the mock."""
     body = {"model": "mock", "messages": messages, "max_tokens": 8, "user": "a"}
     return get(f"{url}/v1/chat/completions", body)
 
@@ -96,7 +101,9 @@ def test_a_model_that_cannot_be_had_is_told_of_and_a_mock_takes_its_place(
         "--Engine.model=pip://no-such-model-package==1.0",
     )
     with running("chat", own_server.url, ENDPOINTS[:1], options) as example:
-        chat(f"http://127.0.0.1:{port}", [{"role": "user", "content": "Hello"}])
+        url = f"http://127.0.0.1:{port}"
+        wait_for_the_model(url)
+        chat(url, [{"role": "user", "content": "Hello"}])
 
     assert "A mock takes the model's place, since no-such-model-package==1.0" in example.output
     assert f"mock answers at http://127.0.0.1:{port}" in example.output

@@ -234,6 +234,8 @@ async def test_models_are_listed_and_come_and_go() -> None:
         one = await client.models.retrieve("tiny")
         with pytest.raises(openai.NotFoundError, match="the models are: tiny") as unknown:
             await create(client, **chat("hello", model="nobody"))
+        with pytest.raises(openai.NotFoundError, match="the models are: tiny"):
+            await client.models.retrieve("nobody")
         with pytest.raises(openai.InternalServerError, match="has no instance since") as gone:
             await create(client, **chat("hello", model="text"))
 
