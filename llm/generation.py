@@ -68,9 +68,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         lora_name: the adapter to use.
         cache_salt: requests share cached blocks only where it is the same.
         priority: a higher one is computed before a lower one.
-        stream: whether whoever asks wants tokens as they come. Otherwise an engine may give the
-            first one at once, which tells routers that the prompt is computed, and keep the others
-            until a continuation ends.
+        stream: whether whoever asks wants tokens as they come. Otherwise an engine gives the first
+            one at once, which tells routers that the prompt is computed, and the others in few
+            items.
         generated: how many of the last `token_ids` are output of the request that this one
             continues: penalties count them as such.
         index: of the first continuation, from which the others count on.

@@ -33,9 +33,13 @@ LIMIT = 300.0
 """Seconds for one run."""
 
 
-def requests(streams: int, tokens: int) -> list[GenerateRequest]:
+def requests(streams: int, tokens: int, way: str = "") -> list[GenerateRequest]:
     return [
-        GenerateRequest(list(range(each * PROMPT_TOKENS, (each + 1) * PROMPT_TOKENS)), tokens)
+        GenerateRequest(
+            list(range(each * PROMPT_TOKENS, (each + 1) * PROMPT_TOKENS)),
+            tokens,
+            stream=way != "whole",
+        )
         for each in range(streams)
     ]
 
@@ -65,7 +69,7 @@ async def read(url: str, streams: int, tokens: int, way: str) -> dict[str, float
     async with Runtime.connect(url) as runtime:
         client = runtime.client(MockWorker)
         await (await runtime.endpoint("llm.MockWorker.generate").client()).wait_for_instances()
-        wanted = requests(streams, tokens)
+        wanted = requests(streams, tokens, way)
         began, clock, made = time.process_time(), time.perf_counter(), 0
         if way == "tasks":
 
@@ -181,10 +185,15 @@ def main() -> None:
             url, way = options.read
             print(json.dumps(runner.run(read(url, options.streams, options.tokens, way))))
             return
-        runs: dict[str, list[dict[str, float]]] = {"bare": [], "relay": [], "tasks": []}
+        runs: dict[str, list[dict[str, float]]] = {
+            "bare": [],
+            "relay": [],
+            "tasks": [],
+            "whole": [],
+        }
         for _ in range(options.rounds):
             runs["bare"].append({"engine": bare(options.streams, options.tokens)})
-            for way in ("relay", "tasks"):
+            for way in ("relay", "tasks", "whole"):
                 runs[way].append(runner.run(through_the_bus(options, way)))
     found: dict[str, Any] = {
         way: {key: statistics.median(run[key] for run in each) for key in each[0]}

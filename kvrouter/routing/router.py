@@ -560,7 +560,7 @@ class AttemptObserver:
                     break
         if self._block_size:
             before = self._output // self._block_size
-            self._output += len(items)
+            self._output += _tokens_in(items)
             if self._output // self._block_size != before:
                 self._scheduler.grown(self._number, self._output)
         return bool(self._key or self._block_size)
@@ -572,6 +572,21 @@ class AttemptObserver:
         if error is not None and self._waited:
             # The time that is missing was not spent where the error arose.
             error.message = f"{error.message or error.code}; before, it {_queued(self._waited)}"
+
+
+_TOKENS: Final = b'{"token_ids":['
+_LONG: Final = 96
+"""Bytes of an item, more than which may be several tokens: engines join those nobody waits for."""
+
+
+def _tokens_in(items: Sequence[bytes]) -> int:
+    """How many tokens items have: one each, but for long ones that tell."""
+    return sum(
+        item.count(b",", 0, item.find(b"]")) + 1
+        if len(item) > _LONG and item.startswith(_TOKENS)
+        else 1
+        for item in items
+    )
 
 
 def _reused_in(item: bytes, path: str) -> int | None:

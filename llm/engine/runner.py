@@ -3,6 +3,9 @@
 A stream whose reader has no credit gets no more items: what the engine makes for it is kept here,
 joined to few items, until the reader goes on. It is at most what the request may have; and a reader
 that takes nothing for `reader_stall_timeout` ends its call.
+
+What is made for a request that does not want a stream is kept in the same way, but for its first
+item: until a continuation ends, an item is full, or it has been kept for long enough.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import anyio
 
 from dynbus import Reply, push_each
 from dynbus.bus.background import Openable
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import HandlerError, InvalidRequest, Unavailable, describe_exception
 from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
@@ -27,7 +31,7 @@ from .stepping import stepper_of
 logger = logging.getLogger(__name__)
 
 JOINED_TOKENS: Final = 128
-"""Tokens that are joined to one item while a reader is waited for."""
+"""Tokens of one continuation that are joined to one item at most."""
 
 
 class EventSink(Protocol):
@@ -73,25 +77,38 @@ class _Stream:
 
     Attributes:
         open: continuations that have not ended.
-        kept: what waits for the reader; None while it has credit.
+        gathers: whether few items are wanted.
+        kept: what is to be sent later; None where each item is sent at once.
+        has_begun: whether it has had an item to keep.
+        is_blocked: whether the reader has no credit.
     """
 
-    __slots__ = ("kept", "open", "reply", "request_id")
+    __slots__ = ("gathers", "has_begun", "is_blocked", "kept", "open", "reply", "request_id")
 
-    def __init__(self, request_id: str, reply: Reply[Generated], continuations: range) -> None:
+    def __init__(self, request_id: str, reply: Reply[Generated], request: GenerateRequest) -> None:
         self.request_id = request_id
         self.reply = reply
-        self.open = set(continuations)
-        self.kept: deque[_Piece] | None = None
+        self.open = set(range(request.index, request.index + request.n))
+        self.gathers = not request.stream
+        self.kept: deque[_Piece] | None = deque() if self.gathers else None
+        self.has_begun = False
+        self.is_blocked = False
 
-    def keep(self, item: Generated) -> None:
-        assert self.kept is not None, "the reader has credit"
-        for piece in reversed(self.kept):
-            if piece.index == item.index:
-                if piece.join(item):
-                    return
-                break
-        self.kept.append(_Piece(item))
+    def keep(self, item: Generated) -> bool:
+        """Keep an item; whether what is kept is to be sent now."""
+        kept = self.kept
+        assert kept is not None, "each item is sent at once"
+        piece = kept[-1] if kept else None
+        if piece is not None and piece.index != item.index:
+            piece = next((one for one in reversed(kept) if one.index == item.index), None)
+        if piece is None or not piece.join(item):
+            piece = _Piece(item)
+            kept.append(piece)
+        if self.is_blocked:
+            return False
+        # The first item tells routers that the prompt is computed.
+        is_first, self.has_begun = not self.has_begun, True
+        return is_first or piece.finish_reason is not None or len(piece.token_ids) >= JOINED_TOKENS
 
 
 class EngineRunner(Openable):
@@ -102,6 +119,8 @@ class EngineRunner(Openable):
 
     Args:
         sink: gets what the cache stored and removed when a step has ended; None for nobody.
+        hold: seconds for which the outputs of a request that wants no stream are kept at most; None
+            for as long as they are few.
         failed: called with the reason when the engine has raised. What is open ends with
             `Unavailable` after it.
 
@@ -116,6 +135,7 @@ class EngineRunner(Openable):
         engine: Engine,
         sink: EventSink | None = None,
         *,
+        hold: float | None = None,
         failed: Callable[[str], object] | None = None,
     ) -> None:
         super().__init__()
@@ -123,6 +143,8 @@ class EngineRunner(Openable):
         self.load = EngineLoad(0, 0, 0)
         self.output_tokens = 0
         self._sink = sink
+        self._kept_for = hold
+        self._sends_kept = monotonic()
         self._failed = failed
         self._streams: dict[str, _Stream] = {}
         self._by_reply: dict[Reply[Generated], _Stream] = {}
@@ -169,8 +191,7 @@ class EngineRunner(Openable):
             raise self._unavailable()
         if request_id in self._streams:
             raise ValueError(f"request {request_id!r} is in the engine already: cancel it first")
-        continuations = range(request.index, request.index + request.n)
-        stream = _Stream(request_id, reply, continuations)
+        stream = _Stream(request_id, reply, request)
         self._streams[request_id] = self._by_reply[reply] = stream
         self._stepper.add(request_id, request)
 
@@ -224,9 +245,15 @@ class EngineRunner(Openable):
                 stream.reply.fail(HandlerError(f"the request failed: {reason}"))
         if self._sink is not None and step.events:
             self._sink.publish(step.events)
+        if self._kept_for is not None and monotonic() - self._sends_kept >= self._kept_for:
+            self._sends_kept = monotonic()
+            for stream in list(self._streams.values()):
+                if stream.kept and not stream.is_blocked:
+                    self._send_kept(stream)
 
     def _send(self, outputs: Sequence[tuple[str, Generated]]) -> None:
         pairs: list[tuple[Reply[Generated], Generated]] = []
+        due: dict[_Stream, None] = {}
         ended: list[_Stream] = []
         streams = self._streams
         for request_id, item in outputs:
@@ -240,13 +267,15 @@ class EngineRunner(Openable):
                     ended.append(stream)
             if stream.kept is None:
                 pairs.append((stream.reply, item))
-            else:
-                stream.keep(item)
+            elif stream.keep(item):
+                due[stream] = None
         for reply in push_each(pairs):
             # It is there once for each of its continuations, and may be forgotten with the first.
             stream = self._by_reply.get(reply)
             if stream is not None:
                 self._wait_for_reader(stream)
+        for stream in due:
+            self._send_kept(stream)
         for stream in ended:
             self._end_if_done(stream)
 
@@ -255,24 +284,27 @@ class EngineRunner(Openable):
         if stream.reply.has_ended:
             # What could not be sent has ended it.
             self.forget(stream.request_id)
-        elif stream.kept is None:
-            stream.kept = deque()
+        elif not stream.is_blocked:
+            stream.is_blocked = True
+            if stream.kept is None:
+                stream.kept = deque()
             stream.reply.when_writable(lambda: self._go_on(stream))
 
     def _go_on(self, stream: _Stream) -> None:
+        """Send what was kept for a reader that has credit again."""
+        stream.is_blocked = False
+        if stream.request_id in self._streams:
+            self._send_kept(stream)
+
+    def _send_kept(self, stream: _Stream) -> None:
         """Send what was kept, as far as there is credit."""
-        if stream.request_id not in self._streams or stream.kept is None:
-            return
         kept = stream.kept
         while kept:
             if push_each([(stream.reply, kept.popleft().item())]):
-                if stream.reply.has_ended:
-                    self.forget(stream.request_id)
-                else:
-                    stream.reply.when_writable(lambda: self._go_on(stream))
-                    self._end_if_done(stream)
-                return
-        stream.kept = None
+                self._wait_for_reader(stream)
+                break
+        if not stream.is_blocked and not stream.gathers:
+            stream.kept = None
         self._end_if_done(stream)
 
     def _end_if_done(self, stream: _Stream) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from itertools import count
+from typing import Final
 
 import anyio
 import anyio.to_thread
@@ -19,6 +20,9 @@ from dynbus.llm.generation import Generated, GenerateRequest
 from .interface import Engine
 from .observing import EngineWatch
 from .runner import EngineRunner, EventSink
+
+KEPT_OF_IDLE: Final = 1 / 3
+"""The part of `idle_timeout` for which outputs of a request that wants no stream are kept."""
 
 
 class EngineWorker(Actor, abstract=True):
@@ -59,7 +63,7 @@ class EngineWorker(Actor, abstract=True):
             sink: EventSink | None = None
             if engine.limits.has_events:
                 sink = await exits.enter_async_context(self.event_sink())
-            runner = EngineRunner(engine, sink, failed=self.report_broken)
+            runner = EngineRunner(engine, sink, hold=self._kept_for(), failed=self.report_broken)
             await exits.enter_async_context(runner)
             await exits.enter_async_context(
                 EngineWatch(self.runtime.bus, self.__dynbus_name__, runner)
@@ -86,6 +90,11 @@ class EngineWorker(Actor, abstract=True):
             profiles.MAX_BATCHED_TOKENS_KEY: str(limits.max_num_batched_tokens),
             profiles.EVENTS_KEY: "true" if limits.has_events else "false",
         }
+
+    def _kept_for(self) -> float | None:
+        """Seconds for which outputs are kept: so that no stream is taken for a dead one."""
+        idle = type(self).__dynbus_handlers__["generate"].idle_timeout
+        return None if idle is None else idle * KEPT_OF_IDLE
 
     def _running(self) -> EngineRunner:
         if self._engine_runner is None:

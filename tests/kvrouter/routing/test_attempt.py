@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import count
 from typing import Any, cast
 
+import msgspec
 import pytest
 from pydantic import BaseModel
 
@@ -183,6 +184,15 @@ def test_output_is_told_whenever_it_fills_another_block() -> None:
         assert looks.arrived(items)
 
     assert told.told == [("grown", 4), ("grown", 13)]
+
+
+def test_an_item_of_many_tokens_counts_as_so_many() -> None:
+    looks = observer(told := Told(), "", 4)
+    joined = msgspec.json.encode({"token_ids": list(range(100)), "index": 1})
+
+    looks.arrived([joined, b'{"token_ids":[7]}', b'{"text":"' + b"," * 200 + b'"}'])
+
+    assert told.told == [("grown", 102)]
 
 
 @pytest.mark.parametrize("asks", ["config", "call", "nobody"])

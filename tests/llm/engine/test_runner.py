@@ -339,3 +339,83 @@ def test_a_reader_whose_call_has_ended_costs_nothing_more(n: int) -> None:
         assert engine.steps < 10
 
     run(story())
+
+
+# Requests without a stream ----------------------------------------------------------------
+
+
+def whole(max_tokens: int, *, n: int = 1) -> GenerateRequest:
+    return GenerateRequest(list(range(16)), max_tokens, n=n, stream=False)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_request_that_wants_no_stream_gets_few_items(n: int) -> None:
+    async def story() -> Reader:
+        async with EngineRunner(MockEngine(CONFIG)) as runner:
+            reader, streamed = Reader(), Reader()
+            runner.submit("a", whole(60, n=n), reader.reply)
+            runner.submit("b", request(60, n=n), streamed.reply)
+            await streamed.closed()
+            await reader.closed()
+            assert len(streamed.items) == 60 * n
+            assert sorted(reader.token_ids) == sorted(streamed.token_ids)
+            return reader
+
+    items = run(story()).items
+
+    # The first one tells that the prompt is computed.
+    assert (len(items[0].token_ids), items[0].cached_tokens) == (1, 0)
+    assert len(items) <= 2 * n + 1
+    for index in range(n):
+        reasons = [item.finish_reason for item in items if item.index == index]
+        assert reasons[-1] == "length"
+        assert set(reasons[:-1]) <= {None}
+
+
+def test_what_is_gathered_is_bounded_and_not_kept_for_longer_than_it_may_be() -> None:
+    async def story(hold: float | None) -> list[int]:
+        async with EngineRunner(MockEngine(CONFIG), hold=hold) as runner:
+            reader = Reader()
+            runner.submit("a", whole(JOINED_TOKENS + 60), reader.reply)
+            await reader.closed()
+            return [len(item.token_ids) for item in reader.items]
+
+    assert run(story(None)) == [1, JOINED_TOKENS, 59]
+    # Steps take 5.8 ms and more.
+    in_time = run(story(0.1))
+    assert sum(in_time) == JOINED_TOKENS + 60
+    assert max(in_time) <= 0.1 / 0.0058 + 1
+
+
+def test_a_gathered_request_that_is_cancelled_has_what_came_and_ends_at_once() -> None:
+    async def story() -> tuple[Reader, int]:
+        engine = CountingEngine(allowed=10)
+        async with EngineRunner(engine) as runner:
+            reader = Reader()
+            runner.submit("a", whole(100), reader.reply)
+            await eventually(lambda: runner.output_tokens == 10)
+            runner.cancel("a")
+            assert reader.ended
+            engine.allowed.release(2)
+            await eventually(lambda: not engine.requests)
+            return reader, engine.steps
+
+    reader, steps = run(story())
+
+    assert reader.token_ids == list(range(10))
+    assert reader.items[-1].finish_reason == "cancelled"
+    assert steps < 13
+
+
+def test_a_gathered_request_waits_for_its_reader_like_others() -> None:
+    async def story() -> Reader:
+        async with EngineRunner(MockEngine(CONFIG)) as runner:
+            reader = Reader(credit=1)
+            runner.submit("a", whole(40), reader.reply)
+            await eventually(lambda: runner.output_tokens == 40)
+            assert len(reader.items) == 1
+            reader.grant(1)
+            await reader.closed()
+            return reader
+
+    assert [len(item.token_ids) for item in run(story()).items] == [1, 39]
