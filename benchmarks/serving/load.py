@@ -84,7 +84,7 @@ class _Listener:
         self.times: list[float] = []
         self.done = asyncio.Event()
 
-    def on_step(self, step: Step, load: EngineLoad) -> None:
+    def on_step(self, step: Step, load: EngineLoad, began: float) -> None:
         now = perf_counter()
         for _, item in step.outputs:
             self.times += [now] * len(item.token_ids)

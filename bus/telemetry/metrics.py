@@ -111,6 +111,7 @@ class Metrics:
     def __init__(self, provider: MeterProvider) -> None:
         meter = self._meter = provider.get_meter("dynbus")
         self._readings: dict[str, Readings] = {}
+        self._histograms: dict[str, Histogram] = {}
 
         def tally(name: str, unit: str, text: str) -> Tally:
             counter = Tally()
@@ -118,14 +119,6 @@ class Metrics:
                 f"dynbus.{name}", [counter.observe], unit=unit, description=text
             )
             return counter
-
-        def histogram(name: str, text: str) -> Histogram:
-            return meter.create_histogram(
-                f"dynbus.{name}",
-                unit="s",
-                description=text,
-                explicit_bucket_boundaries_advisory=SECONDS,
-            )
 
         self.calls = tally("calls", "{call}", "Calls that have ended.")
         self.items = tally("stream.items", "{item}", "Items of streams.")
@@ -139,9 +132,25 @@ class Metrics:
             unit="{call}",
             description="Calls that are running.",
         )
-        self.duration = histogram("call.duration", "Seconds from a call's start to its end.")
-        self.first_item = histogram("call.time_to_first_item", "Seconds to a stream's first item.")
-        self.credit_stall = histogram("credit.stall.duration", "Seconds a writer had no credit.")
+        self.duration = self.histogram("call.duration", "Seconds from a call's start to its end.")
+        self.first_item = self.histogram(
+            "call.time_to_first_item", "Seconds to a stream's first item."
+        )
+        self.credit_stall = self.histogram(
+            "credit.stall.duration", "Seconds a writer had no credit."
+        )
+
+    def histogram(self, name: str, text: str) -> Histogram:
+        """The histogram `dynbus.{name}` of seconds, made once."""
+        known = self._histograms.get(name)
+        if known is None:
+            known = self._histograms[name] = self._meter.create_histogram(
+                f"dynbus.{name}",
+                unit="s",
+                description=text,
+                explicit_bucket_boundaries_advisory=SECONDS,
+            )
+        return known
 
     def counter(self, name: str, unit: str, text: str) -> Readings:
         """The counter `dynbus.{name}` of another folder, made once."""

@@ -236,7 +236,7 @@ class Telemetry:
             return CallObservation(self, profile, None, None, inherited)
         context = self._client_parent(inherited)
         caller = current_instance()
-        tracer = self._tracer if caller is None else self._tracer_of(caller)
+        tracer = self._tracer if caller is None else self.tracer_of(caller)
         span = self._start(tracer, profile, context, streaming, request_id, profile.attributes)
         fields = self.api.write(span.get_span_context())
         if self.api.all_baggage(context):
@@ -267,7 +267,7 @@ class Telemetry:
         context = self._server_parent(remote, incoming)
         if self._leaves_unsampled and remote is not None and not remote.trace_flags.sampled:
             return CallObservation(self, profile, None, context, incoming)
-        tracer = self._tracer_of(InstanceName(endpoint.namespace, endpoint.component, instance_id))
+        tracer = self.tracer_of(InstanceName(endpoint.namespace, endpoint.component, instance_id))
         attributes = {**profile.attributes, "dynbus.instance_id": instance_id}
         span = self._start(tracer, profile, context, streaming, request_id, attributes)
         fields = self.api.write(span.get_span_context())
@@ -301,10 +301,11 @@ class Telemetry:
         if self.metrics is not None:
             self.metrics.drops.add((("dynbus.reason", str(reason)),))
 
-    def _tracer_of(self, instance: InstanceName) -> Tracer:
+    def tracer_of(self, instance: InstanceName) -> Tracer:
+        """What begins the spans of an instance, where there is a `tracer_provider`."""
         tracer = self._tracers.get(instance)
         if tracer is None:
-            assert self.tracer_provider is not None
+            assert self.tracer_provider is not None, "there are no spans"
             if len(self._tracers) >= MAX_INSTANCES:
                 self._tracers.clear()
             tracer = provider_of(instance, self.tracer_provider).get_tracer("dynbus")

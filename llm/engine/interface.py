@@ -70,6 +70,19 @@ class EngineLoad:
     preempted: int = 0
 
 
+class Prefill(NamedTuple):
+    """How the prompt of a request was computed.
+
+    Attributes:
+        cached_tokens: that were found in the cache.
+        chunks: steps that computed a part of it.
+    """
+
+    request_id: str
+    cached_tokens: int
+    chunks: int
+
+
 class Step(NamedTuple):
     """What one step made.
 
@@ -81,12 +94,17 @@ class Step(NamedTuple):
             engine is raised.
         delay: seconds until the outputs are there, for an engine that models time and computes
             nothing; 0 for one that computed.
+        admitted: ids of requests that waited until this step; an engine that does not know leaves
+            them out, and is shown without its queue.
+        prefilled: requests whose first token is among the outputs.
     """
 
     outputs: Sequence[tuple[str, Generated]]
     events: Sequence[KvEvent] = ()
     delay: float = 0.0
     failures: Sequence[tuple[str, str]] = ()
+    admitted: Sequence[str] = ()
+    prefilled: Sequence[Prefill] = ()
 
 
 class Engine(Protocol):

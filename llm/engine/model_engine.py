@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dynbus.llm.generation import Generated, GenerateRequest
 
 from .batch import Batch
-from .interface import EngineLimits, EngineLoad, Step
+from .interface import EngineLimits, EngineLoad, Prefill, Step
 from .model import Chunk, Model
 from .sampling import Sampler, draw_tokens
 from .scheduler import ScheduledRequest
@@ -135,12 +135,17 @@ class ModelEngine:
         )
         outputs: list[tuple[str, Generated]] = []
         failed: dict[str, None] = {}
+        prefilled: list[Prefill] = []
         for scheduled, token in zip(ready, drawn, strict=True):
             if token is None:
                 failed[scheduled.id] = None
                 continue
             scheduled.sequence.append(token.token_id)
-            is_first = not scheduled.generated
+            is_first = not scheduled.generated and scheduled.leads
+            if is_first:
+                prefilled.append(
+                    Prefill(scheduled.id, scheduled.cached_tokens or 0, scheduled.chunks)
+                )
             scheduled.generated += 1
             scheduled.resumes = False
             reason = scheduled.finish_reason(token.token_id)
@@ -149,7 +154,7 @@ class ModelEngine:
                 scheduled.index,
                 [token.logprob] if token.logprob is not None else None,
                 reason,
-                scheduled.cached_tokens if is_first and scheduled.leads else None,
+                scheduled.cached_tokens if is_first else None,
             )
             outputs.append((scheduled.id, item))
             if reason is not None:
@@ -160,6 +165,8 @@ class ModelEngine:
             outputs,
             self._batch.manager.take_events(),
             failures=[(request_id, _NO_TOKEN) for request_id in failed],
+            admitted=plan.admitted,
+            prefilled=prefilled,
         )
 
 

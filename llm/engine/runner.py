@@ -27,6 +27,7 @@ from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, Toke
 
 from .interface import Engine, EngineLoad, Step
 from .stepping import stepper_of
+from .tracing import EngineTrace
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ class EngineRunner(Openable):
 
     Args:
         sink: gets what the cache stored and removed when a step has ended; None for nobody.
+        trace: is told of requests and steps, where somebody wants spans and times of them.
         hold: seconds for which the outputs of a request that wants no stream are kept at most; None
             for as long as they are few.
         failed: called with the reason when the engine has raised. What is open ends with
@@ -135,6 +137,7 @@ class EngineRunner(Openable):
         engine: Engine,
         sink: EventSink | None = None,
         *,
+        trace: EngineTrace | None = None,
         hold: float | None = None,
         failed: Callable[[str], object] | None = None,
     ) -> None:
@@ -143,6 +146,7 @@ class EngineRunner(Openable):
         self.load = EngineLoad(0, 0, 0)
         self.output_tokens = 0
         self._sink = sink
+        self._trace = trace
         self._kept_for = hold
         self._sends_kept = monotonic()
         self._failed = failed
@@ -193,6 +197,8 @@ class EngineRunner(Openable):
             raise ValueError(f"request {request_id!r} is in the engine already: cancel it first")
         stream = _Stream(request_id, reply, request)
         self._streams[request_id] = self._by_reply[reply] = stream
+        if self._trace is not None:
+            self._trace.submitted(request_id, request)
         self._stepper.add(request_id, request)
 
     def cancel(self, request_id: str) -> None:
@@ -216,6 +222,8 @@ class EngineRunner(Openable):
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             del self._by_reply[stream.reply]
+            if self._trace is not None:
+                self._trace.ended(request_id)
         return stream
 
     def _unavailable(self) -> Unavailable:
@@ -234,9 +242,11 @@ class EngineRunner(Openable):
         if stream is not None:
             stream.reply.fail(InvalidRequest(str(error)))
 
-    def on_step(self, step: Step, load: EngineLoad) -> None:
+    def on_step(self, step: Step, load: EngineLoad, began: float) -> None:
         """Send what a step made."""
         self.load = load
+        if self._trace is not None:
+            self._trace.stepped(step, began)
         if step.outputs:
             self._send(step.outputs)
         for request_id, reason in step.failures:

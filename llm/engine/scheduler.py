@@ -9,7 +9,7 @@ head, and is computed anew. The order is that of priority, and of admission wher
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -55,6 +55,7 @@ class ScheduledRequest(Generic[S]):
         generated: tokens of output so far.
         cached_tokens: tokens of the prompt found in the cache when it was first admitted.
         resumes: whether it was preempted after its last token.
+        chunks: steps that computed a part of its prompt.
     """
 
     id: str
@@ -70,6 +71,7 @@ class ScheduledRequest(Generic[S]):
     generated: int = 0
     cached_tokens: int | None = None
     resumes: bool = False
+    chunks: int = 0
 
     def __repr__(self) -> str:
         return f"<ScheduledRequest {self.id} [{self.computed}/{self.sequence.length} computed]>"
@@ -95,12 +97,14 @@ class StepPlan(NamedTuple, Generic[S]):
         prefill_tokens: tokens of prompts, and of output that a preempted request had.
         context_tokens: the tokens before those that are decoded, of all requests together.
         preempted: how many lost their blocks.
+        admitted: ids of the requests that had waited for their first step.
     """
 
     chunks: list[tuple[ScheduledRequest[S], int]]
     prefill_tokens: int
     context_tokens: int
     preempted: int
+    admitted: Sequence[str] = ()
 
 
 class Scheduler(Generic[S]):
@@ -164,15 +168,17 @@ class Scheduler(Generic[S]):
                 context_tokens += length
             else:
                 prefill_tokens += taken
+                request.chunks += 1
             self._compute(request, taken)
             chunks.append((request, taken))
             budget -= taken
             at += 1
+        admitted: list[str] = []
         if preempted:
             self.preempted += preempted
         else:
-            prefill_tokens += self._admit(budget, chunks)
-        return StepPlan(chunks, prefill_tokens, context_tokens, preempted)
+            prefill_tokens += self._admit(budget, chunks, admitted)
+        return StepPlan(chunks, prefill_tokens, context_tokens, preempted, admitted)
 
     def _make_room(self, request: ScheduledRequest[S], tokens: int) -> int:
         """Give a running request blocks for so many tokens; returns how many were preempted."""
@@ -189,7 +195,9 @@ class Scheduler(Generic[S]):
                 break
         return gone
 
-    def _admit(self, budget: int, chunks: list[tuple[ScheduledRequest[S], int]]) -> int:
+    def _admit(
+        self, budget: int, chunks: list[tuple[ScheduledRequest[S], int]], admitted: list[str]
+    ) -> int:
         """Start waiting requests; returns how many tokens they compute."""
         used = 0
         while self.waiting and budget > used and len(self.running) < self._max_num_seqs:
@@ -210,11 +218,13 @@ class Scheduler(Generic[S]):
             if request.cached_tokens is None:
                 request.cached_tokens = cached
                 if request.leads:
+                    admitted.append(request.id)
                     self.prompt_tokens += request.sequence.length
                     self.cached_tokens += cached
             has_room = self._manager.grow(request.blocks, -(-(cached + taken) // self._block_size))
             assert has_room, "a request was admitted without room for it"
             self._compute(request, taken)
+            request.chunks += 1
             chunks.append((request, taken))
             used += taken
         return used

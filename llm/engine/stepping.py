@@ -28,8 +28,12 @@ STOP_TIMEOUT: Final = 10.0
 class Listener(Protocol):
     """Who hears what an engine does, on the event loop."""
 
-    def on_step(self, step: Step, load: EngineLoad) -> None:
-        """A step has ended, or requests were taken in or cancelled."""
+    def on_step(self, step: Step, load: EngineLoad, began: float) -> None:
+        """A step has ended, or requests were taken in or cancelled.
+
+        Args:
+            began: when the step did, on the monotonic clock.
+        """
         ...
 
     def on_refused(self, request_id: str, error: ValueError) -> None:
@@ -87,17 +91,18 @@ class _LoopStepper:
         ends = monotonic()
         while True:
             if not engine.has_work:
-                self._listener.on_step(Step(()), engine.load)
+                self._listener.on_step(Step(()), engine.load, monotonic())
                 self._has_work.clear()
                 await self._has_work.wait()
                 ends = monotonic()
                 continue
             # Timers fire late: what a step was late for, the next ones have less.
-            begins = max(ends, monotonic() - CATCH_UP)
+            began = monotonic()
+            begins = max(ends, began - CATCH_UP)
             step = engine.step()
             ends = begins + step.delay
             await anyio.sleep(max(0.0, ends - monotonic()))
-            self._listener.on_step(step, engine.load)
+            self._listener.on_step(step, engine.load, began)
 
 
 class _ThreadStepper:
@@ -147,7 +152,9 @@ class _ThreadStepper:
 
     # On the event loop ----------------------------------------------------------------
 
-    def _tell(self, step: Step, load: EngineLoad, refused: list[tuple[str, ValueError]]) -> None:
+    def _tell(
+        self, step: Step, load: EngineLoad, began: float, refused: list[tuple[str, ValueError]]
+    ) -> None:
         with self._changed:
             self._untold -= 1
             self._changed.notify_all()
@@ -156,7 +163,7 @@ class _ThreadStepper:
         try:
             for request_id, error in refused:
                 self._listener.on_refused(request_id, error)
-            self._listener.on_step(step, load)
+            self._listener.on_step(step, load, began)
         except Exception as error:  # noqa: BLE001 - raised by `run`
             self._end(error)
 
@@ -207,5 +214,6 @@ class _ThreadStepper:
                     engine.add(request_id, request)
                 except ValueError as error:
                     refused.append((request_id, error))
+            began = monotonic()
             step = engine.step() if engine.has_work else Step(())
-            self._loop.call_soon_threadsafe(self._tell, step, engine.load, refused)
+            self._loop.call_soon_threadsafe(self._tell, step, engine.load, began, refused)

@@ -20,6 +20,7 @@ from dynbus.llm.generation import Generated, GenerateRequest
 from .interface import Engine
 from .observing import EngineWatch
 from .runner import EngineRunner, EventSink
+from .tracing import EngineTrace
 
 KEPT_OF_IDLE: Final = 1 / 3
 """The part of `idle_timeout` for which outputs of a request that wants no stream are kept."""
@@ -63,7 +64,13 @@ class EngineWorker(Actor, abstract=True):
             sink: EventSink | None = None
             if engine.limits.has_events:
                 sink = await exits.enter_async_context(self.event_sink())
-            runner = EngineRunner(engine, sink, hold=self._kept_for(), failed=self.report_broken)
+            runner = EngineRunner(
+                engine,
+                sink,
+                trace=EngineTrace.of(self.runtime.bus.telemetry, self.__dynbus_name__),
+                hold=self._kept_for(),
+                failed=self.report_broken,
+            )
             await exits.enter_async_context(runner)
             await exits.enter_async_context(
                 EngineWatch(self.runtime.bus, self.__dynbus_name__, runner)

@@ -217,6 +217,7 @@ class _Exchange:
         await model.begin(completion)
         timing.sent = time.perf_counter()
         figures.queue.observe(timing.sent - prepared)
+        self._trace.sent(completion.instances, prepared, timing.sent)
 
     def _end(self, error: DynbusError) -> None:
         if self._completion is not None:
@@ -257,7 +258,6 @@ class _Exchange:
         service, timing, writer = self._service, self._timing, self._writer
         status = writer.final_status
         usage = self._completion.usage if self._completion is not None else None
-        reasons = self._completion.finish_reasons if self._completion is not None else []
         now = time.perf_counter()
         if self._figures is not None:
             self._figures.duration.observe(now - timing.began)
@@ -266,8 +266,7 @@ class _Exchange:
         service.metrics.count(self._path, self._model, status)
         if usage is not None:
             service.metrics.count_tokens(self._model, usage.prompt, usage.completion, usage.cached)
-        told = (usage.prompt, usage.completion) if usage is not None else None
-        self._trace.ended(status, writer.error, timing, told, reasons)
+        self._trace.ended(status, writer.error, timing, self._completion)
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s", self._log_line(status, now))
 

@@ -1,21 +1,23 @@
 """The spans of a request, by OpenTelemetry's conventions for HTTP and for generative models.
 
 A request has one trace: `POST /v1/chat/completions` (SERVER), within it `chat MODEL` (CLIENT) from
-the tokenizing to the last token, and within that `tokenize` and the bus's own spans of the call.
+the tokenizing to the last token, and within that `tokenize`, `route` and the bus's own spans of the
+call, in which engines have theirs.
 Without telemetry nothing of it is made, and the trace of whoever asks is passed on as it came.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.bus.telemetry.trace_context import trace_fields
+from dynbus.llm.openai.answers import Usage
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
-from dynbus.llm.pipeline.serving import Timing
+from dynbus.llm.pipeline.serving import TextCompletion, Timing, TokenCompletion
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -39,15 +41,21 @@ class RequestTrace:
     def prepared(self, tokens: int | None, begun: float, ended: float) -> None:
         """It was made token ids, between these times of `time.perf_counter`."""
 
+    def sent(self, instances: Sequence[str], begun: float, ended: float) -> None:
+        """Engines were found for it, between these times of `time.perf_counter`."""
+
     def ended(
         self,
         status: int,
         error: DynbusError | None,
         timing: Timing,
-        usage: tuple[int, int] | None,
-        finish_reasons: list[str],
+        completion: TokenCompletion | TextCompletion | None,
     ) -> None:
-        """The request is over."""
+        """The request is over.
+
+        Args:
+            completion: None when it failed before it was one.
+        """
 
 
 class Tracing:
@@ -79,23 +87,42 @@ class Tracing:
         return _Spans(self._telemetry, self._tracer, self._figures, method, path, fields)
 
 
+# The bounds that the conventions name.
+_DURATION: Final = tuple(0.01 * 2**power for power in range(14))
+_FIRST_TOKEN: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+)  # fmt: skip
+_PER_TOKEN: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_TOKENS: Final = tuple(4**power for power in range(14))
+
+
 class _GenAiFigures:
     """The histograms of the conventions for generative models."""
 
     def __init__(self, provider: Any) -> None:
         meter = provider.get_meter("dynbus.llm")
 
-        def histogram(name: str, unit: str, text: str) -> Any:
-            return meter.create_histogram(f"gen_ai.{name}", unit=unit, description=text)
+        def histogram(name: str, unit: str, bounds: Sequence[float], text: str) -> Any:
+            return meter.create_histogram(
+                f"gen_ai.{name}",
+                unit=unit,
+                description=text,
+                explicit_bucket_boundaries_advisory=bounds,
+            )
 
-        self.duration = histogram("server.request.duration", "s", "Seconds of a request.")
+        self.duration = histogram(
+            "server.request.duration", "s", _DURATION, "Seconds of a request."
+        )
         self.first_token = histogram(
-            "server.time_to_first_token", "s", "Seconds until the first token."
+            "server.time_to_first_token", "s", _FIRST_TOKEN, "Seconds until the first token."
         )
         self.per_token = histogram(
-            "server.time_per_output_token", "s", "Seconds between two tokens, after the first."
+            "server.time_per_output_token",
+            "s",
+            _PER_TOKEN,
+            "Seconds between two tokens, after the first.",
         )
-        self.tokens = histogram("client.token.usage", "{token}", "Tokens of a request.")
+        self.tokens = histogram("client.token.usage", "{token}", _TOKENS, "Tokens of a request.")
 
 
 class _Spans(RequestTrace):
@@ -117,6 +144,7 @@ class _Spans(RequestTrace):
         self._server: Span | None = None
         self._model: Span | None = None
         self._attributes: dict[str, Any] = {}
+        self._streams = False
         if tracer is None:
             return
         from opentelemetry.trace import SpanKind
@@ -142,11 +170,14 @@ class _Spans(RequestTrace):
             "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": request.model,
         }
+        self._streams = request.streams
         if self._tracer is None:
             return
         from opentelemetry.trace import SpanKind
 
         attributes = dict(self._attributes)
+        if self._streams:
+            attributes["gen_ai.request.stream"] = True
         for name, value in (
             ("max_tokens", request.limit),
             ("temperature", request.temperature),
@@ -155,7 +186,7 @@ class _Spans(RequestTrace):
             ("seed", request.seed),
             ("frequency_penalty", request.frequency_penalty),
             ("presence_penalty", request.presence_penalty),
-            ("choice.count", request.n),
+            ("choice.count", request.n if request.choices > 1 else None),
         ):
             if value is not None:
                 attributes[f"gen_ai.request.{name}"] = value
@@ -171,36 +202,40 @@ class _Spans(RequestTrace):
         self._api.attach(self._context)
 
     def prepared(self, tokens: int | None, begun: float, ended: float) -> None:
+        told = {} if tokens is None else {"gen_ai.usage.input_tokens": tokens}
+        self._part("tokenize", begun, ended, told)
+
+    def sent(self, instances: Sequence[str], begun: float, ended: float) -> None:
+        self._part("route", begun, ended, {"dynbus.instances": instances})
+
+    def _part(self, name: str, begun: float, ended: float, attributes: Mapping[str, Any]) -> None:
+        """A part of the request that has ended, as a span."""
         if self._tracer is None or self._model is None:
             return
-        # The clock of spans is the wall's.
-        offset = time.time() - time.perf_counter()
         span = self._tracer.start_span(
-            "tokenize", context=self._context, start_time=_nanoseconds(begun + offset)
+            name, context=self._context, attributes=attributes, start_time=_unix(begun)
         )
-        if tokens is not None:
-            span.set_attribute("gen_ai.usage.input_tokens", tokens)
-        span.end(_nanoseconds(ended + offset))
+        span.end(_unix(ended))
 
     def ended(
         self,
         status: int,
         error: DynbusError | None,
         timing: Timing,
-        usage: tuple[int, int] | None,
-        finish_reasons: list[str],
+        completion: TokenCompletion | TextCompletion | None,
     ) -> None:
         if self._figures is not None and self._attributes:
+            usage = completion.usage if completion is not None else None
             self._record(self._figures, error, timing, usage)
         if self._model is not None:
-            if usage is not None:
-                self._model.set_attribute("gen_ai.usage.input_tokens", usage[0])
-                self._model.set_attribute("gen_ai.usage.output_tokens", usage[1])
-            if finish_reasons:
-                self._model.set_attribute("gen_ai.response.finish_reasons", finish_reasons)
+            if completion is not None:
+                self._model.set_attributes(self._told_of(completion))
             if timing.first is not None:
-                offset = time.time() - time.perf_counter()
-                self._model.add_event("first_token", timestamp=_nanoseconds(timing.first + offset))
+                if self._streams:
+                    self._model.set_attribute(
+                        "gen_ai.response.time_to_first_chunk", timing.first - timing.began
+                    )
+                self._model.add_event("first_token", timestamp=_unix(timing.first))
             self._fail(self._model, error)
             self._model.end()
         if self._server is not None:
@@ -208,12 +243,28 @@ class _Spans(RequestTrace):
             self._fail(self._server, error if status >= 500 else None)
             self._server.end()
 
+    def _told_of(self, completion: TokenCompletion | TextCompletion) -> dict[str, Any]:
+        """The attributes of an answer."""
+        told: dict[str, Any] = {}
+        if completion.finish_reasons:
+            told["gen_ai.response.model"] = self._attributes["gen_ai.request.model"]
+            told["gen_ai.response.finish_reasons"] = completion.finish_reasons
+        if isinstance(completion, TokenCompletion):
+            told["gen_ai.response.id"] = completion.transcript.head.id
+        usage = completion.usage
+        if usage is not None:
+            told["gen_ai.usage.input_tokens"] = usage.prompt
+            told["gen_ai.usage.output_tokens"] = usage.completion
+            if usage.cached is not None:
+                told["gen_ai.usage.cache_read.input_tokens"] = usage.cached
+        return told
+
     def _record(
         self,
         figures: _GenAiFigures,
         error: DynbusError | None,
         timing: Timing,
-        usage: tuple[int, int] | None,
+        usage: Usage | None,
     ) -> None:
         attributes = dict(self._attributes)
         if error is not None:
@@ -224,7 +275,7 @@ class _Spans(RequestTrace):
         if timing.gap_count:
             figures.per_token.record(timing.gaps / timing.gap_count, self._attributes)
         if usage is not None:
-            for kind, count in zip(("input", "output"), usage, strict=True):
+            for kind, count in (("input", usage.prompt), ("output", usage.completion)):
                 figures.tokens.record(count, {**self._attributes, "gen_ai.token.type": kind})
 
     def _fail(self, span: Span, error: DynbusError | None) -> None:
@@ -236,5 +287,6 @@ class _Spans(RequestTrace):
         self.fields = {**self.fields, **self._api.write(span.get_span_context())}
 
 
-def _nanoseconds(seconds: float) -> int:
-    return int(seconds * 1e9)
+def _unix(at: float) -> int:
+    """Unix nanoseconds, which spans have, of a time of `time.perf_counter`."""
+    return int((time.time() - time.perf_counter() + at) * 1e9)

@@ -5,6 +5,7 @@ It is pure and synchronous: whoever drives it brings the time, virtual or real.
 
 from __future__ import annotations
 
+import collections.abc
 import math
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -16,6 +17,7 @@ from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.engine import EngineLimits, EngineLoad, Step
 from dynbus.llm.engine.batch import Batch
 from dynbus.llm.engine.block_manager import BlockManager
+from dynbus.llm.engine.interface import Prefill
 from dynbus.llm.engine.scheduler import ScheduledRequest
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
 
@@ -128,6 +130,7 @@ class StepResult(NamedTuple):
         events: what the cache stored and removed, likewise.
         decoding: how many of the outputs continue the step before.
         preempted: how many requests lost their blocks.
+        admitted, prefilled: see `Step`.
     """
 
     duration: float
@@ -136,6 +139,8 @@ class StepResult(NamedTuple):
     events: list[KvEvent]
     decoding: int
     preempted: int
+    admitted: collections.abc.Sequence[str] = ()
+    prefilled: collections.abc.Sequence[Prefill] = ()
 
 
 class MockEngine:
@@ -223,7 +228,13 @@ class MockEngine:
             for request_id, item in outputs:
                 if item.finish_reason is not None and request_id not in self._batch:
                     self._logprobs.pop(request_id, None)
-        return Step(outputs, result.events, result.duration)
+        return Step(
+            outputs,
+            result.events,
+            result.duration,
+            admitted=result.admitted,
+            prefilled=result.prefilled,
+        )
 
     def _generated(self, output: Output) -> Generated:
         wanted = self._logprobs.get(output.request_id) if self._logprobs else None
@@ -263,9 +274,15 @@ class MockEngine:
             duration += timing.decode(plan.context_tokens, self.config.capacity_tokens)
         decoding = 0
         outputs: list[Output] = []
+        prefilled: list[Prefill] = []
         for request, _ in plan.chunks:
             if request.computed == request.sequence.length:
-                decoding += request.generated > 0 and not request.resumes
+                if request.generated:
+                    decoding += not request.resumes
+                elif request.leads:
+                    prefilled.append(
+                        Prefill(request.id, request.cached_tokens or 0, request.chunks)
+                    )
                 outputs.append(self._emit(request, request.sequence.extend(1), 1))
         return StepResult(
             duration,
@@ -274,6 +291,8 @@ class MockEngine:
             self.manager.take_events(),
             decoding,
             plan.preempted,
+            plan.admitted,
+            prefilled,
         )
 
     def quiet_until(self, now: float) -> float | None:

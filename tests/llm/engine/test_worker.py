@@ -203,6 +203,8 @@ def test_operators_see_the_load_of_an_engine() -> None:
             assert found["dynbus.engine.blocks", "active"] > 3
             assert found["dynbus.engine.hit_rate", ""] == pytest.approx(0.4)
             assert found["dynbus.engine.preemptions", ""] == 0
+            assert found["dynbus.engine.queue.duration", ""] >= 2
+            assert found["dynbus.engine.prefill.duration", ""] >= 2
             return status
 
     status = run(story())
@@ -224,5 +226,7 @@ def values_of(reader: InMemoryMetricReader) -> dict[tuple[str, str], float]:
                 for point in metric.data.data_points:
                     labels = dict(point.attributes or {})
                     kind = labels.get("dynbus.state") or labels.get("dynbus.kind") or ""
-                    found[metric.name, str(kind)] = point.value  # type: ignore[union-attr]
+                    # Of a histogram it is how often that was measured.
+                    value: float = getattr(point, "value", getattr(point, "count", 0))
+                    found[metric.name, str(kind)] = value
     return found
