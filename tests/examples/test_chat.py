@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tests.conditions import wait_until
 
 from dynbus.bus.nats.server_process import RunningServer, free_port
 
@@ -32,8 +33,16 @@ def served(nats_server: RunningServer) -> Iterator[Served]:
     options = ("-f", "chat.yaml", "--Engine.engine=mock", f"--Front.port={port}")
     with running("chat", nats_server.url, ENDPOINTS, options) as example:
         url = f"http://127.0.0.1:{port}"
-        wait_for_the_model(url)
+        wait_until(lambda: has_a_model(url), what="the front end has a model")
         yield Served(example, url)
+
+
+def has_a_model(url: str) -> bool:
+    """Whether the front end takes connections and knows a model."""
+    try:
+        return bool(get(f"{url}/v1/models")["data"])
+    except urllib.error.URLError:
+        return False
 
 
 def get(url: str, body: object = None) -> Any:
@@ -42,13 +51,6 @@ def get(url: str, body: object = None) -> Any:
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
-
-
-def wait_for_the_model(url: str) -> None:
-    end = time.monotonic() + 30.0
-    while not get(f"{url}/v1/models")["data"]:
-        assert time.monotonic() < end, "the front end has no model"
-        time.sleep(0.05)
 
 
 def chat(url: str, messages: list[dict[str, str]]) -> Any:
@@ -84,10 +86,13 @@ def test_the_page_shows_both_engines(served: Served) -> None:
     with urllib.request.urlopen(served.url, timeout=60) as response:
         assert b"<title>dynbus</title>" in response.read()
 
-    state = get(f"{served.url}/page/state")
+    def shown() -> tuple[list[str], list[int]]:
+        state = get(f"{served.url}/page/state")
+        names = [model["name"] for model in state["models"]]
+        return names, [one["running"] for one in state["instances"]]
 
-    assert [model["name"] for model in state["models"]] == ["mock"]
-    assert [one["running"] for one in state["instances"]] == [0, 0]
+    # What other tests have asked may still be running.
+    wait_until(lambda: shown() == (["mock"], [0, 0]), what=lambda: str(shown()))
 
 
 def test_a_model_that_cannot_be_had_is_told_of_and_a_mock_takes_its_place(
@@ -102,7 +107,7 @@ def test_a_model_that_cannot_be_had_is_told_of_and_a_mock_takes_its_place(
     )
     with running("chat", own_server.url, ENDPOINTS[:1], options) as example:
         url = f"http://127.0.0.1:{port}"
-        wait_for_the_model(url)
+        wait_until(lambda: has_a_model(url), what="the front end has a model")
         chat(url, [{"role": "user", "content": "Hello"}])
 
     assert "A mock takes the model's place, since no-such-model-package==1.0" in example.output

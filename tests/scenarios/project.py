@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 from tests.conditions import PATIENCE, no_loop_reports, wait_until
 
+from dynbus import cli
 from dynbus.bus.nats.server_process import free_port
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -117,7 +120,23 @@ class Folder:
         return run
 
     def dynbus(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end."""
+        """Run a command to its end: in this process, which has imported what it needs."""
+        output, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
+        with (
+            chdir(self.path),
+            patch.dict(os.environ, self.environment()),
+            redirect_stdout(output),
+            redirect_stderr(errors),
+        ):
+            try:
+                cli.main(arguments)
+            except SystemExit as end:
+                code = int(end.code or 0)
+        printed = [_text_of(each) for each in (output, errors)]
+        return subprocess.CompletedProcess(arguments, code, *printed)
+
+    def dynbus_in_a_process(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end as a shell does."""
         return subprocess.run(
             [sys.executable, "-m", "dynbus", *arguments],
             stdin=subprocess.DEVNULL,
@@ -125,7 +144,7 @@ class Folder:
             text=True,
             cwd=self.path,
             env=self.environment(),
-            timeout=60,
+            timeout=120,
             check=False,
         )
 
@@ -170,6 +189,11 @@ class Folder:
             if mine and process.info["status"] != psutil.STATUS_ZOMBIE:
                 found.append(process)
         return found
+
+
+def _text_of(written: io.TextIOWrapper) -> str:
+    written.seek(0)
+    return written.read()
 
 
 def _line(process: psutil.Process) -> str:

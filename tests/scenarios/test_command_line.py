@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
 
 
 def test_a_result_is_printed_as_json(folder: Folder) -> None:
-    ended = folder.dynbus("call", "demo.Slow.work", "0.01")
+    ended = folder.dynbus_in_a_process("call", "demo.Slow.work", "0.01")
 
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, '"done"\n', "")
 

@@ -223,7 +223,7 @@ def test_three_actors_and_their_caller_make_one_trace_with_a_service_for_each(
         (tmp_path / "actors.py").write_text(example.read_text())
         run = project.start_ready("actors.py", "--otlp-endpoint", endpoint, *options, instances=3)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
-        call = project.dynbus("call", "pipeline.Numberer.number", '{"text": "a b"}')
+        call = project.dynbus_in_a_process("call", "pipeline.Numberer.number", '{"text": "a b"}')
         run.terminate()
         run.wait(60)
 

@@ -114,7 +114,9 @@ def test_one_class_runs_as_two_nodes_with_settings_of_their_own(
     (folder.path / "config.yaml").write_text(NODE_SETTINGS)
     words = ["nodes.py", "-f", "config.yaml", "--decode.phase=decoded"]
 
-    planned = json.loads(folder.dynbus("run", *words, "--dry-run", "--json").stdout)["actors"]
+    planned = json.loads(folder.dynbus_in_a_process("run", *words, "--dry-run", "--json").stdout)[
+        "actors"
+    ]
     folder.start_ready(*words, *(["--in-process"] if in_process else []), instances=4)
     answer = folder.dynbus("call", "demo.Frontend.complete", '"a"')
     instances = json.loads(folder.dynbus("ps", "--json").stdout)
@@ -148,7 +150,9 @@ def test_in_process_serves_everything_in_one_process(folder: Folder) -> None:
 
 
 def test_a_dry_run_prints_the_plan_and_starts_nothing(folder: Folder) -> None:
-    ended = folder.dynbus("run", "actors.py:Shouter", "--dry-run", "--json", "--Splitter.workers=3")
+    ended = folder.dynbus_in_a_process(
+        "run", "actors.py:Shouter", "--dry-run", "--json", "--Splitter.workers=3"
+    )
 
     plan = json.loads(ended.stdout)
     assert ended.returncode == 0
@@ -182,7 +186,7 @@ def test_an_actor_whose_on_start_raises_ends_the_run_with_its_traceback_once(
 ) -> None:
     (folder.path / "fails.py").write_text(FAILS)
 
-    ended = folder.dynbus("run", "fails.py", "--Fails.workers=2", *mode)
+    ended = folder.dynbus_in_a_process("run", "fails.py", "--Fails.workers=2", *mode)
 
     assert ended.returncode == 5
     assert ended.stderr.count("Traceback (most recent call last)") == 1
@@ -219,7 +223,7 @@ def test_an_actor_whose_on_start_raises_ends_the_run_with_its_traceback_once(
 def test_what_cannot_be_run_is_refused_with_its_code(
     arguments: tuple[str, ...], code: int, text: str, folder: Folder
 ) -> None:
-    ended = folder.dynbus("run", *arguments)
+    ended = folder.dynbus_in_a_process("run", *arguments)
 
     assert ended.returncode == code, ended.stderr
     assert text in ended.stderr
@@ -229,7 +233,7 @@ def test_what_cannot_be_run_is_refused_with_its_code(
 def test_a_file_that_raises_is_shown_with_the_users_frames_alone(folder: Folder) -> None:
     (folder.path / "broken.py").write_text("def load():\n    return 1 / 0\n\nload()\n")
 
-    ended = folder.dynbus("run", "broken.py")
+    ended = folder.dynbus_in_a_process("run", "broken.py")
 
     assert ended.returncode == 3
     assert 'broken.py", line 2, in load' in ended.stderr
@@ -241,7 +245,7 @@ def test_a_server_elsewhere_that_is_not_there_ends_the_run(folder: Folder) -> No
     (folder.path / "config.yaml").write_text("bus: {connect_timeout: 1}\n")
     url = f"nats://127.0.0.1:{free_port()},nats://127.0.0.1:{free_port()}"
 
-    ended = folder.dynbus("run", "actors.py:Slow", "-f", "config.yaml", "--nats", url)
+    ended = folder.dynbus_in_a_process("run", "actors.py:Slow", "-f", "config.yaml", "--nats", url)
 
     assert ended.returncode == 4
     assert "no NATS server can be reached" in ended.stderr
