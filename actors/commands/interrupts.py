@@ -7,15 +7,19 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from dynbus.bus import exit_codes
+from dynbus.bus.commands.terminal import notice
 
 logger = logging.getLogger(__name__)
+
+_DRAINING: Final = "draining: taking no more calls; press Ctrl-C again to stop at once"
 
 
 class Interrupts:
@@ -24,7 +28,7 @@ class Interrupts:
     After the second the process ends within `within` seconds, even when its loop is blocked.
 
     Args:
-        told: whether the log tells of the first.
+        told: whether the log tells of the first, or the terminal where the log is too quiet.
         stop: does what `drain` does too; `stop_when_closed` calls it alone.
     """
 
@@ -82,4 +86,7 @@ class Interrupts:
         self._drain()
         if self._told:
             # How many calls run, and how long they have, is for the instances to say.
-            logger.info("draining: taking no more calls; press Ctrl-C again to stop at once")
+            if sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
+                # Whoever wants no more than warnings waits in front of the terminal all the same.
+                notice(f"dynbus: {_DRAINING}")
+            logger.info(_DRAINING)

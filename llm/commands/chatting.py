@@ -154,7 +154,8 @@ class FrontEnd:
         except HTTPError as error:
             with closing(error):
                 said = _message(error.read(MAX_ERROR_BYTES)) or error.reason
-            raise Refused(f"{error.code}: {said}") from None
+            hint = "; give one with --api-key or OPENAI_API_KEY" if error.code == 401 else ""
+            raise Refused(f"{error.code}: {said}{hint}") from None
         except (OSError, HTTPException, ValueError) as error:
             reason = error.reason if isinstance(error, URLError) else error
             raise Unavailable(

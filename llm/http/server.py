@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import ssl
@@ -213,9 +214,11 @@ def _listen(settings: HttpSettings) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
+        is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        remedy = ": give another port, or port 0 for any free one" if is_taken else ""
         raise ConfigError(
             f"the front end cannot listen at {settings.host}:{settings.port}: "
-            f"{error.strerror or error}"
+            f"{error.strerror or error}{remedy}"
         ) from None
     listener.setblocking(False)
     return listener

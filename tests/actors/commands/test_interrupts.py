@@ -56,6 +56,26 @@ async def test_the_first_signal_drains_and_says_so(
 
 
 @pytest.mark.anyio
+async def test_a_person_is_told_of_a_drain_where_the_log_has_warnings_alone(
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level("WARNING", logger="dynbus")
+
+    await heard(signal.SIGINT, told=True)
+    to_a_file = capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    await heard(signal.SIGINT, told=True)
+    to_a_person = capsys.readouterr().err
+
+    assert to_a_file == ""
+    assert to_a_person == (
+        "dynbus: draining: taking no more calls; press Ctrl-C again to stop at once\n"
+    )
+
+
+@pytest.mark.anyio
 async def test_the_second_signal_stops_and_a_watchdog_ends_a_process_that_is_blocked(
     no_watchdog: list[float],
 ) -> None:

@@ -269,6 +269,17 @@ def test_the_key_comes_from_the_option_or_the_variable(
     assert server.authorizations == ["Bearer given", None, "Bearer of-the-environment"]
 
 
+def test_a_key_that_is_missing_or_wrong_says_where_one_is_given(server: Server, chat: Chat) -> None:
+    server.refusal = (401, b'{"error": {"message": "this key is not known"}}')
+
+    done = chat("a")
+
+    assert (done.code, done.err) == (
+        1,
+        "dynbus: 401: this key is not known; give one with --api-key or OPENAI_API_KEY\n",
+    )
+
+
 def test_several_models_need_a_choice(server: Server, chat: Chat) -> None:
     server.models = ["large", "a-small"]
 

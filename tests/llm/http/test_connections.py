@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from tests.conditions import eventually
 
+from dynbus import ConfigError
+
 from .served import Served, served
 
 pytestmark = pytest.mark.anyio
@@ -422,3 +424,10 @@ async def test_tls_is_spoken_with_a_certificate(tmp_path: Path) -> None:
         writer.close()
 
     assert text_of(body) == "hi"
+
+
+async def test_a_port_that_is_taken_says_what_to_give() -> None:
+    said = pytest.raises(ConfigError, match=r"in use: give another port, or port 0")
+    with socket.create_server(("127.0.0.1", 0)) as taken, said:
+        async with served(port=taken.getsockname()[1]):
+            pass
