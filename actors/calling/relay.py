@@ -6,10 +6,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterable, Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Final, Generic, NamedTuple, Self, TypeVar, cast
 
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.bus.calling.pending_call import Gathering, PendingCall
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import (
     Cancelled,
     ConfigError,
@@ -28,6 +30,12 @@ MOST_ARRIVALS: Final = 64
 
 The items of more, alive all at once, would set off Python's garbage collection at every step of an
 engine, and every so many steps that of the whole process, for which all streams wait.
+"""
+
+HELD: Final = 0.01
+"""Seconds for which the loop is held to pass items on: more are passed on in its next turns.
+
+What a step of an engine with thousands of streams brings takes a good part of a second.
 """
 
 T = TypeVar("T")
@@ -73,6 +81,8 @@ class Relay(Generic[K, T]):
         self._open: set[RelayedStream[K]] = set()
         self._gathering: Gathering[RelayedStream[K]] = Gathering(self._pass_on)
         self._closed = False
+        # Streams with news that are still to be passed on, in order.
+        self._behind: dict[RelayedStream[K], None] = {}
 
     def __repr__(self) -> str:
         return f"<Relay [{len(self._open)} streams]>"
@@ -117,8 +127,25 @@ class Relay(Generic[K, T]):
         return relayed
 
     def _pass_on(self, streams: list[RelayedStream[K]]) -> None:
-        for first in range(0, len(streams), MOST_ARRIVALS):
-            self._pass_on_some(streams[first : first + MOST_ARRIVALS])
+        if self._behind:
+            self._behind.update(dict.fromkeys(streams))
+        elif len(streams) <= MOST_ARRIVALS:
+            self._pass_on_some(streams)
+        else:
+            self._behind = dict.fromkeys(streams)
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Pass on what is there, for as long as the loop may be held."""
+        end = monotonic() + HELD
+        while self._behind:
+            some = list(islice(self._behind, MOST_ARRIVALS))
+            for stream in some:
+                del self._behind[stream]
+            self._pass_on_some(some)
+            if self._behind and monotonic() >= end:
+                asyncio.get_running_loop().call_soon(self._catch_up)
+                return
 
     def _pass_on_some(self, streams: list[RelayedStream[K]]) -> None:
         arrivals: list[Arrival[K, T]] = []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from dynbus import (
     call_options,
     handler,
 )
+from dynbus.actors.calling import relay as relay_module
 from dynbus.actors.calling.relay import Arrival, Relay, RelayedStream
 from dynbus.testing import TestKit, run
 
@@ -133,11 +135,13 @@ class Sink:
     def __init__(self) -> None:
         self.calls: list[list[Arrival[Any, Any]]] = []
         self.relay: Relay[Any, Any] = Relay(self.deliver)
+        self.then: Callable[[], object] = lambda: None
         self._arrived = asyncio.Event()
 
     def deliver(self, arrivals: list[Arrival[Any, Any]]) -> None:
         self.calls.append(arrivals)
         self._arrived.set()
+        self.then()
 
     def items(self, key: object) -> list[Any]:
         return [
@@ -197,6 +201,35 @@ def test_a_step_of_many_streams_is_a_call_for_each_64_with_all_their_items() -> 
             assert sink.ends() == dict.fromkeys(range(100))
             assert all(stream.is_over for stream in streams)
             assert repr(sink.relay) == "<Relay [0 streams]>"
+
+    run(story())
+
+
+def test_a_step_that_takes_long_to_pass_on_lets_the_loop_do_what_else_is_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story() -> None:
+        async with relaying() as (kit, engine, sink):
+            client = kit.client(Engine)
+            for key in range(200):
+                await sink.relay.open(client.generate(Prompt(count=2)), key)
+            await settled(lambda: engine.begun == 200)
+            ticks = count()
+            # Each look at the clock finds that more time has passed than a relay may take.
+            monkeypatch.setattr(relay_module, "monotonic", lambda: float(next(ticks)))
+            passed_on: list[int] = []
+            sink.then = lambda: asyncio.get_running_loop().call_soon(
+                lambda: passed_on.append(len(sink.calls))
+            )
+
+            for _ in range(2):
+                engine.next_step()
+                await sink.until(1)
+            await settled(lambda: len(sink.ends()) == 200)
+
+            assert passed_on[:3] == [1, 2, 3]
+            for key in range(200):
+                assert sink.items(key) == [Token(index=0), Token(index=1)]
 
     run(story())
 
