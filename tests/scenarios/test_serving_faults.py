@@ -1,0 +1,365 @@
+"""Every process of a stack that serves models is killed in turn, while clients ask without end.
+
+Each client gets the whole right answer or one typed error: its status, or an event in a stream that
+has begun. Then the stack serves again by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import pytest
+from tests.bus.servers import survey_of
+from tests.conditions import PATIENCE, eventually
+
+from dynbus.bus.nats.server_process import RunningServer, free_port
+
+from .project import Folder, project_folder
+
+pytestmark = pytest.mark.anyio
+
+STACK: Final = """
+import asyncio, tempfile
+from pathlib import Path
+from dynbus.kvrouter import RouterActor
+from dynbus.llm import ModelInput, ModelType, register_llm
+from dynbus.llm.mock.text_model import write_mock_model
+from dynbus.llm.worker import ModelWorker
+
+class Engine(ModelWorker, namespace="stack"):
+    pass
+
+class Router(RouterActor, namespace="stack"):
+    def __init__(self) -> None:
+        super().__init__("stack.Engine.generate")
+
+    async def on_start(self) -> None:
+        await super().on_start()
+        with tempfile.TemporaryDirectory() as folder:
+            await asyncio.to_thread(write_mock_model, Path(folder))
+            await register_llm(
+                ModelInput.Tokens, ModelType.Chat, self.generate, folder, "routed"
+            )
+"""
+
+MODELS: Final = ("mock", "routed")
+"""One that front ends route by themselves, and one behind a router that is a process of its own."""
+
+PROMPTS: Final = [f"Say something of the number {number}. " * 20 for number in range(6)]
+TOKENS: Final = 20
+CLIENTS: Final = 16
+
+
+@pytest.fixture
+def folder(tmp_path: Path, own_server: RunningServer) -> Iterator[Folder]:
+    path = tmp_path / "project"
+    path.mkdir()
+    with project_folder(path) as project:
+        (project.path / "stack.py").write_text(STACK)
+        project.url = own_server.url
+        yield project
+
+
+def request(model: str, prompt: str, *, stream: bool) -> bytes:
+    """A request for an answer that is always the same."""
+    asked = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    body = json.dumps(asked).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+class Cut(Exception):
+    """Raised when an answer has no end: the front end was killed."""
+
+
+def unchunked(data: bytes) -> bytes:
+    """A body that came in chunks.
+
+    Raises:
+        Cut: its end is missing.
+    """
+    pieces: list[bytes] = []
+    while True:
+        size, _, data = data.partition(b"\r\n")
+        if not size or len(data) < int(size, 16) + 2:
+            raise Cut
+        if not int(size, 16):
+            return b"".join(pieces)
+        pieces.append(data[: int(size, 16)])
+        data = data[int(size, 16) + 2 :]
+
+
+class Answer:
+    """What came of a request.
+
+    Attributes:
+        status: of HTTP.
+        text: as far as it came.
+        error: the error that it is, or ended with.
+        is_whole: whether it has its proper end.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        head, found, body = data.partition(b"\r\n\r\n")
+        if not found:
+            raise Cut
+        self.status = int(head.split(b" ")[1])
+        self.text = ""
+        self.error: dict[str, Any] | None = None
+        self.is_whole = False
+        if b"text/event-stream" in head:
+            self._read_events(unchunked(body))
+            return
+        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        if len(body) < length:
+            raise Cut
+        told = json.loads(body)
+        self.error = told.get("error")
+        if self.error is None:
+            self.is_whole = True
+            self.text = told["choices"][0]["message"]["content"]
+
+    def _read_events(self, body: bytes) -> None:
+        *events, rest = body.decode().split("\n\n")
+        assert rest == ""
+        for event in events:
+            assert not self.is_whole, "something comes after the end"
+            assert self.error is None, "something comes after the end"
+            kind, _, data = event.rpartition("data: ")
+            if data == "[DONE]":
+                self.is_whole = True
+                continue
+            told = json.loads(data)
+            if kind == "event: error\n":
+                self.error = told["error"]
+            else:
+                for choice in told["choices"]:
+                    self.text += choice["delta"].get("content") or ""
+
+
+async def ask(port: int, data: bytes) -> Answer:
+    """The answer to a request; refused connections raise `ConnectionRefusedError`.
+
+    Raises:
+        Cut: it has no end.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            writer.write(data)
+            return Answer(await reader.read())
+    except ConnectionError:
+        raise Cut from None
+    finally:
+        writer.close()
+
+
+class Clients:
+    """They ask all the time, half of them each of two front ends, some for streams.
+
+    Attributes:
+        outcomes: how often a request to a port ended in which way: `right`, `cut`, `refused`, or
+            the code of an error.
+    """
+
+    def __init__(self, ports: Sequence[int]) -> None:
+        self._ports = ports
+        self._texts: dict[str, str] = {}
+        self._asked = [0] * CLIENTS
+        self._right = [0] * CLIENTS
+        self.outcomes: Counter[tuple[int, str]] = Counter()
+
+    async def learn(self) -> None:
+        """Ask for each answer once; all front ends and models say the same."""
+        for prompt in PROMPTS:
+            said = {
+                (await ask(port, request(model, prompt, stream=False))).text
+                for port in self._ports
+                for model in MODELS
+            }
+            (self._texts[prompt],) = said
+
+    async def run(self, number: int) -> None:
+        """What one client does."""
+        port = self._ports[number % 2]
+        model = MODELS[number % 4 == 3]
+        while True:
+            self._asked[number] += 1
+            asked = self._asked[number]
+            prompt = PROMPTS[(number + asked) % len(PROMPTS)]
+            outcome = await self._outcome(port, model, prompt, stream=(number + asked) % 3 > 0)
+            self.outcomes[port, outcome] += 1
+            if outcome == "right":
+                self._right[number] = asked
+            else:
+                await asyncio.sleep(0.05)
+
+    async def _outcome(self, port: int, model: str, prompt: str, *, stream: bool) -> str:
+        try:
+            answer = await ask(port, request(model, prompt, stream=stream))
+        except ConnectionRefusedError:
+            return "refused"
+        except Cut:
+            return "cut"
+        if answer.error is None:
+            assert answer.is_whole, "a stream that began has neither its end nor an error"
+            assert answer.text == self._texts[prompt]
+            return "right"
+        assert not answer.is_whole
+        assert answer.status == (200 if answer.text else 503), answer.error
+        assert answer.error["type"] == "service_unavailable", answer.error
+        assert self._texts[prompt].startswith(answer.text)
+        return str(answer.error["code"])
+
+    async def are_served(self, *ports: int) -> None:
+        """Wait until each has the right answer to a request that it sends from now on.
+
+        Args:
+            ports: whose clients; all unless given.
+        """
+        ports = ports or tuple(self._ports)
+        numbers = [number for number in range(CLIENTS) if self._ports[number % 2] in ports]
+        asked = list(self._asked)
+        await eventually(
+            lambda: all(self._right[number] > asked[number] for number in numbers),
+            what=f"all are served again: {self.outcomes}",
+        )
+
+    def errors(self, port: int) -> set[str]:
+        """How requests to a port have ended otherwise since this was asked last."""
+        found = {outcome for at, outcome in self.outcomes if at == port and outcome != "right"}
+        for outcome in found:
+            del self.outcomes[port, outcome]
+        return found
+
+
+@asynccontextmanager
+async def asking(clients: Clients) -> AsyncGenerator[None]:
+    """Have all of them ask while the block runs; what one finds wrong ends it."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(clients.run(number)) for number in range(CLIENTS)]
+        yield
+        for task in running:
+            task.cancel()
+
+
+def start_front_end(folder: Folder, port: int) -> subprocess.Popen[bytes]:
+    """`dynbus http` in the folder."""
+    options = ("--port", str(port), "--grace", "20", "--log-level", "warning")
+    with folder.log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dynbus", "http", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=folder.path,
+            env=folder.environment(),
+        )
+    folder.runs.append(process)
+    return process
+
+
+def get(port: int, path: str) -> bytes:
+    """What is answered to a GET; nothing where nobody listens yet."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as answer:
+            data: bytes = answer.read()
+            return data
+    except OSError:
+        return b""
+
+
+async def has_models(port: int) -> bool:
+    """Whether a front end lists all models."""
+    told = await asyncio.to_thread(get, port, "/v1/models")
+    return {one["id"] for one in json.loads(told or b'{"data": []}')["data"]} == set(MODELS)
+
+
+def worker(folder: Folder, label: str) -> psutil.Process:
+    """The process of an instance."""
+    return next(one for one in folder.workers() if f"{label} " in f"{' '.join(one.cmdline())} ")
+
+
+def renderers(front: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes that render chat templates for a front end."""
+    children = psutil.Process(front.pid).children()
+    return [one for one in children if any("rendering" in word for word in one.cmdline())]
+
+
+async def test_whichever_process_is_killed_clients_get_an_answer_or_one_error(
+    folder: Folder, own_server: RunningServer
+) -> None:
+    first, second = free_port(), free_port()
+    engines = ("--Engine.engine=mock", "--Engine.workers=2", "--Engine.speedup_ratio=0.5")
+    run = folder.start("stack.py", *engines, "--log-level=warning")
+    fronts = [start_front_end(folder, port) for port in (first, second)]
+    for port in (first, second):
+        await eventually(partial(has_models, port), what=f"models at port {port}")
+    clients = Clients([first, second])
+    await clients.learn()
+
+    async with asking(clients):
+        await clients.are_served()
+        assert clients.errors(first) == clients.errors(second) == set()
+
+        for label in ("stack.Engine/1", "stack.Engine/2", "stack.Router/1"):
+            worker(folder, label).kill()
+            await clients.are_served()
+
+        own_server.kill()
+        await own_server.start()
+        await clients.are_served()
+        assert not {"cut", "refused"} & (clients.errors(first) | clients.errors(second))
+
+        for renderer in renderers(fronts[0]):
+            renderer.kill()
+        await clients.are_served()
+
+        # One front end goes; the other's clients hear nothing of it.
+        clients.errors(first)
+        fronts[0].kill()
+        await clients.are_served(second)
+        fronts[0] = start_front_end(folder, first)
+        await clients.are_served(first)
+        assert not {"cut", "refused"} & clients.errors(second)
+
+        clients.errors(first)
+        fronts[1].send_signal(signal.SIGTERM)
+        await eventually(lambda: fronts[1].poll() is not None)
+        await clients.are_served(first)
+        assert fronts[1].returncode == 0
+        assert clients.errors(second) <= {"Draining", "refused"}
+        assert not {"cut", "refused"} & clients.errors(first)
+
+    # Nobody asks any longer, and nothing is left of what was asked.
+    await eventually(lambda: b"dynbus_http_requests_in_flight 0" in get(first, "/metrics"))
+    await eventually(lambda: nothing_runs(own_server.url))
+    for process in (fronts[0], run):
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(folder.exit_of, process) == 0
+    assert "Traceback" not in folder.output()
+
+
+async def nothing_runs(url: str) -> bool:
+    """Whether all instances are there, and none has a call."""
+    rows = (await survey_of(url)).rows
+    found = sorted(one.component for one in rows)
+    return found == ["Engine", "Engine", "Router"] and not any(one.running for one in rows)
