@@ -25,6 +25,7 @@ class _Request:
     """A request in the engine. Times are of the monotonic clock.
 
     Attributes:
+        offset: of the wall's clock, which spans have, to that one.
         parent: what its spans are children of; None where no span is recorded.
         began: when what it does now began: to wait, or to be computed.
         tokens, reasons: of its output so far.
@@ -36,6 +37,7 @@ class _Request:
         "began",
         "decoding",
         "last",
+        "offset",
         "parent",
         "prompt_tokens",
         "reasons",
@@ -46,10 +48,15 @@ class _Request:
         self.parent = parent
         self.prompt_tokens = prompt_tokens
         self.began = self.last = now
+        self.offset = unix_time() - now
         self.admitted = False
         self.tokens = 0
         self.reasons: list[str] = []
         self.decoding: Span | None = None
+
+    def unix(self, at: float) -> int:
+        """Unix nanoseconds of a time."""
+        return int((self.offset + at) * 1e9)
 
 
 class EngineTrace:
@@ -140,7 +147,7 @@ class EngineTrace:
         span.set_attribute("gen_ai.usage.output_tokens", request.tokens)
         if request.reasons:
             span.set_attribute("gen_ai.response.finish_reasons", request.reasons)
-        span.end(_nanoseconds(request.last))
+        span.end(request.unix(request.last))
 
     def _admitted(self, request: _Request, now: float) -> None:
         if self._queue is not None:
@@ -164,7 +171,7 @@ class EngineTrace:
             },
         )
         if self._tracer is not None and request.parent is not None:
-            at = _nanoseconds(now)
+            at = request.unix(now)
             request.decoding = self._tracer.start_span("decode", request.parent, start_time=at)
             request.decoding.add_event("first_token", timestamp=at)
 
@@ -179,11 +186,6 @@ class EngineTrace:
         if self._tracer is None or request.parent is None:
             return
         span = self._tracer.start_span(
-            name, request.parent, attributes=attributes, start_time=_nanoseconds(began)
+            name, request.parent, attributes=attributes, start_time=request.unix(began)
         )
-        span.end(_nanoseconds(ended))
-
-
-def _nanoseconds(at: float) -> int:
-    """The Unix time of a time on the monotonic clock."""
-    return int((unix_time() - monotonic() + at) * 1e9)
+        span.end(request.unix(ended))

@@ -145,6 +145,8 @@ class _Spans(RequestTrace):
         self._model: Span | None = None
         self._attributes: dict[str, Any] = {}
         self._streams = False
+        # The clock of spans is the wall's.
+        self._offset = time.time() - time.perf_counter()
         if tracer is None:
             return
         from opentelemetry.trace import SpanKind
@@ -213,9 +215,9 @@ class _Spans(RequestTrace):
         if self._tracer is None or self._model is None:
             return
         span = self._tracer.start_span(
-            name, context=self._context, attributes=attributes, start_time=_unix(begun)
+            name, context=self._context, attributes=attributes, start_time=self._unix(begun)
         )
-        span.end(_unix(ended))
+        span.end(self._unix(ended))
 
     def ended(
         self,
@@ -235,7 +237,7 @@ class _Spans(RequestTrace):
                     self._model.set_attribute(
                         "gen_ai.response.time_to_first_chunk", timing.first - timing.began
                     )
-                self._model.add_event("first_token", timestamp=_unix(timing.first))
+                self._model.add_event("first_token", timestamp=self._unix(timing.first))
             self._fail(self._model, error)
             self._model.end()
         if self._server is not None:
@@ -278,6 +280,10 @@ class _Spans(RequestTrace):
             for kind, count in (("input", usage.prompt), ("output", usage.completion)):
                 figures.tokens.record(count, {**self._attributes, "gen_ai.token.type": kind})
 
+    def _unix(self, at: float) -> int:
+        """Unix nanoseconds of a time of `time.perf_counter`."""
+        return int((self._offset + at) * 1e9)
+
     def _fail(self, span: Span, error: DynbusError | None) -> None:
         if error is not None and error.code != "Cancelled":
             span.set_attribute("error.type", error.code)
@@ -285,8 +291,3 @@ class _Spans(RequestTrace):
 
     def _carry(self, span: Span) -> None:
         self.fields = {**self.fields, **self._api.write(span.get_span_context())}
-
-
-def _unix(at: float) -> int:
-    """Unix nanoseconds, which spans have, of a time of `time.perf_counter`."""
-    return int((time.time() - time.perf_counter() + at) * 1e9)

@@ -17,8 +17,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 from tests.conditions import eventually
 
 from dynbus.bus.telemetry.telemetry import Telemetry
+from dynbus.llm.mock.actor import MockWorker
 
-from .served import served
+from .served import card, served
 
 pytestmark = pytest.mark.anyio
 
@@ -60,53 +61,108 @@ def _context(span: ReadableSpan) -> Any:
     return span.context
 
 
-async def test_a_request_is_one_trace_from_http_to_the_engine() -> None:
+async def test_a_request_is_one_trace_from_http_to_its_last_token() -> None:
     observed = Observed()
+    engine = card("mock", "llm.MockWorker.generate")
     async with (
         served(telemetry=observed.telemetry) as front,
         AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
     ):
+        await front.kit.start(
+            MockWorker,
+            block_size=4,
+            max_num_seqs=2,
+            max_num_batched_tokens=8,
+            speedup_ratio=100.0,
+            vocabulary=100,
+        )
+        front.catalog.change({"mock": engine})
+        await eventually(lambda: front.front_end.service.models.names == ["mock"])
         answer = await client.chat.completions.with_raw_response.create(
-            model="tiny",
+            model="mock",
             messages=[{"role": "user", "content": "say it is secret"}],
             temperature=0.5,
+            max_tokens=5,
+            stream=True,
+            stream_options={"include_usage": True},
             extra_headers={"traceparent": PARENT},
         )
+        chunks = [chunk async for chunk in answer.parse()]
         await eventually(lambda: "POST /v1/chat/completions" in observed.spans())
-        await eventually(lambda: "process test.ScriptedEngine.generate" in observed.spans())
+        await eventually(lambda: "process llm.MockWorker.generate" in observed.spans())
         spans = observed.spans()
         figures = observed.figures()
 
     names = (
         "POST /v1/chat/completions",
-        "chat tiny",
+        "chat mock",
         "tokenize",
-        "send test.ScriptedEngine.generate",
-        "process test.ScriptedEngine.generate",
+        "route",
+        "send llm.MockWorker.generate",
+        "process llm.MockWorker.generate",
+        "queue",
+        "prefill",
+        "decode",
     )
-    server, chat, tokenize, send, process = (spans[name] for name in names)
+    server, chat, tokenize, route, send, process, queue, prefill, decode = (
+        spans[name] for name in names
+    )
     assert {f"{_context(span).trace_id:032x}" for span in spans.values()} == {TRACE}
     assert server.kind is SpanKind.SERVER
-    parents = [span.parent and span.parent.span_id for span in (chat, tokenize, send, process)]
-    context = [_context(span).span_id for span in (server, chat, chat, send)]
-    assert parents == context
+    for parent, children in (
+        (server, (chat,)),
+        (chat, (tokenize, route, send)),
+        (send, (process,)),
+        (process, (queue, prefill, decode)),
+    ):
+        for child in children:
+            assert child.parent is not None
+            assert child.parent.span_id == _context(parent).span_id, child.name
+    # One after the other.
+    for parts in ((tokenize, route), (queue, prefill, decode)):
+        times = [at or 0 for part in parts for at in (part.start_time, part.end_time)]
+        assert times == sorted(times)
+        assert times[0] > 0
+    assert [event.name for event in decode.events] == ["first_token"]
+
     assert f"{_context(server).span_id:016x}" in answer.headers["traceparent"]
-    told = dict(chat.attributes or {})
-    assert told["gen_ai.operation.name"] == "chat"
-    assert told["gen_ai.request.model"] == "tiny"
-    assert told["gen_ai.request.temperature"] == 0.5
-    assert told["gen_ai.response.finish_reasons"] == ("stop",)
-    usage = answer.parse().usage
+    usage = chunks[-1].usage
     assert usage is not None
-    assert told["gen_ai.usage.input_tokens"] == usage.prompt_tokens
-    assert told["gen_ai.usage.output_tokens"] == usage.completion_tokens
+    told = dict(chat.attributes or {})
     assert [event.name for event in chat.events] == ["first_token"]
+    assert told.pop("gen_ai.response.time_to_first_chunk") > 0  # type: ignore[operator]
+    assert told == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "dynbus",
+        "gen_ai.request.model": "mock",
+        "gen_ai.request.stream": True,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.max_tokens": 5,
+        "gen_ai.response.id": chunks[0].id,
+        "gen_ai.response.model": "mock",
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": 5,
+        "gen_ai.usage.cache_read.input_tokens": 0,
+    }
+    assert dict(prefill.attributes or {}) == {
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        # Of eight tokens each.
+        "dynbus.engine.chunks": -(-usage.prompt_tokens // 8),
+    }
+    assert dict(decode.attributes or {}) == {
+        "gen_ai.usage.output_tokens": 5,
+        "gen_ai.response.finish_reasons": ("length",),
+    }
     assert "secret" not in str([span.to_json() for span in spans.values()])
     assert {
         "gen_ai.server.time_to_first_token",
         "gen_ai.server.time_per_output_token",
         "gen_ai.server.request.duration",
         "gen_ai.client.token.usage",
+        "dynbus.engine.queue.duration",
+        "dynbus.engine.prefill.duration",
     } <= figures
 
 
