@@ -7,9 +7,10 @@ with `token_ids`, the last of which has a `finish_reason`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 FinishReason = Literal["stop", "length", "cancelled"]
 """A stop token or string came; `max_tokens` or the context length was reached; it was cancelled."""
@@ -48,6 +49,19 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int | None = None
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
+
+
+class DefaultSampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How tokens of a model are drawn where a request does not say it: fields of `Sampling`.
+
+    None leaves it to the front end, which takes what OpenAI does: the model's own distribution.
+    """
+
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -7,7 +7,7 @@ import logging
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -57,6 +57,8 @@ class ModelWorker(EngineWorker, abstract=True):
         max_num_batched_tokens: tokens that one step computes.
         context_length: the most tokens that a prompt and its output may have; 0 for the model's, as
             far as the cache holds it.
+        default_sampling: for what requests do not say: see `register_llm`; `model` takes what the
+            model's files recommend.
         kv_events: whether blocks are found again by later requests, and routers are told of them.
         speedup_ratio: how many times faster than the modelled engine a mock is.
 
@@ -80,12 +82,14 @@ class ModelWorker(EngineWorker, abstract=True):
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
         context_length: int = 0,
+        default_sampling: dict[str, float] | Literal["model", "openai"] = "model",
         kv_events: bool = True,
         speedup_ratio: float = 1.0,
     ) -> None:
         self.engine = engine
         self.model = model
         self.model_name = model_name
+        self._default_sampling = default_sampling
         of_mock = blocks or BLOCKS
         try:
             self._small = SmallConfig(
@@ -149,6 +153,11 @@ class ModelWorker(EngineWorker, abstract=True):
     async def on_engine(self, engine: Engine) -> None:
         found = self._found
         assert found is not None, "the model is had before the engine is made"
+        sampling: Any = self._default_sampling
+        if sampling != "openai":
+            # What its path alone says of it, the registration cannot know.
+            own = msgspec.to_builtins(found.sampling)
+            sampling = own if sampling == "model" else {**own, **sampling}
         await register_llm(
             ModelInput.Tokens,
             ModelType.Backend,
@@ -157,6 +166,7 @@ class ModelWorker(EngineWorker, abstract=True):
             self.model_name or found.name,
             context_length=engine.limits.context_length,
             kv_cache_block_size=engine.limits.block_size,
+            default_sampling=sampling,
         )
 
     def make_engine(self) -> Engine:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum, Flag, auto
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import EndpointName
+from dynbus.llm.generation import DefaultSampling
 
 VERSION: Final = 1
 MAX_NAME: Final = 256
@@ -79,6 +80,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         kv_cache_block_size: tokens of a block of the engine's KV cache.
         migration_limit: how often a request may be moved to another instance.
         user_data: whatever the worker says beside.
+        default_sampling: for what requests do not say.
         eos_token_ids: which end an output.
         special_tokens: what the template calls `bos_token`, `eos_token` and so on.
         artefacts: files by name, each with the SHA-256 under which the object store has it.
@@ -94,6 +96,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_cache_block_size: int = DEFAULT_BLOCK_SIZE
     migration_limit: int = 0
     user_data: dict[str, Any] | None = None
+    default_sampling: DefaultSampling = DefaultSampling()
     eos_token_ids: list[int] = []
     special_tokens: dict[str, str] = {}
     artefacts: dict[str, str] = {}
@@ -179,6 +182,26 @@ def check_user_data(user_data: Mapping[str, Any] | None) -> dict[str, Any] | Non
     if len(data) > MAX_USER_DATA:
         raise ConfigError(f"user_data has {len(data)} bytes as JSON: at most {MAX_USER_DATA}")
     return decoded
+
+
+def check_sampling(given: object, what: str) -> DefaultSampling:
+    """The default sampling that an object with fields of `DefaultSampling` is.
+
+    Args:
+        what: how messages call it.
+
+    Raises:
+        ConfigError: it has another field, or a value is not usable.
+    """
+    try:
+        known = DefaultSampling.__struct_fields__
+        if isinstance(given, Mapping):
+            for name in cast("Mapping[object, object]", given):
+                if name not in known:
+                    raise ConfigError(f"{what} has {name!r}: it may have {', '.join(known)}")
+        return msgspec.convert(given, DefaultSampling)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{what} {given!r} is not usable: {error}") from None
 
 
 def model_token(name: str) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
+from dynbus.llm.generation import DefaultSampling
 from dynbus.llm.text.template import MAX_SOURCE, ChatTemplate
 from dynbus.llm.text.tokenizer import Tokenizer, read_json_object
 from dynbus.llm.weights.errors import BrokenModel
@@ -17,6 +20,15 @@ from .source import LocalModel
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
+_GGUF = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""What llama.cpp calls them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Description:
@@ -25,6 +37,7 @@ class Description:
     Attributes:
         context_length: in tokens, as the model was trained; None where its files do not say it.
         template: of its chat; None for a model without.
+        sampling: for what requests do not say.
         configuration: its `config.json`, or what a GGUF file says instead.
     """
 
@@ -32,6 +45,7 @@ class Description:
     context_length: int | None
     template: str | None
     configuration: Mapping[str, Any]
+    sampling: DefaultSampling = DefaultSampling()
 
 
 def describe(model: LocalModel) -> Description:
@@ -45,7 +59,7 @@ def describe(model: LocalModel) -> Description:
     found = _of_gguf(model.path) if model.format == "gguf" else _of_folder(model.path)
     if found.template is not None:
         ChatTemplate(found.template, model=model.name).check()
-    return found
+    return found if found.sampling != DefaultSampling() else replace(found, sampling=model.sampling)
 
 
 def _of_gguf(path: Path) -> Description:
@@ -65,6 +79,10 @@ def _of_gguf(path: Path) -> Description:
             length if isinstance(length, int) and length > 0 else None,
             template if isinstance(template, str) and template else None,
             configuration,
+            _sampling(
+                {name: metadata.get(f"general.sampling.{key}") for name, key in _GGUF.items()},
+                path,
+            ),
         )
 
 
@@ -75,7 +93,16 @@ def _of_folder(folder: Path) -> Description:
         _length(configuration),
         _template(folder),
         configuration,
+        _sampling(read_json_object(folder / "generation_config.json"), folder),
     )
+
+
+def _sampling(given: Mapping[str, object], path: Path) -> DefaultSampling:
+    """The sampling that a model's files recommend; they may say other things beside."""
+    try:
+        return msgspec.convert(given, DefaultSampling)
+    except msgspec.ValidationError as error:
+        raise BrokenModel(f"{path} recommends a sampling that is not usable: {error}") from None
 
 
 def _length(configuration: Mapping[str, Any]) -> int | None:

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.extras import how_to_install
+from dynbus.llm.generation import DefaultSampling
 
 try:
     from packaging.utils import InvalidName, canonicalize_name
@@ -70,12 +71,14 @@ class PackageSource:
         name: normalised.
         sha256: of the wheel; empty where none is known.
         model_name: what the model in it is called; empty for what its file is called.
+        sampling: that the model's makers recommend, where its files do not say it.
     """
 
     name: str
     version: str
     sha256: str = ""
     model_name: str = ""
+    sampling: DefaultSampling = DefaultSampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ KNOWN: Final = {
         "0.1.2",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "smollm2-135m-instruct",
+        DefaultSampling(temperature=0.2, top_p=0.9),
     ),
 }
 """Models by a short name."""

