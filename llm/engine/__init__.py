@@ -7,7 +7,7 @@ the bus.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .interface import Engine, EngineLimits, EngineLoad, RequestTooLong, Step
+    from .interface import Engine, EngineLimits, EngineLoad, RequestTooLong, Step, StepFailed
     from .model import Chunk, Model
     from .model_engine import ModelEngine
     from .runner import EngineRunner, EventSink
@@ -25,6 +25,7 @@ __all__ = [
     "ModelEngine",
     "RequestTooLong",
     "Step",
+    "StepFailed",
 ]
 
 if not TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,6 +12,20 @@ from dynbus.llm.generation import Generated, GenerateRequest
 
 class RequestTooLong(ValueError):
     """A request does not fit into the context or the cache of the engine, even alone."""
+
+
+class StepFailed(Exception):
+    """Raised by `Engine.step` where it is known which requests may have made it fail.
+
+    Attributes:
+        request_ids: these requests; all that have had a token where it is empty. They end with
+            `HandlerError`, which nobody sends again: it would break the next engine. All others
+            may go elsewhere.
+    """
+
+    def __init__(self, reason: str, request_ids: Collection[str]) -> None:
+        super().__init__(reason)
+        self.request_ids = request_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,5 +156,11 @@ class Engine(Protocol):
         ...
 
     def step(self) -> Step:
-        """Compute the next tokens of all requests that have room."""
+        """Compute the next tokens of all requests that have room.
+
+        Raises:
+            StepFailed: the engine has failed, and for whose sake.
+            Exception: it has failed. Those requests count as the cause that were added just before
+                this step; if there are none, all that have had a token.
+        """
         ...

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dynbus.llm.generation import Generated, GenerateRequest
 
 from .batch import Batch
-from .interface import EngineLimits, EngineLoad, Prefill, Step
+from .interface import EngineLimits, EngineLoad, Prefill, Step, StepFailed
 from .model import Chunk, Model
 from .sampling import Sampler, draw_tokens
 from .scheduler import ScheduledRequest
@@ -119,15 +119,21 @@ class ModelEngine:
         """Compute the next tokens of all requests that have room.
 
         Raises:
-            Exception: what the model raised; nothing can be relied on then.
+            StepFailed: the model raised, and nothing can be relied on any longer. The cause are
+                those that had no token yet, or all that were computed where there is no such one.
         """
         plan = self._batch.scheduler.schedule()
         if not plan.chunks:
             return Step((), self._batch.manager.take_events())
         ready = [scheduled for scheduled, _ in plan.chunks if scheduled.is_ready]
-        logits = self._model.compute(
-            [_chunk(scheduled, tokens) for scheduled, tokens in plan.chunks]
-        )
+        try:
+            logits = self._model.compute(
+                [_chunk(scheduled, tokens) for scheduled, tokens in plan.chunks]
+            )
+        except Exception as error:
+            computed = {scheduled.id for scheduled, _ in plan.chunks}
+            new = {scheduled.id for scheduled, _ in plan.chunks if not scheduled.generated}
+            raise StepFailed(f"{type(error).__name__}: {error}", new or computed) from error
         drawn = draw_tokens(
             logits,
             [scheduled.sequence.sampler for scheduled in ready],

@@ -68,7 +68,7 @@ class EngineWatch(Openable):
         load, limits = runner.load, runner.engine.limits
         self._bus.status.put(self._name, self._name, {STATUS_KEY: _text(load, limits)})
         if self._metrics is not None:
-            self._metrics.put(load, limits, runner.output_tokens)
+            self._metrics.put(load, limits, runner)
 
 
 def _text(load: EngineLoad, limits: EngineLimits) -> str:
@@ -103,9 +103,12 @@ class _EngineMetrics:
             "preemptions": metrics.counter(
                 "engine.preemptions", "{preemption}", "Requests that lost their blocks."
             ),
+            "failed_requests": metrics.counter(
+                "engine.failed_requests", "{request}", "Requests that could not go on."
+            ),
         }
 
-    def put(self, load: EngineLoad, limits: EngineLimits, output_tokens: int) -> None:
+    def put(self, load: EngineLoad, limits: EngineLimits, runner: EngineRunner) -> None:
         """Replace all values."""
         source, labels, readings = self._source, self._labels, self._readings
         requests = {"running": load.running, "waiting": load.waiting}
@@ -113,7 +116,7 @@ class _EngineMetrics:
         tokens = {
             "prompt": load.prompt_tokens,
             "cached": load.cached_tokens,
-            "output": output_tokens,
+            "output": runner.output_tokens,
         }
         for key, label, values in (
             ("requests", "dynbus.state", requests),
@@ -124,6 +127,7 @@ class _EngineMetrics:
                 source, {(*labels, (label, name)): value for name, value in values.items()}
             )
         readings["preemptions"].put(source, {labels: load.preempted})
+        readings["failed_requests"].put(source, {labels: runner.failed_requests})
         if load.prompt_tokens:
             rate = load.cached_tokens / load.prompt_tokens
             readings["hit_rate"].put(source, {labels: rate})

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
@@ -25,7 +25,7 @@ from dynbus.bus.errors import HandlerError, InvalidRequest, Unavailable, describ
 from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
 
-from .interface import Engine, EngineLoad, Step
+from .interface import Engine, EngineLoad, Step, StepFailed
 from .stepping import stepper_of
 from .tracing import EngineTrace
 
@@ -77,6 +77,7 @@ class _Stream:
     """One request's stream.
 
     Attributes:
+        has_tokens: whether the engine has made a token for it.
         open: continuations that have not ended.
         gathers: whether few items are wanted.
         kept: what is to be sent later; None where each item is sent at once.
@@ -84,7 +85,16 @@ class _Stream:
         is_blocked: whether the reader has no credit.
     """
 
-    __slots__ = ("gathers", "has_begun", "is_blocked", "kept", "open", "reply", "request_id")
+    __slots__ = (
+        "gathers",
+        "has_begun",
+        "has_tokens",
+        "is_blocked",
+        "kept",
+        "open",
+        "reply",
+        "request_id",
+    )
 
     def __init__(self, request_id: str, reply: Reply[Generated], request: GenerateRequest) -> None:
         self.request_id = request_id
@@ -94,6 +104,7 @@ class _Stream:
         self.kept: deque[_Piece] | None = deque() if self.gathers else None
         self.has_begun = False
         self.is_blocked = False
+        self.has_tokens = False
 
     def keep(self, item: Generated) -> bool:
         """Keep an item; whether what is kept is to be sent now."""
@@ -123,13 +134,15 @@ class EngineRunner(Openable):
         trace: is told of requests and steps, where somebody wants spans and times of them.
         hold: seconds for which the outputs of a request that wants no stream are kept at most; None
             for as long as they are few.
-        failed: called with the reason when the engine has raised. What is open ends with
-            `Unavailable` after it.
+        failed: called with the reason when the engine has raised. Before that the requests end
+            with `HandlerError` that may have been the cause (see `StepFailed`), so that nobody
+            sends them to another engine; after it the others, with `Unavailable`.
 
     Attributes:
         engine: not to be used by others.
         load: of the engine after its last step.
         output_tokens: that it has made.
+        failed_requests: how many ended since they could not go on, or may have made it fail.
     """
 
     def __init__(
@@ -144,7 +157,7 @@ class EngineRunner(Openable):
         super().__init__()
         self.engine = engine
         self.load = EngineLoad(0, 0, 0)
-        self.output_tokens = 0
+        self.output_tokens = self.failed_requests = 0
         self._sink = sink
         self._trace = trace
         self._kept_for = hold
@@ -176,8 +189,11 @@ class EngineRunner(Openable):
         except Exception as error:
             logger.exception("the engine failed: its requests end")
             self._failure = error
+            reason = str(error) if isinstance(error, StepFailed) else describe_exception(error)
+            for request_id in self._causes(error):
+                self._fail(request_id, f"the engine failed with it: {reason}")
             if self._failed is not None:
-                self._failed(f"its engine failed: {describe_exception(error)}")
+                self._failed(f"its engine failed: {reason}")
             self._fail_streams()
 
     # Requests -------------------------------------------------------------------------
@@ -226,6 +242,21 @@ class EngineRunner(Openable):
                 self._trace.ended(request_id)
         return stream
 
+    def _causes(self, error: Exception) -> Collection[str]:
+        """Which requests may have made the engine fail."""
+        if not isinstance(error, StepFailed):
+            # The engine is well: what it has made could not be handed over.
+            return ()
+        begun = [stream.request_id for stream in self._streams.values() if stream.has_tokens]
+        return error.request_ids or begun
+
+    def _fail(self, request_id: str, reason: str) -> None:
+        """End a request that cannot go on, here or elsewhere."""
+        stream = self._forget(request_id)
+        if stream is not None:
+            self.failed_requests += 1
+            stream.reply.fail(HandlerError(f"the request failed: {reason}"))
+
     def _unavailable(self) -> Unavailable:
         return Unavailable(f"the engine does not run: {self._failure}")
 
@@ -250,9 +281,7 @@ class EngineRunner(Openable):
         if step.outputs:
             self._send(step.outputs)
         for request_id, reason in step.failures:
-            stream = self._forget(request_id)
-            if stream is not None:
-                stream.reply.fail(HandlerError(f"the request failed: {reason}"))
+            self._fail(request_id, reason)
         if self._sink is not None and step.events:
             self._sink.publish(step.events)
         if self._kept_for is not None and monotonic() - self._sends_kept >= self._kept_for:
@@ -271,6 +300,7 @@ class EngineRunner(Openable):
             stream = streams.get(request_id)
             if stream is None:
                 continue
+            stream.has_tokens = True
             if item.finish_reason is not None:
                 stream.open.discard(item.index)
                 if not stream.open:

@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections.abc import Collection
 from typing import Final, Protocol
 
 import anyio
 
 from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import describe_exception
 from dynbus.llm.generation import GenerateRequest
 
-from .interface import Engine, EngineLoad, Step
+from .interface import Engine, EngineLoad, Step, StepFailed
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,8 @@ class Stepper(Protocol):
         """Step until cancelled.
 
         Raises:
-            Exception: what the engine or the listener raised.
+            StepFailed: the engine raised.
+            Exception: what the listener raised.
         """
         ...
 
@@ -67,6 +70,19 @@ def stepper_of(engine: Engine, listener: Listener) -> Stepper:
     return kind(engine, listener)
 
 
+def _step(engine: Engine, added: Collection[str]) -> Step:
+    """Take a step; the requests that are new in it count as the cause if it fails."""
+    try:
+        return engine.step()
+    except StepFailed:
+        raise
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
+            raise
+        # A panic of a library in Rust is no `Exception`.
+        raise StepFailed(describe_exception(error), added) from error
+
+
 class _LoopStepper:
     """Steps an engine that computes nothing, and sleeps for as long as its steps take."""
 
@@ -74,12 +90,15 @@ class _LoopStepper:
         self._engine = engine
         self._listener = listener
         self._has_work = asyncio.Event()
+        self._added: list[str] = []
 
     def add(self, request_id: str, request: GenerateRequest) -> None:
         try:
             self._engine.add(request_id, request)
         except ValueError as error:
             self._listener.on_refused(request_id, error)
+        else:
+            self._added.append(request_id)
         self._has_work.set()
 
     def cancel(self, request_id: str) -> None:
@@ -99,7 +118,8 @@ class _LoopStepper:
             # Timers fire late: what a step was late for, the next ones have less.
             began = monotonic()
             begins = max(ends, began - CATCH_UP)
-            step = engine.step()
+            added, self._added = self._added, []
+            step = _step(engine, added)
             ends = begins + step.delay
             await anyio.sleep(max(0.0, ends - monotonic()))
             self._listener.on_step(step, engine.load, began)
@@ -206,6 +226,7 @@ class _ThreadStepper:
                 commands, self._commands = self._commands, []
                 self._untold += 1
             refused: list[tuple[str, ValueError]] = []
+            added: list[str] = []
             for request_id, request in commands:
                 if request is None:
                     engine.cancel(request_id)
@@ -214,6 +235,10 @@ class _ThreadStepper:
                     engine.add(request_id, request)
                 except ValueError as error:
                     refused.append((request_id, error))
+                except Exception as error:
+                    raise StepFailed(describe_exception(error), (request_id,)) from error
+                else:
+                    added.append(request_id)
             began = monotonic()
-            step = engine.step() if engine.has_work else Step(())
+            step = _step(engine, added) if engine.has_work else Step(())
             self._loop.call_soon_threadsafe(self._tell, step, engine.load, began, refused)

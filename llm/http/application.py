@@ -105,7 +105,7 @@ class Application:
                 allow_origins=list(origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "traceparent", "retry-after"],
+                expose_headers=["x-request-id", "traceparent", "retry-after", "x-should-retry"],
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

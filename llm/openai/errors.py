@@ -124,6 +124,9 @@ def answer_of(error: DynbusError, request_id: str = "") -> ErrorAnswer:
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    elif isinstance(error, HandlerError):
+        # OpenAI's clients send a 500 again, which may have broken an engine.
+        headers["x-should-retry"] = "false"
     elif status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return ErrorAnswer(status, error_body(error, request_id), headers)

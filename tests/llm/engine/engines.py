@@ -24,6 +24,7 @@ class CountingEngine:
         allowed: steps that it may take; more wait for it.
         steps: that it took.
         broken: what its next step raises.
+        poison: the token of a prompt with which a step raises.
     """
 
     computes = True
@@ -34,6 +35,7 @@ class CountingEngine:
         self.allowed = threading.Semaphore(allowed)
         self.steps = 0
         self.broken: BaseException | None = None
+        self.poison = -1
         self.failing: dict[str, str] = {}
         self.requests: dict[str, tuple[GenerateRequest, int]] = {}
 
@@ -63,6 +65,8 @@ class CountingEngine:
         self.steps += 1
         if self.broken is not None:
             raise self.broken
+        if any(self.poison in request.token_ids for request, _ in self.requests.values()):
+            raise RuntimeError(f"token {self.poison} is poison")
         outputs: list[tuple[str, Generated]] = []
         for request_id, (request, made) in list(self.requests.items()):
             is_last = made + 1 == request.max_tokens

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dynbus.kvrouter.events import BlockStored, encode_events
 from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import RadixIndex
-from dynbus.llm.engine import Chunk, EngineLimits, ModelEngine, RequestTooLong, Step
+from dynbus.llm.engine import Chunk, EngineLimits, ModelEngine, RequestTooLong, Step, StepFailed
 from dynbus.llm.engine.requests import check_request
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
 
@@ -387,6 +387,45 @@ def test_a_request_without_a_possible_token_ends_alone() -> None:
     assert failure[0] == "bad"
     assert "no token can be drawn" in failure[1]
     assert len(tokens_of(items_of(steps)["good"])) == 3
+
+
+class PoisonedModel(PagedModel):
+    """Cannot compute one token."""
+
+    poison = 38
+
+    def compute(self, chunks: Sequence[Chunk]) -> NDArray[np.float32]:
+        if any(self.poison in chunk.token_ids for chunk in chunks):
+            raise RuntimeError("a token is poison")
+        return super().compute(chunks)
+
+
+def test_a_step_that_fails_tells_which_requests_may_be_the_cause() -> None:
+    engine = engine_of(PoisonedModel(64), max_num_seqs=2)
+    for name in ("a", "b"):
+        engine.add(name, GenerateRequest(PROMPT, 50, sampling=GREEDY))
+    engine.step()
+    engine.cancel("b")
+    engine.add("new", GenerateRequest([5, PoisonedModel.poison], 5))
+    engine.add("waits", GenerateRequest([5], 5))
+
+    with pytest.raises(StepFailed, match="RuntimeError: a token is poison") as failed:
+        engine.step()
+
+    assert failed.value.request_ids == {"new"}
+
+
+def test_where_no_request_of_a_failed_step_is_new_any_may_be_the_cause() -> None:
+    engine = engine_of(PoisonedModel(64), max_num_seqs=2)
+    drawn = Sampling(temperature=0.0, logit_bias={PoisonedModel.poison: 100.0})
+    for name, sampling in (("a", drawn), ("b", GREEDY), ("waits", GREEDY)):
+        engine.add(name, GenerateRequest(PROMPT, 50, sampling=sampling))
+    engine.step()
+
+    with pytest.raises(StepFailed) as failed:
+        engine.step()
+
+    assert failed.value.request_ids == {"a", "b"}
 
 
 def test_logprobs_come_with_the_tokens() -> None:

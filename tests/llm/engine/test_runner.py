@@ -112,15 +112,45 @@ def test_an_engine_that_fails_in_its_thread_ends_its_requests(
             engine.broken = kind("out of memory")
             engine.allowed.release()
             await reader.closed()
-            assert isinstance(reader.error, Unavailable)
+            # It may have been the cause: it is not to be sent elsewhere.
+            assert isinstance(reader.error, HandlerError)
             with pytest.raises(Unavailable, match="does not run: .*out of memory"):
                 await read(runner, "b", request())
+            assert runner.failed_requests == 1
         return told
 
     [reason] = run(story())
 
     assert "out of memory" in reason
     assert "the engine failed" in caplog.text
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_only_requests_that_may_have_made_the_engine_fail_are_not_to_be_sent_elsewhere(
+    is_new: bool,
+) -> None:
+    async def story() -> dict[str, type[Exception]]:
+        engine = CountingEngine(allowed=2)
+        async with EngineRunner(engine) as runner:
+            readers = {name: Reader() for name in ("old", "new", "late")}
+            runner.submit("old", request(), readers["old"].reply)
+            await eventually(lambda: len(readers["old"].items) == 2)
+            if is_new:
+                engine.poison = 99
+                runner.submit("new", GenerateRequest([99], 5), readers["new"].reply)
+            else:
+                # A token that is made is poison as well.
+                engine.broken = RuntimeError("a token is poison")
+            # The step that waits for its turn knows nothing of it.
+            engine.allowed.release(2)
+            await eventually(lambda: runner.failed_requests)
+            with pytest.raises(Unavailable):
+                runner.submit("late", request(), readers["late"].reply)
+            return {name: type(one.error) for name, one in readers.items() if one.error}
+
+    ended = run(story())
+
+    assert ended == ({"old": Unavailable, "new": HandlerError} if is_new else {"old": HandlerError})
 
 
 def test_a_request_that_cannot_go_on_ends_alone() -> None:

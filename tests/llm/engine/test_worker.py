@@ -13,7 +13,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from tests.conditions import eventually
 from tests.llm.engine.engines import CountingEngine
 
-from dynbus.bus.errors import ConfigError, Draining, InvalidRequest
+from dynbus.bus.errors import ConfigError, Draining, HandlerError, InvalidRequest
 from dynbus.kvrouter.routing.profiles import read_profile
 from dynbus.llm.engine import Engine, EngineWorker
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
@@ -94,7 +94,7 @@ def test_a_request_that_is_not_usable_is_refused_with_its_reason(
         run(story())
 
 
-def test_an_engine_that_raises_breaks_its_worker() -> None:
+def test_an_engine_that_raises_breaks_its_worker_and_no_other() -> None:
     async def story() -> str:
         async with TestKit() as kit:
             instance = await kit.start(Worker)
@@ -103,15 +103,26 @@ def test_an_engine_that_raises_breaks_its_worker() -> None:
             engine.allowed = threading.Semaphore(3)
             async with aclosing(stream):
                 await anext(stream)
-                engine.broken = RuntimeError("out of memory")
+                engine.poison = 13
+                client = kit.client(Worker, retries=5)
+                poisoned = asyncio.create_task(items_of(client, GenerateRequest([13], 5)))
+                actor: Any = instance.actor
+                runner: object = actor._engine_runner
+                await eventually(lambda: "[2 streams]" in repr(runner))
+                # From now on it might go elsewhere.
+                other = await kit.start(Worker)
                 engine.allowed.release(1000)
-                with pytest.raises(Draining, match="its engine failed: .*out of memory"):
+                with pytest.raises(HandlerError, match="failed with it: .* 13 is poison"):
+                    await poisoned
+                with pytest.raises(Draining, match="its engine failed: .* 13 is poison"):
                     async for _ in stream:
                         pass
             await instance.stopped.wait()
+            assert not other.broken
+            assert len(await items_of(kit.client(Worker), GenerateRequest([1], 3))) == 3
             return instance.broken
 
-    assert "out of memory" in run(story())
+    assert "13 is poison" in run(story())
 
 
 def test_an_engine_that_cannot_be_made_stops_the_start() -> None:

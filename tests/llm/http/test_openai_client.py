@@ -321,6 +321,7 @@ async def test_errors_of_engines_have_their_status(stream: bool) -> None:
 
     assert limited.value.response.headers["retry-after"] == "3"
     assert failed.value.status_code == 500
+    assert failed.value.response.headers["x-should-retry"] == "false"
     assert "secret" not in str(failed.value)
 
 
