@@ -8,6 +8,7 @@ import errno
 import logging
 import socket
 import ssl
+import sys
 from collections.abc import Generator
 from typing import Any, Final
 
@@ -31,6 +32,10 @@ BACKLOG: Final = 4096
 
 PIPELINED: Final = 4
 """Requests of a connection that are read while another one's answer is awaited."""
+
+LOOKED: Final = 0.02
+"""Seconds between two looks whether a client has left whose connection is not read."""
+
 SEND_BUFFER: Final = 128 * 1024
 """Bytes of a connection that wait in the kernel; it takes twice as many."""
 
@@ -46,6 +51,7 @@ def limited_protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
             self._head_bytes = 0
             self._in_head = True
             self._deadline: asyncio.TimerHandle | None = None
+            self._next_look: asyncio.TimerHandle | None = None
             self._cycles: list[RequestResponseCycle] = []
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -54,6 +60,8 @@ def limited_protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_clock()
+            if self._next_look is not None:
+                self._next_look.cancel()
             super().connection_lost(exc)
             # uvicorn tells the last request alone, which may wait for another one's answer.
             for cycle in self._cycles:
@@ -74,6 +82,18 @@ def limited_protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
                 if self._deadline is None:
                     self._deadline = self.loop.call_later(settings.header_timeout, self._too_late)
             super().data_received(data)
+            if self.pipeline and self._next_look is None:
+                self._look()
+
+        def _look(self) -> None:
+            """See that the client leaves, although what it sent before is not read."""
+            self._next_look = None
+            if self.transport.is_closing() or not (self.pipeline and self.flow.read_paused):
+                return
+            if _has_left(self.transport.get_extra_info("socket")):
+                self.transport.abort()
+            else:
+                self._next_look = self.loop.call_later(LOOKED, self._look)
 
         def on_message_begin(self) -> None:
             self._in_head = True
@@ -114,6 +134,18 @@ def limited_protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
             self.transport.close()
 
     return LimitedProtocol
+
+
+def _has_left(connection: socket.socket) -> bool:
+    """Whether the other end has closed its side; False where the system does not tell."""
+    if sys.platform != "linux":
+        return False
+    (state,) = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    return state != _ESTABLISHED
+
+
+_ESTABLISHED: Final = 1
+"""The state of a TCP connection that neither end has closed, by Linux."""
 
 
 def _ends_head(data: bytes, limit: int) -> bool:

@@ -100,17 +100,29 @@ async def test_a_client_that_leaves_before_the_first_token_stops_its_engine() ->
     assert 'status="499"} 2' in page
 
 
-async def test_a_client_that_leaves_with_a_request_behind_another_stops_both() -> None:
+async def test_a_client_that_leaves_with_requests_behind_another_stops_all() -> None:
+    long = "word " * 30_000
     async with served() as front:
-        _, writer = await asyncio.open_connection("127.0.0.1", front.port)
-        writer.write(request(chat("silent")) * 2)
-        await eventually(lambda: front.engine.running == 1)
+        server: Any = front.front_end._server  # pyright: ignore[reportPrivateUsage]
+        connections = server._server.server_state.connections
+        for behind in [chat("silent")], [chat("silent")] * 30, [chat(long), chat("silent")]:
+            _, writer = await asyncio.open_connection("127.0.0.1", front.port)
+            writer.write(request(chat("silent")))
+            await eventually(lambda: front.engine.running == 1)
+            [connection] = connections
+            writer.write(b"".join(map(request, behind)))
+            # Beyond some requests and bytes the server reads no further.
+            await eventually(lambda: connection.pipeline)  # noqa: B023
+            if behind != [chat("silent")]:
+                await eventually(lambda: connection.flow.read_paused)  # noqa: B023
 
-        writer.transport.abort()
+            writer.transport.abort()
 
-        await eventually(lambda: front.engine.running == 0)
-        assert len(front.engine.requests) == 1
-        await eventually(lambda: front.front_end.service.metrics.in_flight == 0)
+            # Its answer would come after 60 s.
+            await eventually(lambda: front.engine.running == 0, 30)
+            await eventually(lambda: front.front_end.service.metrics.in_flight == 0)
+            await eventually(lambda: not connections)
+        assert len(front.engine.requests) == 3
 
 
 async def test_a_client_that_does_not_read_holds_up_its_own_stream_alone() -> None:
