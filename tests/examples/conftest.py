@@ -18,7 +18,7 @@ from dynbus import NoInstances, Runtime
 from dynbus.bus.nats.server_process import RunningServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-READY_TIMEOUT = 30.0
+READY_TIMEOUT = 120.0
 
 
 class Example:

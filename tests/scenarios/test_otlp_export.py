@@ -58,7 +58,7 @@ def output_of(program: str, environment: dict[str, str]) -> str:
     return done.stderr
 
 
-@pytest.fixture(params=RECEIVERS)
+@pytest.fixture(scope="module", params=RECEIVERS)
 def collector(request: pytest.FixtureRequest) -> Collector:
     """A collector that has got everything that the program sent over one protocol."""
     collector = Collector()

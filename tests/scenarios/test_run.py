@@ -466,7 +466,7 @@ def test_an_instance_that_keeps_dying_is_named_and_the_others_go_on(folder: Fold
 
     slow.kill()
 
-    folder.wait_for(lambda: "demo.Slow/1 ended (6 times in a row): " in folder.output())
+    folder.wait_for(lambda: "demo.Slow/1 ended (4 times in a row): " in folder.output())
     status, body = health(port, "/ready")
     assert (status, list(body["problems"])) == (503, ["demo.Slow/1"])
     assert "RuntimeError: the disk is full" in body["problems"]["demo.Slow/1"]
