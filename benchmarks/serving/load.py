@@ -94,6 +94,9 @@ class _Listener:
     def on_refused(self, request_id: str, error: ValueError) -> None:
         raise error
 
+    def on_idle(self, taken: int) -> None:
+        pass
+
 
 async def bare(spec: Spec) -> Any:
     """One stream after the other, of an engine in this process."""

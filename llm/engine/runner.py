@@ -78,6 +78,7 @@ class _Stream:
 
     Attributes:
         has_tokens: whether the engine has made a token for it.
+        number: of the request, from 1 on in the order of their submission.
         open: continuations that have not ended.
         gathers: whether few items are wanted.
         kept: what is to be sent later; None where each item is sent at once.
@@ -91,12 +92,16 @@ class _Stream:
         "has_tokens",
         "is_blocked",
         "kept",
+        "number",
         "open",
         "reply",
         "request_id",
     )
 
-    def __init__(self, request_id: str, reply: Reply[Generated], request: GenerateRequest) -> None:
+    def __init__(
+        self, number: int, request_id: str, reply: Reply[Generated], request: GenerateRequest
+    ) -> None:
+        self.number = number
         self.request_id = request_id
         self.reply = reply
         self.open = set(range(request.index, request.index + request.n))
@@ -163,6 +168,7 @@ class EngineRunner(Openable):
         self._kept_for = hold
         self._sends_kept = monotonic()
         self._failed = failed
+        self._submitted = 0
         self._streams: dict[str, _Stream] = {}
         self._by_reply: dict[Reply[Generated], _Stream] = {}
         self._stepper = stepper_of(engine, self)
@@ -211,7 +217,8 @@ class EngineRunner(Openable):
             raise self._unavailable()
         if request_id in self._streams:
             raise ValueError(f"request {request_id!r} is in the engine already: cancel it first")
-        stream = _Stream(request_id, reply, request)
+        self._submitted += 1
+        stream = _Stream(self._submitted, request_id, reply, request)
         self._streams[request_id] = self._by_reply[reply] = stream
         if self._trace is not None:
             self._trace.submitted(request_id, request)
@@ -289,6 +296,18 @@ class EngineRunner(Openable):
             for stream in list(self._streams.values()):
                 if stream.kept and not stream.is_blocked:
                     self._send_kept(stream)
+
+    def on_idle(self, taken: int) -> None:
+        """End what the engine has lost: it would be waited for until its caller gives up."""
+        lost = [one for one in self._streams.values() if one.open and one.number <= taken]
+        for stream in lost:
+            reason = (
+                "the engine has lost the request: it has no work left and has not ended the "
+                f"continuations with index {', '.join(map(str, sorted(stream.open)))}"
+            )
+            logger.error("%s: %s", stream.request_id, reason)
+            self._forget(stream.request_id)
+            stream.reply.fail(HandlerError(reason))
 
     def _send(self, outputs: Sequence[tuple[str, Generated]]) -> None:
         pairs: list[tuple[Reply[Generated], Generated]] = []

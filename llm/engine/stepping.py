@@ -42,6 +42,10 @@ class Listener(Protocol):
         """The engine has not taken in a request."""
         ...
 
+    def on_idle(self, taken: int) -> None:
+        """The engine has no work left, after it was given so many requests."""
+        ...
+
 
 class Stepper(Protocol):
     """Steps an engine. `add` and `cancel` are called on the event loop."""
@@ -91,8 +95,10 @@ class _LoopStepper:
         self._listener = listener
         self._has_work = asyncio.Event()
         self._added: list[str] = []
+        self._taken = 0
 
     def add(self, request_id: str, request: GenerateRequest) -> None:
+        self._taken += 1
         try:
             self._engine.add(request_id, request)
         except ValueError as error:
@@ -111,6 +117,7 @@ class _LoopStepper:
         while True:
             if not engine.has_work:
                 self._listener.on_step(Step(()), engine.load, monotonic())
+                self._listener.on_idle(self._taken)
                 self._has_work.clear()
                 await self._has_work.wait()
                 ends = monotonic()
@@ -173,7 +180,12 @@ class _ThreadStepper:
     # On the event loop ----------------------------------------------------------------
 
     def _tell(
-        self, step: Step, load: EngineLoad, began: float, refused: list[tuple[str, ValueError]]
+        self,
+        step: Step,
+        load: EngineLoad,
+        began: float,
+        refused: list[tuple[str, ValueError]],
+        idle_after: int | None,
     ) -> None:
         with self._changed:
             self._untold -= 1
@@ -184,6 +196,8 @@ class _ThreadStepper:
             for request_id, error in refused:
                 self._listener.on_refused(request_id, error)
             self._listener.on_step(step, load, began)
+            if idle_after is not None:
+                self._listener.on_idle(idle_after)
         except Exception as error:  # noqa: BLE001 - raised by `run`
             self._end(error)
 
@@ -215,6 +229,7 @@ class _ThreadStepper:
 
     def _step_until_closed(self) -> None:
         engine = self._engine
+        taken = 0
         while True:
             with self._changed:
                 while not self._closing and (
@@ -231,6 +246,7 @@ class _ThreadStepper:
                 if request is None:
                     engine.cancel(request_id)
                     continue
+                taken += 1
                 try:
                     engine.add(request_id, request)
                 except ValueError as error:
@@ -241,4 +257,7 @@ class _ThreadStepper:
                     added.append(request_id)
             began = monotonic()
             step = _step(engine, added) if engine.has_work else Step(())
-            self._loop.call_soon_threadsafe(self._tell, step, engine.load, began, refused)
+            idle_after = None if engine.has_work else taken
+            self._loop.call_soon_threadsafe(
+                self._tell, step, engine.load, began, refused, idle_after
+            )

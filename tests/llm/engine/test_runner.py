@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from tests.conditions import eventually
 from tests.llm.engine.engines import CountingEngine, Reader
@@ -171,6 +172,37 @@ def test_a_request_that_cannot_go_on_ends_alone() -> None:
         assert good.token_ids == [0, 1, 2, 3, 4]
 
     run(story())
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_request_that_the_engine_loses_ends_alone(
+    computes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Forgetful(CountingEngine):
+        """Knows nothing of further continuations, and so never ends them."""
+
+        def add(self, request_id: str, request: GenerateRequest) -> None:
+            super().add(request_id, msgspec.structs.replace(request, n=1))
+
+    async def story() -> None:
+        engine = Forgetful()
+        engine.computes = computes
+        async with EngineRunner(engine) as runner:
+            lost = Reader()
+            runner.submit("lost", request(3, n=2), lost.reply)
+            whole = await read(runner, "whole", request(5))
+            await lost.closed()
+
+            assert whole == [0, 1, 2, 3, 4]
+            assert lost.token_ids == [0, 1, 2]
+            assert isinstance(lost.error, HandlerError)
+            assert "the engine has lost the request" in str(lost.error)
+            assert await read(runner, "later", request(2)) == [0, 1]
+
+    run(story())
+
+    assert "lost: the engine has lost the request" in caplog.text
+    assert "has not ended the continuations with index 1" in caplog.text
 
 
 def test_an_engine_that_is_stopped_ends_its_requests() -> None:
