@@ -40,6 +40,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 ABORT: Final = "dynbus.abort"
 """The extension of a scope that drops the connection; of `LimitedProtocol`."""
+WRITE: Final = "dynbus.write"
+"""The extension that writes a piece of an answer at once; see `AnswerWriter`."""
 
 
 class HungUp(Exception):
@@ -229,6 +231,7 @@ class _Exchange:
         headers = [(b"x-request-id", self._asker.request_id.encode())]
         if "traceparent" in fields:
             headers.append((b"traceparent", fields["traceparent"].encode()))
+        extensions: Mapping[str, Any] = self._scope.get("extensions") or {}
         return AnswerWriter(
             self._send,
             headers,
@@ -236,6 +239,7 @@ class _Exchange:
             streams=streams,
             finish_sending=self._finish_sending,
             timeout=self._service.settings.write_timeout,
+            write_piece=extensions.get(WRITE),
         )
 
     def _finish_sending(self, send_rest: Callable[[], Awaitable[bool]]) -> None:

@@ -10,6 +10,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Generator
+from functools import partial
 from typing import Any, Final
 
 import anyio
@@ -19,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from dynbus.bus.errors import ConfigError
 
 from .application import Application
-from .completions import ABORT
+from .completions import ABORT, WRITE
 from .settings import HttpSettings
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ def limited_protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
             extensions: dict[str, Any] = {ABORT: self.transport.abort}
             self.scope["extensions"] = extensions
             super().on_headers_complete()
+            extensions[WRITE] = partial(_write_piece, self.cycle)
             self._cycles = [each for each in self._cycles if not each.response_complete]
             self._cycles.append(self.cycle)
             if 0 < len(self.pipeline) <= PIPELINED:
@@ -146,6 +148,19 @@ def _has_left(connection: socket.socket) -> bool:
 
 _ESTABLISHED: Final = 1
 """The state of a TCP connection that neither end has closed, by Linux."""
+
+
+def _write_piece(cycle: RequestResponseCycle, body: bytes) -> bool:
+    """Write a piece of an answer that is sent in chunks, as `RequestResponseCycle.send` does.
+
+    Returns:
+        False, and nothing is written, where the client does not read, or `send` has more to do.
+    """
+    if cycle.flow.write_paused or not cycle.chunked_encoding or cycle.response_complete:
+        return False
+    if not cycle.disconnected:
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    return True
 
 
 def _ends_head(data: bytes, limit: int) -> bool:

@@ -64,6 +64,9 @@ class AnswerWriter:
         finish_sending: starts a task for what could not be written at once; what it is given
             returns whether all was written.
         timeout: seconds that a client may not read.
+        write_piece: writes a piece of an answer that has begun, and returns True; or returns False
+            where that is for `send` to do. `send` is a coroutine that does more, which costs each
+            token of each stream as much as all else here. None where there is no such way.
 
     Attributes:
         status: of the answer; 0 before it begins.
@@ -72,6 +75,24 @@ class AnswerWriter:
         is_blocked: whether the client does not read.
         when_writable: called when the client reads again.
     """
+
+    # Its fields are read for each token of each of very many streams.
+    __slots__ = (
+        "_finish_sending",
+        "_headers",
+        "_request_id",
+        "_rest",
+        "_send",
+        "_streams",
+        "_timeout",
+        "_waiting",
+        "_whole",
+        "_write_piece",
+        "error",
+        "has_ended",
+        "status",
+        "when_writable",
+    )
 
     def __init__(
         self,
@@ -82,8 +103,10 @@ class AnswerWriter:
         streams: bool,
         finish_sending: Callable[[Callable[[], Coroutine[Any, Any, bool]]], object],
         timeout: float,
+        write_piece: Callable[[bytes], bool] | None = None,
     ) -> None:
         self._send = send
+        self._write_piece = write_piece
         self._headers = headers
         self._request_id = request_id
         self._streams = streams
@@ -113,6 +136,9 @@ class AnswerWriter:
             self._start(200, EVENTS)
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         # Each token of each stream comes here.
+        write_piece = self._write_piece
+        if write_piece is not None and self._rest is None and write_piece(body):
+            return True
         message = {"type": "http.response.body", "body": body, "more_body": True}
         if self._rest is not None:
             self._waiting.append(message)

@@ -120,6 +120,9 @@ class Part(NamedTuple):
 class _Open:
     """What every completion does with its streams."""
 
+    # The fields of completions are read for each token of each of very many streams.
+    __slots__ = ("_is_over", "_sink", "_streams", "timing")
+
     def __init__(self, sink: Sink, timing: Timing) -> None:
         self.timing = timing
         self._sink = sink
@@ -173,6 +176,8 @@ class TokenCompletion(_Open):
     Args:
         prepared: what is asked of engines, and what their tokens come to.
     """
+
+    __slots__ = ("_requests", "transcript")
 
     def __init__(self, prepared: Prepared, sink: Sink, timing: Timing) -> None:
         super().__init__(sink, timing)
@@ -262,6 +267,8 @@ class TextCompletion(_Open):
         streams: whether chunks are passed on; otherwise they become one answer.
         around: what stands around each chunk.
     """
+
+    __slots__ = ("_around", "_merged", "_request")
 
     def __init__(
         self,

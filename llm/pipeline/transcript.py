@@ -56,6 +56,19 @@ class Transcript:
         open_outputs: how many have not ended.
     """
 
+    # Its fields are read for each token of each of very many streams, as those of a choice.
+    __slots__ = (
+        "_cached",
+        "_choices",
+        "_n",
+        "_prompt_tokens",
+        "_rules",
+        "_tells_usage",
+        "head",
+        "open_outputs",
+        "tokens",
+    )
+
     def __init__(
         self,
         head: AnswerHead,
@@ -70,6 +83,7 @@ class Transcript:
         self._n = n
         self._prompt_tokens = sum(map(len, prompts))
         self._cached: int | None = None
+        self._tells_usage = head.continuous_usage
         self._choices = [
             _Choice(rules, head, place * n + index, prompt, echoes[place] if echoes else "")
             for place, prompt in enumerate(prompts)
@@ -116,7 +130,7 @@ class Transcript:
         count = len(item.token_ids)
         self.tokens += count
         choice.tokens += count
-        chunk = choice.take(item, self.usage if self.head.continuous_usage else None)
+        chunk = choice.take(item, self.usage if self._tells_usage else None)
         if choice.finished:
             self.open_outputs -= 1
         if chunk is not None:
@@ -157,6 +171,7 @@ class _Choice:
         "_encoder",
         "_head",
         "_index",
+        "_is_plain",
         "_logprobs",
         "_offset",
         "_rules",
@@ -182,12 +197,18 @@ class _Choice:
         self._text = [echo] if echo else []
         self._offset = len(echo)
         self._logprobs: list[TokenText] = []
+        # Whether a chunk before the end is nothing but the text of its tokens.
+        self._is_plain = not (rules.stop or rules.logprobs or echo or head.continuous_usage)
         self.finished = ""
         self.tokens = 0
 
     def take(self, item: Generated, usage: Usage | None) -> bytes | None:
         """Take an item; the chunk that it comes to, or None."""
         ids = item.token_ids
+        if self._is_plain and item.finish_reason is None and self._encoder is not None:
+            # As nearly every token of a stream is.
+            text = self._detokenizer.push(ids)
+            return self._encoder.chunk(text) if text else None
         if item.finish_reason == "stop" and ids and ids[-1] in self._rules.hidden:
             ids = ids[:-1]
         text = self._detokenizer.push(ids)

@@ -67,11 +67,18 @@ class Detokenizer:
             return ""
         tokenizer = self._tokenizer.raw
         skipped = () if self._special else self._tokenizer.special_ids
+        whole_texts, pending = self._tokenizer.whole_texts, self._pending
         text = ""
         for token_id in token_ids:
             if token_id in skipped:
                 continue
-            self._pending.append(token_id)
+            if not pending:
+                # Nearly every token of every stream; the library's stream takes ten times as long.
+                whole = whole_texts[token_id]
+                if whole is not None:
+                    text += whole
+                    continue
+            pending.append(token_id)
             try:
                 piece = self._stream.step(tokenizer, token_id)
             except (TypeError, OverflowError):
@@ -80,8 +87,8 @@ class Detokenizer:
                 ) from None
             if piece is not None:
                 text += piece
-                self._pending.clear()
-            elif len(self._pending) > MAX_PENDING:
+                pending.clear()
+            elif len(pending) > MAX_PENDING:
                 text += self._take_finished()
         return self._cut(text) if text else ""
 
@@ -125,7 +132,7 @@ class Detokenizer:
             kept -= 1
             text, rest = self._split(kept)
         self._stream = self._stream_after(())
-        self._pending = []
+        self._pending.clear()
         for token_id in rest:
             self._pending.append(token_id)
             piece = self._stream.step(self._tokenizer.raw, token_id)

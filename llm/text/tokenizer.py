@@ -42,6 +42,8 @@ _GGUF_END_IDS: Final = (
 )
 _CONTROL, _USER_DEFINED = 3, 4
 
+_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+
 _WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -67,6 +69,26 @@ def _using(failure: str) -> Generator[None]:
         raise BrokenModel(f"{failure}: {error}") from None
 
 
+class _WholeTexts(dict[int, str | None]):
+    """`Tokenizer.whole_texts`, each made when it is first asked for.
+
+    A byte-level decoder joins the bytes of tokens, whatever they are: a token of whole characters
+    is these characters in every text. Other decoders look at what is beside a token.
+    """
+
+    def __init__(self, raw: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._raw = raw
+        self._size = raw.get_vocab_size() if isinstance(raw.decoder, decoders.ByteLevel) else 0
+
+    def __missing__(self, token_id: int) -> str | None:
+        if not 0 <= token_id < self._size:
+            return None
+        text = self._raw.decode([token_id], skip_special_tokens=False)
+        whole = self[token_id] = None if _REPLACEMENT in text else text
+        return whole
+
+
 class Tokenizer:
     """Text to token ids and back. Its methods may be called from any thread.
 
@@ -78,6 +100,8 @@ class Tokenizer:
     Attributes:
         raw, eos_token_ids, special_tokens: see above.
         special_ids: of the tokens that are left out of text.
+        whole_texts: by id, the text of a token that is the same wherever the token stands; None
+            for a token whose text depends on others, and for an id that no token has.
     """
 
     def __init__(
@@ -95,6 +119,7 @@ class Tokenizer:
         self.special_tokens: Mapping[str, str] = dict(special_tokens or {})
         added = raw.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.whole_texts: Mapping[int, str | None] = _WholeTexts(raw)
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.vocabulary_size} tokens>"
