@@ -106,10 +106,11 @@ class RequestShape:
     def sequence_hashes(self) -> list[int]:
         """The hash of each prefix of complete blocks; made at the first use."""
         found = self._sequence_hashes
-        if found is None:
-            found = self._sequence_hashes = cast(
-                list[int], sequence_hashes(self.block_hashes).tolist()
-            )
+        return self.hash_prefixes() if found is None else found
+
+    def hash_prefixes(self) -> list[int]:
+        """Make the sequence hashes now; they are kept."""
+        found = self._sequence_hashes = cast(list[int], sequence_hashes(self.block_hashes).tolist())
         return found
 
     @property

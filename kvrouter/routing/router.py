@@ -57,6 +57,9 @@ ANSWER_MARGIN: Final = 0.05
 """Seconds before the deadline of a handler at which its calls leave the queue: what they say of it
 would come too late to its caller."""
 
+LONG_PROMPT: Final = 16_384
+"""Tokens from which on a prompt is hashed in stretches."""
+
 LOOK_INTERVAL: Final = 0.2
 """Seconds between two looks at the instances while calls wait."""
 
@@ -229,6 +232,12 @@ class KvRouter:
         tracks_output = read_track_output(request.metadata, config.track_output)
         block_size = self._profiles.block_size
         shape, lora_name = self._fields.read(request, block_size)
+        if shape.prompt_tokens > LONG_PROMPT:
+            # Each takes a millisecond or more: whatever else the loop serves comes between.
+            await asyncio.sleep(0)
+            shape.hash_prefixes()
+            await asyncio.sleep(0)
+            self._check_open()
         wanted = SchedulingRequest(
             request.request_id,
             shape,

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from dynbus.llm.generation import FinishReason
 
 from .block_manager import BlockManager
+
+LOOKED_UP: Final = 256
+"""Blocks of a prompt that are looked up at first; twice as many each time that all are cached."""
 
 
 class HashedSequence(Protocol):
@@ -23,8 +26,7 @@ class HashedSequence(Protocol):
 
     Attributes:
         length: the tokens so far.
-        sequence_hashes, block_hashes: of the complete blocks that were asked for by `hash_to`;
-            those of the prompt from the beginning.
+        sequence_hashes, block_hashes: of the complete blocks that were asked for by `hash_to`.
     """
 
     length: int
@@ -234,8 +236,22 @@ class Scheduler(Generic[S]):
         length = request.sequence.length
         size = self._block_size
         # The last token is computed in any case: its result is the next token.
-        found, used = self._manager.prefix(request.sequence.sequence_hashes, (length - 1) // size)
+        found, used = self._cached_prefix(request.sequence, (length - 1) // size)
         return found if self._manager.admits(-(-length // size), used) else None
+
+    def _cached_prefix(self, sequence: S, limit: int) -> tuple[int, int]:
+        """How many of the first `limit` blocks are cached, and in use; see `BlockManager.prefix`.
+
+        Blocks behind one that is not cached are hashed when they are computed: all of a long prompt
+        at once would hold up the others.
+        """
+        blocks = 0
+        while True:
+            blocks = min(limit, max(2 * blocks, LOOKED_UP))
+            sequence.hash_to(blocks)
+            found, used = self._manager.prefix(sequence.sequence_hashes, blocks)
+            if found < blocks or blocks == limit:
+                return found, used
 
     def _compute(self, request: ScheduledRequest[S], tokens: int) -> None:
         """Note tokens as computed, and cache the blocks that they complete."""

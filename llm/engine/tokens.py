@@ -25,8 +25,7 @@ class TokenSequence:
     Attributes:
         token_ids: all so far.
         length: how many.
-        sequence_hashes, block_hashes: of the complete blocks of the prompt, and of those that were
-            asked for by `hash_to`.
+        sequence_hashes, block_hashes: of the blocks that were asked for by `hash_to`.
 
     Raises:
         ValueError: the prompt is empty, or a token does not fit.
@@ -45,11 +44,14 @@ class TokenSequence:
             raise ValueError("the prompt is empty: an engine needs one token at least")
         self._block_size = block_size
         self._lora_name, self._salt = lora_name, salt
+        if as_array is None:
+            # It would be found out too late, when they are hashed.
+            token_bytes(prompt)
+        self._prompt = prompt if as_array is None else as_array
         self.token_ids = list(prompt)
         self.length = len(self.token_ids)
         self.block_hashes: list[int] = []
         self.sequence_hashes: list[int] = []
-        self._hash(prompt if as_array is None else as_array)
 
     def append(self, token_id: int) -> None:
         """Add a token at the end."""
@@ -61,7 +63,9 @@ class TokenSequence:
         known, size = len(self.block_hashes), self._block_size
         if blocks <= known:
             return
-        self._hash(self.token_ids[known * size : blocks * size])
+        begin, end = known * size, blocks * size
+        within = end <= len(self._prompt)
+        self._hash(self._prompt[begin:end] if within else self.token_ids[begin:end])
 
     def _hash(self, tokens: Sequence[int] | NDArray[np.uint32]) -> None:
         """Append the hashes of the complete blocks of these tokens, which follow those hashed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeVar, cast
 
@@ -221,9 +222,14 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
 
 
 def _is_token_ids(given: Any) -> bool:
-    items = _items(given)
+    if not isinstance(given, list):
+        return False
+    items: list[Any] = given
     # A prompt may have 100,000: a loop over them would hold up the streams of others.
-    return set(map(type, items)) == {int} and min(items) >= 0 and max(items) < 2**32
+    try:
+        return bool(array("I", items)) and set(map(type, items)) == {int}
+    except (TypeError, OverflowError):
+        return False
 
 
 def _items(given: Any) -> list[Any]:

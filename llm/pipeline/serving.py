@@ -6,6 +6,7 @@ text and is written in one callback.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,10 @@ from dynbus.llm.openai.merging import MergedAnswer
 from .preparing import Prepared
 
 logger = logging.getLogger(__name__)
+
+LONG_PROMPT: Final = 16_384
+"""Tokens from which on a prompt is worked on in stretches, with a turn of the loop for others
+between them: each takes a millisecond or more."""
 
 _decode: Final = msgspec.json.Decoder(Generated).decode
 
@@ -202,7 +207,11 @@ class TokenCompletion(_Open):
         """
         try:
             for number, request in enumerate(self._requests):
-                await self.open(relay, client.generate(request).raw(), Part(self, number))
+                call = client.generate(request).raw()
+                if len(request.token_ids) > LONG_PROMPT:
+                    # It was encoded, and will be hashed: the streams of others come between.
+                    await asyncio.sleep(0)
+                await self.open(relay, call, Part(self, number))
         except BaseException:
             self.cancel()
             raise
