@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import msgspec
+
 from .engines import EngineSettings
 from .guidellm import ask
 from .load import Spec
@@ -37,12 +39,13 @@ class Options:
     open_streams: int
     long_tokens: int
     rate: float
+    small_rate: float
     guidellm: str
     folder: Path
 
     def engines(self, **settings: Any) -> EngineSettings:
         """Engines of the model."""
-        return EngineSettings(str(self.folder), context_length=CONTEXT, **settings)
+        return EngineSettings(str(self.folder), **{"context_length": CONTEXT, **settings})
 
 
 Rows = dict[str, list[float]]
@@ -197,19 +200,43 @@ async def open_streams(options: Options) -> Rows:
 
 async def routing(options: Options) -> Rows:
     """Requests with shared prefixes over four engines: by what is cached, and in turn."""
+    return await _routing(options, Workload(rate=options.rate, seconds=options.seconds * 4))
+
+
+async def routing_small(options: Options) -> Rows:
+    """The same over four small engines that compute, a process each."""
+    workload = Workload(
+        prefixes=16,
+        prefix_tokens=2048,
+        own_tokens=32,
+        rate=options.small_rate,
+        seconds=options.seconds * 4,
+    )
+    return await _routing(
+        options,
+        workload,
+        computes=True,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        context_length=8192,
+    )
+
+
+async def _routing(options: Options, workload: Workload, **settings: Any) -> Rows:
     rows: Rows = {}
     for run in range(options.runs):
-        workload = Workload(rate=options.rate, seconds=options.seconds * 4, seed=20 + run)
+        workload = msgspec.structs.replace(workload, seed=20 + run)
         # A cache holds the prefixes of a quarter of them, and some of what requests add.
         blocks = workload.prefixes * workload.prefix_tokens // 16 // 4 * 5 // 4
         told: dict[str, Any] = {}
-        for name, instances, policy in (
+        for name, count, policy in (
             ("kv", 4, "kv"),
             ("round_robin", 4, "round_robin"),
             ("one", 1, "round_robin"),
         ):
-            settings = options.engines(instances=instances, blocks=blocks * 4 // instances)
-            async with stack(settings, policy) as served:
+            where = {"processes" if settings.get("computes") else "instances": count}
+            engines = options.engines(**where, **{"blocks": blocks * 4 // count, **settings})
+            async with stack(engines, policy) as served:
                 told[name] = await served.measure("poisson", Spec(workload=workload))
         kv, others, one = told["kv"], told["round_robin"], told["one"]
         _add(
@@ -258,6 +285,7 @@ MEASUREMENTS: Mapping[str, Callable[[Options], Awaitable[Rows]]] = {
     "cpu": cpu,
     "open": open_streams,
     "routing": routing,
+    "routing-small": routing_small,
     "long": long_prompt,
 }
 
@@ -278,6 +306,7 @@ async def _main() -> None:
     parser.add_argument("--open-streams", type=int, default=4096)
     parser.add_argument("--long-tokens", type=int, default=100_000)
     parser.add_argument("--rate", type=float, default=12.0, help="requests/s of the routing")
+    parser.add_argument("--small-rate", type=float, default=2.0, help="of small engines'")
     parser.add_argument("--guidellm", default="", metavar="PROGRAM", help="asks beside our client")
     parser.add_argument("--json", type=Path, help="where to write the figures of all runs")
     given = parser.parse_args()
@@ -293,6 +322,7 @@ async def _main() -> None:
             given.open_streams,
             given.long_tokens,
             given.rate,
+            given.small_rate,
             given.guidellm,
             write_model(Path(folder) / "model", CONTEXT),
         )

@@ -1,4 +1,4 @@
-"""The engines that are served: mock engines whose steps take what the settings say.
+"""The engines that are served: mock engines whose steps take what the settings say, or small ones.
 
 `python -m benchmarks.serving.engines NATS_URL SETTINGS` serves some of them until its standard
 input ends.
@@ -13,6 +13,7 @@ import uvloop
 
 from dynbus import Runtime
 from dynbus.llm import ModelInput, ModelType, register_llm
+from dynbus.llm.engine.interface import Engine
 from dynbus.llm.engine.worker import EngineWorker
 from dynbus.llm.mock import EngineConfig, MockEngine, Timing
 
@@ -27,13 +28,17 @@ class EngineSettings(msgspec.Struct, frozen=True):
 
     Attributes:
         folder: with the model's files.
-        instances: how many; all in one process.
+        computes: whether they are small engines, each on one core, and not mock ones.
+        instances: how many in one process.
+        processes: of these.
         prefill_ms, decode_ms: polynomials as in `Timing`; None for those of the mock engine.
         context_length: in tokens.
     """
 
     folder: str
+    computes: bool = False
     instances: int = 1
+    processes: int = 1
     block_size: int = 16
     blocks: int = 65_536
     max_num_seqs: int = 256
@@ -42,8 +47,28 @@ class EngineSettings(msgspec.Struct, frozen=True):
     prefill_ms: tuple[float, float, float] | None = None
     decode_ms: tuple[float, float, float] | None = None
 
-    def engine(self) -> MockEngine:
+    def engine(self) -> Engine:
         """An engine of this kind."""
+        return self._small() if self.computes else self.mock()
+
+    def _small(self) -> Engine:
+        from dynbus.llm.small import SmallConfig, SmallEngine
+
+        return SmallEngine(
+            self.folder,
+            SmallConfig(
+                backend="numpy",
+                threads=1,
+                block_size=self.block_size,
+                blocks=self.blocks,
+                max_num_seqs=min(self.max_num_seqs, self.max_num_batched_tokens),
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                context_length=self.context_length,
+            ),
+        )
+
+    def mock(self) -> MockEngine:
+        """A mock engine with these limits and times."""
         usual = Timing()
         timing = Timing(
             prefill_ms=self.prefill_ms or usual.prefill_ms,
@@ -68,7 +93,7 @@ class BenchWorker(EngineWorker, namespace=NAMESPACE):
     def __init__(self, settings: str) -> None:
         self._settings = msgspec.json.decode(settings, type=EngineSettings)
 
-    def make_engine(self) -> MockEngine:
+    def make_engine(self) -> Engine:
         return self._settings.engine()
 
     async def on_start(self) -> None:

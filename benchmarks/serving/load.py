@@ -102,7 +102,7 @@ async def bare(spec: Spec) -> Any:
     """One stream after the other, of an engine in this process."""
     assert spec.engine is not None
     listener = _Listener()
-    stepper = stepper_of(spec.engine.engine(), listener)
+    stepper = stepper_of(spec.engine.mock(), listener)
     stepping = asyncio.create_task(stepper.run())
     told: list[dict[str, Any]] = []
     end = perf_counter() + spec.seconds
@@ -195,7 +195,7 @@ async def stepped(spec: Spec) -> Any:
     """Many streams of an engine in this process, which nobody reads."""
     assert spec.engine is not None
     listener = _Listener()
-    stepper = stepper_of(spec.engine.engine(), listener)
+    stepper = stepper_of(spec.engine.mock(), listener)
     stepping = asyncio.create_task(stepper.run())
     for number in range(spec.streams):
         token_ids = _token_ids(spec.prompt_tokens, spec.seed + number)

@@ -1,8 +1,11 @@
-"""A model made in code: a tokenizer of 11,025 words, a chat template, and no weights.
+"""A model made in code: a tokenizer of 11,025 words, a chat template, and weights by chance.
 
 A word is a token, with the space before it, and the first 11,025 tokens are the words: so a text
 has as many tokens as it should, and all that a mock engine makes is text. The tokenizer is a BPE
 of two merges for a word, and costs what others do.
+
+Engines that compute have two layers of the Llama family: its words mean nothing, and a prompt of
+2,048 tokens takes them a tenth of a second or more.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -28,6 +32,9 @@ TEMPLATE = (
 _SYLLABLES = ["".join(pair) for pair in product("bcdfghjklmnpqrstvwxyz", "aeiou")]
 WORDS = ["".join(pair) for pair in product(_SYLLABLES, repeat=2)]
 VOCABULARY = len(WORDS)
+
+
+LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 2, 128, 256, 2, 1, 64
 
 
 def make_tokenizer() -> tokenizers.Tokenizer:
@@ -54,16 +61,58 @@ def write_model(folder: Path, context_length: int) -> Path:
     (folder / "config.json").write_text(
         json.dumps(
             {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
                 "max_position_embeddings": context_length,
                 "eos_token_id": made.token_to_id("<|im_end|>"),
                 "vocab_size": made.get_vocab_size(),
+                "hidden_size": HIDDEN,
+                "intermediate_size": INTERMEDIATE,
+                "num_hidden_layers": LAYERS,
+                "num_attention_heads": HEADS,
+                "num_key_value_heads": KV_HEADS,
+                "head_dim": HEAD_DIM,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 10000.0,
+                "tie_word_embeddings": True,
+                "hidden_act": "silu",
             }
         )
     )
+    _write_weights(folder / "model.safetensors", made.get_vocab_size())
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE})
     )
     return folder
+
+
+def _write_weights(path: Path, vocabulary: int) -> None:
+    """Write weights by chance, the same each time, as a safetensors file has them."""
+    shapes = {"model.embed_tokens": (vocabulary, HIDDEN), "model.norm": (HIDDEN,)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.input_layernorm": (HIDDEN,),
+            f"{prefix}.post_attention_layernorm": (HIDDEN,),
+            f"{prefix}.self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}.self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}.self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}.self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+            f"{prefix}.mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+            f"{prefix}.mlp.up_proj": (INTERMEDIATE, HIDDEN),
+            f"{prefix}.mlp.down_proj": (HIDDEN, INTERMEDIATE),
+        }
+    drawn = np.random.default_rng(1)
+    header: dict[str, Any] = {}
+    contents: list[bytes] = []
+    end = 0
+    for name, shape in shapes.items():
+        weights = drawn.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
+        contents.append((weights if len(shape) > 1 else 1 + weights).astype("<f4").tobytes())
+        begin, end = end, end + len(contents[-1])
+        header[f"{name}.weight"] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    head = json.dumps(header).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(contents))
 
 
 def words(count: int, seed: int) -> str:

@@ -23,6 +23,7 @@ class Stack(NamedTuple):
     Attributes:
         bus: the URL of the nats-server.
         http: the URL of the front end.
+        engines: the process id of the first engines.
     """
 
     bus: str
@@ -54,14 +55,16 @@ async def stack(settings: EngineSettings, routing: str = "kv") -> AsyncGenerator
     async with AsyncExitStack() as exits:
         folder = exits.enter_context(tempfile.TemporaryDirectory())
         server = await exits.enter_async_context(run_nats_server(Path(folder)))
-        engines = await exits.enter_async_context(
-            child(module("engines", server.url, msgspec.json.encode(settings).decode()))
-        )
-        await engines.answer()
+        command = module("engines", server.url, msgspec.json.encode(settings).decode())
+        started = [
+            await exits.enter_async_context(child(command)) for _ in range(settings.processes)
+        ]
+        for engines in started:
+            await engines.answer()
         command = ["http", "--nats", server.url, "--port", "0", "--routing", routing]
         command += ["--log-level", "warning"]
         front = await exits.enter_async_context(child(module("front", *command)))
-        yield Stack(server.url, await _address(front), server.pid, engines.pid, front.pid)
+        yield Stack(server.url, await _address(front), server.pid, started[0].pid, front.pid)
 
 
 async def _address(front: Child) -> str:
