@@ -5,10 +5,12 @@ PyTorch is imported when a backend is made.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from math import prod
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -125,9 +127,13 @@ class TorchBackend:
         )
 
     def cache(self, heads: int, slots: int, head_dim: int) -> Tensor:
-        return self._torch.zeros(
-            (2, heads, slots, head_dim), dtype=self._dtype, device=self._device
-        )
+        shape = (2, heads, slots, head_dim)
+        if self._device.type == "cpu":
+            # PyTorch would write its zeros. These are the system's, page by page until they are
+            # written over; numpy's are, too, but in pages of 2 MiB.
+            zeros = mmap.mmap(-1, prod(shape) * self._dtype.itemsize)
+            return self._torch.frombuffer(zeros, dtype=self._dtype).view(shape)
+        return self._torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def rows(self, batch: Batch, frequencies: NDArray[np.float32]) -> Rows[Tensor]:
         angles = batch.positions.astype(np.float32)[:, None, None] * frequencies

@@ -69,6 +69,9 @@ _LAYOUTS: Final = {
     8: _Layout("Q8_0", 32, 34),
     30: _Layout("BF16", 1, 2),
 }
+_TILE: Final = 2048
+"""Blocks that are dequantised at a time: the next pass finds them in the processor's cache."""
+
 _OTHER_TYPES: Final = {
     6: "Q5_0",
     7: "Q5_1",
@@ -151,19 +154,26 @@ def _dequantised(raw: NDArray[np.uint8], layout: _Layout) -> NDArray[np.float32]
     if unquantised is not None:
         return unquantised
     blocks = raw.reshape(-1, layout.size)
+    numbers = np.empty((len(blocks), layout.numbers), np.float32)
+    for first in range(0, len(blocks), _TILE):
+        tile = slice(first, first + _TILE)
+        _dequantise(blocks[tile], layout.name, numbers[tile])
+    return numbers
+
+
+def _dequantise(blocks: NDArray[np.uint8], name: str, numbers: NDArray[np.float32]) -> None:
     # Small numbers are made floats before they are multiplied: numpy is slow at both in one.
-    match layout.name:
+    match name:
         case "Q8_0":
-            numbers = blocks[:, 2:].view(np.int8).astype(np.float32)
+            numbers[:] = blocks[:, 2:].view(np.int8)
         case "Q4_0":
-            numbers = _nibbles(blocks[:, 2:]).astype(np.float32)
+            numbers[:] = _nibbles(blocks[:, 2:])
             numbers -= 8
         case _:
-            numbers = _nibbles(blocks[:, 4:]).astype(np.float32)
+            numbers[:] = _nibbles(blocks[:, 4:])
     numbers *= _half(blocks, 0)
-    if layout.name == "Q4_1":
+    if name == "Q4_1":
         numbers += _half(blocks, 2)
-    return numbers
 
 
 def _half(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float32]:
