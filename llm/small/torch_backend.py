@@ -191,6 +191,9 @@ class TorchBackend:
     def _in_shape(self, rows: Tensor, matrix: Tensor) -> Tensor:
         """The product, so many rows at a time; the last ones are filled up with zeros."""
         count = len(rows)
+        if not count:
+            # No chunk of the step is sampled.
+            return rows @ matrix
         padded = self._functions.pad(rows, (0, 0, 0, -count % _SHAPE))
         parts = [padded[at : at + _SHAPE] @ matrix for at in range(0, count, _SHAPE)]
         return self._torch.cat(parts)[:count]
