@@ -89,6 +89,11 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
     metavar="SECONDS",
     help="For requests that run at SIGTERM or Ctrl-C.",
 )
+@click.option(
+    "--log-content",
+    is_flag=True,
+    help="Log what requests and answers say, and tell it in traces: 4096 characters of each.",
+)
 @click.option("--log-format", type=click.Choice(["console", "json"]))
 @click.option("--log-level", default="info", show_default=True)
 def http(

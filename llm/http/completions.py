@@ -26,8 +26,9 @@ from dynbus.llm.openai.answers import SSE
 from dynbus.llm.openai.errors import BodyTimeout
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest, read_chat, read_completion
 from dynbus.llm.pipeline.models import Inquiry
-from dynbus.llm.pipeline.serving import TextCompletion, Timing, TokenCompletion
+from dynbus.llm.pipeline.serving import Sink, TextCompletion, Timing, TokenCompletion
 
+from .content import Content, ContentSink
 from .metrics import ModelFigures
 from .service import Asker, FrontEnd
 from .tracing import RequestTrace
@@ -94,6 +95,7 @@ class _Exchange:
         self._context: Context | None = None
         self._figures: ModelFigures | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
+        self._content: Content | None = None
 
     async def run(self, read: Callable[[bytes], ChatRequest | CompletionRequest]) -> None:
         """Answer it, whatever happens."""
@@ -103,6 +105,8 @@ class _Exchange:
             service.check_room()
             data = await self._body()
             request = read(data)
+            if service.settings.log_content:
+                self._content = Content(request)
             self._writer = self._make_writer(streams=request.streams)
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._ask, request, data)
@@ -209,7 +213,10 @@ class _Exchange:
         body = msgspec.Raw(_without_salt(data, asker.tenant))
         inquiry = Inquiry(request, body, SSE, asker.tenant or None)
         begun = time.perf_counter()
-        completion = await model.prepare(inquiry, self._writer, timing)
+        sink: Sink = self._writer
+        if self._content is not None:
+            sink = ContentSink(sink, self._content)
+        completion = await model.prepare(inquiry, sink, timing)
         self._completion = completion
         prepared = timing.prepared = time.perf_counter()
         usage = completion.usage
@@ -270,12 +277,12 @@ class _Exchange:
         service.metrics.count(self._path, self._model, status)
         if usage is not None:
             service.metrics.count_tokens(self._model, usage.prompt, usage.completion, usage.cached)
-        self._trace.ended(status, writer.error, timing, self._completion)
+        self._trace.ended(status, writer.error, timing, self._completion, self._content)
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s", self._log_line(status, now))
 
     def _log_line(self, status: int, now: float) -> str:
-        """What is logged of a request: never what it says."""
+        """What is logged of a request: what it says only where that is asked for."""
         timing, writer, asker = self._timing, self._writer, self._asker
         words = [f"POST {self._path} {status}", f"request_id={asker.request_id}"]
         if asker.tenant:
@@ -302,6 +309,9 @@ class _Exchange:
             words.append(f"inter_token_ms={timing.gaps / timing.gap_count * 1000:.2f}")
         if writer.error is not None:
             words.append(f"error={writer.error.code}")
+        if self._content is not None:
+            words.append(f"input={self._content.input_messages}")
+            words.append(f"output={self._content.output_messages}")
         return " ".join(words)
 
 

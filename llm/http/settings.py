@@ -30,6 +30,8 @@ class HttpSettings:
         body_timeout: seconds until a request's body must have arrived.
         header_timeout: seconds until a request's headers must have arrived.
         write_timeout: seconds that an answer waits for a client that does not read.
+        log_content: tell in the log and in traces what requests and answers say, up to
+            `MAX_CONTENT` characters of each.
         grace: seconds that requests have to finish when the front end stops.
 
     Raises:
@@ -51,6 +53,7 @@ class HttpSettings:
     header_timeout: float = 10.0
     write_timeout: float = 30.0
     grace: float = 30.0
+    log_content: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

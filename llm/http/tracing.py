@@ -19,6 +19,8 @@ from dynbus.llm.openai.answers import Usage
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.pipeline.serving import TextCompletion, Timing, TokenCompletion
 
+from .content import Content
+
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
@@ -50,11 +52,13 @@ class RequestTrace:
         error: DynbusError | None,
         timing: Timing,
         completion: TokenCompletion | TextCompletion | None,
+        content: Content | None = None,
     ) -> None:
         """The request is over.
 
         Args:
             completion: None when it failed before it was one.
+            content: what it said, where that is to be told.
         """
 
 
@@ -225,6 +229,7 @@ class _Spans(RequestTrace):
         error: DynbusError | None,
         timing: Timing,
         completion: TokenCompletion | TextCompletion | None,
+        content: Content | None = None,
     ) -> None:
         if self._figures is not None and self._attributes:
             usage = completion.usage if completion is not None else None
@@ -232,6 +237,10 @@ class _Spans(RequestTrace):
         if self._model is not None:
             if completion is not None:
                 self._model.set_attributes(self._told_of(completion))
+            if content is not None:
+                # Attributes are no objects: the conventions have JSON in that case.
+                self._model.set_attribute("gen_ai.input.messages", content.input_messages)
+                self._model.set_attribute("gen_ai.output.messages", content.output_messages)
             if timing.first is not None:
                 if self._streams:
                     self._model.set_attribute(
