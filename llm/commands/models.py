@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
+import msgspec
 
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import (
@@ -90,6 +91,7 @@ def _json(model: Any) -> dict[str, Any]:
         "context_length": card.context_length,
         "kv_cache_block_size": card.kv_cache_block_size,
         "migration_limit": card.migration_limit,
+        "default_sampling": msgspec.to_builtins(card.default_sampling),
         "user_data": card.user_data,
         "created": card.created,
     }

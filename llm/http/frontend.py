@@ -120,6 +120,7 @@ class Frontend(Actor, abstract=True):
         routing: RoutingChoice = "auto",
         request_timeout: float = 3600.0,
         grace: float = 30.0,
+        log_content: bool = False,
     ) -> None:
         self._settings = HttpSettings(
             host=host,
@@ -131,6 +132,7 @@ class Frontend(Actor, abstract=True):
             cors_origins=cors_origins,
             request_timeout=request_timeout,
             grace=grace,
+            log_content=log_content,
         )
         self._routing: RoutingChoice = routing
         self._front_end: HttpFrontEnd | None = None

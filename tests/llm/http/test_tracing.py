@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 from tests.conditions import eventually
 
 from dynbus.bus.telemetry.telemetry import Telemetry
+from dynbus.llm.http.content import MAX_CONTENT, Content
 from dynbus.llm.mock.actor import MockWorker
+from dynbus.llm.openai.requests import chat_of
 
 from .served import card, served
 
@@ -61,7 +64,10 @@ def _context(span: ReadableSpan) -> Any:
     return span.context
 
 
-async def test_a_request_is_one_trace_from_http_to_its_last_token() -> None:
+async def test_a_request_is_one_trace_from_http_to_its_last_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
     observed = Observed()
     engine = card("mock", "llm.MockWorker.generate")
     async with (
@@ -155,7 +161,13 @@ async def test_a_request_is_one_trace_from_http_to_its_last_token() -> None:
         "gen_ai.usage.output_tokens": 5,
         "gen_ai.response.finish_reasons": ("length",),
     }
-    assert "secret" not in str([span.to_json() for span in spans.values()])
+    # Nobody has asked for what was said.
+    assert "POST /v1/chat/completions 200" in caplog.text
+    told_of_all = caplog.text + str([span.to_json() for span in spans.values()])
+    assert "secret" not in told_of_all
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert len(said) > 3
+    assert said not in told_of_all
     assert {
         "gen_ai.server.time_to_first_token",
         "gen_ai.server.time_per_output_token",
@@ -181,3 +193,68 @@ async def test_an_error_is_told_by_its_spans() -> None:
     attributes = dict(spans["POST /v1/completions"].attributes or {})
     assert attributes["http.response.status_code"] == 500
     assert attributes["error.type"] == "HandlerError"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_what_is_said_is_told_where_it_is_asked_for(
+    streams: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    observed = Observed()
+    messages = [
+        {"role": "system", "content": "Be \n brief."},
+        {"role": "user", "content": "say it"},
+    ]
+    async with (
+        served(telemetry=observed.telemetry, log_content=True) as front,
+        AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        create: Any = client.chat.completions.create
+        answer = await create(model="tiny", messages=messages, stream=streams)
+        if streams:
+            assert [chunk async for chunk in answer]
+        await eventually(lambda: "POST /v1/chat/completions" in observed.spans())
+        spans = observed.spans()
+
+    told = dict(spans["chat tiny"].attributes or {})
+    asked, answered = told["gen_ai.input.messages"], told["gen_ai.output.messages"]
+    assert json.loads(str(asked)) == [
+        {"role": one["role"], "parts": [{"type": "text", "content": one["content"]}]}
+        for one in messages
+    ]
+    assert json.loads(str(answered)) == [
+        {
+            "role": "assistant",
+            "parts": [{"type": "text", "content": "it"}],
+            "finish_reason": "stop",
+        }
+    ]
+    assert f"input={asked} output={answered}" in caplog.text
+
+
+def test_of_what_is_said_so_much_is_kept() -> None:
+    long = "x" * MAX_CONTENT
+    request = chat_of(
+        {
+            "model": "tiny",
+            "messages": [
+                {"role": "user", "content": "gone"},
+                {"role": "assistant", "content": f"before {long}"},
+                {"role": "user", "content": [{"type": "text", "text": "last"}]},
+            ],
+        }
+    )
+    content = Content(request)
+    for place in range(3):
+        chunk = {"choices": [{"index": place % 2, "delta": {"content": "y" * 3000}}]}
+        content.answered(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+    content.answered(b"event: error")
+
+    asked = json.loads(content.input_messages)
+    answered = json.loads(content.output_messages)
+
+    texts = [one["parts"][0]["content"] for one in asked]
+    assert texts == ["x" * (MAX_CONTENT - 4), "last"]
+    lengths = [len(one["parts"][0]["content"]) for one in answered]
+    assert lengths == [3000, MAX_CONTENT - 3000]
+    assert {one["finish_reason"] for one in answered} == {"error"}
