@@ -6,6 +6,7 @@ Every figure is taken after a warm-up, on one event loop.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from statistics import quantiles
@@ -18,7 +19,9 @@ from pydantic import BaseModel
 from dynbus.actors.calling.options import call_options
 from dynbus.actors.declaring.handlers import handler
 from dynbus.actors.running.child_messages import WorkerSettings
-from dynbus.actors.running.in_process import Assignment
+from dynbus.actors.running.in_process import Assignment, Ending
+from dynbus.actors.running.planning import planned
+from dynbus.actors.running.processes import ForkServer
 from dynbus.actors.running.supervisor import Supervisor
 from dynbus.actors.runtime import Actor, Runtime
 from dynbus.bus import exit_codes
@@ -115,9 +118,11 @@ def measure(url: str | None, duration: float) -> dict[str, float]:
 
 async def _measure(config: BusConfig, duration: float) -> dict[str, float]:
     url = ",".join(config.servers)
+    ending, forks = Ending(), ForkServer()
     supervisor = Supervisor(
-        [Assignment(Echo, {}, 1)],
-        WorkerSettings({"servers": url}, "console", "error"),
+        [planned(Assignment(Echo, {}, 1))],
+        WorkerSettings(sys.path, {"servers": url}, "console", "error"),
+        *(forks, ending),
         drain_grace=2.0,
     )
     (child,) = supervisor.children
@@ -127,7 +132,7 @@ async def _measure(config: BusConfig, duration: float) -> dict[str, float]:
         if supervisor.failure is not None:
             raise Unavailable(f"the echo actor did not start: {supervisor.failure.message}")
 
-    async with embedded_if_local(config, fresh=False), task_group() as tasks:
+    async with embedded_if_local(config, fresh=False), forks, task_group() as tasks:
         tasks.start_soon(supervise)
         supervisor.begin()
         try:
@@ -138,7 +143,7 @@ async def _measure(config: BusConfig, duration: float) -> dict[str, float]:
         async with Runtime.connect(url, name="dynbus-bench") as runtime:
             with call_options(instance=child.instance_id, timeout=60.0):
                 figures = await _all_figures(runtime, duration)
-        supervisor.drain()
+        ending.drain()
     return figures
 
 

@@ -1,13 +1,9 @@
-"""What a run would start: it checks the command line of `dynbus run` and loads its targets.
-
-It starts nothing; `--dry-run` prints the plan and ends.
-"""
+"""The command line of `dynbus run`, checked, and what `--dry-run` prints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import click
@@ -15,20 +11,12 @@ import msgspec
 
 from dynbus.actors.declaring.arguments import build_arguments, defaults
 from dynbus.actors.declaring.redaction import shown
-from dynbus.actors.running.configuration import (
-    BusSettings,
-    ConfigFile,
-    NodeOption,
-    bus_settings,
-    declared_nodes,
-    misspelt_variables,
-    node_settings,
-    read_file,
-)
+from dynbus.actors.running.configuration import NodeOption
 from dynbus.actors.running.in_process import Assignment
-from dynbus.actors.running.loader import load_targets
+from dynbus.actors.running.plan import PlanRequest
+from dynbus.actors.running.planning import LoadedRun
 from dynbus.bus.commands.terminal import plain, print_json, print_table
-from dynbus.bus.config import BusConfig, is_loopback, load_config
+from dynbus.bus.config import is_loopback
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.extras import has_extra, how_to_install
 from dynbus.bus.telemetry.health import parse_address
@@ -63,69 +51,32 @@ class RunOptions:
     arguments: Sequence[str]
 
     @property
+    def request(self) -> PlanRequest:
+        """What decides what is started."""
+        return PlanRequest(
+            targets=list(self.targets),
+            config_file=self.config_file,
+            options=list(self.node_options),
+            nats=self.nats,
+        )
+
+    @property
     def tells_drain(self) -> bool:
         """Whether the log tells of a drain: a process that reloads knows why, and tells it."""
         return self.parent_fd is None
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a run starts, checked.
-
-    Attributes:
-        assignments: dependencies first.
-        bus: fields of `BusConfig` for every process.
-        warnings: what is probably a mistake and does not keep the run from starting.
-    """
-
-    assignments: list[Assignment]
-    bus: dict[str, Any]
-    config: BusConfig
-    warnings: list[str]
-
-
-def make_plan(options: RunOptions, environment: Mapping[str, str]) -> Plan:
-    """Load the targets and check every setting.
+def check_options(options: RunOptions) -> None:
+    """Check what can be checked before anything is loaded.
 
     Raises:
-        ConfigError: something is not usable; nothing has been started.
+        ConfigError: an option is not usable.
     """
     if options.health is not None:
         health_address(options.health, public=options.health_public)
     check_otlp_endpoint(options.otlp_endpoint)
     if options.otlp_endpoint is not None and not has_extra("otlp"):
         raise ConfigError(f"--otlp-endpoint needs an extra: {how_to_install('otlp')}")
-    file = _file(options)
-    bus, config = _bus(file, options, environment)
-    nodes = load_targets(options.targets, declared_nodes(file))
-    settings = node_settings(
-        nodes, file=file, options=options.node_options, environment=environment
-    )
-    assignments = [Assignment(node.actor, *settings[node], node=node.name) for node in nodes]
-    if not any(assignment.workers for assignment in assignments):
-        names = ", ".join(node.name for node in nodes)
-        raise ConfigError(f"nothing to run: workers = 0 for {names}; set one of them to 1 or more")
-    return Plan(assignments, bus.values, config, misspelt_variables(nodes, environment))
-
-
-def load_bus_config(options: RunOptions, environment: Mapping[str, str]) -> BusConfig:
-    """The bus as a run sees it, without loading its targets.
-
-    Raises:
-        ConfigError: a setting is not usable.
-    """
-    return _bus(_file(options), options, environment)[1]
-
-
-def _file(options: RunOptions) -> ConfigFile:
-    return read_file(Path(options.config_file)) if options.config_file else ConfigFile()
-
-
-def _bus(
-    file: ConfigFile, options: RunOptions, environment: Mapping[str, str]
-) -> tuple[BusSettings, BusConfig]:
-    settings = bus_settings(file, environment, nats=options.nats)
-    return settings, load_config(settings.values, environment, sources=settings.sources)
 
 
 def health_address(text: str, *, public: bool) -> tuple[str, int]:
@@ -159,7 +110,7 @@ def check_otlp_endpoint(url: str | None) -> None:
         )
 
 
-def print_plan(plan: Plan, *, as_json: bool) -> None:
+def print_plan(run: LoadedRun, *, as_json: bool) -> None:
     """Print what would be started, with every value as it would be used, defaults included."""
     rows = [
         {
@@ -173,10 +124,10 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
             },
             "arguments": {name: shown(name, value) for name, value in _effective(a).items()},
         }
-        for a in plan.assignments
+        for a in run.assignments
     ]
-    bus = {name: getattr(plan.config, name) for name in plan.config.__struct_fields__}
-    bus["servers"] = tuple(map(redact_url, plan.config.servers))
+    bus = {name: getattr(run.config, name) for name in run.config.__struct_fields__}
+    bus["servers"] = tuple(map(redact_url, run.config.servers))
     if as_json:
         print_json({"servers": bus["servers"], "actors": rows, "bus": bus})
         return

@@ -19,13 +19,14 @@ from typing import Any, Final
 import anyio
 from anyio.abc import TaskGroup
 
+from dynbus.actors.running.planning import load_bus_config
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
 from dynbus.bus.commands.server import embedded_if_local
 from dynbus.bus.errors import ConfigError
 
 from .interrupts import Interrupts
-from .plan import RunOptions, load_bus_config
+from .plan import RunOptions
 
 STOP_SECONDS: Final = 3.0
 """Seconds that calls have to finish when files have changed."""
@@ -89,7 +90,7 @@ class _Reloader:
         self._checking: anyio.CancelScope | None = None
 
     async def run(self) -> int:
-        config = load_bus_config(self._options, os.environ)
+        config = load_bus_config(self._options.request, os.environ)
         with Interrupts(self._forward, self._forward, within=LEAVE_SECONDS, told=True):
             # Held here, so that it stays while the inner run comes and goes.
             async with embedded_if_local(config, fresh=self._options.fresh):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -24,6 +24,14 @@ from dynbus.actors.running.in_process import (
     serve,
     stalls_of,
 )
+from dynbus.actors.running.planning import (
+    LoadedRun,
+    MakePlan,
+    PlanFailed,
+    load_run,
+    plan_elsewhere,
+)
+from dynbus.actors.running.processes import ForkServer
 from dynbus.actors.running.supervisor import Supervisor
 from dynbus.actors.runtime import Runtime
 from dynbus.actors.serving.instance import InstanceBroken
@@ -31,6 +39,7 @@ from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
 from dynbus.bus.commands.server import embedded_if_local
 from dynbus.bus.commands.terminal import error_line, json_option, nats_option, notice
+from dynbus.bus.config import load_config
 from dynbus.bus.errors import ConfigError, DynbusError
 from dynbus.bus.extras import has_extra
 from dynbus.bus.lane import new_event_loop
@@ -38,7 +47,7 @@ from dynbus.bus.telemetry.health import HealthServer, Status, metrics_remedy
 from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
 from .interrupts import Interrupts
-from .plan import Plan, RunOptions, health_address, make_plan, print_plan
+from .plan import RunOptions, check_options, health_address, print_plan
 from .reload import watch_and_run
 
 if TYPE_CHECKING:
@@ -154,11 +163,14 @@ def run(ctx: click.Context, /, **given: Any) -> None:
 
 def execute(options: RunOptions) -> int:
     """Carry out `dynbus run` and tell why where it fails; returns the exit code."""
+    failure: Failure | None
     try:
         failure, code = _execute(options)
     except DynbusError as error:
         failure = failure_of(error)
         code = failure.code
+    except PlanFailed as error:
+        failure, code = error.failure, error.failure.code
     if failure is not None:
         _print_failure(failure)
     return code
@@ -168,31 +180,51 @@ def _execute(options: RunOptions) -> tuple[Failure | None, int]:
     if options.reload and not options.dry_run:
         configure_logging(options.log_format, options.log_level)
         return None, watch_and_run(options)
-    plan = make_plan(options, os.environ)
+    check_options(options)
     if options.dry_run:
-        for warning in plan.warnings:
+        run = load_run(options.request, os.environ)
+        for warning in run.warnings:
             notice(f"dynbus: {warning}")
-        print_plan(plan, as_json=options.as_json)
+        print_plan(run, as_json=options.as_json)
         return None, exit_codes.OK
-    configure_logging(options.log_format, options.log_level)
-    for warning in plan.warnings:
-        logger.warning("%s", warning)
     if options.in_process:
-        return _in_process(plan, options)
-    return asyncio.run(_run_in_children(plan, options))
+        run = load_run(options.request, os.environ)
+        configure_logging(options.log_format, options.log_level)
+        _warn(run.warnings)
+        return _in_process(run, options)
+    configure_logging(options.log_format, options.log_level)
+    return asyncio.run(_run_in_children(options))
 
 
-async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | None, int]:
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        logger.warning("%s", warning)
+
+
+async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
     metrics = options.health is not None and has_extra("metrics")
-    supervisor = Supervisor(
-        plan.assignments,
-        WorkerSettings(
-            plan.bus, options.log_format, options.log_level, options.otlp_endpoint, metrics
-        ),
-        drain_grace=plan.config.drain_grace,
-    )
+    ending = Ending()
     async with contextlib.AsyncExitStack() as stack:
-        _listen(stack, options, supervisor, within=CHILDREN_SECONDS)
+        _listen(stack, options, ending, within=CHILDREN_SECONDS)
+        forks = await stack.enter_async_context(
+            ForkServer(("opentelemetry.exporter.prometheus",) if metrics else ())
+        )
+        asked = MakePlan(options.request, options.log_format, options.log_level)
+        with ending.cuts_short() as planning:
+            plan = await plan_elsewhere(forks, asked)
+        if planning.cancelled_caught:
+            return None, exit_codes.INTERRUPTED if ending.at_once.is_set() else exit_codes.OK
+        config = load_config(plan.bus, os.environ, sources=plan.sources)
+        _warn(plan.warnings)
+        supervisor = Supervisor(
+            plan.nodes,
+            WorkerSettings(
+                *(plan.path, plan.bus, options.log_format, options.log_level),
+                *(options.otlp_endpoint, metrics),
+            ),
+            *(forks, ending),
+            drain_grace=config.drain_grace,
+        )
         tasks = await stack.enter_async_context(task_group())
         # Before the server is there: its start and the imports of the children take as long.
         tasks.start_soon(supervisor.run)
@@ -209,17 +241,17 @@ async def _run_in_children(plan: Plan, options: RunOptions) -> tuple[Failure | N
             await _open_health(server)
             stack.push_async_callback(server.aclose)
             _tell_health(server)
-        await stack.enter_async_context(embedded_if_local(plan.config, fresh=options.fresh))
+        await stack.enter_async_context(embedded_if_local(config, fresh=options.fresh))
         supervisor.begin()
         await supervisor.ended.wait()
     failed = supervisor.exit_code not in (exit_codes.OK, exit_codes.INTERRUPTED)
     return (supervisor.failure if failed else None), supervisor.exit_code
 
 
-def _in_process(plan: Plan, options: RunOptions) -> tuple[Failure | None, int]:
+def _in_process(run: LoadedRun, options: RunOptions) -> tuple[Failure | None, int]:
     before = {*running_threads()}
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        failure, code = runner.run(_run_in_process(plan, options))
+        failure, code = runner.run(_run_in_process(run, options))
 
         def say() -> None:
             if failure is not None:
@@ -231,14 +263,14 @@ def _in_process(plan: Plan, options: RunOptions) -> tuple[Failure | None, int]:
     return failure, code
 
 
-async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | None, int]:
+async def _run_in_process(run: LoadedRun, options: RunOptions) -> tuple[Failure | None, int]:
     metrics = options.health is not None and has_extra("metrics")
     ending = Ending()
     async with contextlib.AsyncExitStack() as stack:
         _listen(stack, options, ending, within=AT_ONCE_SECONDS)
         if options.otlp_endpoint or metrics:
             stack.callback(_telemetry(options.otlp_endpoint, metrics))
-        await stack.enter_async_context(embedded_if_local(plan.config, fresh=options.fresh))
+        await stack.enter_async_context(embedded_if_local(run.config, fresh=options.fresh))
         health: list[HealthServer] = []
 
         async def started(runtime: Runtime) -> None:
@@ -261,7 +293,7 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
 
         try:
             await serve(
-                *(plan.assignments, plan.bus, ending),
+                *(run.assignments, run.bus.values, ending),
                 started=started,
                 stopping=stopping,
                 restart=True,
@@ -275,13 +307,13 @@ async def _run_in_process(plan: Plan, options: RunOptions) -> tuple[Failure | No
 def _listen(
     stack: contextlib.AsyncExitStack,
     options: RunOptions,
-    run: Supervisor | Ending,
+    ending: Ending,
     *,
     within: float,
 ) -> None:
     """Have signals, and the death of a process that reloads, end a run."""
     interrupts = stack.enter_context(
-        Interrupts(run.drain, run.stop, within=within, told=options.tells_drain)
+        Interrupts(ending.drain, ending.stop, within=within, told=options.tells_drain)
     )
     if options.parent_fd is not None:
         interrupts.stop_when_closed(options.parent_fd)

@@ -10,9 +10,7 @@ import contextlib
 import enum
 import logging
 import os
-import signal
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,6 @@ from typing import Any, Final
 import anyio
 import msgspec
 
-from dynbus.actors.declaring.arguments import Text
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
@@ -39,11 +36,10 @@ from .child_messages import (
     StopInstance,
     WorkerSettings,
 )
-from .in_process import Assignment, Failure
-from .loader import dependency_depth, reference
-from .processes import ForkServer, ForkServerDied, Process
+from .in_process import Failure
+from .plan import PlannedNode
+from .processes import MAX_REPORT, ForkProcess, ForkServer, ForkServerDied, Process
 
-MAX_REPORT: Final = 64 * 1024 * 1024
 STOP_SECONDS: Final = 2.0
 """Seconds that a child has to end after the last word; then it is killed."""
 LAST_WORDS_SECONDS: Final = 1.0
@@ -69,15 +65,14 @@ class Child:
 
     Attributes:
         label: `namespace.component/number`, as messages and the process list name it.
-        on_crash: what follows when its process ends by itself.
+        node: what it is an instance of.
         ready_at: when the process that runs now, or ran last, became ready; None when it did not.
         crash: how the process before ended, when that was not asked for; empty once it is ready.
     """
 
-    def __init__(self, assignment: Assignment, number: int, settings: WorkerSettings) -> None:
-        self.label = f"{assignment.address}/{number}"
-        self.on_crash = assignment.on_crash
-        self.dependency_depth = dependency_depth(assignment.actor)
+    def __init__(self, node: PlannedNode, number: int, settings: WorkerSettings) -> None:
+        self.node = node
+        self.label = f"{node.address}/{number}"
         self.state = ChildState.LOADING
         self.instance_id = ""
         self.failure: Failure | None = None
@@ -88,7 +83,7 @@ class Child:
         self.has_been_ready = asyncio.Event()
         self.ended = asyncio.Event()
         self._last_word: DrainInstance | StopInstance | None = None
-        self._load = _load_command(assignment, settings)
+        self._load = LoadActor(node.actor, node.values, node.texts, settings)
         self._process: Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._metrics: asyncio.Future[str] | None = None
@@ -165,7 +160,9 @@ class Child:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                process = self._process = await forks.fork(self.label, theirs.fileno())
+                process = self._process = await forks.fork(
+                    ForkProcess("worker", self.label), theirs.fileno()
+                )
             reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPORT)
         except BaseException:
             ours.close()
@@ -285,26 +282,3 @@ def _is_alive_in(group: int, status: Path) -> bool:
     except OSError:
         return False  # it has ended meanwhile
     return of_group == str(group) and state not in ("Z", "X")
-
-
-def _load_command(assignment: Assignment, settings: WorkerSettings) -> LoadActor:
-    arguments = assignment.arguments
-    return LoadActor(
-        path=list(sys.path),
-        actor=reference(assignment.actor),
-        values={name: v for name, v in arguments.items() if not isinstance(v, Text)},
-        texts={name: str(v) for name, v in arguments.items() if isinstance(v, Text)},
-        settings=settings,
-    )
-
-
-def exit_text(code: int | None) -> str:
-    """How a process ended, in words: a negative code is a signal's."""
-    if code is None:
-        return "how is not known: the fork server had died before it"
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

@@ -17,10 +17,12 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """What all children of a run have in common.
 
     Attributes:
+        path: the `sys.path` by which they find the actors.
         bus: fields of `BusConfig`, for `load_config`.
         metrics: whether they are to have a metrics page.
     """
 
+    path: list[str]
     bus: dict[str, Any]
     log_format: LogFormat | None = None
     log_level: str = "info"
@@ -28,16 +30,9 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     metrics: bool = False
 
 
-class LoadActor(msgspec.Struct, frozen=True, kw_only=True, tag="load_actor"):
-    """First: what to import.
+class LoadActor(msgspec.Struct, frozen=True, tag="load_actor"):
+    """First: what to import; see `PlannedNode`."""
 
-    Attributes:
-        path: the parent's `sys.path`, so that both import the same files.
-        actor: `module:Name`.
-        values, texts: constructor arguments; the texts are still to be read.
-    """
-
-    path: list[str]
     actor: str
     values: dict[str, Any]
     texts: dict[str, str]

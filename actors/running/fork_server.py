@@ -27,38 +27,11 @@ from typing import Final
 import msgspec
 import setproctitle
 
-from . import worker
+from . import planning, worker
+from .processes import ForkProcess, ProcessEnded, ProcessForked
 
 MAX_REQUEST: Final = 4096
-TITLE: Final = "dynbus worker"
-"""What the list of processes shows, and after it the label."""
-
-
-class ForkProcess(msgspec.Struct, frozen=True):
-    """Make a process that serves an instance.
-
-    Attributes:
-        label: `namespace.component/number`, as the list of processes shows it.
-    """
-
-    label: str
-
-
-class ProcessForked(msgspec.Struct, frozen=True, tag="forked"):
-    """There is a process; or there is none, and `error` says why."""
-
-    pid: int
-    error: str = ""
-
-
-class ProcessEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """A process has ended, with a code that is negative for a signal."""
-
-    pid: int
-    code: int
-
-
-ForkReport = ProcessForked | ProcessEnded
+MAINS: Final = {"planner": planning.main, "worker": worker.main}
 
 
 def main() -> None:
@@ -69,15 +42,15 @@ def main() -> None:
     forked = _serve(connection)
     if forked is None:
         return
-    label, fd = forked
-    sys.argv[1:] = [str(fd), label]
-    setproctitle.setproctitle(f"{TITLE} {label}")
+    asked, fd = forked
+    sys.argv[1:] = [str(fd), asked.label]
+    setproctitle.setproctitle(f"dynbus {asked.role} {asked.label}".rstrip())
     # Ctrl-C in a terminal then reaches neither it nor what it starts: the run hears it and drains.
     os.setsid()
-    worker.main()
+    MAINS[asked.role]()
 
 
-def _serve(connection: socket.socket) -> tuple[str, int] | None:
+def _serve(connection: socket.socket) -> tuple[ForkProcess, int] | None:
     """Make processes until the socket ends; returns in each of them too, with what it is to be."""
     decoder = msgspec.json.Decoder(ForkProcess)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -115,7 +88,7 @@ def _serve(connection: socket.socket) -> tuple[str, int] | None:
                 connection.close()
                 for number in (signal.SIGHUP, signal.SIGCHLD):
                     signal.signal(number, signal.SIG_DFL)
-                return decoder.decode(text).label, fd
+                return decoder.decode(text), fd
             answer = ProcessForked(pid)
         os.close(fd)
         connection.sendall(msgspec.json.encode(answer) + b"\n")

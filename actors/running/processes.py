@@ -10,13 +10,13 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 import anyio
 import msgspec
 
-from .fork_server import ForkProcess, ForkReport, ProcessEnded, ProcessForked
-
+MAX_REPORT: Final = 64 * 1024 * 1024
+"""Bytes in a line that a process tells."""
 FORK_SECONDS: Final = 30.0
 """Seconds that a process may take to be made, with the imports of a new fork server before it."""
 
@@ -32,6 +32,35 @@ STOP_SECONDS: Final = 2.0
 """Seconds that a fork server has to end when nobody needs it."""
 
 logger = logging.getLogger(__name__)
+
+
+class ForkProcess(msgspec.Struct, frozen=True):
+    """Make a process.
+
+    Attributes:
+        role: what it is to do: serve an instance, or plan a run.
+        label: `namespace.component/number` of an instance, as the list of processes shows it.
+    """
+
+    role: Literal["planner", "worker"]
+    label: str = ""
+
+
+class ProcessForked(msgspec.Struct, frozen=True, tag="forked"):
+    """There is a process; or there is none, and `error` says why."""
+
+    pid: int
+    error: str = ""
+
+
+class ProcessEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """A process has ended, with a code that is negative for a signal."""
+
+    pid: int
+    code: int
+
+
+ForkReport = ProcessForked | ProcessEnded
 
 
 class ForkServerDied(OSError):
@@ -132,8 +161,8 @@ class ForkServer:
             if self._program is not None:
                 await _end(self._program)
 
-    async def fork(self, label: str, fd: int) -> Process:
-        """Make a process that serves an instance; `fd` is its end of a socket to whoever asks.
+    async def fork(self, asked: ForkProcess, fd: int) -> Process:
+        """Make a process; `fd` is its end of a socket to whoever asks.
 
         It leads a session of its own. Once begun, this is not to be cancelled: there may be a
         process already.
@@ -149,7 +178,7 @@ class ForkServer:
                 assert self._socket is not None
                 self._forked = asyncio.get_running_loop().create_future()
                 try:
-                    socket.send_fds(self._socket, [msgspec.json.encode(ForkProcess(label))], [fd])
+                    socket.send_fds(self._socket, [msgspec.json.encode(asked)], [fd])
                 except ConnectionError:
                     self._on_death()
                 forked = await self._forked
@@ -226,3 +255,15 @@ async def _end(program: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         program.kill()
     await program.wait()
+
+
+def exit_text(code: int | None) -> str:
+    """How a process ended, in words: a negative code is a signal's."""
+    if code is None:
+        return "how is not known: the fork server had died before it"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

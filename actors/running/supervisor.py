@@ -22,11 +22,12 @@ from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
 
-from .child import Child, ChildState, exit_text
+from .child import Child, ChildState
 from .child_messages import DrainInstance, StartInstance, WorkerSettings
-from .in_process import Assignment, Failure, failure_of
+from .in_process import Ending, Failure, failure_of
 from .loader import dependents_first
-from .processes import ForkServer
+from .plan import PlannedNode
+from .processes import ForkServer, exit_text
 
 LEAVING_SECONDS: Final = 5.0
 """Seconds for withdrawing from the bus and for leaving it."""
@@ -45,35 +46,31 @@ class Supervisor:
         drain_grace: seconds that all children together have to end tidily.
 
     Attributes:
+        forks: makes the processes; it outlives the run.
+        ending: whether the run is to end; the supervisor asks for it when it cannot go on.
         failure: why the run cannot go on; None while it can.
         ended: set when no child is left.
-
-    Raises:
-        ConfigError: another process could not find one of the classes.
     """
 
     def __init__(
         self,
-        assignments: Sequence[Assignment],
+        nodes: Sequence[PlannedNode],
         settings: WorkerSettings,
+        forks: ForkServer,
+        ending: Ending,
         *,
         drain_grace: float,
         policy: Callable[[], RestartPolicy] = RestartPolicy,
     ) -> None:
         self.children = [
-            Child(assignment, number, settings)
-            for assignment in assignments
-            for number in range(1, assignment.workers + 1)
+            Child(node, number, settings) for node in nodes for number in range(1, node.workers + 1)
         ]
         self.failure: Failure | None = None
         self._grace = drain_grace
         self._policy = policy
         self._begun = asyncio.Event()
-        self._asked = asyncio.Event()
-        self._at_once = False
-        self._draining: anyio.CancelScope | None = None
-        exporter = ("opentelemetry.exporter.prometheus",) if settings.metrics else ()
-        self._forks = ForkServer(exporter)
+        self.forks = forks
+        self.ending = ending
         self.ended = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -84,17 +81,6 @@ class Supervisor:
         """Let the children start: the server is there."""
         self._begun.set()
 
-    def drain(self) -> None:
-        """Ask for a tidy end; more calls change nothing."""
-        self._asked.set()
-
-    def stop(self) -> None:
-        """Ask for the end at once."""
-        self._asked.set()
-        self._at_once = True
-        if self._draining is not None:
-            self._draining.cancel()
-
     async def run(self) -> int:
         """Run the children until the end is asked for or one has failed for good.
 
@@ -102,21 +88,21 @@ class Supervisor:
         child is left when this returns or raises.
         """
         try:
-            async with self._forks, task_group() as tasks:
+            async with task_group() as tasks:
                 for child in self.children:
                     tasks.start_soon(self._keep, child, name=child.label)
-                await self._asked.wait()
+                await self.ending.asked.wait()
                 await self._drain()
                 tasks.cancel_scope.cancel()
         finally:
-            self._asked.set()
+            self.ending.drain()
             self.ended.set()
         return self.exit_code
 
     @property
     def exit_code(self) -> int:
         """That of the run, once it has ended."""
-        if self._at_once:
+        if self.ending.at_once.is_set():
             return exit_codes.INTERRUPTED
         return self.failure.code if self.failure is not None else exit_codes.OK
 
@@ -131,7 +117,7 @@ class Supervisor:
                 found[child.label] = state.value + why
             elif child.problems:
                 found[child.label] = "; ".join(f"{k}: {v}" for k, v in child.problems.items())
-        if self._asked.is_set():
+        if self.ending.asked.is_set():
             found["run"] = "draining"
         return found
 
@@ -170,12 +156,12 @@ class Supervisor:
     async def _keep_running(self, child: Child) -> None:
         """Run a child until the end is asked for, or it has failed for good."""
         policy = self._policy()
-        while not self._asked.is_set():
+        while not self.ending.asked.is_set():
             try:
-                why = exit_text(await child.run(self._forks, partial(self._start, child)))
+                why = exit_text(await child.run(self.forks, partial(self._start, child)))
             except OSError as error:
                 why = f"its process could not be started: {error}"
-            if self._asked.is_set():
+            if self.ending.asked.is_set():
                 return
             if not child.has_been_ready.is_set():
                 text = f"{child.label} ended before it was ready: {why}"
@@ -184,7 +170,7 @@ class Supervisor:
             if child.failure is not None:
                 why = child.failure.message
             trace = child.failure.traceback if child.failure is not None else ""
-            if child.on_crash == "escalate":
+            if child.node.on_crash == "escalate":
                 text = f"{child.label} ended: {why}; its on_crash is escalate"
                 self._fail(Failure(exit_codes.ESCALATED, text, trace))
                 return
@@ -198,34 +184,37 @@ class Supervisor:
             child.crash = why + times
             child.state = ChildState.RESTARTING
             with anyio.move_on_after(pause):
-                await self._asked.wait()
+                await self.ending.asked.wait()
 
     async def _start(self, child: Child) -> None:
         """Start a child that has loaded, once the server and its dependencies are there."""
         await self._begun.wait()
-        depth = child.dependency_depth
-        below = [other for other in self.children if other.dependency_depth < depth]
+        below = [other for other in self.children if other.node.depth < child.node.depth]
         for other in below:
             await other.has_been_ready.wait()
         child.send(StartInstance())
 
     def _fail(self, failure: Failure) -> None:
-        if self.failure is None and not self._asked.is_set():
+        if self.failure is None and not self.ending.asked.is_set():
             self.failure = failure
             if failure.code != exit_codes.ESCALATED:
                 self._grace = min(self._grace, FAILED_GRACE)
-        self._asked.set()
+        self.ending.drain()
 
     async def _drain(self) -> None:
         """Drain the children, dependencies last, until all have ended or their time is up."""
         deadline = monotonic() + self._grace
-        with anyio.CancelScope() as self._draining:
-            if self._at_once:
-                return
-            for children in dependents_first(self.children, lambda child: child.dependency_depth):
+        async with task_group() as tasks:
+            tasks.start_soon(self._stop_at_once, tasks.cancel_scope)
+            for children in dependents_first(self.children, lambda child: child.node.depth):
                 left = max(0.0, deadline - monotonic())
                 for child in children:
                     child.end(DrainInstance(left))
                 with anyio.move_on_after(left + DRAIN_SLACK):
                     for child in children:
                         await child.ended.wait()
+            tasks.cancel_scope.cancel()
+
+    async def _stop_at_once(self, draining: anyio.CancelScope) -> None:
+        await self.ending.at_once.wait()
+        draining.cancel()

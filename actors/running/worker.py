@@ -1,6 +1,6 @@
 """One child process of `dynbus run`, which serves one instance.
 
-`python -m dynbus.actors.running.worker FD LABEL` starts it.
+`fork_server.py` makes it, with the arguments FD and LABEL.
 
 Parent and child exchange the messages of `child_messages.py` over a socket pair, whose descriptor
 the child gets as FD. When the parent dies, however it does, the socket ends, and so does the child.
@@ -207,9 +207,9 @@ class Worker:
     def _load(self, load: LoadActor) -> Assignment:
         from dynbus.bus.telemetry import telemetry
 
-        sys.path[:] = load.path
-        address = self._label.partition("/")[0]
         settings = load.settings
+        sys.path[:] = settings.path
+        address = self._label.partition("/")[0]
         configure_logging(
             settings.log_format, settings.log_level, actor=address, instance=self._instance_id
         )
@@ -358,7 +358,3 @@ def main() -> None:
     if os.getpgrp() == os.getpid():
         guard_group(connection)
     sys.exit(Worker(connection, sys.argv[2]).run())
-
-
-if __name__ == "__main__":
-    main()

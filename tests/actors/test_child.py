@@ -12,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynbus.actors.running.child import Child, ChildState, exit_text
+from dynbus.actors.running.child import Child, ChildState
 from dynbus.actors.running.child_messages import StartInstance, StopInstance, WorkerSettings
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.loader import resolve
-from dynbus.actors.running.processes import ForkServer
+from dynbus.actors.running.planning import planned
+from dynbus.actors.running.processes import ForkServer, exit_text
 from dynbus.bus.nats.server_process import RunningServer
 
 ACTORS = """
@@ -43,8 +44,8 @@ def actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def child_of(target: str, url: str) -> Child:
-    settings = WorkerSettings({"servers": url}, "json", "warning")
-    return Child(Assignment(resolve(target), {}, 1), 1, settings)
+    settings = WorkerSettings(sys.path, {"servers": url}, "json", "warning")
+    return Child(planned(Assignment(resolve(target), {}, 1)), 1, settings)
 
 
 @asynccontextmanager
@@ -91,7 +92,7 @@ def test_a_child_is_named_after_its_actor_and_number(actors: str) -> None:
 def test_what_depends_on_others_is_deeper(actors: str) -> None:
     below, above = (child_of(f"{actors}:{name}", "") for name in ("Below", "Above"))
 
-    assert below.dependency_depth < above.dependency_depth
+    assert below.node.depth < above.node.depth
 
 
 @pytest.mark.anyio

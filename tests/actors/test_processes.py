@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tests.conditions import eventually
 
-from dynbus.actors.running.processes import ForkServer, ForkServerDied, Process
+from dynbus.actors.running.processes import ForkProcess, ForkServer, ForkServerDied, Process
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +24,7 @@ async def forked(server: ForkServer, label: str = "n.c/1") -> AsyncGenerator[Pro
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            process = await server.fork(label, theirs.fileno())
+            process = await server.fork(ForkProcess("worker", label), theirs.fileno())
         try:
             yield process
         finally:
@@ -70,7 +70,7 @@ async def test_a_process_ends_with_its_parents_end_of_the_socket() -> None:
     ours, theirs = socket.socketpair()
     async with ForkServer() as server:
         with theirs:
-            process = await server.fork("n.c/1", theirs.fileno())
+            process = await server.fork(ForkProcess("worker", "n.c/1"), theirs.fileno())
         ours.close()
 
         async with asyncio.timeout(30.0):
@@ -95,7 +95,9 @@ async def test_processes_that_are_asked_for_at_once_are_told_apart() -> None:
         pairs = [socket.socketpair() for _ in range(8)]
         async with asyncio.TaskGroup() as tasks:
             forks = [
-                tasks.create_task(server.fork(f"n.c/{number}", theirs.fileno()))
+                tasks.create_task(
+                    server.fork(ForkProcess("worker", f"n.c/{number}"), theirs.fileno())
+                )
                 for number, (_, theirs) in enumerate(pairs)
             ]
         processes = [fork.result() for fork in forks]

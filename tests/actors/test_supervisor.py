@@ -25,9 +25,10 @@ from dynbus.actors.running.child_messages import (
     StopInstance,
     WorkerSettings,
 )
-from dynbus.actors.running.in_process import Assignment
+from dynbus.actors.running.in_process import Assignment, Ending
 from dynbus.actors.running.loader import resolve
-from dynbus.actors.running.processes import ForkServer, Process
+from dynbus.actors.running.planning import planned
+from dynbus.actors.running.processes import ForkProcess, ForkServer, Process
 from dynbus.actors.running.supervisor import Supervisor
 from dynbus.actors.runtime import Actor
 from dynbus.actors.serving.instance import CANCEL_TIMEOUT, STOP_TIMEOUT
@@ -94,25 +95,38 @@ def supervise(
     **arguments: Any,
 ) -> Supervisor:
     given = {"folder": str(folder), **arguments}
+    assignments = [
+        Assignment(resolve(f"supervised_actors:{name}"), given, 1, on_crash) for name in names
+    ]
+    bus = {"servers": server.url, "stall_limit": 0.5}
     return Supervisor(
-        [Assignment(resolve(f"supervised_actors:{name}"), given, 1, on_crash) for name in names],
-        WorkerSettings({"servers": server.url, "stall_limit": 0.5}, "json", "warning"),
+        [planned(assignment) for assignment in assignments],
+        WorkerSettings(sys.path, bus, "json", "warning"),
+        *(ForkServer(), Ending()),
         drain_grace=5.0,
     )
+
+
+def of_one(*, drain_grace: float) -> Supervisor:
+    """A supervisor whose only child is a class that the test has put in its place."""
+    nodes = [planned(Assignment(Alone, {}, 1))]
+    settings = WorkerSettings([], {})
+    return Supervisor(nodes, settings, ForkServer(), Ending(), drain_grace=drain_grace)
 
 
 @asynccontextmanager
 async def running(supervisor: Supervisor) -> AsyncGenerator[asyncio.Task[int], None]:
     """Run the supervisor; at the end none of its children is left."""
-    task = asyncio.create_task(supervisor.run())
     pids: set[int] = set()
-    try:
-        async with asyncio.timeout(60):
-            yield task
-            pids = {child.pid for child in supervisor.children if child.pid is not None}
-    finally:
-        task.cancel()
-        await asyncio.wait({task}, timeout=60)
+    async with supervisor.forks:
+        task = asyncio.create_task(supervisor.run())
+        try:
+            async with asyncio.timeout(60):
+                yield task
+                pids = {child.pid for child in supervisor.children if child.pid is not None}
+        finally:
+            task.cancel()
+            await asyncio.wait({task}, timeout=60)
         assert [child for child in supervisor.children if child.pid is not None] == []
         assert [pid for pid in pids if psutil.pid_exists(pid)] == []
 
@@ -136,7 +150,7 @@ async def test_dependencies_start_first_and_stop_last(
     async with running(supervisor) as task:
         supervisor.begin()
         await all_ready(supervisor)
-        supervisor.drain()
+        supervisor.ending.drain()
         code = await task
 
     assert code == exit_codes.OK
@@ -187,7 +201,7 @@ async def test_a_drain_while_children_still_load_leaves_none(
     supervisor = supervise(nats_server, folder, "Below", "Above")
 
     async with running(supervisor) as task:
-        supervisor.drain()
+        supervisor.ending.drain()
         code = await task
 
     assert code == exit_codes.OK
@@ -219,9 +233,9 @@ async def test_a_run_that_is_cancelled_while_a_process_is_made_leaves_none(
     fork = ForkServer.fork
     begun, made = asyncio.Event(), list[Process]()
 
-    async def fork_and_tell(server: ForkServer, label: str, fd: int) -> Process:
+    async def fork_and_tell(server: ForkServer, asked: ForkProcess, fd: int) -> Process:
         begun.set()
-        made.append(await fork(server, label, fd))
+        made.append(await fork(server, asked, fd))
         return made[-1]
 
     monkeypatch.setattr(ForkServer, "fork", fork_and_tell)
@@ -295,12 +309,12 @@ def fail_to_fork(monkeypatch: pytest.MonkeyPatch, *attempts: int) -> None:
     fork = ForkServer.fork
     made = 0
 
-    async def fork_or_fail(server: ForkServer, label: str, fd: int) -> Process:
+    async def fork_or_fail(server: ForkServer, asked: ForkProcess, fd: int) -> Process:
         nonlocal made
         made += 1
         if not attempts or made in attempts:
             raise OSError(errno.EMFILE, "Too many open files")
-        return await fork(server, label, fd)
+        return await fork(server, asked, fd)
 
     monkeypatch.setattr(ForkServer, "fork", fork_or_fail)
 
@@ -429,7 +443,7 @@ def test_a_class_that_another_process_cannot_find_is_refused() -> None:
         pass
 
     with pytest.raises(ConfigError, match="use --in-process"):
-        Supervisor([Assignment(Local, {}, 1)], WorkerSettings({}), drain_grace=1.0)
+        planned(Assignment(Local, {}, 1))
 
 
 class CrashingChild(Child):
@@ -460,7 +474,7 @@ def test_a_child_that_crashed_is_restarting_until_it_is_ready_again(
     state: ChildState, told: str
 ) -> None:
     async def story() -> dict[str, str]:
-        supervisor = Supervisor([Assignment(Alone, {}, 1)], WorkerSettings({}), drain_grace=0.0)
+        supervisor = of_one(drain_grace=0.0)
         (child,) = supervisor.children
         child.state, child.crash = state, "killed by SIGSEGV"
         return supervisor.problems()
@@ -474,15 +488,14 @@ def test_a_child_that_keeps_crashing_is_started_for_ever_and_named_meanwhile(
     monkeypatch.setattr(supervising, "Child", CrashingChild)
 
     async def story() -> tuple[CrashingChild, dict[str, str], int]:
-        assignments = [Assignment(Alone, {}, 1)]
-        supervisor = Supervisor(assignments, WorkerSettings({}), drain_grace=0.0)
+        supervisor = of_one(drain_grace=0.0)
         (child,) = supervisor.children
         assert isinstance(child, CrashingChild)
         task = asyncio.create_task(supervisor.run())
         await until(lambda: child.state is ChildState.RESTARTING and len(child.started) == 12)
         problems = supervisor.problems()
         await until(lambda: len(child.started) == 13)
-        supervisor.stop()
+        supervisor.ending.stop()
         return child, problems, await task
 
     child, problems, code = run(story())
@@ -550,12 +563,12 @@ def drained(
     monkeypatch.setattr(supervising, "Child", LastingChild)
 
     async def story() -> tuple[LastingChild, int]:
-        supervisor = Supervisor([Assignment(Alone, {}, 1)], WorkerSettings({}), drain_grace=10.0)
+        supervisor = of_one(drain_grace=10.0)
         (child,) = supervisor.children
         assert isinstance(child, LastingChild)
         task = asyncio.create_task(supervisor.run())
         await child.has_been_ready.wait()
-        supervisor.drain()
+        supervisor.ending.drain()
         return child, await task
 
     return run(story())

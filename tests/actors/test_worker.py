@@ -33,15 +33,12 @@ from dynbus.actors.running.child_messages import (
 from dynbus.actors.running.worker import Channel
 
 LOAD = LoadActor(
-    path=["/a"],
     actor="actors:Splitter",
     values={"limits": {"size": 1}},
     texts={"separator": ","},
-    settings=WorkerSettings({"servers": "nats://h:1"}, "json"),
+    settings=WorkerSettings(["/a"], {"servers": "nats://h:1"}, "json"),
 )
 ENDED_WITHIN = 15.0
-
-MODULE = "dynbus.actors.running.worker"
 
 
 class Parent:
@@ -166,8 +163,8 @@ def start_worker(path: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
             [
                 sys.executable,
                 "-P",
-                "-m",
-                MODULE,
+                "-c",
+                "from dynbus.actors.running.worker import main; main()",
                 str(theirs.fileno()),
                 "test/1",
             ],
@@ -199,7 +196,8 @@ def test_a_worker_that_cannot_load_its_actor_says_so_and_ends_with_the_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", sys_path())
-    load = msgspec.structs.replace(LOAD, path=sys.path, actor="not_there:Actor")
+    settings = msgspec.structs.replace(LOAD.settings, path=sys.path)
+    load = msgspec.structs.replace(LOAD, settings=settings, actor="not_there:Actor")
     process, parent_end = start_worker(tmp_path)
 
     try:

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from dynbus.actors.commands.plan import (
-    Plan,
+    check_options,
     check_otlp_endpoint,
     health_address,
-    load_bus_config,
-    make_plan,
     print_plan,
 )
 from dynbus.actors.running.configuration import NodeOption
+from dynbus.actors.running.planning import LoadedRun, load_bus_config, load_run
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.extras import EXTRAS, how_to_install
 
@@ -63,8 +62,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan_of(environment: Mapping[str, str] | None = None, **changed: Any) -> Plan:
-    return make_plan(run_options(**changed), environment or {})
+def plan_of(environment: Mapping[str, str] | None = None, **changed: Any) -> LoadedRun:
+    options = run_options(**changed)
+    check_options(options)
+    return load_run(options.request, environment or {})
 
 
 def test_a_plan_has_the_dependencies_first_and_what_each_gets() -> None:
@@ -76,7 +77,7 @@ def test_a_plan_has_the_dependencies_first_and_what_each_gets() -> None:
 
     found = [(a.actor.__name__, dict(a.arguments), a.workers) for a in plan.assignments]
     assert found == [("Splitter", {"count": 2}, 0), ("Shouter", {}, 1)]
-    assert plan.bus == {"drain_grace": 5, "servers": "nats://h:1"}
+    assert plan.bus.values == {"drain_grace": 5, "servers": "nats://h:1"}
     assert (plan.config.drain_grace, plan.config.servers) == (5.0, ("nats://h:1",))
     assert plan.warnings == []
 
@@ -132,8 +133,8 @@ def test_nothing_of_the_users_is_imported_when_an_option_cannot_be_used() -> Non
 def test_the_bus_of_a_run_can_be_known_without_loading_its_targets() -> None:
     options = run_options(targets=["missing.py"], config_file="config.yaml")
 
-    assert load_bus_config(options, {"NATS_URL": "nats://h:1"}).servers == ("nats://h:1",)
-    assert load_bus_config(options, {}).drain_grace == 5.0
+    assert load_bus_config(options.request, {"NATS_URL": "nats://h:1"}).servers == ("nats://h:1",)
+    assert load_bus_config(options.request, {}).drain_grace == 5.0
 
 
 def test_an_address_for_all_machines_is_accepted_when_that_is_asked_for() -> None:

@@ -152,7 +152,7 @@ def test_the_log_of_a_server_that_does_not_start_is_shown_below_the_reason(
     def fail(*arguments: object) -> None:
         raise Unavailable("not ready at nats://a:pw@h:\n  line 1\n  line 2")
 
-    monkeypatch.setattr(running, "make_plan", fail)
+    monkeypatch.setattr(running, "load_run", fail)
 
     code = execute(run_options())
 

@@ -1,0 +1,68 @@
+"""What a run starts, as data: nobody needs the user's classes to read it.
+
+`planning.py` makes it, in a process of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dynbus.actors.declaring.restart_policy import OnCrash
+
+from .configuration import NodeOption
+
+
+class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides what a run starts.
+
+    Attributes:
+        targets: as `dynbus run` takes them.
+        config_file: the YAML file; None for none.
+        options: those of single actors.
+        nats: the servers of `--nats`.
+    """
+
+    targets: list[str]
+    config_file: str | None = None
+    options: list[NodeOption] = []
+    nats: str | None = None
+
+
+class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of a run.
+
+    Attributes:
+        address: `namespace.component`.
+        actor: `module:Name` of its class.
+        depth: how long the longest chain of dependencies below it is.
+        workers: the number of its instances.
+        values, texts: constructor arguments; the texts are still to be read.
+    """
+
+    address: str
+    actor: str
+    depth: int
+    workers: int
+    on_crash: OnCrash = "restart"
+    values: dict[str, Any] = {}
+    texts: dict[str, str] = {}
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run starts, checked.
+
+    Attributes:
+        nodes: dependencies before what depends on them.
+        path: the `sys.path` by which each process finds the classes.
+        bus: fields of `BusConfig` for every process.
+        sources: where they came from, for messages.
+        warnings: what is probably a mistake and does not keep the run from starting.
+    """
+
+    nodes: list[PlannedNode]
+    path: list[str]
+    bus: dict[str, Any]
+    sources: dict[str, str]
+    warnings: list[str]

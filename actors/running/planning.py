@@ -1,0 +1,217 @@
+"""Planning a run: loading its targets and checking every setting, before anything is started.
+
+That imports the user's modules. A run whose instances have processes of their own has it done in
+another one (`plan_elsewhere`), so that it stays small and holds none of their code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from dynbus.actors.declaring.arguments import Text
+from dynbus.bus import exit_codes
+from dynbus.bus.config import BusConfig, load_config
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.telemetry.logs import LogFormat, configure_logging
+
+from .configuration import (
+    BusSettings,
+    ConfigFile,
+    bus_settings,
+    declared_nodes,
+    misspelt_variables,
+    node_settings,
+    read_file,
+)
+from .in_process import Assignment, Failure, failure_of, leave_within
+from .loader import dependency_depth, load_targets, reference
+from .plan import Plan, PlannedNode, PlanRequest
+from .processes import MAX_REPORT, ForkProcess, ForkServer, exit_text
+from .worker import guard_group
+
+
+class PlanFailed(Exception):
+    """Raised when a run cannot be planned.
+
+    Attributes:
+        failure: why, for the user.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run whose targets have been loaded into this process.
+
+    Attributes:
+        assignments: dependencies first.
+        bus: fields of `BusConfig` for every process.
+        config: the bus with them.
+        warnings: what is probably a mistake and does not keep the run from starting.
+    """
+
+    assignments: list[Assignment]
+    bus: BusSettings
+    config: BusConfig
+    warnings: list[str]
+
+    def plan(self) -> Plan:
+        """The same without the classes.
+
+        Raises:
+            ConfigError: another process could not find one of them.
+        """
+        return Plan(
+            nodes=[planned(assignment) for assignment in self.assignments],
+            path=list(sys.path),
+            bus=self.bus.values,
+            sources=self.bus.sources,
+            warnings=self.warnings,
+        )
+
+
+def load_run(request: PlanRequest, environment: Mapping[str, str]) -> LoadedRun:
+    """Load the targets and check every setting.
+
+    Raises:
+        ConfigError: something is not usable; nothing has been started.
+    """
+    file = _file(request)
+    # Before the targets: a mistake there is told before any code of a user's runs.
+    bus, config = _bus(file, request, environment)
+    nodes = load_targets(request.targets, declared_nodes(file))
+    settings = node_settings(nodes, file=file, options=request.options, environment=environment)
+    assignments = [Assignment(node.actor, *settings[node], node=node.name) for node in nodes]
+    if not any(assignment.workers for assignment in assignments):
+        names = ", ".join(node.name for node in nodes)
+        raise ConfigError(f"nothing to run: workers = 0 for {names}; set one of them to 1 or more")
+    return LoadedRun(assignments, bus, config, misspelt_variables(nodes, environment))
+
+
+def load_bus_config(request: PlanRequest, environment: Mapping[str, str]) -> BusConfig:
+    """The bus as a run sees it, without loading its targets.
+
+    Raises:
+        ConfigError: a setting is not usable.
+    """
+    return _bus(_file(request), request, environment)[1]
+
+
+def planned(assignment: Assignment) -> PlannedNode:
+    """An assignment without its class.
+
+    Raises:
+        ConfigError: another process could not find the class.
+    """
+    given = assignment.arguments
+    return PlannedNode(
+        address=str(assignment.address),
+        actor=reference(assignment.actor),
+        depth=dependency_depth(assignment.actor),
+        workers=assignment.workers,
+        on_crash=assignment.on_crash,
+        values={name: value for name, value in given.items() if not isinstance(value, Text)},
+        texts={name: str(value) for name, value in given.items() if isinstance(value, Text)},
+    )
+
+
+def _file(request: PlanRequest) -> ConfigFile:
+    return read_file(Path(request.config_file)) if request.config_file else ConfigFile()
+
+
+def _bus(
+    file: ConfigFile, request: PlanRequest, environment: Mapping[str, str]
+) -> tuple[BusSettings, BusConfig]:
+    settings = bus_settings(file, environment, nats=request.nats)
+    return settings, load_config(settings.values, environment, sources=settings.sources)
+
+
+# In a process of its own ----------------------------------------------------------------------
+
+
+class MakePlan(msgspec.Struct, frozen=True):
+    """What the process is told, in a line of JSON."""
+
+    request: PlanRequest
+    log_format: LogFormat | None
+    log_level: str
+
+
+class PlanMade(msgspec.Struct, frozen=True, tag="made"):
+    """What it answers."""
+
+    plan: Plan
+
+
+class PlanRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """What it answers where the run cannot be planned; see `Failure`."""
+
+    code: int
+    message: str
+    traceback: str
+
+
+async def plan_elsewhere(forks: ForkServer, asked: MakePlan) -> Plan:
+    """Have a process load the targets and make the plan; it ends afterwards.
+
+    When this is cancelled, the process is killed.
+
+    Raises:
+        PlanFailed: the run cannot be planned, or the process ended before it had done so.
+        OSError: no process could be made.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        # A process that is being made cannot be ended yet.
+        with anyio.CancelScope(shield=True):
+            process = await forks.fork(ForkProcess("planner"), theirs.fileno())
+    try:
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPORT)
+        try:
+            writer.write(msgspec.json.encode(asked) + b"\n")
+            line = await reader.readline()
+        finally:
+            writer.close()
+        if not line:
+            text = f"the process that loads {', '.join(asked.request.targets)} ended: "
+            code = await process.wait()
+            raise PlanFailed(Failure(exit_codes.START_FAILED, text + exit_text(code)))
+    finally:
+        process.kill()
+    told = msgspec.json.decode(line, type=PlanMade | PlanRefused)
+    if isinstance(told, PlanRefused):
+        raise PlanFailed(Failure(told.code, told.message, told.traceback))
+    return told.plan
+
+
+def main() -> None:
+    """Plan the run that the socket of the command line asks for."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    # A module that is being imported may run for long, and start processes, when we are killed.
+    guard_group(connection)
+    with connection.makefile("rb") as lines:
+        asked = msgspec.json.decode(lines.readline(), type=MakePlan)
+    configure_logging(asked.log_format, asked.log_level)
+    told: PlanMade | PlanRefused
+    try:
+        told = PlanMade(load_run(asked.request, os.environ).plan())
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the parent
+        told = PlanRefused(*failure_of(error))
+    connection.sendall(msgspec.json.encode(told) + b"\n")
+    leave_within(exit_codes.OK)
