@@ -3,8 +3,7 @@
 Each sample of a child gets the label `dynbus_worker`, so that those of different processes stay
 apart. It is the child's place in the run, as `demo.Splitter/2`: it stays when the child is started
 again, where an instance's id would begin new series each time. The parent adds the process metrics
-of its own, without the label, and nothing else: it imports the actors' files to know the classes,
-and with them counters that never count.
+of its own, without the label, and nothing else.
 """
 
 from __future__ import annotations

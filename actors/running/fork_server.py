@@ -13,6 +13,7 @@ one ended. When the socket ends, so does it; the processes hear of that by thems
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -28,7 +29,7 @@ import msgspec
 import setproctitle
 
 from . import planning, worker
-from .processes import ForkProcess, ProcessEnded, ProcessForked
+from .processes import ForkProcess, ForkReport, ProcessEnded, ProcessForked
 
 MAX_REQUEST: Final = 4096
 MAINS: Final = {"planner": planning.main, "worker": worker.main}
@@ -69,10 +70,13 @@ def _serve(connection: socket.socket) -> tuple[ForkProcess, int] | None:
         if wakes in ready:
             os.read(wakes, 4096)
             for ended in _reap():
-                connection.sendall(msgspec.json.encode(ended) + b"\n")
+                _tell(connection, ended)
         if connection.fileno() not in ready:
             continue
-        text, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST, 1)
+        try:
+            text, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST, 1)
+        except ConnectionError:
+            return None
         if not text:
             return None
         (fd,) = fds
@@ -91,7 +95,12 @@ def _serve(connection: socket.socket) -> tuple[ForkProcess, int] | None:
                 return decoder.decode(text), fd
             answer = ProcessForked(pid)
         os.close(fd)
-        connection.sendall(msgspec.json.encode(answer) + b"\n")
+        _tell(connection, answer)
+
+
+def _tell(connection: socket.socket, report: ForkReport) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the next read finds the end
+        connection.sendall(msgspec.json.encode(report) + b"\n")
 
 
 def _wake(number: int, frame: FrameType | None) -> None:

@@ -36,7 +36,7 @@ from .configuration import (
 from .in_process import Assignment, Failure, failure_of, leave_within
 from .loader import dependency_depth, load_targets, reference
 from .plan import Plan, PlannedNode, PlanRequest
-from .processes import MAX_REPORT, ForkProcess, ForkServer, exit_text
+from .processes import MAX_REPORT, ForkProcess, ForkServer, Process, exit_text
 from .worker import guard_group
 
 
@@ -174,10 +174,12 @@ async def plan_elsewhere(forks: ForkServer, asked: MakePlan) -> Plan:
         OSError: no process could be made.
     """
     ours, theirs = socket.socketpair()
+    process: Process | None = None
     with theirs:
         # A process that is being made cannot be ended yet.
         with anyio.CancelScope(shield=True):
             process = await forks.fork(ForkProcess("planner"), theirs.fileno())
+    assert process is not None
     try:
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPORT)
         try:
