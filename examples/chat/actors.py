@@ -36,14 +36,14 @@ In a terminal:
 
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{question}"}}], \
-"max_tokens": 100}}'
+"temperature": 0, "max_tokens": 100}}'
 
 In Python, with the package openai (pip install openai):
   from openai import OpenAI
   client = OpenAI(base_url="{url}/v1", api_key="none")
   messages = [{{"role": "user", "content": "{question}"}}]
   answer = client.chat.completions.create(
-      model="{model}", messages=messages, max_tokens=100)
+      model="{model}", messages=messages, temperature=0, max_tokens=100)
   print(answer.choices[0].message.content)
 """
 
