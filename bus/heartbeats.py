@@ -307,6 +307,11 @@ class Heartbeats:
 
     def _judge(self, now: float) -> None:
         """Look for remotes that seem to be gone."""
+        if self.blocked >= HEARTBEAT_INTERVAL:
+            # What is said of them may wait unread in front of the main loop, which could not act
+            # on a judgement either. A loop that is this slow all the time still hears of the dead.
+            self._extend(now + HEARTBEAT_INTERVAL - TICK)
+            return
         if self._confirming is not None and not self._confirming.ended:
             return
         doubted = [

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import pytest
 from tests.conditions import Stopwatch
 
 from dynbus import Runtime, UnknownOutcome, call_options
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.protocol.names import InstanceName
+from dynbus.bus.protocol.wire import decode_record, encode_record
+from dynbus.bus.records.leases import INSTANCES_STREAM, record_subject
 
+from .observation import Prefer
 from .processes import Processes
 from .workload import Count, Source, Wait
 
@@ -109,3 +114,33 @@ async def test_a_loop_that_is_blocked_beyond_the_limit_is_given_up(
 
     assert took > 1.0
     assert unhindered < 6.0
+
+
+async def test_a_caller_whose_loop_was_blocked_hears_first_that_nobody_took_its_request(
+    own_server: RunningServer,
+) -> None:
+    async with (
+        Runtime.connect(own_server.url) as serving,
+        Runtime.connect(own_server.url) as calling,
+    ):
+        await serving.start(Source, instance_id="true")
+        jetstream = calling.bus.data.jetstream
+        stored = await jetstream.last(
+            INSTANCES_STREAM.name, record_subject("scenario", "Source", "true")
+        )
+        record = decode_record(stored.data) if stored is not None else None
+        assert record is not None
+        # What a killed server brings back: nobody is there.
+        ghost = InstanceName("scenario", "Source", "ghost")
+        false_record = msgspec.structs.replace(record, instance_id="ghost", incarnation="g")
+        await jetstream.publish(record_subject(*ghost), encode_record(false_record))
+        await calling.discovery.wait_for_instance(ghost)
+        source = calling.client(Source, routing=Prefer("ghost"))
+
+        call = asyncio.create_task(source.where())
+        while not calling.caller.open_calls():  # noqa: ASYNC110 - it is there for a moment
+            await asyncio.sleep(0)
+        time.sleep(3.0)  # noqa: ASYNC251 - that is the story
+        done = await call
+
+    assert done.instance == "true"
