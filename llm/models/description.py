@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -15,8 +16,12 @@ from dynbus.llm.text.template import MAX_SOURCE, ChatTemplate
 from dynbus.llm.text.tokenizer import Tokenizer, read_json_object
 from dynbus.llm.weights.errors import BrokenModel
 from dynbus.llm.weights.gguf import GgufFile
+from dynbus.llm.weights.small_files import read_small_file
 
 from .source import LocalModel
+
+MAX_CONTEXT: Final = 1 << 30
+"""Tokens of context that a model may say it was made for."""
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
@@ -73,10 +78,11 @@ def _of_gguf(path: Path) -> Description:
             for key in metadata
             if not key.startswith("tokenizer.")
             and isinstance(value := metadata[key], str | int | float | bool)
+            and not (isinstance(value, float) and not math.isfinite(value))
         }
         return Description(
             Tokenizer.from_gguf(metadata, origin=str(path)),
-            length if isinstance(length, int) and length > 0 else None,
+            length if isinstance(length, int) and 0 < length <= MAX_CONTEXT else None,
             template if isinstance(template, str) and template else None,
             configuration,
             _sampling(
@@ -90,7 +96,7 @@ def _of_folder(folder: Path) -> Description:
     configuration = read_json_object(folder / "config.json")
     return Description(
         Tokenizer.from_folder(folder),
-        _length(configuration),
+        _length(configuration, folder / "config.json"),
         _template(folder),
         configuration,
         _sampling(read_json_object(folder / "generation_config.json"), folder),
@@ -105,13 +111,17 @@ def _sampling(given: Mapping[str, object], path: Path) -> DefaultSampling:
         raise BrokenModel(f"{path} recommends a sampling that is not usable: {error}") from None
 
 
-def _length(configuration: Mapping[str, Any]) -> int | None:
+def _length(configuration: Mapping[str, Any], path: Path) -> int | None:
     # Models of several parts have one that is for text.
     for part in (configuration, configuration.get("text_config")):
         if isinstance(part, dict):
             for key in _LENGTHS:
                 value = cast("dict[str, object]", part).get(key)
-                if isinstance(value, int) and value > 0:
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    if value > MAX_CONTEXT:
+                        raise BrokenModel(
+                            f"{path}: {key} is {str(value)[:30]}: at most {MAX_CONTEXT}"
+                        )
                     return value
     return None
 
@@ -119,11 +129,11 @@ def _length(configuration: Mapping[str, Any]) -> int | None:
 def _template(folder: Path) -> str | None:
     path = folder / "chat_template.jinja"
     try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(MAX_SOURCE + 1)
+        # As many characters at most.
+        return read_small_file(path, 4 * MAX_SOURCE).decode()
     except FileNotFoundError:
         pass
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise BrokenModel(f"{path} cannot be read: {error}") from None
     given: object = read_json_object(folder / "tokenizer_config.json").get("chat_template")
     if given is None:

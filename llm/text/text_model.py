@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from dynbus.bus.errors import InvalidRequest
 from dynbus.llm.weights.errors import BrokenModel
@@ -25,11 +25,6 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-_THREADS: Final = ThreadPoolExecutor(_cores(), thread_name_prefix="dynbus-text")
-"""They wait for work without taking time. More threads than cores would only be in each other's
-way; a call that is cancelled before its turn takes none."""
 
 
 class TextModel:
@@ -55,6 +50,10 @@ class TextModel:
         self.name = name
         self.tokenizer = tokenizer
         self.template = template
+        # They wait for work without taking time; more than cores would be in each other's way. A
+        # call that is cancelled before its turn takes none. They are this model's alone: a
+        # tokenizer may be made so that some text takes it for ever.
+        self._threads = ThreadPoolExecutor(_cores(), thread_name_prefix="dynbus-text")
         self.encoder = CachedEncoder(tokenizer, cache_bytes)
 
     def __repr__(self) -> str:
@@ -69,7 +68,7 @@ class TextModel:
         Raises:
             InvalidRequest: it is no text that can be encoded as UTF-8.
         """
-        return await _in_thread(partial(self._encode, text, special=special))
+        return await self._in_thread(partial(self._encode, text, special=special))
 
     async def encode_chat(
         self,
@@ -96,11 +95,11 @@ class TextModel:
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
-        return await _in_thread(lambda: self._encode(render(), special=False))
+        return await self._in_thread(lambda: self._encode(render(), special=False))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, all at once."""
-        return await _in_thread(partial(self.tokenizer.decode, token_ids))
+        return await self._in_thread(partial(self.tokenizer.decode, token_ids))
 
     def detokenizer(
         self, prompt_ids: Sequence[int] = (), stop: Sequence[str] = (), *, special: bool = False
@@ -116,6 +115,5 @@ class TextModel:
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
 
-
-async def _in_thread(function: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, function)
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)

@@ -8,8 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Self, cast
 
+import msgspec
+
 from dynbus.bus.extras import how_to_install
 from dynbus.llm.weights.errors import BrokenModel, UnsupportedModel
+from dynbus.llm.weights.small_files import read_small_file
 
 try:
     import tokenizers
@@ -25,8 +28,8 @@ try:
 except ImportError as error:
     raise ImportError(f"text takes a tokenizer: {how_to_install('llm')} ({error})") from error
 
-MAX_FILE_BYTES: Final = 64 * 1024 * 1024
-"""Of a tokenizer.json; the largest in use are a third of it."""
+MAX_GROWTH: Final = 1024
+"""How many times longer replacements may make a text; those in use keep its length."""
 
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 _GGUF_IDS: Final = {
@@ -199,6 +202,7 @@ class Tokenizer:
             BrokenModel: it is none.
         """
         with _using(f"{origin} is no tokenizer"):
+            _check_growth(data)
             raw = tokenizers.Tokenizer.from_buffer(data)
         return cls(raw, eos_token_ids=eos_token_ids, special_tokens=special_tokens)
 
@@ -212,13 +216,9 @@ class Tokenizer:
         """
         path = folder / "tokenizer.json"
         try:
-            if path.stat().st_size > MAX_FILE_BYTES:
-                raise BrokenModel(f"{path} is larger than {MAX_FILE_BYTES} bytes")
-            data = path.read_bytes()
-        except OSError as error:
-            raise BrokenModel(
-                f"{path} cannot be read: {error.strerror}; a model folder needs a tokenizer.json"
-            ) from None
+            data = read_small_file(path)
+        except FileNotFoundError:
+            raise BrokenModel(f"{path} is missing: a model folder needs a tokenizer.json") from None
         made = cls.from_json(data, origin=str(path))
         config = read_json_object(folder / "tokenizer_config.json")
         special = {
@@ -307,7 +307,7 @@ class Tokenizer:
             raw.post_processor = processors.TemplateProcessing(
                 single=[bos, "$A"], pair=None, special_tokens=[(bos, vocabulary[bos])]
             )
-        ends = [index for key in _GGUF_END_IDS if isinstance(index := metadata.get(key), int)]
+        ends = [index for key in _GGUF_END_IDS for index in _ids(metadata.get(key))]
         return cls(raw, eos_token_ids=ends, special_tokens=special)
 
 
@@ -318,13 +318,12 @@ def read_json_object(path: Path) -> Mapping[str, Any]:
         BrokenModel: the file cannot be read, or has something else.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise BrokenModel(f"{path} is larger than {MAX_FILE_BYTES} bytes")
-        found: object = json.loads(path.read_bytes())
+        data = read_small_file(path)
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise BrokenModel(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        # Python writes NaN and Infinity, which JSON has not: whoever reads on gets nothing instead.
+        found: object = json.loads(data, parse_constant=lambda _: None)
     except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{path} is no JSON: {error}") from None
     if not isinstance(found, dict):
@@ -352,7 +351,41 @@ def _token_text(given: object) -> str | None:
 def _ids(given: object) -> list[int]:
     """One id, a list of them, or none at all."""
     found = cast("list[object]", given) if isinstance(given, list) else [given]
-    return [one for one in found if isinstance(one, int) and not isinstance(one, bool)]
+    whole = [one for one in found if isinstance(one, int) and not isinstance(one, bool)]
+    # Files of models name tokens that there cannot be.
+    return [one for one in whole if 0 <= one < 1 << 32]
+
+
+class _Rules(msgspec.Struct):
+    """What a `tokenizer.json` does with text beside its model."""
+
+    normalizer: object = None
+    pre_tokenizer: object = None
+    decoder: object = None
+
+
+def _check_growth(data: bytes) -> None:
+    """Refuse replacements that make text enormous: the library would end the whole process for
+    want of memory.
+
+    Raises:
+        ValueError: there are such ones.
+    """
+    growth = 1
+    rules = msgspec.json.decode(data, type=_Rules)
+    left: list[object] = [rules.normalizer, rules.pre_tokenizer, rules.decoder]
+    while left:
+        rule = left.pop()
+        if isinstance(rule, dict):
+            fields = cast("dict[str, object]", rule)
+            for name in ("content", "prepend", "replacement"):
+                text = fields.get(name)
+                growth *= max(1, len(text)) if isinstance(text, str) else 1
+            left += fields.values()
+        elif isinstance(rule, list):
+            left += cast("list[object]", rule)
+        if growth > MAX_GROWTH:
+            raise ValueError(f"it replaces a character by more than {MAX_GROWTH}")
 
 
 def _strings(metadata: Mapping[str, object], key: str) -> list[str]:

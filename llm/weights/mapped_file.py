@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import stat
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Self
@@ -49,6 +51,9 @@ class MappedFile:
             BrokenModel: it is not of this format, it is cut, or it says what cannot be.
             UnsupportedModel: it is of a version that is not read.
         """
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            # To open a pipe would wait for somebody.
+            raise BrokenModel(f"{fspath(path)}: this is no plain file")
         with open(path, "rb") as file:
             if not file.seek(0, 2):
                 raise BrokenModel(f"{fspath(path)}: the file is empty")

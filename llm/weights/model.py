@@ -19,6 +19,7 @@ from .config import ModelConfig, config_of_gguf, config_of_json
 from .errors import BrokenModel, UnsupportedModel
 from .gguf import GgufFile
 from .safetensors import SafetensorsFile
+from .small_files import read_small_file
 
 Floats = NDArray[np.float32]
 
@@ -340,7 +341,7 @@ def _files(folder: Path) -> Mapping[Path, list[str] | None]:
 
 def _json(path: Path) -> Mapping[str, object]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        return msgspec.json.decode(read_small_file(path), type=dict[str, object])
     except FileNotFoundError:
         raise BrokenModel(f"{path.parent}: {path.name} is missing") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

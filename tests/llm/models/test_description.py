@@ -4,11 +4,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.llm.text.tiny_tokenizer import CHATML
 
 from dynbus.llm.generation import DefaultSampling
-from dynbus.llm.models.description import describe
+from dynbus.llm.models.card import ModelCard, ModelInput
+from dynbus.llm.models.description import configuration_json, describe
 from dynbus.llm.models.origins import KNOWN
 from dynbus.llm.models.source import LocalModel
 from dynbus.llm.text.template import BrokenTemplate
@@ -90,3 +92,41 @@ def test_what_a_short_name_recommends_counts_where_the_files_say_nothing(tmp_pat
 
     assert known == DefaultSampling(temperature=0.2, top_p=0.9)
     assert describe(named).sampling == known
+
+
+def test_numbers_that_cannot_be_do_not_leave_the_folder(tmp_path: Path) -> None:
+    folder = tiny_folder(
+        tmp_path,
+        odd=[float("nan"), float("inf"), 10**40],
+        eos_token_id=[2, -1, 10**30, True],
+    )
+
+    found = describe(model(folder))
+    card = ModelCard(
+        name="tiny",
+        endpoint="a.b.c",
+        input=ModelInput.Tokens,
+        types=[],
+        context_length=found.context_length,
+        eos_token_ids=list(found.tokenizer.eos_token_ids),
+    )
+
+    assert card.eos_token_ids == [2]
+    assert msgspec.json.decode(msgspec.json.encode(card), type=ModelCard) == card
+    assert b"NaN" not in configuration_json(found)
+    assert json.loads(configuration_json(found))["odd"] == [None, None, 10**40]
+
+
+@pytest.mark.parametrize("length", [1 << 31, 10**4000])
+def test_a_context_without_end_is_refused(tmp_path: Path, length: int) -> None:
+    folder = tiny_folder(tmp_path, max_position_embeddings=length)
+
+    with pytest.raises(BrokenModel, match=r"config\.json: max_position_embeddings is \d{1,30}: at"):
+        describe(model(folder))
+
+
+@pytest.mark.parametrize("length", [True, -5, "512", None, [512], {"a": 1}, 5.5])
+def test_a_context_that_is_no_length_is_not_known(tmp_path: Path, length: object) -> None:
+    found = describe(model(tiny_folder(tmp_path, max_position_embeddings=length)))
+
+    assert found.context_length is None

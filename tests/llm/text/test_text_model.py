@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -60,3 +62,21 @@ async def test_the_loop_goes_on_while_a_long_text_is_encoded() -> None:
 
     assert turns > 10
     assert len(await encoding) > 20_000
+
+
+async def test_a_model_whose_texts_never_end_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stuck, ends = tiny_model(), threading.Event()
+
+    def never(text: str, *, special: bool = True) -> list[int]:
+        ends.wait()
+        return []
+
+    monkeypatch.setattr(stuck.encoder, "encode", never)
+    waiting = [asyncio.create_task(stuck.encode("a")) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        assert await asyncio.wait_for(tiny_model().encode("a"), 30)
+    finally:
+        ends.set()
+    assert await asyncio.gather(*waiting) == [[]] * len(waiting)

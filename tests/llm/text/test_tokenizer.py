@@ -239,3 +239,24 @@ def test_a_tokenizer_that_knows_no_letter_is_no_end_of_the_front_end() -> None:
     tokenizer = Tokenizer.from_json(json.dumps({"version": "1.0", "model": empty}).encode())
 
     assert CachedEncoder(tokenizer).encode("hello") == []
+
+
+def changed(**rules: object) -> bytes:
+    return json.dumps({**json.loads(tiny_json()), **rules}).encode()
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_replacements_that_make_a_text_enormous_are_refused(part: str) -> None:
+    replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 40}
+    several = {f"{part}s": [replace, {"type": "Sequence", f"{part}s": [replace]}]}
+
+    with pytest.raises(BrokenModel, match="replaces a character by more than 1024"):
+        Tokenizer.from_json(changed(**{part: {"type": "Sequence", **several}}))
+
+
+def test_an_expression_that_never_ends_ends_with_an_error() -> None:
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    tokenizer = Tokenizer.from_json(changed(pre_tokenizer={**split, "invert": False}))
+
+    with pytest.raises(BrokenModel, match="the tokenizer fails: .*retry-limit"):
+        tokenizer.encode("a" * 1000 + "!")

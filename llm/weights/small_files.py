@@ -1,0 +1,51 @@
+"""Reading the small files of a model's folder, whoever made it: configurations, tokenizers."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from .errors import BrokenModel
+
+MAX_FILE_BYTES: Final = 64 * 1024 * 1024
+"""Of a small file; the largest tokenizers in use are a third of it."""
+
+
+def read_small_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
+    """The content of a file in a model's folder.
+
+    What is in such files is told to others. So a link counts only where it leads to a file of this
+    folder, or of the hub's cache that the folder belongs to.
+
+    Raises:
+        FileNotFoundError: there is none.
+        BrokenModel: it cannot be read, is no plain file or too large, or is a link to elsewhere.
+    """
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise BrokenModel(f"{path} is no plain file")
+        target, home = path.resolve(), _home(path.parent.resolve())
+        if not target.is_relative_to(home):
+            raise BrokenModel(
+                f"{path} is a link to {target}, out of the model's folder: copy the file into it"
+            )
+        with target.open("rb") as file:
+            data = file.read(limit + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise BrokenModel(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > limit:
+        raise BrokenModel(f"{path} is larger than {limit} bytes")
+    return data
+
+
+def _home(folder: Path) -> Path:
+    """Where the files of a folder may lie: in it, or in the cache of a hub whose snapshot it is."""
+    is_snapshot = folder.parent.name == "snapshots" and folder.parents[1].name.startswith(
+        "models--"
+    )
+    return folder.parents[2] if is_snapshot else folder
