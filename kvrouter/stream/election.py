@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Final
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, Final
 
 import anyio
 import msgspec
 
 from dynbus.bus.background import Openable
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import DynbusError
+from dynbus.bus.errors import DynbusError, Unavailable
+from dynbus.bus.lane import ControlLane
 from dynbus.bus.protocol.names import KV_ELECTION_BUCKET, kv_election_subject
 from dynbus.bus.records.leased_record import LeasedRecord, LeaseState
 from dynbus.bus.transport import (
@@ -58,6 +59,8 @@ class Election(Openable):
         holder: names this candidate; no other may have it.
         is_fit: whether it stands at this moment; who is elected and not fit steps back.
         ttl: whole seconds, one at least, after which the record of one that died is gone.
+        lane: where the record is renewed, so that nothing of the main loop delays that; it is
+            renewed over `jetstream` unless given.
     """
 
     def __init__(
@@ -69,9 +72,12 @@ class Election(Openable):
         *,
         is_fit: Callable[[], bool] = lambda: True,
         ttl: float = DEFAULT_TTL,
+        lane: ControlLane | None = None,
     ) -> None:
         super().__init__()
-        self._jetstream = jetstream
+        self._jetstream = jetstream = jetstream if lane is None else lane.connection.jetstream
+        self._run_there: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
+        self._run_there = _here if lane is None else lane.run
         self._holder = holder
         self._record = LeasedRecord(
             jetstream,
@@ -131,7 +137,7 @@ class Election(Openable):
                     await self._resign()
             except DynbusError as error:
                 self.failures += 1
-                await self._record.after_failure(error)
+                await self._run_there(self._record.after_failure(error))
             except Exception:
                 # Without a candidate no snapshot would ever be taken again.
                 self.failures += 1
@@ -142,18 +148,21 @@ class Election(Openable):
     async def _stand(self) -> None:
         if not self.is_elected:
             try:
-                await self._record.look()
+                await self._run_there(self._record.look())
             except NoStream:
                 pass  # Writing makes it.
             else:
                 if self._record.lease.state is LeaseState.CONFLICT:
                     return
-        await self._record.write(msgspec.json.encode(ElectionRecord(self._holder)))
+        data = msgspec.json.encode(ElectionRecord(self._holder))
+        await self._run_there(self._record.write(data))
 
     async def _resign(self) -> None:
         for scope in self._scopes:
             scope.cancel()
-        await self._record.withdraw()
+        with suppress(Unavailable):
+            # The lane is closed: the record expires by itself.
+            await self._run_there(self._record.withdraw())
 
     def _is_mine(self, stored: StoredMessage) -> bool:
         try:
@@ -167,3 +176,7 @@ class Election(Openable):
     async def _remake_bucket(self) -> None:
         # The disk that broke it may be full still, and a record lives for some seconds only.
         await self._jetstream.ensure_stream(ELECTION_STREAM._replace(in_memory=True))
+
+
+async def _here(work: Coroutine[Any, Any, Any]) -> Any:
+    return await work

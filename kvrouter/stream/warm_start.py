@@ -151,6 +151,13 @@ async def warm_follower(
         max_blocks=max_blocks,
         background=background,
     )
-    writer = SnapshotWriter(jetstream, follower, store=store, plan=plan, background=background)
+    writer = SnapshotWriter(
+        jetstream,
+        follower,
+        store=store,
+        plan=plan,
+        lane=runtime.bus.lane,
+        background=background,
+    )
     async with follower, writer:
         yield follower

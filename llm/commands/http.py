@@ -126,6 +126,8 @@ def http(
 
 
 async def _serve(config: BusConfig, settings: HttpSettings, routing: Any, policy: str) -> None:
+    import gc
+
     import anyio
 
     from dynbus.actors import Runtime
@@ -152,5 +154,7 @@ async def _serve(config: BusConfig, settings: HttpSettings, routing: Any, policy
                     router=RouterConfig(policy=policy),
                 ) as front_end,
             ):
+                # What is imported stays, and no collection need look at it.
+                gc.freeze()
                 click.echo(f"the front end answers at {front_end.url}")
                 await ending.wait()

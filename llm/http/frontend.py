@@ -20,6 +20,7 @@ from dynbus.llm.page.state import PageState
 from dynbus.llm.pipeline.models import ModelCatalog, Models, RoutingChoice
 
 from .application import Application, Page, Response
+from .garbage import rare_collections
 from .server import HttpServer
 from .service import Asker, FrontEnd
 from .settings import HttpSettings
@@ -74,12 +75,13 @@ class HttpFrontEnd(Openable):
 
     @asynccontextmanager
     async def _open(self) -> AsyncGenerator[None]:
-        async with self._models, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._server.serve)
-            await self._server.started()
-            logger.info("the front end answers at %s", self.url)
-            yield
-            self.drain()
+        with rare_collections():
+            async with self._models, anyio.create_task_group() as tasks:
+                tasks.start_soon(self._server.serve)
+                await self._server.started()
+                logger.info("the front end answers at %s", self.url)
+                yield
+                self.drain()
 
 
 async def _page(path: str, asker: Asker) -> Response:

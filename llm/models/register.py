@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple, TypedDict, Unpack, overload
 from weakref import WeakKeyDictionary
@@ -17,7 +18,7 @@ from dynbus.actors.calling.clients import EndpointAddress
 from dynbus.actors.runtime import Actor
 from dynbus.bus.bus import Bus
 from dynbus.bus.clock import monotonic, unix_time
-from dynbus.bus.errors import ConfigError, DynbusError
+from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.records.discovery import Discovery
 from dynbus.bus.records.leased_record import LeasedRecord
@@ -55,6 +56,9 @@ from .records import (
 from .source import LocalModel, resolve
 
 logger = logging.getLogger(__name__)
+
+RETRY_DELAY: Final = 0.5
+"""Seconds after which a card that could not be renewed is tried again."""
 
 CHECKED: Final = 60.0
 """Seconds between two looks at whether the artefacts are still there, and what else is."""
@@ -482,17 +486,18 @@ class _Registration:
         files: Sequence[bytes],
         artefacts: Artefacts,
     ) -> None:
-        bus = target.bus
+        # On the control lane, which nothing of the main loop delays.
+        self._lane = lane = target.bus.lane
         self._target = target
         self._data = data
         self._files = {digest_of(file): file for file in files}
         self._artefacts = artefacts
         self._now = asyncio.Event()
         self._record = LeasedRecord(
-            bus.data.jetstream,
+            lane.connection.jetstream,
             CARDS_STREAM.name,
             subject,
-            bus.config.lease_ttl,
+            target.bus.config.lease_ttl,
             marker_ttl=MARKER_TTL,
             is_mine=_is_mine,
             make=self._make_bucket,
@@ -510,12 +515,14 @@ class _Registration:
         Raises:
             DynbusError: it cannot be written.
         """
-        await self._record.write(self._data)
+        await self._lane.run(self._record.write(self._data))
 
     async def withdraw(self) -> None:
         """Take the card back."""
-        is_connected = self._target.bus.data.state is ConnectionState.CONNECTED
-        await self._record.withdraw(is_connected=is_connected)
+        is_connected = self._lane.connection.state is ConnectionState.CONNECTED
+        with suppress(Unavailable):
+            # The lane is closed: the card expires by itself.
+            await self._lane.run(self._record.withdraw(is_connected=is_connected))
 
     async def keep(self) -> None:
         """Renew the card until its owner ends, then take it back."""
@@ -536,14 +543,18 @@ class _Registration:
                 await self.withdraw()
 
     async def _renew(self) -> None:
+        usual = wait = self._record.lease.ttl / 3
         while True:
-            with anyio.move_on_after(self._record.lease.ttl / 3):
+            with anyio.move_on_after(wait):
                 await self._now.wait()
             self._now.clear()
             try:
-                await self._record.write(self._data)
+                await self._lane.run(self._record.write(self._data))
+                wait = usual
             except DynbusError as error:
-                await self._record.after_failure(error)
+                # The lane may be connected again a moment after the data connection.
+                wait = min(usual, RETRY_DELAY)
+                await self._lane.run(self._record.after_failure(error))
 
     async def _look_after(self) -> None:
         while True:
@@ -561,11 +572,11 @@ class _Registration:
             self._now.set()
 
     async def _make_bucket(self) -> None:
-        await self._target.bus.data.jetstream.ensure_stream(CARDS_STREAM)
+        await self._lane.connection.jetstream.ensure_stream(CARDS_STREAM)
 
     async def _remake_bucket(self) -> None:
         # The disk that broke it may be full still.
-        await self._target.bus.data.jetstream.ensure_stream(CARDS_STREAM._replace(in_memory=True))
+        await self._lane.connection.jetstream.ensure_stream(CARDS_STREAM._replace(in_memory=True))
 
 
 def _is_mine(stored: StoredMessage) -> bool:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 import anyio
 from tests.kvrouter.event_bus import eventually
 
+from dynbus.bus.lane import InlineLane
 from dynbus.bus.memory.bus import MemoryBus
 from dynbus.bus.protocol.names import kv_election_subject
 from dynbus.kvrouter.stream.election import ELECTION_STREAM, Election
@@ -139,6 +140,25 @@ def test_nobody_is_elected_while_its_record_is_being_withdrawn() -> None:
         return during, is_done
 
     assert run(story()) == (False, False)
+
+
+def test_a_record_that_the_control_lane_renews_needs_nothing_of_the_main_connection() -> None:
+    async def story() -> bool:
+        bus = MemoryBus()
+        connection = await bus.connect()
+        lane = InlineLane(await bus.connect())
+        await lane.start()
+        async with Election(
+            connection.jetstream, "demo", "Engine", "a", ttl=TTL, lane=lane
+        ) as election:
+            await eventually(lambda: election.is_elected)
+            connection.disconnect()
+            await asyncio.sleep(3 * TTL)
+            is_elected = election.is_elected
+        await lane.stop()
+        return is_elected
+
+    assert run(story())
 
 
 def test_the_bucket_is_made_again_in_memory_after_it_met_a_full_disk() -> None:
