@@ -33,9 +33,8 @@ _LOOKED: Final = 0.1
 _NOTED: Final = 0.5
 """Seconds between two notes for those who wait for a lock."""
 
-_LOGGED: Final = 30.0
-"""Seconds between two lines in the log about a lock that is waited for."""
-
+_LOGGED: Final = 10.0
+"""Seconds between two lines in the log about the same thing."""
 
 _NO_ROOM: Final = ("No space left", "File too large", "Disk quota exceeded")
 
@@ -59,6 +58,7 @@ class Download:
     def __init__(self, tell: OnProgress) -> None:
         self._tell = tell
         self._told: Progress | None = None
+        self._logged = ("", 0.0)
         self._stopped = threading.Event()
         self._note: IO[str] | None = None
         self._noted = 0.0
@@ -87,6 +87,10 @@ class Download:
             self._told = progress
             self._tell(progress)
         now = time.monotonic()
+        what, logged = self._logged
+        if progress.what != what or now >= logged + _LOGGED:
+            self._logged = (progress.what, now)
+            logger.info("%s%s", progress.what, _amount(progress))
         if self._note is not None and now >= self._noted + _NOTED:
             self._noted = now
             _write_holder(self._note, progress)
@@ -114,7 +118,6 @@ class Download:
 
     def _acquire(self, file: IO[str], path: Path, name: str) -> None:
         still = _Stillness()
-        logged = -_LOGGED
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,10 +130,6 @@ class Download:
                     f"{name} is being downloaded by {holder}, which has made no progress for "
                     f"{STALLED:g} s: end that process, or look what it waits for; it holds {path}"
                 )
-            if time.monotonic() >= logged + _LOGGED:
-                logged = time.monotonic()
-                size = f"; {progress.done} of {progress.total} bytes are here" * bool(progress.done)
-                logger.info("waiting for %s, which downloads %s%s", holder, name, size)
             self.tell(progress._replace(what=f"waiting for {holder}, which downloads {name}"))
             self.wait(_LOOKED)
 
@@ -196,6 +195,14 @@ class _Stillness:
         if state != self._state:
             self._state, self._since = state, now
         return now - self._since
+
+
+def _amount(progress: Progress) -> str:
+    """How much is here, for people; empty where it is nothing yet."""
+    if not progress.done:
+        return ""
+    of = f" of {progress.total / 1e6:.1f}" if progress.total else ""
+    return f": {progress.done / 1e6:.1f}{of} MB"
 
 
 def _write_holder(file: IO[str], progress: Progress) -> None:

@@ -253,3 +253,22 @@ def test_a_program_that_stands_still_is_ended(
         Download(lambda _: None).run(command, os.environ, tmp_path / "out", lambda _: progress)
 
     assert programs(tmp_path) == []
+
+
+def test_the_log_tells_how_far_a_download_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="dynbus")
+    download = Download(lambda _: None)
+
+    for done in (0, 10_000_000):
+        download.tell(Progress("downloading tiny", done, 93_000_000))
+    monkeypatch.setattr(downloads, "_LOGGED", 0.0)
+    download.tell(Progress("downloading tiny", 40_000_000, 93_000_000))
+    download.tell(Progress("unpacking tiny", 0, 0))
+
+    assert caplog.messages == [
+        "downloading tiny",
+        "downloading tiny: 40.0 of 93.0 MB",
+        "unpacking tiny",
+    ]
