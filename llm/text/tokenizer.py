@@ -324,6 +324,8 @@ def read_json_object(path: Path) -> Mapping[str, Any]:
     try:
         # Python writes NaN and Infinity, which JSON has not: whoever reads on gets nothing instead.
         found: object = json.loads(data, parse_constant=lambda _: None)
+        # Half a surrogate pair could not be told to anybody.
+        json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{path} is no JSON: {error}") from None
     if not isinstance(found, dict):

@@ -6,7 +6,6 @@ Models of the Llama family alone: Llama (SmolLM2 is one), Qwen2, Qwen3.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, cast
@@ -21,6 +20,9 @@ Architecture = Literal["llama", "qwen2", "qwen3"]
 ARCHITECTURES: Final[tuple[Architecture, ...]] = ("llama", "qwen2", "qwen3")
 _MAX_SIZE: Final = 1 << 24
 """No dimension of a model is larger; the sizes of tensors are checked against it too."""
+
+_LEAST: Final = float(np.finfo(np.float32).tiny)
+_MOST: Final = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +133,10 @@ class _Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.broken(f"{self._prefix}{name} is {value!r}, and no number")
-        if not 0 < value <= sys.float_info.max:
-            raise self.broken(f"{self._prefix}{name} is {value!r}: a positive number")
+        if not _LEAST <= value <= _MOST:
+            raise self.broken(
+                f"{self._prefix}{name} is {value!r}: a positive number that float32 holds"
+            )
         return float(value)
 
     def token_ids(self, *names: str) -> tuple[int, ...]:

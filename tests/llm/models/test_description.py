@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.llm.text.tiny_tokenizer import CHATML
 
 from dynbus.llm.generation import DefaultSampling
@@ -130,3 +132,38 @@ def test_a_context_that_is_no_length_is_not_known(tmp_path: Path, length: object
     found = describe(model(tiny_folder(tmp_path, max_position_embeddings=length)))
 
     assert found.context_length is None
+
+
+ODD = st.sampled_from(
+    [None, True, -1, 3, 1e308, float("nan"), 1 << 64, 10**30, "", "x" * 1000, [], [1], [None], {}]
+    + ["\ud800", [[[]]], {"content": 5}, {"content": "y"}, {"n_positions": "z"}, "{% for %}"]
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(["config", "tokenizer_config", "generation_config"]),
+    st.dictionaries(
+        st.sampled_from(
+            ["eos_token", "bos_token", "chat_template", "eos_token_id", "text_config"]
+            + ["max_position_embeddings", "temperature", "top_k", "repetition_penalty"]
+        ),
+        ODD,
+    ),
+)
+def test_files_of_odd_values_are_read_or_refused_and_what_is_read_can_be_told(
+    tmp_path: Path, name: str, values: dict[str, object]
+) -> None:
+    folder = tiny_folder(tmp_path)
+    (folder / f"{name}.json").write_text(json.dumps(values))
+
+    try:
+        found = describe(model(folder))
+    except (BrokenModel, BrokenTemplate):
+        # Anything else that is raised fails the test.
+        return
+    configuration_json(found).decode()
+    told = (found.context_length, found.sampling, found.template)
+    msgspec.json.encode((told, found.tokenizer.special_tokens, found.tokenizer.eos_token_ids))

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.llm.weights.gguf_files import write_gguf
 from tests.llm.weights.safetensors_files import write_safetensors
 from tests.llm.weights.tiny_models import EOS, LLAMA3, TINY_MODELS
@@ -261,3 +264,23 @@ def test_the_newer_spelling_of_rotations_is_read() -> None:
     del newer["rope_theta"]
 
     assert config_of_json("a", older, {}) == config_of_json("a", newer, {})
+
+
+ODD = st.sampled_from(
+    [None, True, 0, -1, 3, 1e308, 5e-324, float("nan"), 1 << 63, 10**30, "", "silu", [], [1], {}]
+    + [{"rope_type": "llama3", "factor": "x"}, {"type": "linear", "factor": 1e300}]
+)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.dictionaries(st.sampled_from([*TINY.config, "rope_scaling", "head_dim"]), ODD))
+def test_a_configuration_of_odd_values_is_read_or_refused_and_nothing_else(
+    tmp_path: Path, values: dict[str, object]
+) -> None:
+    folder = changed_config(tmp_path, **values)
+
+    # Anything else that is raised fails the test, a warning too.
+    with suppress(BrokenModel, UnsupportedModel), open_weights(folder) as weights:
+        weights.rope_frequencies()
