@@ -32,7 +32,7 @@ class Above(Below, namespace="born"):
     below = depends(Below)
 """
 
-SPAWNED_WITHIN = 30.0
+SPAWNED_WITHIN = 60.0
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import psutil
 
 from dynbus.actors.running import group_guard
 
-ENDED_WITHIN = 15.0
+ENDED_WITHIN = 60.0
 
 LEADER = f"""
 import subprocess, sys, time

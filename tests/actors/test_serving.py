@@ -33,7 +33,7 @@ from dynbus.bus import exit_codes
 from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
 from dynbus.bus.nats.server_process import RunningServer
 
-WITHIN = 20.0
+WITHIN = 60.0
 
 
 class Below(Actor, namespace="served"):

@@ -38,7 +38,7 @@ LOAD = LoadActor(
     texts={"separator": ","},
     settings=WorkerSettings(["/a"], {"servers": "nats://h:1"}, "json"),
 )
-ENDED_WITHIN = 15.0
+ENDED_WITHIN = 60.0
 
 
 class Parent:

@@ -13,7 +13,7 @@ import pytest
 
 from dynbus.bus.working_threads import WorkingThreads
 
-BOUND = 10.0
+BOUND = 60.0
 
 
 def eventually(condition: Callable[[], bool]) -> None:

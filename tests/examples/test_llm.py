@@ -16,7 +16,7 @@ from dynbus.bus.nats.server_process import RunningServer, free_port
 from .conftest import running
 
 MODEL = "smollm2-135m-instruct"
-BOUND = 30.0
+BOUND = 60.0
 
 
 def get(url: str, body: object = None) -> Any:

@@ -30,7 +30,7 @@ from .observation import leftovers, resident
 
 pytestmark = pytest.mark.anyio
 
-BOUND = 30.0
+BOUND = 60.0
 END = b"data: [DONE]"
 SUBSCRIPTIONS = re.compile(r"subscriptions: (\d+)")
 

@@ -48,7 +48,7 @@ async def ids_seen(runtime: Runtime, within: float, seen: set[frozenset[str]]) -
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("starts", [100, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("starts", [50, pytest.param(1000, marks=pytest.mark.soak)])
 async def test_a_request_at_first_sight_of_a_lease_is_served(
     own_server: RunningServer, starts: int
 ) -> None:

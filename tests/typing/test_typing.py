@@ -39,8 +39,8 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def mypy(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+@pytest.fixture
+def mypy(tmp_path: Path) -> Reports:
     """What mypy --strict says."""
     reports: Reports = {}
     output = _run(
@@ -50,7 +50,7 @@ def mypy(tmp_path_factory: pytest.TempPathFactory) -> Reports:
             "--config-file=",
             "--no-error-summary",
             "--hide-error-context",
-            f"--cache-dir={tmp_path_factory.mktemp('mypy')}",
+            f"--cache-dir={tmp_path}",
             *(path.name for path in (*RIGHT, *WRONG)),
         ]
     )
@@ -59,17 +59,16 @@ def mypy(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     return reports
 
 
-@pytest.fixture(scope="module")
-def pyright(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+@pytest.fixture
+def pyright(tmp_path: Path) -> Reports:
     """What pyright says in strict mode."""
     # In a folder of their own: pyright reads the repository's configuration otherwise, and
     # takes relative paths only.
-    folder = tmp_path_factory.mktemp("pyright")
     for path in (*RIGHT, *WRONG):
-        shutil.copy(path, folder)
+        shutil.copy(path, tmp_path)
     config = {"typeCheckingMode": "strict", "extraPaths": [str(SOURCE)]}
-    (folder / "pyrightconfig.json").write_text(json.dumps(config))
-    command = ["pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
+    command = ["pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
     reports: Reports = {}
     for report in json.loads(_run(command))["generalDiagnostics"]:
         if report["severity"] == "error":
@@ -84,26 +83,22 @@ def _marked(path: Path) -> set[int]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("path", RIGHT, ids=lambda path: path.stem)
-def test_mypy_accepts_right_calls(path: Path, mypy: Reports) -> None:
-    assert mypy.get(path.name, {}) == {}
+def test_mypy_accepts_right_calls_and_reports_every_wrong_line_and_no_other(mypy: Reports) -> None:
+    assert _lines(mypy) == _expected()
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("path", RIGHT, ids=lambda path: path.stem)
-def test_pyright_accepts_right_calls(path: Path, pyright: Reports) -> None:
-    assert pyright.get(path.name, {}) == {}
+def test_pyright_accepts_right_calls_and_reports_every_wrong_line_and_no_other(
+    pyright: Reports,
+) -> None:
+    assert _lines(pyright) == _expected()
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("path", WRONG, ids=lambda path: path.stem)
-def test_mypy_reports_every_wrong_line_and_no_other(path: Path, mypy: Reports) -> None:
-    assert _marked(path)
-    assert set(mypy.get(path.name, {})) == _marked(path)
+def _lines(reports: Reports) -> dict[str, set[int]]:
+    return {path.name: set(reports.get(path.name, {})) for path in (*RIGHT, *WRONG)}
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("path", WRONG, ids=lambda path: path.stem)
-def test_pyright_reports_every_wrong_line_and_no_other(path: Path, pyright: Reports) -> None:
-    assert _marked(path)
-    assert set(pyright.get(path.name, {})) == _marked(path)
+def _expected() -> dict[str, set[int]]:
+    """The lines to be reported: in a wrong file some, in a right file none."""
+    assert all(_marked(path) for path in WRONG)
+    return {path.name: _marked(path) for path in WRONG} | {path.name: set() for path in RIGHT}

@@ -24,7 +24,7 @@ from dynbus.cli import main
 from dynbus.llm.commands.chatting import FrontEnd, events
 
 ROOT = Path(__file__).parents[3]
-BOUND = 20.0
+BOUND = 60.0
 """Seconds in which a machine that is busy does what takes a moment."""
 
 

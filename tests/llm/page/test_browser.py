@@ -31,7 +31,7 @@ pytestmark = [
     ),
 ]
 
-BOUND = 30.0
+BOUND = 60.0
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 T = TypeVar("T")

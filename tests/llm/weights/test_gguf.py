@@ -162,7 +162,9 @@ def test_other_versions_and_byte_orders_are_refused(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_bytes_that_are_changed_give_an_error_or_other_values_and_nothing_else(
