@@ -7,6 +7,7 @@ token costs nothing, and without a recorded span next to nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dynbus.bus.clock import monotonic, unix_time
@@ -14,7 +15,7 @@ from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.llm.generation import GenerateRequest
 
-from .interface import Prefill, Step
+from .interface import Step
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -121,12 +122,19 @@ class EngineTrace:
         for prefill in step.prefilled:
             request = requests.get(prefill.request_id)
             if request is not None:
-                self._prefilled(request, prefill, now)
+                told = {
+                    "gen_ai.usage.cache_read.input_tokens": prefill.cached_tokens,
+                    "dynbus.engine.chunks": prefill.chunks,
+                }
+                self._prefilled(request, now, told)
         if not self._recorded:
             return
         for request_id, item in step.outputs:
             request = requests.get(request_id)
             if request is not None:
+                if request.decoding is None:
+                    # The engine does not say when its prompt was computed.
+                    self._prefilled(request, now, {})
                 request.tokens += len(item.token_ids)
                 request.last = now
                 if item.finish_reason is not None:
@@ -156,7 +164,7 @@ class EngineTrace:
         request.admitted = True
         request.began = now
 
-    def _prefilled(self, request: _Request, prefill: Prefill, now: float) -> None:
+    def _prefilled(self, request: _Request, now: float, told: Mapping[str, int]) -> None:
         if self._prefill is not None and request.admitted:
             self._prefill.record(now - request.began, self._labels)
         self._span(
@@ -164,11 +172,7 @@ class EngineTrace:
             "prefill",
             request.began,
             now,
-            {
-                "gen_ai.usage.input_tokens": request.prompt_tokens,
-                "gen_ai.usage.cache_read.input_tokens": prefill.cached_tokens,
-                "dynbus.engine.chunks": prefill.chunks,
-            },
+            {"gen_ai.usage.input_tokens": request.prompt_tokens, **told},
         )
         if self._tracer is not None and request.parent is not None:
             at = request.unix(now)
@@ -181,7 +185,7 @@ class EngineTrace:
         name: str,
         began: float,
         ended: float,
-        attributes: dict[str, int] | None = None,
+        attributes: Mapping[str, int] | None = None,
     ) -> None:
         if self._tracer is None or request.parent is None:
             return
