@@ -260,8 +260,9 @@ class Models:
 
     @property
     def served(self) -> list[OpenModel]:
-        """The models that can be asked now."""
-        return [one.model for one in self._served.values() if one.model is not None]
+        """The models that can be asked now, by name."""
+        opened = [one.model for one in self._served.values() if one.model is not None]
+        return sorted(opened, key=lambda model: (model.card.name, model.card.endpoint))
 
     async def get(self, name: str, wanted: ModelType) -> OpenModel:
         """The model of a name, once it is ready.
