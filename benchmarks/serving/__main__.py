@@ -45,7 +45,8 @@ class Options:
 
     def engines(self, **settings: Any) -> EngineSettings:
         """Engines of the model."""
-        return EngineSettings(str(self.folder), **{"context_length": CONTEXT, **settings})
+        given: dict[str, Any] = {"context_length": CONTEXT, **settings}
+        return EngineSettings(str(self.folder), **given)
 
 
 Rows = dict[str, list[float]]
