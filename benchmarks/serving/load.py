@@ -138,6 +138,8 @@ async def _window(spec: Spec, own: str, tokens: Callable[[], int]) -> dict[str, 
     pids = {**spec.pids, own: os.getpid()}
     before, first, begun = cpu_seconds(pids.values()), tokens(), perf_counter()
     await asyncio.sleep(spec.seconds)
+    # A short time on a slow machine may bring none, and all is told of one.
+    await _until(lambda: tokens() > first)
     count, took = tokens() - first, perf_counter() - begun
     used = cpu_used(before, cpu_seconds(pids.values()))
     return {

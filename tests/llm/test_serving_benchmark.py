@@ -95,7 +95,7 @@ def test_a_short_run_finds_its_figures(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=170,
         check=False,
     )
 
