@@ -28,6 +28,10 @@ from dynbus.bus.telemetry.logs import redact_url
 MAX_ERROR_BYTES: Final = 64 * 1024
 """Of a refusal that is read for its message."""
 
+HOW_TO_TALK: Final = (
+    "Ctrl-C stops an answer, Ctrl-C twice or Ctrl-D ends, /new begins a new conversation."
+)
+
 STDIN: Final = "-"
 
 
@@ -321,10 +325,7 @@ def _talk(conversation: Conversation, front_end: FrontEnd) -> int:
     # With it, `input` has lines that can be edited and called back.
     import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
-    notice(
-        f"{conversation.model} at {redact_url(front_end.url)}\n"
-        "Ctrl-C stops an answer, Ctrl-C twice or Ctrl-D ends, /new begins a new conversation."
-    )
+    notice(f"{conversation.model} at {redact_url(front_end.url)}\n{HOW_TO_TALK}")
     was_interrupted = False
     while True:
         try:
@@ -342,6 +343,8 @@ def _talk(conversation: Conversation, front_end: FrontEnd) -> int:
         if question == "/new":
             conversation.forget()
             notice("[a new conversation]")
+        elif question == "/help":
+            notice(HOW_TO_TALK)
         elif question:
             was_interrupted = _answer_in_talk(conversation, question)
 

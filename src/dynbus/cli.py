@@ -198,6 +198,8 @@ def dynbus() -> None:
     \b
     dynbus run actors.py                              serve the actors of a file
     dynbus call demo.Shouter.generate '{"text":"a"}'  call one
+    dynbus http                                       OpenAI's interface to the models there
+    dynbus chat                                       talk to one
     dynbus ps                                         who is there
     dynbus doctor                                     is the server fit for it
     """

@@ -410,9 +410,12 @@ def test_a_conversation_goes_on_with_what_was_said(server: Server, terminal: Ter
     terminal.wait_for("> ", 3)
     terminal.type("/new\n")
     terminal.wait_for("> ", 4)
+    terminal.type("/help\n")
+    terminal.wait_for("/new begins a new conversation", 2)
+    terminal.wait_for("> ", 5)
     terminal.type("three\n")
     terminal.wait_for("The answer is 42.", 3)
-    terminal.wait_for("> ", 5)
+    terminal.wait_for("> ", 6)
     terminal.type("\x04")
 
     assert terminal.ended() == 0
