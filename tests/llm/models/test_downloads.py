@@ -95,6 +95,11 @@ def nothing(_: str) -> None:
     """Finds nothing of any name."""
 
 
+async def all_ended(mark: Path) -> None:
+    """Wait until no process has a path in its command line: what is killed takes a moment."""
+    await eventually(lambda: not programs(mark), 30)
+
+
 PROGRAM = """
 import asyncio, sys
 from dynbus.llm.models.source import resolve
@@ -143,7 +148,7 @@ def test_ctrl_c_ends_a_download_and_all_that_it_started(
 
     assert said.decode().rstrip().endswith("KeyboardInterrupt")
     assert kept() == []
-    assert programs(tmp_path) == []
+    asyncio.run(all_ended(tmp_path))
 
 
 async def test_who_waits_for_a_process_that_dies_takes_its_place(
@@ -167,7 +172,7 @@ async def test_who_waits_for_a_process_that_dies_takes_its_place(
     assert model.path.read_bytes() == GGUF
     assert len(kept()) == 1
     # What the first one had started is not there either.
-    await eventually(lambda: not programs(tmp_path), 30)
+    await all_ended(tmp_path)
 
 
 async def test_a_full_disk_says_that_room_is_needed(
@@ -200,7 +205,7 @@ async def test_a_repository_is_got_once_and_then_taken_from_the_cache(
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
-    assert programs(tmp_path) == []
+    await all_ended(tmp_path)
 
     # What has come of it is not taken for whole.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -252,7 +257,7 @@ def test_a_program_that_stands_still_is_ended(
     with pytest.raises(TimeoutError, match=r"no progress for 0\.3 s"):
         Download(lambda _: None).run(command, os.environ, tmp_path / "out", lambda _: progress)
 
-    assert programs(tmp_path) == []
+    asyncio.run(all_ended(tmp_path))
 
 
 def test_the_log_tells_how_far_a_download_is(

@@ -266,16 +266,35 @@ def test_the_newer_spelling_of_rotations_is_read() -> None:
     assert config_of_json("a", older, {}) == config_of_json("a", newer, {})
 
 
-ODD = st.sampled_from(
-    [None, True, 0, -1, 3, 1e308, 5e-324, float("nan"), 1 << 63, 10**30, "", "silu", [], [1], {}]
-    + [{"rope_type": "llama3", "factor": "x"}, {"type": "linear", "factor": 1e300}]
-)
+ODD: list[object] = [
+    None,
+    True,
+    0,
+    -1,
+    3,
+    1e308,
+    5e-324,
+    float("nan"),
+    1 << 63,
+    10**30,
+    "",
+    "silu",
+    [],
+    [1],
+    {},
+    {"rope_type": "llama3", "factor": "x"},
+    {"type": "linear", "factor": 1e300},
+]
 
 
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.dictionaries(st.sampled_from([*TINY.config, "rope_scaling", "head_dim"]), ODD))
+@given(
+    st.dictionaries(
+        st.sampled_from([*TINY.config, "rope_scaling", "head_dim"]), st.sampled_from(ODD)
+    )
+)
 def test_a_configuration_of_odd_values_is_read_or_refused_and_nothing_else(
     tmp_path: Path, values: dict[str, object]
 ) -> None:
