@@ -82,13 +82,11 @@ class _Stream:
         open: continuations that have not ended.
         gathers: whether few items are wanted.
         kept: what is to be sent later; None where each item is sent at once.
-        has_begun: whether it has had an item to keep.
         is_blocked: whether the reader has no credit.
     """
 
     __slots__ = (
         "gathers",
-        "has_begun",
         "has_tokens",
         "is_blocked",
         "kept",
@@ -107,7 +105,6 @@ class _Stream:
         self.open = set(range(request.index, request.index + request.n))
         self.gathers = not request.stream
         self.kept: deque[_Piece] | None = deque() if self.gathers else None
-        self.has_begun = False
         self.is_blocked = False
         self.has_tokens = False
 
@@ -124,7 +121,7 @@ class _Stream:
         if self.is_blocked:
             return False
         # The first item tells routers that the prompt is computed.
-        is_first, self.has_begun = not self.has_begun, True
+        is_first = not self.has_tokens
         return is_first or piece.finish_reason is not None or len(piece.token_ids) >= JOINED_TOKENS
 
 
@@ -319,7 +316,6 @@ class EngineRunner(Openable):
             stream = streams.get(request_id)
             if stream is None:
                 continue
-            stream.has_tokens = True
             if item.finish_reason is not None:
                 stream.open.discard(item.index)
                 if not stream.open:
@@ -328,6 +324,7 @@ class EngineRunner(Openable):
                 pairs.append((stream.reply, item))
             elif stream.keep(item):
                 due[stream] = None
+            stream.has_tokens = True
         for reply in push_each(pairs):
             # It is there once for each of its continuations, and may be forgotten with the first.
             stream = self._by_reply.get(reply)
