@@ -322,6 +322,7 @@ def renderers(front: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return [one for one in children if any("rendering" in word for word in one.cmdline())]
 
 
+@pytest.mark.timeout(600)
 async def test_whichever_process_is_killed_clients_get_an_answer_or_one_error(
     folder: Folder, own_server: RunningServer
 ) -> None:
