@@ -26,7 +26,7 @@ from dynbus.llm.openai.answers import SSE
 from dynbus.llm.openai.errors import BodyTimeout
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest, read_chat, read_completion
 from dynbus.llm.pipeline.models import Inquiry
-from dynbus.llm.pipeline.serving import Sink, TextCompletion, Timing, TokenCompletion
+from dynbus.llm.pipeline.serving import Completion, RequestTiming, Sink
 
 from .content import Content, ContentSink
 from .metrics import ModelFigures
@@ -87,11 +87,11 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._asker: Asker = scope["state"]["asker"]
-        self._timing = Timing(time.perf_counter())
+        self._timing = RequestTiming(time.perf_counter())
         self._trace: RequestTrace = service.tracing.begin("POST", path, self._asker.headers)
         self._model = ""
         self._writer = self._make_writer(streams=False)
-        self._completion: TokenCompletion | TextCompletion | None = None
+        self._completion: Completion | None = None
         self._context: Context | None = None
         self._figures: ModelFigures | None = None
         self._tasks: anyio.abc.TaskGroup | None = None

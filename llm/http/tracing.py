@@ -17,7 +17,7 @@ from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.bus.telemetry.trace_context import trace_fields
 from dynbus.llm.openai.answers import Usage
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
-from dynbus.llm.pipeline.serving import TextCompletion, Timing, TokenCompletion
+from dynbus.llm.pipeline.serving import Completion, RequestTiming
 
 from .content import Content
 
@@ -50,8 +50,8 @@ class RequestTrace:
         self,
         status: int,
         error: DynbusError | None,
-        timing: Timing,
-        completion: TokenCompletion | TextCompletion | None,
+        timing: RequestTiming,
+        completion: Completion | None,
         content: Content | None = None,
     ) -> None:
         """The request is over.
@@ -227,8 +227,8 @@ class _Spans(RequestTrace):
         self,
         status: int,
         error: DynbusError | None,
-        timing: Timing,
-        completion: TokenCompletion | TextCompletion | None,
+        timing: RequestTiming,
+        completion: Completion | None,
         content: Content | None = None,
     ) -> None:
         if self._figures is not None and self._attributes:
@@ -254,14 +254,14 @@ class _Spans(RequestTrace):
             self._fail(self._server, error if status >= 500 else None)
             self._server.end()
 
-    def _told_of(self, completion: TokenCompletion | TextCompletion) -> dict[str, Any]:
+    def _told_of(self, completion: Completion) -> dict[str, Any]:
         """The attributes of an answer."""
         told: dict[str, Any] = {}
         if completion.finish_reasons:
             told["gen_ai.response.model"] = self._attributes["gen_ai.request.model"]
             told["gen_ai.response.finish_reasons"] = completion.finish_reasons
-        if isinstance(completion, TokenCompletion):
-            told["gen_ai.response.id"] = completion.transcript.head.id
+        if completion.answer_id:
+            told["gen_ai.response.id"] = completion.answer_id
         usage = completion.usage
         if usage is not None:
             told["gen_ai.usage.input_tokens"] = usage.prompt
@@ -274,7 +274,7 @@ class _Spans(RequestTrace):
         self,
         figures: _GenAiFigures,
         error: DynbusError | None,
-        timing: Timing,
+        timing: RequestTiming,
         usage: Usage | None,
     ) -> None:
         attributes = dict(self._attributes)

@@ -194,6 +194,11 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
         """How many tokens an answer may have."""
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """How many alternatives of each token to tell; None for no log-probabilities."""
+        return self.logprobs
+
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or as token ids.
 
@@ -224,7 +229,7 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
 def _is_token_ids(given: Any) -> bool:
     if not isinstance(given, list):
         return False
-    items: list[Any] = given
+    items = cast("list[int]", given)
     # A prompt may have 100,000: a loop over them would hold up the streams of others.
     try:
         return bool(array("I", items)) and set(map(type, items)) == {int}

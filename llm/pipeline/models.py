@@ -15,6 +15,7 @@ import msgspec
 
 from dynbus.actors import Routing, Runtime
 from dynbus.actors.calling.clients import EndpointClient
+from dynbus.actors.calling.relay import Relay
 from dynbus.bus.background import Background
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import current_context
@@ -38,14 +39,16 @@ from dynbus.llm.openai.errors import BadRequest, ModelNotFound
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.text.text_model import TextModel
 
-from .preparing import (
-    ModelLimits,
-    Prepared,
-    longest_token,
-    prepare_chat,
-    prepare_completion,
+from .preparing import ModelLimits, Prepared, longest_token, prepare
+from .serving import (
+    Completion,
+    Part,
+    RequestTiming,
+    Sink,
+    TextCompletion,
+    TokenCompletion,
+    deliver,
 )
-from .serving import Sink, Streams, TextCompletion, Timing, TokenCompletion
 
 logger = logging.getLogger(__name__)
 
@@ -118,13 +121,13 @@ class OpenModel:
         limits: ModelLimits,
         client: EndpointClient,
         router: KvRouter | None,
-        streams: Streams,
+        relay: Relay[Part, bytes],
     ) -> None:
         self.card = card
         self.router = router
         self._text = text
         self._client = client
-        self._streams = streams
+        self._relay = relay
         self._limits = limits
 
     def __repr__(self) -> str:
@@ -137,9 +140,7 @@ class OpenModel:
             return self._text is not None and self._text.template is not None
         return bool(self.card.type & ModelType.Chat)
 
-    async def prepare(
-        self, inquiry: Inquiry, sink: Sink, timing: Timing
-    ) -> TokenCompletion | TextCompletion:
+    async def prepare(self, inquiry: Inquiry, sink: Sink, timing: RequestTiming) -> Completion:
         """A request as engines take it, whose answer will go to the sink.
 
         Raises:
@@ -153,7 +154,7 @@ class OpenModel:
             )
         return TokenCompletion(await self._prepare(self._text, inquiry), sink, timing)
 
-    async def begin(self, completion: TokenCompletion | TextCompletion) -> None:
+    async def begin(self, completion: Completion) -> None:
         """Send a request to an engine; its answer goes to the sink from now on.
 
         Its id, deadline, metadata and trace are those of the context that this is called in.
@@ -162,7 +163,7 @@ class OpenModel:
             DynbusError: it could not be sent.
         """
         try:
-            await completion.begin(self._streams.relay, self._client)
+            await completion.begin(self._relay, self._client)
         except Draining as error:
             # Its router was closed with it, or the last of its instances drains.
             raise Draining(
@@ -182,14 +183,13 @@ class OpenModel:
             request.include_usage,
             request.continuous_usage,
         )
-        around = inquiry.around if request.streams else None
-        salt = inquiry.cache_salt
-        if isinstance(request, ChatRequest):
-            return await prepare_chat(
-                text, self._limits, request, head, around=around, cache_salt=salt
-            )
-        return await prepare_completion(
-            text, self._limits, request, head, around=around, cache_salt=salt
+        return await prepare(
+            text,
+            self._limits,
+            request,
+            head,
+            around=inquiry.around if request.streams else None,
+            cache_salt=inquiry.cache_salt,
         )
 
 
@@ -223,7 +223,7 @@ class Models:
         self._routing: RoutingChoice = routing
         self._router = router or RouterConfig()
         self._only = only
-        self._streams = Streams()
+        self._relay: Relay[Part, bytes] = Relay(deliver)
         self._served: dict[_Key, _Serving] = {}
         self._gone: dict[str, float] = {}
         self._reconciled = asyncio.Event()
@@ -240,7 +240,7 @@ class Models:
 
     async def __aexit__(self, *_: object) -> None:
         with anyio.CancelScope(shield=True):
-            self._streams.relay.close()
+            self._relay.close()
             await self._background.close()
 
     @property
@@ -396,7 +396,7 @@ class Models:
                 open_router(self._runtime, target, self._router, exact=exact)
             )
         client = await self._runtime.endpoint(endpoint).client(routing=routing, wait=WAIT)
-        return OpenModel(card, text, limits, client, router, self._streams)
+        return OpenModel(card, text, limits, client, router, self._relay)
 
     async def _instances(self, endpoint: EndpointName) -> list[Instance]:
         """The instances of an endpoint, once there is one; what they say decides on routing."""

@@ -27,14 +27,12 @@ class ModelLimits(NamedTuple):
         eos_token_ids: end an output of their own accord.
         longest_token: characters of the longest token, which tells of a text that is far too long
             before it is tokenised; None where one token may stand for any text.
-        lora_name: the adapter that the name stands for; None for the model itself.
         sampling: for what requests do not say.
     """
 
     context_length: int | None
     eos_token_ids: Sequence[int]
     longest_token: int | None = None
-    lora_name: str | None = None
     sampling: DefaultSampling = DefaultSampling()
 
 
@@ -45,116 +43,35 @@ class Prepared(NamedTuple):
     transcript: Transcript
 
 
-async def prepare_chat(
-    text: TextModel,
-    limits: ModelLimits,
-    request: ChatRequest,
-    head: AnswerHead,
-    *,
-    around: tuple[bytes, bytes] | None,
-    cache_salt: str | None,
-) -> Prepared:
-    """The prompt of a chat, as token ids.
-
-    Raises:
-        BadRequest: a message does not fit, or the conversation is too long.
-        InvalidRequest: the model's template refuses it.
-        BrokenTemplate: the model's template does not work.
-    """
-    if text.template is None:
-        raise BadRequest(
-            f"the model {request.model} has no chat template: use /v1/completions", param="model"
-        )
-    add = True if request.add_generation_prompt is None else request.add_generation_prompt
-    variables = dict(request.chat_template_kwargs or {})
-    for name in ("messages", "tools", "add_generation_prompt"):
-        variables.pop(name, None)
-    messages = messages_for_template(request)
-    characters = sum(len(message.get("content") or "") for message in messages)
-    _check_characters(characters, limits, "messages", request.model)
-    prompt = await text.encode_chat(
-        messages,
-        tools=request.tools if request.tool_choice != "none" else None,
-        add_generation_prompt=add,
-        **variables,
-    )
-    return _prepared(
-        text,
-        limits,
-        request,
-        head,
-        [prompt],
-        logprobs=request.logprobs_wanted,
-        max_tokens=request.limit,
-        around=around,
-        cache_salt=cache_salt,
-        what="messages",
-    )
-
-
-async def prepare_completion(
-    text: TextModel,
-    limits: ModelLimits,
-    request: CompletionRequest,
-    head: AnswerHead,
-    *,
-    around: tuple[bytes, bytes] | None,
-    cache_salt: str | None,
-) -> Prepared:
-    """The prompts of a completion, as token ids.
-
-    Raises:
-        BadRequest: a prompt does not fit, or is too long.
-        InvalidRequest: it cannot be encoded.
-    """
-    given = request.prompts()
-    for one in given:
-        if isinstance(one, str):
-            _check_characters(len(one), limits, "prompt", request.model)
-        else:
-            _check_length(one, request.limit, limits.context_length, "prompt", request.model)
-    prompts = [await text.encode(one) if isinstance(one, str) else one for one in given]
-    echoes: list[str] = []
-    if request.echo:
-        echoes = [one if isinstance(one, str) else await text.decode(one) for one in given]
-    return _prepared(
-        text,
-        limits,
-        request,
-        head,
-        prompts,
-        logprobs=request.logprobs,
-        max_tokens=request.limit,
-        around=around,
-        cache_salt=cache_salt,
-        what="prompt",
-        echoes=echoes,
-    )
-
-
-def longest_token(text: TextModel) -> int | None:
-    """The characters of the longest token; None where one may stand for any text. Takes a while."""
-    raw = text.tokenizer.raw
-    if not isinstance(raw.decoder, decoders.ByteLevel):
-        return None
-    return max(map(len, raw.get_vocab()), default=None)
-
-
-def _prepared(
+async def prepare(
     text: TextModel,
     limits: ModelLimits,
     request: ChatRequest | CompletionRequest,
     head: AnswerHead,
-    prompts: Sequence[list[int]],
     *,
-    logprobs: int | None,
-    max_tokens: int | None,
     around: tuple[bytes, bytes] | None,
     cache_salt: str | None,
-    what: str,
-    echoes: Sequence[str] = (),
 ) -> Prepared:
-    n = request.choices
+    """A request with its prompts as token ids.
+
+    Args:
+        around: what stands around each chunk of its answer; None for one that is not streamed.
+        cache_salt: see `GenerateRequest`.
+
+    Raises:
+        BadRequest: a message or a prompt does not fit, or is too long.
+        InvalidRequest: the model's template refuses the conversation, or a text cannot be encoded.
+        BrokenTemplate: the model's template does not work.
+    """
+    echoes: list[str] = []
+    if isinstance(request, ChatRequest):
+        what, prompts = "messages", [await _encode_chat(text, limits, request)]
+    else:
+        what, prompts = "prompt", await _encode_prompts(text, limits, request)
+        if request.echo:
+            given = request.prompts()
+            echoes = [one if isinstance(one, str) else await text.decode(one) for one in given]
+    n, max_tokens, logprobs = request.choices, request.limit, request.logprobs_wanted
     if len(prompts) * n > MAX_OUTPUTS:
         raise BadRequest(
             f"{len(prompts)} prompts with n={n} are {len(prompts) * n} outputs; at most "
@@ -178,7 +95,6 @@ def _prepared(
             stop_token_ids=own_stops,
             stop=stops,
             ignore_eos=bool(request.ignore_eos),
-            lora_name=limits.lora_name,
             cache_salt=cache_salt,
             priority=request.priority or 0,
             stream=stream,
@@ -194,6 +110,46 @@ def _prepared(
         around,
     )
     return Prepared(requests, Transcript(head, rules, prompts, n, echoes))
+
+
+async def _encode_chat(text: TextModel, limits: ModelLimits, request: ChatRequest) -> list[int]:
+    if text.template is None:
+        raise BadRequest(
+            f"the model {request.model} has no chat template: use /v1/completions", param="model"
+        )
+    add = True if request.add_generation_prompt is None else request.add_generation_prompt
+    variables = dict(request.chat_template_kwargs or {})
+    for name in ("messages", "tools", "add_generation_prompt"):
+        variables.pop(name, None)
+    messages = messages_for_template(request)
+    characters = sum(len(message.get("content") or "") for message in messages)
+    _check_characters(characters, limits, "messages", request.model)
+    return await text.encode_chat(
+        messages,
+        tools=request.tools if request.tool_choice != "none" else None,
+        add_generation_prompt=add,
+        **variables,
+    )
+
+
+async def _encode_prompts(
+    text: TextModel, limits: ModelLimits, request: CompletionRequest
+) -> list[list[int]]:
+    given = request.prompts()
+    for one in given:
+        if isinstance(one, str):
+            _check_characters(len(one), limits, "prompt", request.model)
+        else:
+            _check_length(one, request.limit, limits.context_length, "prompt", request.model)
+    return [await text.encode(one) if isinstance(one, str) else one for one in given]
+
+
+def longest_token(text: TextModel) -> int | None:
+    """The characters of the longest token; None where one may stand for any text. Takes a while."""
+    raw = text.tokenizer.raw
+    if not isinstance(raw.decoder, decoders.ByteLevel):
+        return None
+    return max(map(len, raw.get_vocab()), default=None)
 
 
 def _check_characters(characters: int, limits: ModelLimits, what: str, model: str) -> None:

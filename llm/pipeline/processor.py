@@ -21,7 +21,7 @@ from dynbus.llm.openai.answers import BARE
 from dynbus.llm.openai.requests import chat_of, completion_of
 
 from .models import Inquiry, Models, RoutingChoice
-from .serving import TextCompletion, Timing, TokenCompletion
+from .serving import Completion, RequestTiming
 
 MOST_WAITING: Final = 64
 """Chunks that wait for whoever reads them before the engine is held up."""
@@ -117,7 +117,7 @@ class Processor(Actor, abstract=True):
             salt if isinstance(salt, str) else None,
         )
         waiting = _Waiting()
-        completion = await opened.prepare(inquiry, waiting, Timing(time.perf_counter()))
+        completion = await opened.prepare(inquiry, waiting, RequestTiming(time.perf_counter()))
         try:
             await opened.begin(completion)
             async for chunk in waiting.chunks(completion):
@@ -147,9 +147,7 @@ class _Waiting:
         self._error = error
         self._news.set()
 
-    async def chunks(
-        self, completion: TokenCompletion | TextCompletion
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self, completion: Completion) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks one by one.
 
         Raises:

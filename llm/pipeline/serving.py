@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -49,7 +50,7 @@ class Sink(Protocol):
         ...
 
 
-class Timing:
+class RequestTiming:
     """When a request's tokens came. Times are of `time.perf_counter`.
 
     Attributes:
@@ -88,33 +89,6 @@ class Timing:
         self.last = now
 
 
-class Completion(Protocol):
-    """A request that runs."""
-
-    timing: Timing
-
-    @property
-    def instances(self) -> list[str]:
-        """The ids of the engines that work for it."""
-        ...
-
-    def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
-        """Take what has arrived of one of its streams."""
-        ...
-
-    def resume(self) -> None:
-        """The sink takes more again."""
-        ...
-
-    def cancel(self, error: DynbusError | None = None) -> None:
-        """Leave it: engines stop, and the sink is told nothing more."""
-        ...
-
-    def fail(self, error: DynbusError) -> None:
-        """Leave it, and tell the sink why."""
-        ...
-
-
 class Part(NamedTuple):
     """What a stream of the relay is for: one prompt of a completion."""
 
@@ -122,29 +96,61 @@ class Part(NamedTuple):
     number: int
 
 
-class _Open:
-    """What every completion does with its streams."""
+class Completion(ABC):
+    """A request that runs.
+
+    Attributes:
+        timing: when its tokens came.
+    """
 
     # The fields of completions are read for each token of each of very many streams.
     __slots__ = ("_is_over", "_sink", "_streams", "timing")
 
-    def __init__(self, sink: Sink, timing: Timing) -> None:
+    def __init__(self, sink: Sink, timing: RequestTiming) -> None:
         self.timing = timing
         self._sink = sink
         self._streams: list[RelayedStream[Part]] = []
         self._is_over = False
 
     @property
+    def answer_id(self) -> str:
+        """Of its answer; empty where the engine gives it one."""
+        return ""
+
+    @property
+    def usage(self) -> Usage | None:
+        """The tokens so far; None where the engine counts them."""
+        return None
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of the outputs that have ended; empty where they are not read here."""
+        return []
+
+    @property
     def instances(self) -> list[str]:
         """The ids of the engines that work for it."""
         return [stream.instance_id for stream in self._streams]
 
-    async def open(self, relay: Relay[Part, bytes], call: Call, part: Part) -> None:
-        """Send one of its requests."""
-        stream = await relay.open(call, part)
-        self._streams.append(stream)
-        if self._is_over:
-            stream.cancel()
+    async def begin(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
+        """Send it to engines.
+
+        Raises:
+            DynbusError: it could not be sent; what was sent is cancelled.
+        """
+        try:
+            await self._send(relay, client)
+        except BaseException:
+            self.cancel()
+            raise
+
+    @abstractmethod
+    async def _send(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
+        """Open a stream for each of its prompts."""
+
+    @abstractmethod
+    def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
+        """Take what has arrived of one of its streams."""
 
     def resume(self) -> None:
         """The sink takes more again."""
@@ -157,71 +163,63 @@ class _Open:
         for stream in self._streams:
             stream.cancel(error)
 
-    def fail(self, error: DynbusError) -> None:
-        """Leave it, and tell the sink why."""
-        self._end(error)
-
-    def _write(self, chunks: Sequence[bytes]) -> None:
-        if chunks and not self._sink.write(chunks):
-            self._pause()
-
-    def _pause(self) -> None:
-        for stream in self._streams:
-            stream.pause()
-
-    def _end(self, error: DynbusError | None) -> None:
+    def end(self, error: DynbusError | None) -> None:
+        """Leave it, and tell the sink that it has ended, with an error if there is one."""
         if not self._is_over:
             self.cancel(error)
             self._sink.end(error)
 
+    async def _open(self, relay: Relay[Part, bytes], call: Call, number: int) -> None:
+        stream = await relay.open(call, Part(self, number))
+        self._streams.append(stream)
+        if self._is_over:
+            stream.cancel()
 
-class TokenCompletion(_Open):
+    def _write(self, chunks: Sequence[bytes]) -> None:
+        if chunks and not self._sink.write(chunks):
+            for stream in self._streams:
+                stream.pause()
+
+
+class TokenCompletion(Completion):
     """A request whose engine takes and gives tokens.
 
     Args:
         prepared: what is asked of engines, and what their tokens come to.
     """
 
-    __slots__ = ("_requests", "transcript")
+    __slots__ = ("_requests", "_transcript")
 
-    def __init__(self, prepared: Prepared, sink: Sink, timing: Timing) -> None:
+    def __init__(self, prepared: Prepared, sink: Sink, timing: RequestTiming) -> None:
         super().__init__(sink, timing)
-        self.transcript = prepared.transcript
+        self._transcript = prepared.transcript
         self._requests = prepared.requests
 
     @property
+    def answer_id(self) -> str:
+        return self._transcript.head.id
+
+    @property
     def usage(self) -> Usage | None:
-        """The tokens so far."""
-        return self.transcript.usage
+        return self._transcript.usage
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of the outputs that have ended."""
-        return self.transcript.finish_reasons
+        return self._transcript.finish_reasons
 
-    async def begin(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
-        """Send it to engines.
-
-        Raises:
-            DynbusError: it could not be sent; what was sent is cancelled.
-        """
-        try:
-            for number, request in enumerate(self._requests):
-                call = client.generate(request).raw()
-                if len(request.token_ids) > LONG_PROMPT:
-                    # It was encoded, and will be hashed: the streams of others come between.
-                    await asyncio.sleep(0)
-                await self.open(relay, call, Part(self, number))
-        except BaseException:
-            self.cancel()
-            raise
+    async def _send(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
+        for number, request in enumerate(self._requests):
+            call = client.generate(request).raw()
+            if len(request.token_ids) > LONG_PROMPT:
+                # It was encoded, and will be hashed: the streams of others come between.
+                await asyncio.sleep(0)
+            await self._open(relay, call, number)
         self._requests = []
 
     def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
-        """Take what has arrived of one of its streams."""
         if self._is_over:
             return
-        transcript = self.transcript
+        transcript = self._transcript
         chunks: list[bytes] = []
         tokens, open_outputs = transcript.tokens, transcript.open_outputs
         try:
@@ -247,13 +245,12 @@ class TokenCompletion(_Open):
             if not arrival.ended and transcript.is_prompt_finished(part):
                 # Its stop strings were found; the engine knows nothing of them.
                 arrival.stream.cancel()
-        if chunks and not self._sink.write(chunks):
-            self._pause()
+        self._write(chunks)
         if arrival.error is not None:
-            self._end(arrival.error)
+            self.end(arrival.error)
 
     def _finish(self, chunks: list[bytes]) -> None:
-        transcript = self.transcript
+        transcript = self._transcript
         last = transcript.last_chunk()
         if last is not None:
             chunks.append(last)
@@ -261,14 +258,14 @@ class TokenCompletion(_Open):
             self._write(chunks)
         else:
             self._write([transcript.whole()])
-        self._end(None)
+        self.end(None)
 
     def _fail(self, chunks: list[bytes], error: DynbusError) -> None:
         self._write(chunks)
-        self._end(error)
+        self.end(error)
 
 
-class TextCompletion(_Open):
+class TextCompletion(Completion):
     """A request whose engine takes and gives text: requests and chunks pass as they are.
 
     Args:
@@ -283,7 +280,7 @@ class TextCompletion(_Open):
         self,
         request: msgspec.Raw,
         sink: Sink,
-        timing: Timing,
+        timing: RequestTiming,
         *,
         streams: bool,
         around: tuple[bytes, bytes],
@@ -293,30 +290,10 @@ class TextCompletion(_Open):
         self._around = around
         self._merged = None if streams else MergedAnswer()
 
-    @property
-    def usage(self) -> Usage | None:
-        """None: the tokens are not counted here."""
-        return None
-
-    @property
-    def finish_reasons(self) -> list[str]:
-        """None: they are not read here."""
-        return []
-
-    async def begin(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
-        """Send it to an engine.
-
-        Raises:
-            DynbusError: it could not be sent.
-        """
-        try:
-            await self.open(relay, client.generate(self._request).raw(), Part(self, 0))
-        except BaseException:
-            self.cancel()
-            raise
+    async def _send(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
+        await self._open(relay, client.generate(self._request).raw(), 0)
 
     def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
-        """Take what has arrived of its stream."""
         if self._is_over:
             return
         if arrival.items:
@@ -328,13 +305,13 @@ class TextCompletion(_Open):
                 for item in arrival.items:
                     self._merged.take(item)
         except DynbusError as error:
-            self._end(error)
+            self.end(error)
             return
         if not arrival.ended:
             return
         if arrival.error is None and self._merged is not None:
             self._write([self._merged.encode()])
-        self._end(arrival.error)
+        self.end(arrival.error)
 
     def _framed(self, item: bytes) -> bytes:
         if not item.startswith(b"{"):
@@ -345,20 +322,8 @@ class TextCompletion(_Open):
         return self._around[0] + item + self._around[1]
 
 
-class Streams:
-    """Reads the streams of all completions of a process. Leaving its `with` block cancels them."""
-
-    def __init__(self) -> None:
-        self.relay: Relay[Part, bytes] = Relay(_deliver)
-
-    def __enter__(self) -> Streams:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.relay.close()
-
-
-def _deliver(arrivals: list[Arrival[Part, bytes]]) -> None:
+def deliver(arrivals: list[Arrival[Part, bytes]]) -> None:
+    """Give completions what has arrived of their streams: for the relay that reads them."""
     now = time.perf_counter()
     for arrival in arrivals:
         part = arrival.stream.key
@@ -367,6 +332,6 @@ def _deliver(arrivals: list[Arrival[Part, bytes]]) -> None:
         except Exception as error:
             # The other arrivals are of others, whatever an engine has sent here.
             logger.exception("what an engine sent cannot be read")
-            part.completion.fail(
+            part.completion.end(
                 InvalidResponse(f"an item of the engine does not fit: {describe_exception(error)}")
             )

@@ -9,7 +9,7 @@ from dynbus.llm.generation import DefaultSampling, Sampling
 from dynbus.llm.openai.answers import AnswerHead
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import completion_of
-from dynbus.llm.pipeline.preparing import ModelLimits, prepare_completion
+from dynbus.llm.pipeline.preparing import ModelLimits, prepare
 from dynbus.llm.text.text_model import TextModel
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +26,7 @@ async def test_token_ids_that_are_too_many_are_refused_before_anything_is_made_o
     request = completion_of({"model": "tiny", "prompt": [5] * 3000, "echo": True})
 
     with pytest.raises(BadRequest, match="has 2000 tokens, and prompt has 3000"):
-        await prepare_completion(
+        await prepare(
             _Unread("tiny", tiny_tokenizer()),
             ModelLimits(2000, [2]),
             request,
@@ -40,7 +40,7 @@ async def test_a_stop_string_has_a_limit() -> None:
     request = completion_of({"model": "tiny", "prompt": "a", "stop": ["b", "a" * 257], "n": 128})
 
     with pytest.raises(BadRequest, match="stop: a string has 257 characters; at most 256"):
-        await prepare_completion(
+        await prepare(
             _Unread("tiny", tiny_tokenizer()),
             ModelLimits(2000, [2]),
             request,
@@ -56,7 +56,7 @@ async def test_what_a_request_does_not_say_is_drawn_as_its_model_recommends() ->
         2000, [2], sampling=DefaultSampling(temperature=0.2, top_k=-1, top_p=0.9, min_p=0.5)
     )
 
-    prepared = await prepare_completion(
+    prepared = await prepare(
         TextModel("tiny", tiny_tokenizer()),
         limits,
         request,

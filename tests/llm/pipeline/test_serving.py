@@ -17,7 +17,7 @@ from dynbus.llm.models.card import ModelCard, ModelInput, ModelType
 from dynbus.llm.openai.answers import BARE
 from dynbus.llm.openai.requests import read_chat
 from dynbus.llm.pipeline.models import Inquiry, Models
-from dynbus.llm.pipeline.serving import Timing
+from dynbus.llm.pipeline.serving import RequestTiming
 from dynbus.llm.text.text_model import TextModel
 from dynbus.testing import TestKit, run
 
@@ -53,7 +53,7 @@ async def ask(models: Models, name: str) -> Kept:
     opened = await models.get(name, ModelType.Chat)
     kept = Kept()
     inquiry = Inquiry(read_chat(body.encode()), msgspec.Raw(body.encode()), BARE)
-    await opened.begin(await opened.prepare(inquiry, kept, Timing(0.0)))
+    await opened.begin(await opened.prepare(inquiry, kept, RequestTiming(0.0)))
     await eventually(lambda: kept.has_ended)
     return kept
 
