@@ -113,7 +113,7 @@ async def front(url: str, port: int) -> None:
         Runtime.connect(url, name="front") as runtime,
         HttpFrontEnd(runtime, OneModel(), HttpSettings(port=port)) as opened,
     ):
-        await eventually(lambda: bool(opened.service.models.names))
+        await eventually(lambda: bool(opened.shared.models.names))
         print(json.dumps({"ready": opened.url}), flush=True)
         await anyio.sleep_forever()
 

@@ -24,20 +24,21 @@ from dynbus.bus.errors import (
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.answers import SSE
 from dynbus.llm.openai.errors import BodyTimeout
-from dynbus.llm.openai.requests import ChatRequest, CompletionRequest, read_chat, read_completion
+from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.pipeline.models import Inquiry
 from dynbus.llm.pipeline.serving import Completion, RequestTiming, Sink
 
 from .content import Content, ContentSink
 from .metrics import ModelFigures
-from .service import Asker, FrontEnd
-from .tracing import RequestTrace
+from .shared import Caller, Shared
 from .writer import AnswerWriter, Send
 
 logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Read = Callable[[bytes], ChatRequest | CompletionRequest]
+"""What reads a body; it raises `BadRequest` for one that is no such request."""
 
 ABORT: Final = "dynbus.abort"
 """The extension of a scope that drops the connection; of `LimitedProtocol`."""
@@ -49,46 +50,20 @@ class HungUp(Exception):
     """Raised when the client has left before its request was there."""
 
 
-class CompletionsEndpoint:
-    """An endpoint for completions of one kind."""
-
-    def __init__(
-        self, service: FrontEnd, path: str, read: Callable[[bytes], ChatRequest | CompletionRequest]
-    ) -> None:
-        self._service = service
-        self._path = path
-        self._read = read
-
-    @classmethod
-    def chat(cls, service: FrontEnd) -> CompletionsEndpoint:
-        """`/v1/chat/completions`."""
-        return cls(service, "/v1/chat/completions", read_chat)
-
-    @classmethod
-    def text(cls, service: FrontEnd) -> CompletionsEndpoint:
-        """`/v1/completions`."""
-        return cls(service, "/v1/completions", read_completion)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        exchange = _Exchange(self._service, self._path, scope, receive, send)
-        await exchange.run(self._read)
-
-
-class _Exchange:
+class Exchange:
     """One request and its answer."""
 
     def __init__(
-        self, service: FrontEnd, path: str, scope: Scope, receive: Receive, send: Send
+        self, shared: Shared, path: str, caller: Caller, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        self._service = service
+        self._shared = shared
         self._path = path
         self._scope = scope
         self._receive = receive
         self._send = send
-        self._asker: Asker = scope["state"]["asker"]
+        self._caller = caller
         self._timing = RequestTiming(time.perf_counter())
-        self._trace: RequestTrace = service.tracing.begin("POST", path, self._asker.headers)
+        self._trace = shared.tracing.begin("POST", path, self._caller.headers)
         self._model = ""
         self._writer = self._make_writer(streams=False)
         self._completion: Completion | None = None
@@ -97,15 +72,15 @@ class _Exchange:
         self._tasks: anyio.abc.TaskGroup | None = None
         self._content: Content | None = None
 
-    async def run(self, read: Callable[[bytes], ChatRequest | CompletionRequest]) -> None:
+    async def run(self, read: Read) -> None:
         """Answer it, whatever happens."""
-        service, timing = self._service, self._timing
-        service.metrics.in_flight += 1
+        shared, timing = self._shared, self._timing
+        shared.metrics.in_flight += 1
         try:
-            service.check_room()
+            shared.check_room()
             data = await self._body()
             request = read(data)
-            if service.settings.log_content:
+            if shared.settings.log_content:
                 self._content = Content(request)
             self._writer = self._make_writer(streams=request.streams)
             async with anyio.create_task_group() as self._tasks:
@@ -125,7 +100,7 @@ class _Exchange:
         except DynbusError as error:
             self._writer.end(error)
         finally:
-            service.metrics.in_flight -= 1
+            shared.metrics.in_flight -= 1
             if not self._writer.has_ended and self._context is not None:
                 # Not a stop, which handlers may take their time for: nobody is left to read.
                 self._context.kill()
@@ -155,13 +130,13 @@ class _Exchange:
             PayloadTooLarge, BodyTimeout: it is not taken.
             HungUp: the client is gone.
         """
-        limit = self._service.settings.max_body_bytes
-        length = self._asker.headers.get("content-length", "")
+        limit = self._shared.settings.max_body_bytes
+        length = self._caller.headers.get("content-length", "")
         if length.isdigit() and int(length) > limit:
             raise self._too_large(int(length))
         pieces: list[bytes] = []
         size, more = 0, True
-        with anyio.move_on_after(self._service.settings.body_timeout) as scope:
+        with anyio.move_on_after(self._shared.settings.body_timeout) as scope:
             while more:
                 message = await self._receive()
                 if message["type"] == "http.disconnect":
@@ -174,12 +149,12 @@ class _Exchange:
                 more = message.get("more_body", False)
         if scope.cancelled_caught:
             raise BodyTimeout(
-                f"the body did not arrive within {self._service.settings.body_timeout:g} s"
+                f"the body did not arrive within {self._shared.settings.body_timeout:g} s"
             )
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _too_large(self, size: int) -> PayloadTooLarge:
-        limit = self._service.settings.max_body_bytes
+        limit = self._shared.settings.max_body_bytes
         return PayloadTooLarge(
             f"the body has {size} bytes or more, and at most {limit} are taken", started=False
         )
@@ -195,23 +170,23 @@ class _Exchange:
             self._end(DynbusError(f"the front end failed: {describe_exception(error)}"))
 
     async def _complete(self, request: ChatRequest | CompletionRequest, data: bytes) -> None:
-        service, asker, timing = self._service, self._asker, self._timing
+        shared, caller, timing = self._shared, self._caller, self._timing
         wanted = ModelType.Chat if isinstance(request, ChatRequest) else ModelType.Completions
-        model = await service.models.get(request.model, wanted | ModelType.Backend)
+        model = await shared.models.get(request.model, wanted | ModelType.Backend)
         self._model = request.model
-        self._figures = figures = service.metrics.of(request.model)
+        self._figures = figures = shared.metrics.of(request.model)
         self._trace.model_asked(request)
         timing.observe = figures.inter_token_latency.observe
         self._context = Context(
-            asker.request_id,
-            deadline=monotonic() + service.settings.request_timeout,
-            metadata=asker.metadata,
+            caller.request_id,
+            deadline=monotonic() + shared.settings.request_timeout,
+            metadata=caller.metadata,
             priority=request.priority or 0,
             trace_headers=self._trace.fields,
         )
         enter_context(self._context)
-        body = msgspec.Raw(_without_salt(data, asker.tenant))
-        inquiry = Inquiry(request, body, SSE, asker.tenant or None)
+        body = msgspec.Raw(_without_salt(data, caller.tenant))
+        inquiry = Inquiry(request, body, SSE, caller.tenant or None)
         begun = time.perf_counter()
         sink: Sink = self._writer
         if self._content is not None:
@@ -235,22 +210,22 @@ class _Exchange:
 
     def _make_writer(self, *, streams: bool) -> AnswerWriter:
         fields = self._trace.fields
-        headers = [(b"x-request-id", self._asker.request_id.encode())]
+        headers = [(b"x-request-id", self._caller.request_id.encode())]
         if "traceparent" in fields:
             headers.append((b"traceparent", fields["traceparent"].encode()))
         extensions: Mapping[str, Any] = self._scope.get("extensions") or {}
         return AnswerWriter(
             self._send,
             headers,
-            self._asker.request_id,
+            self._caller.request_id,
             streams=streams,
             finish_sending=self._finish_sending,
-            timeout=self._service.settings.write_timeout,
+            timeout=self._shared.settings.write_timeout,
             write_piece=extensions.get(WRITE),
         )
 
     def _finish_sending(self, send_rest: Callable[[], Awaitable[bool]]) -> None:
-        self._service.metrics.blocked += 1
+        self._shared.metrics.blocked += 1
         if self._tasks is not None:
             self._tasks.start_soon(self._send_rest, send_rest)
 
@@ -258,7 +233,7 @@ class _Exchange:
         """Write what waits for a client that does not read, unless it does so for too long."""
         if await send_rest():
             return
-        logger.info("request %s: its client does not read", self._asker.request_id)
+        logger.info("request %s: its client does not read", self._caller.request_id)
         extensions: Mapping[str, Any] = self._scope.get("extensions") or {}
         abort: Callable[[], object] | None = extensions.get(ABORT)
         if abort is not None:
@@ -266,7 +241,7 @@ class _Exchange:
 
     def _tell(self) -> None:
         """Tell figures, trace and log how it went."""
-        service, timing, writer = self._service, self._timing, self._writer
+        shared, timing, writer = self._shared, self._timing, self._writer
         status = writer.final_status
         usage = self._completion.usage if self._completion is not None else None
         now = time.perf_counter()
@@ -274,19 +249,19 @@ class _Exchange:
             self._figures.duration.observe(now - timing.began)
             if timing.first is not None:
                 self._figures.time_to_first_token.observe(timing.first - timing.began)
-        service.metrics.count(self._path, self._model, status)
+        shared.metrics.count(self._path, self._model, status)
         if usage is not None:
-            service.metrics.count_tokens(self._model, usage.prompt, usage.completion, usage.cached)
+            shared.metrics.count_tokens(self._model, usage.prompt, usage.completion, usage.cached)
         self._trace.ended(status, writer.error, timing, self._completion, self._content)
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s", self._log_line(status, now))
 
     def _log_line(self, status: int, now: float) -> str:
         """What is logged of a request: what it says only where that is asked for."""
-        timing, writer, asker = self._timing, self._writer, self._asker
-        words = [f"POST {self._path} {status}", f"request_id={asker.request_id}"]
-        if asker.tenant:
-            words.append(f"tenant={asker.tenant}")
+        timing, writer, caller = self._timing, self._writer, self._caller
+        words = [f"POST {self._path} {status}", f"request_id={caller.request_id}"]
+        if caller.tenant:
+            words.append(f"tenant={caller.tenant}")
         if self._model:
             words.append(f"model={self._model}")
         if self._completion is not None:

@@ -22,9 +22,10 @@ from dynbus.llm.pipeline.models import ModelCatalog, Models, RoutingChoice
 from .application import Application, Page, Response
 from .garbage import rare_collections
 from .server import HttpServer
-from .service import Asker, FrontEnd
 from .settings import HttpSettings
+from .shared import Caller, Shared
 from .tracing import Tracing
+from .writer import JSON, raw_headers
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +36,9 @@ class HttpFrontEnd(Openable):
     Args:
         catalog: where its models are read.
         routing, router: see `Models`.
-        pages: see `Application`.
 
     Attributes:
-        service: what its requests share.
+        shared: what its requests share.
         url: where it answers.
 
     Raises:
@@ -53,16 +53,14 @@ class HttpFrontEnd(Openable):
         *,
         routing: RoutingChoice = "auto",
         router: RouterConfig | None = None,
-        pages: Mapping[str, Page] | None = None,
     ) -> None:
         super().__init__(runtime.background)
         self._models = Models(runtime, catalog, routing=routing, router=router)
-        self.service = FrontEnd(settings, self._models, Tracing(runtime.bus.telemetry))
+        self.shared = Shared(settings, self._models, Tracing(runtime.bus.telemetry))
         state = PageState(runtime, lambda: self._models.served)
-        own: dict[str, Page] = {path: partial(_page, path) for path in PATHS}
-        own[STATE_PATH] = partial(_state, state)
-        application = Application(self.service, {**own, **(pages or {})})
-        self._server = HttpServer(application, settings)
+        pages: dict[str, Page] = {path: partial(_page, path) for path in PATHS}
+        pages[STATE_PATH] = partial(_state, state)
+        self._server = HttpServer(Application(self.shared, pages), settings)
         self.url = self._server.url
 
     def __repr__(self) -> str:
@@ -70,7 +68,7 @@ class HttpFrontEnd(Openable):
 
     def drain(self) -> None:
         """Take no more requests."""
-        self.service.is_draining = True
+        self.shared.is_draining = True
         self._server.stop()
 
     @asynccontextmanager
@@ -84,16 +82,16 @@ class HttpFrontEnd(Openable):
                 self.drain()
 
 
-async def _page(path: str, asker: Asker) -> Response:
+async def _page(path: str, caller: Caller) -> Response:
     """A file of the page."""
     file = page_file(path)
-    headers = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-    return Response(200, file.body, [(b"content-type", file.content_type.encode()), *headers])
+    headers = raw_headers({"Content-Type": file.content_type, **HEADERS})
+    return Response(200, file.body, headers)
 
 
-async def _state(state: PageState, asker: Asker) -> Response:
+async def _state(state: PageState, caller: Caller) -> Response:
     """What the page shows."""
-    return Response(200, await state.read(), [(b"content-type", b"application/json")])
+    return Response(200, await state.read(), [JSON])
 
 
 class Frontend(Actor, abstract=True):
@@ -153,20 +151,14 @@ class Frontend(Actor, abstract=True):
     @property
     def model_names(self) -> Sequence[str]:
         """Of the models that can be asked now."""
-        return self._front_end.service.models.names if self._front_end is not None else ()
-
-    def pages(self) -> Mapping[str, Page]:
-        """More paths that are answered; for subclasses."""
-        return {}
+        return self._front_end.shared.models.names if self._front_end is not None else ()
 
     async def on_start(self) -> None:
         runtime = self.runtime
         async with AsyncExitStack() as exits:
             catalog = await exits.enter_async_context(Catalog(runtime))
             self._front_end = await exits.enter_async_context(
-                HttpFrontEnd(
-                    runtime, catalog, self._settings, routing=self._routing, pages=self.pages()
-                )
+                HttpFrontEnd(runtime, catalog, self._settings, routing=self._routing)
             )
             self._exits = exits.pop_all()
 

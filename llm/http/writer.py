@@ -37,6 +37,11 @@ EVENTS: Final = (
 )
 
 
+def raw_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Headers as ASGI has them."""
+    return [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+
+
 class _Rest:
     """What is left of a coroutine that has run until it waits."""
 
@@ -171,8 +176,7 @@ class AnswerWriter:
 
     def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         length = (b"content-length", b"%d" % len(body))
-        own = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
-        self._start(status, (JSON, length, *own))
+        self._start(status, (JSON, length, *raw_headers(headers)))
         self._finish(body)
 
     def _start(self, status: int, headers: Headers) -> None:

@@ -150,7 +150,7 @@ class Stack:
 
     async def is_quiet(self) -> None:
         """Wait until no request is anywhere."""
-        metrics = self.front_end.service.metrics
+        metrics = self.front_end.shared.metrics
         await eventually(lambda: metrics.in_flight == 0, BOUND, what="the front end has requests")
         # A request is forgotten by its engine before the next step.
         await eventually(lambda: not self.engines_work(), BOUND, what=f"{self.runners}")
@@ -194,7 +194,7 @@ async def stack(url: str) -> AsyncGenerator[Stack]:
     ):
         for _ in range(2):
             await serving.start(Engine, engine="mock", max_num_seqs=64)
-        await eventually(lambda: front_end.service.models.names == [MOCK_NAME], BOUND)
+        await eventually(lambda: front_end.shared.models.names == [MOCK_NAME], BOUND)
         yield Stack(serving, calling, front_end, Engine.runners)
 
 

@@ -13,7 +13,6 @@ from tests.llm.text.tiny_tokenizer import CHATML, tiny_tokenizer
 from dynbus import Actor, InvalidRequest, Overloaded, context, handler
 from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
-from dynbus.llm.http.application import Page
 from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.models.card import ModelCard, ModelInput
@@ -210,7 +209,6 @@ async def served(
     cards: Mapping[str, ModelCard] = CARDS,
     *,
     template: str = CHATML,
-    pages: Mapping[str, Page] | None = None,
     telemetry: Telemetry | None = None,
     **settings: Any,
 ) -> AsyncGenerator[Served]:
@@ -221,6 +219,6 @@ async def served(
         catalog = FixedCatalog(cards, template)
         chosen: dict[str, Any] = {"port": 0, "grace": 1.0, **settings}
         config = HttpSettings(**chosen)
-        async with HttpFrontEnd(kit.caller, catalog, config, pages=pages) as front_end:
-            await eventually(lambda: len(front_end.service.models.names) == len(cards))
+        async with HttpFrontEnd(kit.caller, catalog, config) as front_end:
+            await eventually(lambda: len(front_end.shared.models.names) == len(cards))
             yield Served(kit, front_end, catalog)

@@ -94,8 +94,8 @@ async def test_a_client_that_leaves_before_the_first_token_stops_its_engine() ->
             await eventually(lambda: front.engine.running == 1)
             writer.transport.abort()
             await eventually(lambda: front.engine.running == 0)
-        await eventually(lambda: front.front_end.service.metrics.in_flight == 0)
-        page = front.front_end.service.metrics.page(1)
+        await eventually(lambda: front.front_end.shared.metrics.in_flight == 0)
+        page = front.front_end.shared.metrics.page(1)
 
     assert 'status="499"} 2' in page
 
@@ -120,7 +120,7 @@ async def test_a_client_that_leaves_with_requests_behind_another_stops_all() -> 
 
             # Its answer would come after 60 s.
             await eventually(lambda: front.engine.running == 0, 30)
-            await eventually(lambda: front.front_end.service.metrics.in_flight == 0)
+            await eventually(lambda: front.front_end.shared.metrics.in_flight == 0)
             await eventually(lambda: not connections)
         assert len(front.engine.requests) == 3
 
@@ -128,7 +128,7 @@ async def test_a_client_that_leaves_with_requests_behind_another_stops_all() -> 
 async def test_a_client_that_does_not_read_holds_up_its_own_stream_alone() -> None:
     async with served() as front:
         slow = await flooded(front)
-        await eventually(lambda: front.front_end.service.metrics.blocked > 0)
+        await eventually(lambda: front.front_end.shared.metrics.blocked > 0)
         status, _, body = await exchange(front, request(chat("say hi", stream=True)))
         still_running = front.engine.running
         slow.close()
@@ -142,7 +142,7 @@ async def test_a_client_that_does_not_read_holds_up_its_own_stream_alone() -> No
 async def test_a_client_that_reads_late_gets_everything() -> None:
     async with served() as front:
         reader, writer = await asyncio.open_connection(sock=await flooded(front), limit=1024)
-        await eventually(lambda: front.front_end.service.metrics.blocked > 0)
+        await eventually(lambda: front.front_end.shared.metrics.blocked > 0)
         count = 0
         async with asyncio.timeout(60):
             while b"[DONE]" not in (line := await reader.readline()):
@@ -156,7 +156,7 @@ async def test_a_client_that_never_reads_is_dropped_in_the_end() -> None:
     async with served(write_timeout=0.3) as front:
         slow = await flooded(front)
         await eventually(lambda: front.engine.running == 1)
-        await eventually(lambda: front.front_end.service.metrics.in_flight == 0)
+        await eventually(lambda: front.front_end.shared.metrics.in_flight == 0)
         await eventually(lambda: front.engine.running == 0)
         slow.close()
 
@@ -266,7 +266,7 @@ async def test_the_trace_of_a_client_is_passed_on_and_returned() -> None:
 async def test_pages_tell_of_health_figures_and_the_interface() -> None:
     async with served() as front:
         await exchange(front, request(chat("say hi there", stream=True)))
-        await eventually(lambda: front.front_end.service.metrics.in_flight == 0)
+        await eventually(lambda: front.front_end.shared.metrics.in_flight == 0)
         pages = {
             path: await exchange(front, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             for path in (
@@ -281,7 +281,7 @@ async def test_pages_tell_of_health_figures_and_the_interface() -> None:
         }
         front.catalog.problem = "the models on the bus cannot be read: nats://secret is silent"
         front.catalog.change({})
-        await eventually(lambda: not front.front_end.service.models.names)
+        await eventually(lambda: not front.front_end.shared.models.names)
         unready = await exchange(front, b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
         unknown = await exchange(front, request(chat("say hi", model="other")))
 
@@ -379,7 +379,7 @@ async def test_a_request_whose_body_is_not_there_at_the_end_of_the_grace_is_told
     async with served(grace=1.0) as front:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
         writer.write(request(chat("say hi"))[:-5])
-        await eventually(lambda: front.front_end.service.metrics.in_flight == 1)
+        await eventually(lambda: front.front_end.shared.metrics.in_flight == 1)
 
         front.front_end.drain()
 
@@ -399,7 +399,7 @@ async def test_logs_say_how_a_request_went_and_never_what_it_said(
     async with served() as front:
         await exchange(front, request(chat("say confidential", user="a-person@home", stream=True)))
         await exchange(front, request(b'{"model": "tiny", "messages": "confidential"}'))
-        await eventually(lambda: front.front_end.service.metrics.in_flight == 0)
+        await eventually(lambda: front.front_end.shared.metrics.in_flight == 0)
 
     lines = [one.getMessage() for one in caplog.records if "/v1/chat" in one.getMessage()]
     assert any("200" in line and "first_token_ms=" in line for line in lines)

@@ -229,7 +229,7 @@ async def test_models_are_listed_and_come_and_go() -> None:
     async with asked() as (front, client):
         before = [model.id async for model in client.models.list()]
         front.catalog.change({"tiny": front.catalog.cards["tiny"]})
-        await eventually(lambda: front.front_end.service.models.names == ["tiny"])
+        await eventually(lambda: front.front_end.shared.models.names == ["tiny"])
         after = [model.id async for model in client.models.list()]
         one = await client.models.retrieve("tiny")
         with pytest.raises(openai.NotFoundError, match="the models are: tiny") as unknown:
@@ -250,9 +250,9 @@ async def test_a_request_waits_for_a_model_whose_instances_come_back() -> None:
     async with asked() as (front, client):
         cards = dict(front.catalog.cards)
         front.catalog.change({"text": cards["text"]})
-        await eventually(lambda: front.front_end.service.models.names == ["text"])
+        await eventually(lambda: front.front_end.shared.models.names == ["text"])
         asking = asyncio.create_task(create(client, **chat("say yes")))
-        await eventually(lambda: front.front_end.service.metrics.in_flight == 1)
+        await eventually(lambda: front.front_end.shared.metrics.in_flight == 1)
 
         front.catalog.change(cards)
 

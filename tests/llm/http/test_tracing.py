@@ -83,7 +83,7 @@ async def test_a_request_is_one_trace_from_http_to_its_last_token(
             vocabulary=100,
         )
         front.catalog.change({"mock": engine})
-        await eventually(lambda: front.front_end.service.models.names == ["mock"])
+        await eventually(lambda: front.front_end.shared.models.names == ["mock"])
         answer = await client.chat.completions.with_raw_response.create(
             model="mock",
             messages=[{"role": "user", "content": "say it is secret"}],

@@ -1,4 +1,4 @@
-"""`FrontEnd`: what all requests of a front end share."""
+"""`Shared`: what all requests of a front end share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TENANT_KEY: Final = "tenant"
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class Caller:
     """Who sends a request.
 
     Attributes:
@@ -44,7 +44,7 @@ class Asker:
         return {TENANT_KEY: self.tenant} if self.tenant else {}
 
 
-class FrontEnd:
+class Shared:
     """What all requests of a front end share.
 
     Attributes:
@@ -60,31 +60,26 @@ class FrontEnd:
         self._keys = ApiKeys(settings.api_keys) if settings.api_keys is not None else None
 
     def __repr__(self) -> str:
-        return f"<FrontEnd [{self.metrics.in_flight} requests | {len(self.models.names)} models]>"
+        return f"<Shared [{self.metrics.in_flight} requests | {len(self.models.names)} models]>"
 
-    @property
-    def has_keys(self) -> bool:
-        """Whether only those are answered who have a key."""
-        return self._keys is not None
-
-    def asker(self, raw_headers: Iterable[tuple[bytes, bytes]]) -> Asker:
+    def caller(self, raw_headers: Iterable[tuple[bytes, bytes]]) -> Caller:
         """Who sends a request; its tenant is not known yet."""
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in raw_headers
         }
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else random_id()
-        return Asker(request_id, "", headers)
+        return Caller(request_id, "", headers)
 
-    def authorized(self, asker: Asker) -> Asker:
+    def authorized(self, caller: Caller) -> Caller:
         """Who sends a request, with the tenant whose key it has.
 
         Raises:
             Unauthorized: it has none that is known.
         """
         if self._keys is None:
-            return asker
-        key = _key_of(asker.headers)
+            return caller
+        key = _key_of(caller.headers)
         tenant = self._keys.tenant_of(key) if key else None
         if tenant is None:
             raise Unauthorized(
@@ -93,7 +88,7 @@ class FrontEnd:
                 else "send an API key as `Authorization: Bearer KEY`",
                 started=False,
             )
-        return Asker(asker.request_id, tenant, asker.headers)
+        return Caller(caller.request_id, tenant, caller.headers)
 
     def check_room(self) -> None:
         """Refuse a request, which is counted already, when there is no room for it.
