@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -193,6 +194,9 @@ def _execute(options: RunOptions) -> tuple[Failure | None, int]:
         _warn(run.warnings)
         return _in_process(run, options)
     configure_logging(options.log_format, options.log_level)
+    if sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
+        # Imports take seconds, of which a log that tells of more than warnings shows something.
+        notice(f"dynbus: starting the actors of {', '.join(options.targets)}")
     return asyncio.run(_run_in_children(options))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.actors.commands.options import run_options
 
 from dynbus.actors.commands import run as running
 from dynbus.actors.commands.plan import RunOptions
@@ -94,3 +95,29 @@ def test_help_teaches_what_a_target_is_and_where_values_come_from() -> None:
     assert "DYNBUS_Splitter__separator" in text
     assert "--Splitter.workers=0" in text
     assert "5 an actor did not start" in text
+
+
+def test_a_person_sees_that_a_run_begins_where_the_log_has_warnings_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def run_nothing(options: RunOptions) -> tuple[None, int]:
+        return None, exit_codes.OK
+
+    def configure_nothing(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(running, "_run_in_children", run_nothing)
+    monkeypatch.setattr(running, "configure_logging", configure_nothing)
+    caplog.set_level("WARNING", logger="dynbus")
+    options = run_options(dry_run=False, log_level="warning")
+
+    running.execute(options)
+    to_a_file = capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    running.execute(options)
+    to_a_person = capsys.readouterr().err
+
+    assert to_a_file == ""
+    assert to_a_person == "dynbus: starting the actors of planned_actors.py\n"
