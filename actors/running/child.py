@@ -66,12 +66,25 @@ class Child:
     Attributes:
         label: `namespace.component/number`, as messages and the process list name it.
         node: what it is an instance of.
+        required: whether the run ends where it does not start.
+        keeping: cancelled to end it now.
+        settled: set when it has been ready, or has ended.
         ready_at: when the process that runs now, or ran last, became ready; None when it did not.
         crash: how the process before ended, when that was not asked for; empty once it is ready.
     """
 
-    def __init__(self, node: PlannedNode, number: int, settings: WorkerSettings) -> None:
+    def __init__(
+        self,
+        node: PlannedNode,
+        number: int,
+        settings: WorkerSettings,
+        *,
+        required: bool = False,
+    ) -> None:
         self.node = node
+        self.number = number
+        self.required = required
+        self.keeping = anyio.CancelScope()
         self.label = f"{node.address}/{number}"
         self.state = ChildState.LOADING
         self.instance_id = ""
@@ -81,6 +94,7 @@ class Child:
         self.problems: Mapping[str, str] = {}
         self.details: Mapping[str, str] = {}
         self.has_been_ready = asyncio.Event()
+        self.settled = asyncio.Event()
         self.ended = asyncio.Event()
         self._last_word: DrainInstance | StopInstance | None = None
         self._load = LoadActor(node.actor, node.values, node.texts, settings)
@@ -90,6 +104,11 @@ class Child:
 
     def __repr__(self) -> str:
         return f"<Child {self.label} [{self.state.value} | pid {self.pid}]>"
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it was told to end."""
+        return self._last_word is not None
 
     @property
     def pid(self) -> int | None:
@@ -251,6 +270,7 @@ class Child:
             self.ready_at, self.crash = monotonic(), ""
             self.problems, self.details = {}, {}
             self.has_been_ready.set()
+            self.settled.set()
         elif isinstance(report, InstanceFailed):
             self.failure = Failure(report.code, report.message, report.traceback)
         elif isinstance(report, HealthChanged):

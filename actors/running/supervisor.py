@@ -3,11 +3,15 @@
 Dependencies start before what depends on them and drain after it. An actor that fails to start
 ends the run, with its reason. An instance that ends later restarts, however often, after a pause
 that doubles, while the others keep serving; one whose `on_crash` is `"escalate"` ends the run.
+
+Instances can be added, drained and replaced while the run goes on. What is added and does not
+start is told to whoever asked; the run and the instances that it has go on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -15,12 +19,14 @@ from functools import partial
 from typing import Final
 
 import anyio
+from anyio.abc import TaskGroup
 
 from dynbus.actors.declaring.restart_policy import RestartPolicy
 from dynbus.actors.serving.instance import CANCEL_TIMEOUT, STOP_TIMEOUT
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
+from dynbus.bus.config import suggestion
 
 from .child import Child, ChildState
 from .child_messages import DrainInstance, StartInstance, WorkerSettings
@@ -39,6 +45,10 @@ FAILED_GRACE: Final = 2.0
 logger = logging.getLogger(__name__)
 
 
+class ChangeFailed(Exception):
+    """Raised when a run could not be changed as asked; what it has goes on."""
+
+
 class Supervisor:
     """Runs the children of one `dynbus run`. `run` carries it out; the rest steers it.
 
@@ -46,6 +56,8 @@ class Supervisor:
         drain_grace: seconds that all children together have to end tidily.
 
     Attributes:
+        nodes: what can be started, by address.
+        children: the instances that the run has now.
         forks: makes the processes; it outlives the run.
         ending: whether the run is to end; the supervisor asks for it when it cannot go on.
         failure: why the run cannot go on; None while it can.
@@ -62,9 +74,16 @@ class Supervisor:
         drain_grace: float,
         policy: Callable[[], RestartPolicy] = RestartPolicy,
     ) -> None:
+        self.nodes = {node.address: node for node in nodes}
         self.children = [
-            Child(node, number, settings) for node in nodes for number in range(1, node.workers + 1)
+            Child(node, number, settings, required=True)
+            for node in nodes
+            for number in range(1, node.workers + 1)
         ]
+        self._settings = settings
+        self._changing = asyncio.Lock()
+        self._tasks: TaskGroup | None = None
+        self._runs = asyncio.Event()
         self.failure: Failure | None = None
         self._grace = drain_grace
         self._policy = policy
@@ -88,7 +107,9 @@ class Supervisor:
         child is left when this returns or raises.
         """
         try:
-            async with task_group() as tasks:
+            async with task_group() as self._tasks:
+                tasks = self._tasks
+                self._runs.set()
                 for child in self.children:
                     tasks.start_soon(self._keep, child, name=child.label)
                 await self.ending.asked.wait()
@@ -110,6 +131,8 @@ class Supervisor:
         """What keeps the run from being ready, by the label of the child."""
         found: dict[str, str] = {}
         for child in self.children:
+            if child.is_leaving and not self.ending.asked.is_set():
+                continue  # it was asked to
             if child.state is not ChildState.READY:
                 why = f": {child.crash}" if child.crash else ""
                 is_back = child.crash and child.state is not ChildState.ENDED
@@ -141,31 +164,114 @@ class Supervisor:
         answered, _ = await asyncio.wait(asked, timeout=timeout)
         return [(asked[page], page.result()) for page in answered if not page.cancelled()]
 
+    # Changes -------------------------------------------------------------------------------
+
+    async def scale(self, address: str, count: int) -> None:
+        """Have `count` instances of a node: start those that are missing, or drain the last ones.
+
+        Raises:
+            ChangeFailed: one of the instances did not start.
+        """
+        async with self._changing:
+            children = self.instances(address)
+            if len(children) < count:
+                await self._add(self.nodes[address], count - len(children))
+            await self._retire(children[count:])
+
+    async def restart(self, address: str) -> None:
+        """Replace the instances of a node, one after the other: each is drained when the one that
+        replaces it is ready.
+
+        Raises:
+            ChangeFailed: an instance did not start.
+        """
+        async with self._changing:
+            for child in self.instances(address):
+                await self._add(self.nodes[address], 1)
+                await self._retire([child])
+
+    def find(self, name: str) -> str:
+        """The address of a node by that address, or by its component where one alone has it.
+
+        Raises:
+            ChangeFailed: there is no such node, or there are several.
+        """
+        found = [a for a in self.nodes if name in (a, a.partition(".")[2])]
+        if len(found) > 1:
+            raise ChangeFailed(f"{name} may be {' or '.join(found)}: write one of them")
+        if not found:
+            near = suggestion(name, self.nodes)
+            raise ChangeFailed(f"this run has no {name}{near}; it has {', '.join(self.nodes)}")
+        return found[0]
+
+    def instances(self, address: str) -> list[Child]:
+        """The instances of a node, without those that are leaving."""
+        return [c for c in self.children if c.node.address == address and not c.is_leaving]
+
+    async def _add(self, node: PlannedNode, count: int) -> None:
+        """Start further instances of a node, and wait until they are ready.
+
+        Raises:
+            ChangeFailed: one did not start; those that did are drained again.
+        """
+        taken = {child.number for child in self.children if child.node.address == node.address}
+        free = (number for number in itertools.count(1) if number not in taken)
+        added = [Child(node, next(free), self._settings) for _ in range(count)]
+        await self._runs.wait()
+        if self._tasks is None or self.ending.asked.is_set():
+            raise ChangeFailed("the run is ending")
+        self.children += added
+        for child in added:
+            self._tasks.start_soon(self._keep, child, name=child.label)
+        for child in added:
+            await child.settled.wait()
+        failed = [child for child in added if not child.has_been_ready.is_set()]
+        if failed:
+            await self._retire(added)
+            failure = failed[0].failure
+            raise ChangeFailed(failure.message if failure else "the run is ending")
+
+    async def _retire(self, children: Sequence[Child]) -> None:
+        """Drain instances, and end those that take too long; the run does not have them then."""
+        for child in children:
+            child.end(DrainInstance(self._grace))
+        with anyio.move_on_after(self._grace + DRAIN_SLACK):
+            for child in children:
+                await child.ended.wait()
+        for child in children:
+            child.keeping.cancel()
+            await child.ended.wait()
+            self.children.remove(child)
+
     # One child -----------------------------------------------------------------------------
 
     async def _keep(self, child: Child) -> None:
         try:
-            await self._keep_running(child)
+            with child.keeping:
+                await self._keep_running(child)
         except Exception as error:  # noqa: BLE001 - a child that nobody keeps must not go unnoticed
             text = f"{child.label} cannot be supervised: {type(error).__name__}: {error}"
             self._fail(Failure(exit_codes.FAILURE, text, failure_of(error).traceback))
         finally:
             child.state = ChildState.ENDED
+            child.settled.set()
             child.ended.set()
 
     async def _keep_running(self, child: Child) -> None:
         """Run a child until the end is asked for, or it has failed for good."""
         policy = self._policy()
-        while not self.ending.asked.is_set():
+        while not self._is_over(child):
             try:
                 why = exit_text(await child.run(self.forks, partial(self._start, child)))
             except OSError as error:
                 why = f"its process could not be started: {error}"
-            if self.ending.asked.is_set():
+            if self._is_over(child):
                 return
             if not child.has_been_ready.is_set():
                 text = f"{child.label} ended before it was ready: {why}"
-                self._fail(child.failure or Failure(exit_codes.START_FAILED, text))
+                child.failure = child.failure or Failure(exit_codes.START_FAILED, text)
+                if child.required:
+                    self._fail(child.failure)
                 return
             if child.failure is not None:
                 why = child.failure.message
@@ -186,12 +292,15 @@ class Supervisor:
             with anyio.move_on_after(pause):
                 await self.ending.asked.wait()
 
+    def _is_over(self, child: Child) -> bool:
+        return self.ending.asked.is_set() or child.is_leaving
+
     async def _start(self, child: Child) -> None:
         """Start a child that has loaded, once the server and its dependencies are there."""
         await self._begun.wait()
         below = [other for other in self.children if other.node.depth < child.node.depth]
         for other in below:
-            await other.has_been_ready.wait()
+            await other.settled.wait()
         child.send(StartInstance())
 
     def _fail(self, failure: Failure) -> None:

@@ -27,9 +27,10 @@ from dynbus.actors.running.child_messages import (
 )
 from dynbus.actors.running.in_process import Assignment, Ending
 from dynbus.actors.running.loader import resolve
+from dynbus.actors.running.plan import PlannedNode
 from dynbus.actors.running.planning import planned
 from dynbus.actors.running.processes import ForkProcess, ForkServer, Process
-from dynbus.actors.running.supervisor import Supervisor
+from dynbus.actors.running.supervisor import ChangeFailed, Supervisor
 from dynbus.actors.runtime import Actor
 from dynbus.actors.serving.instance import CANCEL_TIMEOUT, STOP_TIMEOUT
 from dynbus.bus import exit_codes
@@ -72,6 +73,11 @@ class Telling(Below, namespace="supervised"):
 class Blocked(Below, namespace="supervised"):
     async def on_start(self) -> None:
         asyncio.get_running_loop().call_later(0.3, time.sleep, 60)
+
+class Once(Below, namespace="supervised"):
+    async def on_start(self) -> None:
+        with (self.folder / "once").open("x"):
+            await super().on_start()
 
 class Garbling(Below, namespace="supervised"):
     async def on_start(self) -> None:
@@ -192,6 +198,110 @@ async def test_what_the_process_of_a_child_says_of_how_it_is_is_known_here(
 
         assert supervisor.details() == {"supervised.Telling/1": "mode: slow; since: noon"}
         assert supervisor.problems() == {}
+
+
+def running_now(supervisor: Supervisor) -> list[str]:
+    return [child.label for child in supervisor.children if child.state is ChildState.READY]
+
+
+@pytest.mark.anyio
+async def test_instances_are_added_to_a_running_node_and_its_last_ones_drained(
+    nats_server: RunningServer, folder: Path
+) -> None:
+    supervisor = supervise(nats_server, folder, "Below", "Above")
+
+    async with running(supervisor):
+        supervisor.begin()
+        await all_ready(supervisor)
+        await supervisor.scale("supervised.Below", 3)
+        grown, ready = running_now(supervisor), supervisor.problems()
+        await supervisor.scale("supervised.Below", 1)
+        shrunk = running_now(supervisor)
+        await supervisor.scale("supervised.Below", 0)
+        gone = running_now(supervisor)
+        await supervisor.scale("supervised.Below", 1)
+        back = running_now(supervisor)
+
+    above, below = "supervised.Above/1", "supervised.Below/1"
+    assert grown == [below, above, "supervised.Below/2", "supervised.Below/3"]
+    assert ready == {}
+    assert shrunk == [below, above]
+    assert gone == [above]
+    assert back == [above, below]
+
+
+@pytest.mark.anyio
+async def test_a_restart_replaces_one_instance_after_the_other_when_the_next_is_ready(
+    nats_server: RunningServer, folder: Path
+) -> None:
+    supervisor = supervise(nats_server, folder, "Below")
+    fewest = 2
+
+    async with running(supervisor):
+        supervisor.begin()
+        await all_ready(supervisor)
+        await supervisor.scale("supervised.Below", 2)
+        before = {child.pid for child in supervisor.children}
+        restart = asyncio.create_task(supervisor.restart("supervised.Below"))
+        while not restart.done():
+            fewest = min(fewest, len(running_now(supervisor)))
+            await asyncio.sleep(0.01)
+        await restart
+        after = {child.pid for child in supervisor.children}
+        order = (folder / "order").read_text().split("\n")
+
+    assert fewest == 2
+    assert len(after) == 2
+    assert not before & after
+    assert (order.count("start 0 Below"), order.count("stop Below")) == (4, 2)
+
+
+@pytest.mark.anyio
+async def test_an_instance_that_does_not_start_leaves_the_run_with_those_it_has(
+    nats_server: RunningServer, folder: Path
+) -> None:
+    supervisor = supervise(nats_server, folder, "Once")
+
+    async with running(supervisor):
+        supervisor.begin()
+        await all_ready(supervisor)
+        before = [child.pid for child in supervisor.children]
+        for change in (
+            supervisor.restart("supervised.Once"),
+            supervisor.scale("supervised.Once", 3),
+        ):
+            with pytest.raises(
+                ChangeFailed, match="supervised.Once did not start: FileExistsError"
+            ):
+                await change
+        after = [child.pid for child in supervisor.children]
+        problems = supervisor.problems()
+
+    assert before == after
+    assert problems == {}
+    assert supervisor.failure is None
+
+
+def test_a_node_is_found_by_its_address_and_by_a_component_that_it_alone_has() -> None:
+    async def story() -> None:
+        supervisor = Supervisor(
+            [
+                PlannedNode(address=address, actor="a:B", depth=0, workers=0)
+                for address in ("a.Splitter", "b.Splitter", "a.Shouter")
+            ],
+            WorkerSettings([], {}),
+            *(ForkServer(), Ending()),
+            drain_grace=1.0,
+        )
+
+        assert supervisor.find("a.Splitter") == "a.Splitter"
+        assert supervisor.find("Shouter") == "a.Shouter"
+        with pytest.raises(ChangeFailed, match=r"^Splitter may be a.Splitter or b.Splitter: write"):
+            supervisor.find("Splitter")
+        with pytest.raises(ChangeFailed, match=r"^this run has no a.Shoute \(did you mean"):
+            supervisor.find("a.Shoute")
+
+    run(story())
 
 
 @pytest.mark.anyio
