@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +15,7 @@ import click
 
 from dynbus.actors.running.child_messages import WorkerSettings
 from dynbus.actors.running.configuration import split_options
+from dynbus.actors.running.control import controlled
 from dynbus.actors.running.in_process import (
     Ending,
     Failure,
@@ -229,6 +231,7 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
             *(forks, ending),
             drain_grace=config.drain_grace,
         )
+        await stack.enter_async_context(controlled(supervisor, _stop_with(options, ending)))
         tasks = await stack.enter_async_context(task_group())
         # Before the server is there: its start and the imports of the children take as long.
         tasks.start_soon(supervisor.run)
@@ -250,6 +253,21 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
         await supervisor.ended.wait()
     failed = supervisor.exit_code not in (exit_codes.OK, exit_codes.INTERRUPTED)
     return (supervisor.failure if failed else None), supervisor.exit_code
+
+
+def _stop_with(options: RunOptions, ending: Ending) -> Callable[[bool], None]:
+    """What ends the run when `dynbus stop` asks for it."""
+
+    def stop(at_once: bool) -> None:
+        if options.parent_fd is not None:
+            # The process that reloads would wait for a change and begin again.
+            os.kill(os.getppid(), signal.SIGTERM)
+        if at_once:
+            ending.stop()
+        else:
+            ending.drain()
+
+    return stop
 
 
 def _in_process(run: LoadedRun, options: RunOptions) -> tuple[Failure | None, int]:

@@ -200,7 +200,8 @@ class Supervisor:
         if len(found) > 1:
             raise ChangeFailed(f"{name} may be {' or '.join(found)}: write one of them")
         if not found:
-            near = suggestion(name, self.nodes)
+            components = [address.partition(".")[2] for address in self.nodes]
+            near = suggestion(name, [*self.nodes, *components])
             raise ChangeFailed(f"this run has no {name}{near}; it has {', '.join(self.nodes)}")
         return found[0]
 

@@ -34,7 +34,10 @@ OWN: Final[Mapping[str, str]] = {
     "models": "List the models.",
     "ps": "List the instances.",
     "replay": "Compare routing policies.",
+    "restart": "Replace the instances of a run.",
     "run": "Serve the actors of files and modules.",
+    "scale": "Change how many instances a run has.",
+    "stop": "End a run.",
     "version": "Print the versions that matter.",
     "why": "Say why a request went where it went.",
 }

@@ -1,0 +1,95 @@
+"""`dynbus stop`, `dynbus restart`, `dynbus scale`: change a `dynbus run` that goes on."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+from dynbus.actors.running.control import (
+    Done,
+    Question,
+    Refused,
+    RestartNodes,
+    ScaleNode,
+    StopRun,
+    Told,
+    ask,
+    find_run,
+)
+from dynbus.bus import exit_codes
+from dynbus.bus.commands.terminal import error_line, printable
+
+_SCALE = re.compile(r"([\w.-]+)=(\d+)", re.ASCII)
+
+run_option = click.option(
+    "--run",
+    "pid",
+    type=int,
+    metavar="PID",
+    help="The process of the `dynbus run`, where several run in this folder.",
+)
+
+
+@click.command(help="End the `dynbus run` of this folder: it drains, and has ended when this has.")
+@click.option("--now", is_flag=True, help="End it at once, without a drain.")
+@run_option
+@click.pass_context
+def stop(ctx: click.Context, /, *, now: bool, pid: int | None) -> None:
+    """`dynbus stop`."""
+    ctx.exit(_carry_out(pid, StopRun(now)))
+
+
+@click.command(
+    help="""Replace the instances of the `dynbus run` of this folder by new ones, one at a time.
+
+    Each is drained when the one that replaces it is ready; where that does not start, the old ones
+    go on. NODE is namespace.component, or the component alone; without any, all are restarted.
+    """
+)
+@click.argument("nodes", nargs=-1, metavar="[NODE]...")
+@run_option
+@click.pass_context
+def restart(ctx: click.Context, /, *, nodes: tuple[str, ...], pid: int | None) -> None:
+    """`dynbus restart`."""
+    ctx.exit(_carry_out(pid, RestartNodes(list(nodes))))
+
+
+@click.command(
+    help="""Have the `dynbus run` of this folder run so many instances of a node.
+
+    \b
+    dynbus scale demo.Splitter=3
+    dynbus scale Splitter=0 Shouter=2
+    """
+)
+@click.argument("counts", nargs=-1, required=True, metavar="NODE=COUNT...")
+@run_option
+@click.pass_context
+def scale(ctx: click.Context, /, *, counts: tuple[str, ...], pid: int | None) -> None:
+    """`dynbus scale`."""
+    questions: list[Question] = []
+    for given in counts:
+        found = _SCALE.fullmatch(given)
+        if found is None:
+            raise click.UsageError(f"{given!r}: write NODE=COUNT, for example Splitter=3", ctx)
+        questions.append(ScaleNode(found[1], int(found[2])))
+    ctx.exit(_carry_out(pid, *questions))
+
+
+def _carry_out(pid: int | None, *questions: Question) -> int:
+    """Ask a run, and tell what it does; returns the exit code."""
+    run = find_run(pid)
+    for question in questions:
+        done = isinstance(question, StopRun)
+        for answer in ask(run, question):
+            if isinstance(answer, Told):
+                click.echo(printable(answer.text))
+            elif isinstance(answer, Refused):
+                click.echo(error_line(answer.reason), err=True)
+                return exit_codes.FAILURE
+            done = done or isinstance(answer, Done)
+        if not done:
+            click.echo(error_line(f"dynbus run {run} ended before it had done this"), err=True)
+            return exit_codes.FAILURE
+    return exit_codes.OK

@@ -1,0 +1,256 @@
+"""What other programs of the same user ask of a running `dynbus run`, over a socket in `.dynbus`.
+
+A connection carries one question, and is then closed: JSON lines, one `Question`, and then what
+is done for it, each step an `Answer`, the last of them `Done` or `Refused`. Only its owner can open
+the socket (mode 0600).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import anyio
+import msgspec
+from anyio.abc import SocketStream
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from dynbus.bus.background import task_group
+from dynbus.bus.errors import ConfigError, Unavailable
+
+from .child import Child
+from .configuration import MAX_WORKERS
+from .supervisor import ChangeFailed, Supervisor
+
+FOLDER: Final = Path(".dynbus")
+"""Below the working directory of the run: the path of a socket may have 107 bytes."""
+MAX_QUESTION: Final = 64 * 1024
+QUESTION_SECONDS: Final = 10.0
+"""Seconds in which a question must have come."""
+
+logger = logging.getLogger(__name__)
+
+
+class ShowRun(msgspec.Struct, frozen=True, tag="show"):
+    """Which instances are there?"""
+
+
+class StopRun(msgspec.Struct, frozen=True, tag="stop"):
+    """End the run: `at_once`, or when it has drained. The answer ends when the run has ended."""
+
+    at_once: bool = False
+
+
+class RestartNodes(msgspec.Struct, frozen=True, tag="restart"):
+    """Replace the instances of the nodes one after the other; of all nodes where none is named."""
+
+    names: list[str] = []
+
+
+class ScaleNode(msgspec.Struct, frozen=True, tag="scale"):
+    """Have `count` instances of a node."""
+
+    name: str
+    count: int
+
+
+Question = ShowRun | StopRun | RestartNodes | ScaleNode
+
+
+class InstanceShown(msgspec.Struct, frozen=True):
+    """An instance of a run."""
+
+    label: str
+    state: str
+    pid: int | None
+    instance_id: str
+
+
+class RunShown(msgspec.Struct, frozen=True, tag="shown"):
+    """The run as it is."""
+
+    pid: int
+    instances: list[InstanceShown]
+
+
+class Told(msgspec.Struct, frozen=True, tag="told"):
+    """A step is done."""
+
+    text: str
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """All that was asked for is done."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """It is not done, or not all of it."""
+
+    reason: str
+
+
+Answer = RunShown | Told | Done | Refused
+
+
+# The run's end --------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def controlled(supervisor: Supervisor, stop: Callable[[bool], None]) -> AsyncGenerator[None]:
+    """Answer questions about a run, and do what is asked, while the block runs.
+
+    Args:
+        stop: has the run end, at once where it is given True.
+
+    Raises:
+        ConfigError: the socket cannot be made.
+    """
+    path = _path(os.getpid())
+    try:
+        FOLDER.mkdir(exist_ok=True)
+        listener = await anyio.create_unix_listener(path, mode=0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"{path.absolute()}: the socket for dynbus stop, restart and scale cannot be made: "
+            f"{error.strerror}: run in a folder that you may write to"
+        ) from None
+    try:
+        async with listener, task_group() as tasks:
+            tasks.start_soon(listener.serve, _Control(supervisor, stop).answer)
+            yield
+            tasks.cancel_scope.cancel()
+    finally:
+        path.unlink(missing_ok=True)
+
+
+class _Control:
+    def __init__(self, supervisor: Supervisor, stop: Callable[[bool], None]) -> None:
+        self._supervisor = supervisor
+        self._stop = stop
+
+    async def answer(self, stream: SocketStream) -> None:
+        """Answer one connection; whoever leaves early changes nothing of what is done."""
+        async with stream:
+            try:
+                with anyio.fail_after(QUESTION_SECONDS):
+                    text = await BufferedByteReceiveStream(stream).receive_until(
+                        b"\n", MAX_QUESTION
+                    )
+                question = msgspec.json.decode(text, type=Question)
+            except (TimeoutError, anyio.DelimiterNotFound, anyio.IncompleteRead):
+                return
+            except msgspec.DecodeError as error:
+                await _send(stream, Refused(f"this is no question to a run: {error}"))
+                return
+            try:
+                async for answer in self._carry_out(question):
+                    await _send(stream, answer)
+            except ChangeFailed as error:
+                await _send(stream, Refused(str(error)))
+            except Exception as error:
+                # The run must not end of a question.
+                logger.exception("%r could not be carried out", question)
+                await _send(stream, Refused(f"{type(error).__name__}: {error}"))
+
+    async def _carry_out(self, question: Question) -> AsyncGenerator[Answer]:
+        supervisor = self._supervisor
+        if isinstance(question, ShowRun):
+            yield RunShown(os.getpid(), [_shown(child) for child in supervisor.children])
+        elif isinstance(question, StopRun):
+            self._stop(question.at_once)
+            await anyio.sleep_forever()  # until the run has ended
+        elif isinstance(question, ScaleNode):
+            if not 0 <= question.count <= MAX_WORKERS:
+                raise ChangeFailed(
+                    f"{question.count} instances: give a number from 0 to {MAX_WORKERS}"
+                )
+            address = supervisor.find(question.name)
+            await supervisor.scale(address, question.count)
+            yield _told(f"{address}: {question.count} instance{'s' * (question.count != 1)}")
+        else:
+            addresses = [supervisor.find(name) for name in question.names]
+            for address in addresses or list(supervisor.nodes):
+                await supervisor.restart(address)
+                yield _told(f"{address}: restarted")
+        yield Done()
+
+
+def _told(text: str) -> Told:
+    logger.info("%s, as was asked", text)
+    return Told(text)
+
+
+def _shown(child: Child) -> InstanceShown:
+    return InstanceShown(child.label, child.state.value, child.pid, child.instance_id)
+
+
+async def _send(stream: SocketStream, answer: Answer) -> None:
+    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+        await stream.send(msgspec.json.encode(answer) + b"\n")
+
+
+# The other end --------------------------------------------------------------------------------
+
+
+def find_run(pid: int | None = None) -> int:
+    """The process of the run of this folder.
+
+    Args:
+        pid: the one that is meant; needed where there are several.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    running = [int(path.stem.partition("-")[2]) for path in sorted(FOLDER.glob("run-*.sock"))]
+    running = [each for each in running if _answers(each)]
+    if pid is not None and pid in running:
+        return pid
+    here = f"in {Path.cwd()}"
+    if pid is not None:
+        raise ConfigError(f"--run {pid}: no dynbus run with this process id runs {here}")
+    if not running:
+        raise ConfigError(f"no dynbus run runs {here}: change to the folder where it was started")
+    if len(running) > 1:
+        raise ConfigError(
+            f"several dynbus run run {here}: add --run {' or --run '.join(map(str, running))}"
+        )
+    return running[0]
+
+
+def ask(pid: int, question: Question) -> Iterator[Answer]:
+    """Ask a run, and give its answers as they come; they end when the run does.
+
+    Raises:
+        Unavailable: it has ended.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(str(_path(pid)))
+            connection.sendall(msgspec.json.encode(question) + b"\n")
+        except OSError as error:
+            raise Unavailable(f"dynbus run {pid} cannot be asked: {error.strerror}") from None
+        with connection.makefile("rb") as lines:
+            for line in lines:
+                yield msgspec.json.decode(line, type=Answer)
+
+
+def _path(pid: int) -> Path:
+    return FOLDER / f"run-{pid}.sock"
+
+
+def _answers(pid: int) -> bool:
+    """Whether a run is behind its socket; that of one that was killed is taken away."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(str(_path(pid)))
+        except ConnectionRefusedError:
+            _path(pid).unlink(missing_ok=True)
+            return False
+        except FileNotFoundError:
+            return False
+    return True

@@ -1,0 +1,129 @@
+"""A `dynbus run` that goes on is scaled, restarted and stopped from another terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dynbus import Runtime
+from dynbus.bus import exit_codes
+
+from .project import Folder, project_folder
+
+CALLERS = 16
+
+SPLIT = """
+from collections.abc import AsyncGenerator
+from dynbus import Actor, handler
+
+class Splitter(Actor, namespace="demo"):
+    @handler
+    async def split(self, text: str) -> AsyncGenerator[str, None]:
+        for word in text.split():
+            yield word
+
+    @handler
+    async def upper(self, text: str) -> str:
+        return text.upper()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    with project_folder(tmp_path) as project:
+        (tmp_path / "split.py").write_text(SPLIT)
+        yield project
+
+
+async def call_until(done: asyncio.Event, runtime: Runtime) -> tuple[int, int]:
+    """How many unary calls and streams were answered until then, each in full."""
+    split = await runtime.endpoint("demo.Splitter.split").client()
+    upper = await runtime.endpoint("demo.Splitter.upper").client()
+    unary = streams = 0
+    while not done.is_set():
+        assert await upper.round_robin("a b") == "A B"
+        unary += 1
+        assert [word async for word in split.round_robin("a b c d")] == ["a", "b", "c", "d"]
+        streams += 1
+    return unary, streams
+
+
+@pytest.mark.anyio
+async def test_a_rolling_restart_and_a_change_of_number_lose_no_call(folder: Folder) -> None:
+    await asyncio.to_thread(folder.start_ready, "split.py", "--Splitter.workers=2", instances=2)
+    done = asyncio.Event()
+
+    async with Runtime.connect(folder.url) as runtime:
+        callers = [asyncio.create_task(call_until(done, runtime)) for _ in range(CALLERS)]
+        try:
+            commands = [
+                await asyncio.to_thread(folder.dynbus_in_a_process, *command)
+                for command in (("restart",), ("scale", "Splitter=3"), ("scale", "Splitter=1"))
+            ]
+        finally:
+            done.set()
+        counts = await asyncio.gather(*callers)
+
+    assert [(command.returncode, command.stdout, command.stderr) for command in commands] == [
+        (0, "demo.Splitter: restarted\n", ""),
+        (0, "demo.Splitter: 3 instances\n", ""),
+        (0, "demo.Splitter: 1 instance\n", ""),
+    ]
+    assert all(unary and streams for unary, streams in counts)
+    assert len(folder.workers()) == 1
+
+
+def test_a_run_is_stopped_by_its_folder_and_several_are_told_apart(folder: Folder) -> None:
+    first = folder.start_ready("actors.py:Splitter")
+    second = folder.start_ready("actors.py:Slow", instances=2)
+    sockets = sorted((folder.path / ".dynbus").glob("run-*.sock"))
+
+    unclear = folder.dynbus("stop")
+    wrong = folder.dynbus("stop", "--run", "1")
+    one = folder.dynbus("stop", "--run", str(second.pid))
+    ended = second.wait(60)
+    other = folder.dynbus("stop", "--now")
+    killed = folder.start_ready("actors.py:Splitter", instances=3)
+    killed.kill()
+    killed.wait(60)
+    none = folder.dynbus("stop")
+
+    assert len(sockets) == 2
+    assert (unclear.returncode, wrong.returncode) == (exit_codes.CONFIG_ERROR,) * 2
+    assert f"add --run {min(first.pid, second.pid)} or --run" in unclear.stderr
+    assert "--run 1: no dynbus run with this process id runs in" in wrong.stderr
+    assert (one.returncode, ended) == (0, exit_codes.OK)
+    assert (folder.path / "stopped").exists()
+    assert (other.returncode, first.wait(60)) == (0, exit_codes.INTERRUPTED)
+    assert "no dynbus run runs in" in none.stderr
+    assert list((folder.path / ".dynbus").glob("run-*.sock")) == []
+
+
+def test_only_its_owner_can_ask_a_run_and_what_is_no_question_is_refused(folder: Folder) -> None:
+    run = folder.start_ready("actors.py:Splitter")
+    (path,) = (folder.path / ".dynbus").glob("run-*.sock")
+    scale = b'{"type":"scale","name":"Splitter","count":-1}\n'
+    answers: list[bytes] = []
+    with contextlib.chdir(folder.path):
+        for question in (b"{}\n", scale, b"x" * 100_000):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(os.path.relpath(path))
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    connection.sendall(question)
+                    connection.shutdown(socket.SHUT_WR)
+                    answers.append(connection.makefile("rb").read())
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert b"this is no question to a run" in answers[0]
+    assert b"-1 instances: give a number from 0 to 1024" in answers[1]
+    assert run.poll() is None
+    assert folder.dynbus("scale", "Spliter=2").stderr == (
+        "dynbus: this run has no Spliter (did you mean Splitter?); it has demo.Splitter\n"
+    )
