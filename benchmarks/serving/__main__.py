@@ -235,8 +235,9 @@ async def _routing(options: Options, workload: Workload, **settings: Any) -> Row
             ("round_robin", 4, "round_robin"),
             ("one", 1, "round_robin"),
         ):
-            where = {"processes" if settings.get("computes") else "instances": count}
-            engines = options.engines(**where, **{"blocks": blocks * 4 // count, **settings})
+            where = "processes" if settings.get("computes") else "instances"
+            own: dict[str, Any] = {where: count, "blocks": blocks * 4 // count}
+            engines = options.engines(**own, **settings)
             async with stack(engines, policy) as served:
                 told[name] = await served.measure("poisson", Spec(workload=workload))
         kv, others, one = told["kv"], told["round_robin"], told["one"]

@@ -59,6 +59,11 @@ class Spec(msgspec.Struct, frozen=True):
     long_tokens: int = 0
     workload: Workload | None = None
 
+    def length(self, number: int) -> int:
+        """The tokens of the prompt of one of many streams: as many of them complete a block of the
+        engine's cache at each step, whichever way they began."""
+        return self.prompt_tokens + number % 16
+
 
 # One stream ------------------------------------------------------------------------------------
 
@@ -177,7 +182,8 @@ async def many(spec: Spec) -> Any:
 
 async def _begin(connections: list[Connection], spec: Spec) -> None:
     for number, connection in enumerate(connections):
-        connection.begin(chat(words(spec.prompt_tokens, spec.seed + number), ENDLESS))
+        prompt = words(spec.length(number), spec.seed + number)
+        connection.begin(chat(prompt, ENDLESS))
         if number % 64 == 63:
             await asyncio.sleep(0.02)
     await _until(lambda: all(len(each.events) > 1 for each in connections))
@@ -200,7 +206,7 @@ async def stepped(spec: Spec) -> Any:
     stepper = stepper_of(spec.engine.mock(), listener)
     stepping = asyncio.create_task(stepper.run())
     for number in range(spec.streams):
-        token_ids = _token_ids(spec.prompt_tokens, spec.seed + number)
+        token_ids = _token_ids(spec.length(number), spec.seed + number)
         stepper.add(str(number), GenerateRequest(token_ids, max_tokens=ENDLESS))
     await _until(lambda: len(listener.times) > spec.streams)
     figures = await _window(spec, "engine", lambda: len(listener.times))
@@ -230,9 +236,8 @@ async def bus(spec: Spec) -> Any:
         await client.wait_for_instances(timeout=15.0)
         with Relay(deliver) as relay:
             for number in range(spec.streams):
-                request = GenerateRequest(
-                    _token_ids(spec.prompt_tokens, spec.seed + number), max_tokens=ENDLESS
-                )
+                token_ids = _token_ids(spec.length(number), spec.seed + number)
+                request = GenerateRequest(token_ids, max_tokens=ENDLESS)
                 await relay.open(client.generate(request).raw(), number)
             await _until(lambda: all(counts))
             return await _window(spec, "relay", lambda: seen)

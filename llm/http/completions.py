@@ -280,8 +280,9 @@ class Exchange:
         ):
             if at is not None:
                 words.append(f"{name}_ms={(at - began) * 1000:.1f}")
-        if timing.gap_count:
-            words.append(f"inter_token_ms={timing.gaps / timing.gap_count * 1000:.2f}")
+        mean_gap = timing.mean_gap
+        if mean_gap is not None:
+            words.append(f"inter_token_ms={mean_gap * 1000:.2f}")
         if writer.error is not None:
             words.append(f"error={writer.error.code}")
         if self._content is not None:

@@ -283,8 +283,9 @@ class _Spans(RequestTrace):
         figures.duration.record(time.perf_counter() - timing.began, attributes)
         if timing.first is not None:
             figures.first_token.record(timing.first - timing.began, self._attributes)
-        if timing.gap_count:
-            figures.per_token.record(timing.gaps / timing.gap_count, self._attributes)
+        mean_gap = timing.mean_gap
+        if mean_gap is not None:
+            figures.per_token.record(mean_gap, self._attributes)
         if usage is not None:
             for kind, count in (("input", usage.prompt), ("output", usage.completion)):
                 figures.tokens.record(count, {**self._attributes, "gen_ai.token.type": kind})

@@ -59,12 +59,11 @@ class RequestTiming:
         sent: when an engine was found for it and it was sent there; None before.
         first: when its first tokens came; None before.
         last: when its latest tokens came.
-        gaps: sum of the times between two tokens, in seconds.
-        gap_count: how many times these are.
+        gap_count: how many tokens came after these.
         observe: called with the seconds of each token after the first, and how many took these.
     """
 
-    __slots__ = ("began", "first", "gap_count", "gaps", "last", "observe", "prepared", "sent")
+    __slots__ = ("began", "first", "gap_count", "last", "observe", "prepared", "sent")
 
     def __init__(self, began: float) -> None:
         self.began = began
@@ -72,7 +71,6 @@ class RequestTiming:
         self.sent: float | None = None
         self.first: float | None = None
         self.last = began
-        self.gaps = 0.0
         self.gap_count = 0
         self.observe: Callable[[float, int], object] | None = None
 
@@ -81,12 +79,17 @@ class RequestTiming:
         if self.first is None:
             self.first = now
         else:
-            gap = now - self.last
-            self.gaps += gap
             self.gap_count += count
             if self.observe is not None:
-                self.observe(gap / count, count)
+                self.observe((now - self.last) / count, count)
         self.last = now
+
+    @property
+    def mean_gap(self) -> float | None:
+        """The mean time between two tokens, in seconds; None before the second."""
+        if self.first is None or not self.gap_count:
+            return None
+        return (self.last - self.first) / self.gap_count
 
 
 class Part(NamedTuple):
