@@ -16,7 +16,7 @@ from dynbus.bus.errors import ConfigError
 from .engine.interface import Engine
 from .engine.worker import EngineWorker
 from .generation import GenerateRequest
-from .mock.engine import EngineConfig, MockEngine
+from .mock.engine import MockConfig, MockEngine
 from .mock.text_model import CONTEXT_LENGTH, END_ID, MOCK_TOKENS, write_mock_model
 from .mock.timing import Timing
 from .models.card import ModelInput, ModelType
@@ -107,7 +107,7 @@ class ModelWorker(EngineWorker, abstract=True):
                 prefix_caching=kv_events,
             )
             # A mock may have to take the place of a model.
-            self._mock = EngineConfig(
+            self._mock = MockConfig(
                 block_size=block_size,
                 blocks=of_mock,
                 max_num_seqs=max_num_seqs,

@@ -23,7 +23,7 @@ from dynbus.bus.lane import new_event_loop
 from dynbus.bus.nats.server_process import RunningServer, run_server
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.mock.actor import MockWorker
-from dynbus.llm.mock.engine import EngineConfig, MockEngine
+from dynbus.llm.mock.engine import MockConfig, MockEngine
 from dynbus.llm.mock.timing import Timing
 
 PROMPT_TOKENS = 64
@@ -46,7 +46,7 @@ def requests(streams: int, tokens: int, way: str = "") -> list[GenerateRequest]:
 
 def bare(streams: int, tokens: int) -> float:
     """Microseconds of CPU for each token, without the bus."""
-    engine = MockEngine(EngineConfig(timing=Timing(speedup_ratio=SPEEDUP)))
+    engine = MockEngine(MockConfig(timing=Timing(speedup_ratio=SPEEDUP)))
     for number, request in enumerate(requests(streams, tokens)):
         engine.add(str(number), request)
     began, made = time.process_time(), 0

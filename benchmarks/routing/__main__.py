@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from dynbus.llm.mock.engine import EngineConfig
+from dynbus.llm.mock.engine import MockConfig
 from dynbus.llm.replay.report import Objective, Report, summarize
 from dynbus.llm.replay.simulation import Simulation
 from dynbus.llm.replay.trace import Trace, read_trace
@@ -38,7 +38,7 @@ def main(
 ) -> None:
     """Compare policies on a trace in Mooncake's format, and our simulator with Dynamo's."""
     console = Console()
-    simulation = Simulation(instances, EngineConfig(), seed=seed)
+    simulation = Simulation(instances, MockConfig(), seed=seed)
     trace = read_trace(path, block_size=simulation.engine.block_size)
     full = simulation.saturating_speed(trace)
     console.print(

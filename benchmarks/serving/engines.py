@@ -15,7 +15,7 @@ from dynbus import Runtime
 from dynbus.llm import ModelInput, ModelType, register_llm
 from dynbus.llm.engine.interface import Engine
 from dynbus.llm.engine.worker import EngineWorker
-from dynbus.llm.mock import EngineConfig, MockEngine, Timing
+from dynbus.llm.mock import MockConfig, MockEngine, Timing
 
 from .model import NAME, VOCABULARY
 from .processes import answer, until_closed
@@ -75,7 +75,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
             decode_ms=self.decode_ms or usual.decode_ms,
         )
         return MockEngine(
-            EngineConfig(
+            MockConfig(
                 block_size=self.block_size,
                 blocks=self.blocks,
                 max_num_seqs=self.max_num_seqs,

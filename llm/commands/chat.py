@@ -62,12 +62,12 @@ def chat(
     temperature: float | None,
     timeout: float,
 ) -> None:
-    from .chatting import FrontEnd, execute
+    from .chatting import Client, execute
 
     settings = {"max_tokens": max_tokens, "temperature": temperature}
     ctx.exit(
         execute(
-            FrontEnd(url, api_key=api_key, timeout=timeout),
+            Client(url, api_key=api_key, timeout=timeout),
             question,
             model=model,
             system=system,

@@ -82,8 +82,8 @@ def events(lines: Iterable[bytes]) -> Iterator[bytes]:
             yield event
 
 
-class FrontEnd:
-    """A front end that speaks the API of OpenAI.
+class Client:
+    """A client of one front end that speaks the API of OpenAI.
 
     Args:
         url: without a path, `/v1` is added.
@@ -101,14 +101,14 @@ class FrontEnd:
         self._opener = _opener(self.url)
 
     def __repr__(self) -> str:
-        return f"<FrontEnd {redact_url(self.url)}>"
+        return f"<Client {redact_url(self.url)}>"
 
     def models(self) -> list[str]:
-        """The names of its models.
+        """The names of the models.
 
         Raises:
             Unavailable: nobody answers.
-            Refused: it answers with an error.
+            Refused: the front end answers with an error.
         """
         with closing(self._open("/models")) as response:
             data = self._read(response)
@@ -124,7 +124,7 @@ class FrontEnd:
 
         Raises:
             Unavailable: nobody answers, or the connection breaks.
-            Refused: it answers with an error.
+            Refused: the front end answers with an error.
         """
         with closing(self._open("/chat/completions", {**request, "stream": True})) as response:
             is_ended = False
@@ -223,10 +223,10 @@ class Conversation:
     """The messages so far, and what is asked with them."""
 
     def __init__(
-        self, front_end: FrontEnd, model: str, system: str | None, settings: Mapping[str, Any]
+        self, client: Client, model: str, system: str | None, settings: Mapping[str, Any]
     ) -> None:
         self.model = model
-        self._front_end = front_end
+        self._client = client
         self._settings = settings
         self._system = [{"role": "system", "content": system}] if system else []
         self._messages: list[dict[str, str]] = []
@@ -242,14 +242,14 @@ class Conversation:
         failed before the first piece is not.
 
         Raises:
-            Unavailable, Refused: as `FrontEnd.answer`.
+            Unavailable, Refused: as `Client.answer`.
         """
         asked = {"role": "user", "content": question}
         messages = [*self._system, *self._messages, asked]
         request = {"model": self.model, "messages": messages, **self._settings}
         pieces: list[str] = []
         try:
-            with closing(self._front_end.answer(request)) as answer:
+            with closing(self._client.answer(request)) as answer:
                 for piece, ended in answer:
                     pieces.append(piece)
                     yield piece
@@ -262,7 +262,7 @@ class Conversation:
 
 
 def execute(
-    front_end: FrontEnd,
+    client: Client,
     question: Sequence[str],
     *,
     model: str | None,
@@ -278,10 +278,10 @@ def execute(
     talks = not question and sys.stdin.isatty() and sys.stdout.isatty()
     asked = "" if talks else _question(question)
     try:
-        chosen = model or _only_model(front_end)
-        conversation = Conversation(front_end, chosen, system, settings)
+        chosen = model or _only_model(client)
+        conversation = Conversation(client, chosen, system, settings)
         if talks:
-            return _talk(conversation, front_end)
+            return _talk(conversation, client)
         _print_answer(conversation, asked)
     except (Unavailable, Refused) as error:
         click.echo(error_line(str(error)), err=True)
@@ -308,11 +308,11 @@ def _split(words: Sequence[str]) -> tuple[Sequence[str], bool, Sequence[str]]:
     return words[:at], True, words[at + 1 :]
 
 
-def _only_model(front_end: FrontEnd) -> str:
-    models = front_end.models()
+def _only_model(client: Client) -> str:
+    models = client.models()
     if not models:
         raise Unavailable(
-            f"{redact_url(front_end.url)} has no model now; its engines may still be loading"
+            f"{redact_url(client.url)} has no model now; its engines may still be loading"
         )
     if len(models) > 1:
         names = ", ".join(sorted(models))
@@ -320,12 +320,12 @@ def _only_model(front_end: FrontEnd) -> str:
     return models[0]
 
 
-def _talk(conversation: Conversation, front_end: FrontEnd) -> int:
+def _talk(conversation: Conversation, client: Client) -> int:
     """A conversation until the user ends it."""
     # With it, `input` has lines that can be edited and called back.
     import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
-    notice(f"{conversation.model} at {redact_url(front_end.url)}\n{HOW_TO_TALK}")
+    notice(f"{conversation.model} at {redact_url(client.url)}\n{HOW_TO_TALK}")
     was_interrupted = False
     while True:
         try:

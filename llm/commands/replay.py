@@ -109,14 +109,14 @@ def replay(
     as_json: bool,
 ) -> None:
     from dynbus.bus.errors import DynbusError
-    from dynbus.llm.mock.engine import EngineConfig
+    from dynbus.llm.mock.engine import MockConfig
     from dynbus.llm.replay import Objective, Simulation
 
     from .replaying import policy_names, print_reports, replay_trace, write_plot
 
     try:
         objective = Objective(slo_ttft / 1000.0, slo_itl / 1000.0)
-        engine = EngineConfig(
+        engine = MockConfig(
             block_size=block_size,
             blocks=blocks,
             max_num_seqs=max_num_seqs,

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from dynbus.llm.generation import Generated, GenerateRequest
 
-from .batch import Batch
 from .interface import EngineLimits, EngineLoad, Prefill, Step, StepFailed
 from .model import Chunk, Model
+from .request_pool import RequestPool
 from .sampling import Sampler, draw_tokens
 from .scheduler import ScheduledRequest
 from .tokens import SecretSequence
@@ -50,21 +50,21 @@ class ModelEngine:
         self._key = secrets.token_bytes(32)
         # Files of models name tokens that the model has not.
         self._eos = frozenset(each for each in eos_token_ids if 0 <= each < limits.vocabulary)
-        self._batch: Batch[_Continuation] = Batch(limits, prefix_caching=prefix_caching)
+        self._pool: RequestPool[_Continuation] = RequestPool(limits, prefix_caching=prefix_caching)
 
     def __repr__(self) -> str:
-        return f"<ModelEngine [{self._batch!r}]>"
+        return f"<ModelEngine [{self._pool!r}]>"
 
     @property
     def has_work(self) -> bool:
-        return self._batch.has_work
+        return self._pool.has_work
 
     @property
     def load(self) -> EngineLoad:
-        return self._batch.load
+        return self._pool.load
 
     def add(self, request_id: str, request: GenerateRequest) -> None:
-        prompt, room = self._batch.check(request_id, request)
+        prompt, room = self._pool.check(request_id, request)
         seed = request.sampling.seed
         # A negative seed is the number above that has the same bits.
         seed = secrets.randbits(64) if seed is None else seed % (1 << 64)
@@ -75,7 +75,7 @@ class ModelEngine:
             self._sequence(request, prompt, seed, request.index + each, stops)
             for each in range(request.n)
         ]
-        self._batch.add(
+        self._pool.add(
             request_id,
             sequences,
             room,
@@ -113,7 +113,7 @@ class ModelEngine:
         return sequence
 
     def cancel(self, request_id: str) -> None:
-        self._batch.cancel(request_id)
+        self._pool.cancel(request_id)
 
     def step(self) -> Step:
         """Compute the next tokens of all requests that have room.
@@ -122,9 +122,9 @@ class ModelEngine:
             StepFailed: the model raised, and nothing can be relied on any longer. The cause are
                 those that had no token yet, or all that were computed where there is no such one.
         """
-        plan = self._batch.scheduler.schedule()
+        plan = self._pool.scheduler.schedule()
         if not plan.chunks:
-            return Step((), self._batch.manager.take_events())
+            return Step((), self._pool.manager.take_events())
         ready = [scheduled for scheduled, _ in plan.chunks if scheduled.is_ready]
         try:
             logits = self._model.compute(
@@ -164,12 +164,12 @@ class ModelEngine:
             )
             outputs.append((scheduled.id, item))
             if reason is not None:
-                self._batch.end(scheduled)
+                self._pool.end(scheduled)
         for request_id in failed:
-            self._batch.cancel(request_id)
+            self._pool.cancel(request_id)
         return Step(
             outputs,
-            self._batch.manager.take_events(),
+            self._pool.manager.take_events(),
             failures=[(request_id, _NO_TOKEN) for request_id in failed],
             admitted=plan.admitted,
             prefilled=prefilled,

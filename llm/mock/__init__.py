@@ -1,6 +1,6 @@
 """A mock engine: real scheduling, caching, KV events and time, without a model."""
 
-from .engine import EngineConfig, MockEngine, Output, StepResult
+from .engine import MockConfig, MockEngine, Output, StepResult
 from .timing import Timing
 
-__all__ = ["EngineConfig", "MockEngine", "Output", "StepResult", "Timing"]
+__all__ = ["MockConfig", "MockEngine", "Output", "StepResult", "Timing"]

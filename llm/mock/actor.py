@@ -5,7 +5,7 @@ from __future__ import annotations
 from dynbus.bus.errors import ConfigError
 from dynbus.llm.engine.worker import EngineWorker
 
-from .engine import EngineConfig, MockEngine
+from .engine import MockConfig, MockEngine
 from .sequence import VOCABULARY
 from .timing import Timing
 
@@ -37,7 +37,7 @@ class MockWorker(EngineWorker, namespace="llm"):
         context_length: int = 0,
     ) -> None:
         try:
-            self._config = EngineConfig(
+            self._config = MockConfig(
                 block_size=block_size,
                 blocks=blocks,
                 max_num_seqs=max_num_seqs,

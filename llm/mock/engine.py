@@ -5,8 +5,8 @@ It is pure and synchronous: whoever drives it brings the time, virtual or real.
 
 from __future__ import annotations
 
-import collections.abc
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.engine import EngineLimits, EngineLoad, Step
-from dynbus.llm.engine.batch import Batch
 from dynbus.llm.engine.block_manager import BlockManager
 from dynbus.llm.engine.interface import Prefill
+from dynbus.llm.engine.request_pool import RequestPool
 from dynbus.llm.engine.scheduler import ScheduledRequest
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
 
-from .sequence import VOCABULARY, MockSequence, Sequence
+from .sequence import VOCABULARY, GrowingSequence, MockSequence
 from .timing import Timing
 
 QUIET_STEPS: Final = 64
@@ -29,7 +29,7 @@ QUIET_STEPS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class MockConfig:
     """The size and the limits of an engine; the defaults are those of Dynamo's mock engine.
 
     Attributes:
@@ -139,8 +139,8 @@ class StepResult(NamedTuple):
     events: list[KvEvent]
     decoding: int
     preempted: int
-    admitted: collections.abc.Sequence[str] = ()
-    prefilled: collections.abc.Sequence[Prefill] = ()
+    admitted: Sequence[str] = ()
+    prefilled: Sequence[Prefill] = ()
 
 
 class MockEngine:
@@ -152,37 +152,37 @@ class MockEngine:
 
     computes = False
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
-        self.config = config or EngineConfig()
+    def __init__(self, config: MockConfig | None = None) -> None:
+        self.config = config or MockConfig()
         self.limits = self.config.limits
-        self._batch: Batch[Sequence] = Batch(
+        self._pool: RequestPool[GrowingSequence] = RequestPool(
             self.limits,
             headroom=self.config.headroom,
             prefix_caching=self.config.prefix_caching,
             chunked_prefill=self.config.chunked_prefill,
         )
-        self._scheduler = self._batch.scheduler
+        self._scheduler = self._pool.scheduler
         # How many log-probabilities are wanted, by request.
         self._logprobs: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"<MockEngine [{self._batch!r}]>"
+        return f"<MockEngine [{self._pool!r}]>"
 
     @property
     def manager(self) -> BlockManager:
         """The blocks of its cache; to be looked at."""
-        return self._batch.manager
+        return self._pool.manager
 
     @property
     def has_work(self) -> bool:
-        return self._batch.has_work
+        return self._pool.has_work
 
     @property
     def load(self) -> EngineLoad:
-        return self._batch.load
+        return self._pool.load
 
     def add(self, request_id: str, request: GenerateRequest) -> None:
-        prompt, room = self._batch.check(request_id, request)
+        prompt, room = self._pool.check(request_id, request)
         sampling = request.sampling
         sequences = [
             MockSequence(
@@ -198,7 +198,7 @@ class MockEngine:
         ]
         if sampling.logprobs is not None:
             self._logprobs[request_id] = sampling.logprobs
-        self._batch.add(
+        self._pool.add(
             request_id,
             sequences,
             room,
@@ -208,16 +208,16 @@ class MockEngine:
             min_tokens=request.min_tokens,
         )
 
-    def add_sequence(self, request_id: str, sequence: Sequence, max_tokens: int) -> None:
+    def add_sequence(self, request_id: str, sequence: GrowingSequence, max_tokens: int) -> None:
         """Take in a request whose tokens are kept in another way; raises like `add`."""
-        self._batch.check_new(request_id)
+        self._pool.check_new(request_id)
         if max_tokens < 1:
             raise ValueError(f"max_tokens = {max_tokens}: a request gets one token at least")
-        self._batch.room(request_id, sequence.length, max_tokens)
-        self._batch.add(request_id, (sequence,), max_tokens)
+        self._pool.room(request_id, sequence.length, max_tokens)
+        self._pool.add(request_id, (sequence,), max_tokens)
 
     def cancel(self, request_id: str) -> None:
-        self._batch.cancel(request_id)
+        self._pool.cancel(request_id)
         self._logprobs.pop(request_id, None)
 
     def step(self) -> Step:
@@ -226,7 +226,7 @@ class MockEngine:
         outputs = [(output.request_id, self._generated(output)) for output in result.outputs]
         if self._logprobs:
             for request_id, item in outputs:
-                if item.finish_reason is not None and request_id not in self._batch:
+                if item.finish_reason is not None and request_id not in self._pool:
                     self._logprobs.pop(request_id, None)
         return Step(
             outputs,
@@ -328,14 +328,16 @@ class MockEngine:
             0,
         )
 
-    def _emit(self, request: ScheduledRequest[Sequence], tokens: list[int], steps: int) -> Output:
+    def _emit(
+        self, request: ScheduledRequest[GrowingSequence], tokens: list[int], steps: int
+    ) -> Output:
         """Count the tokens of a request, and end it with its last."""
         is_first = not request.generated
         resumes, request.resumes = request.resumes, False
         request.generated += steps
         reason = request.finish_reason(tokens[-1] if tokens else -1)
         if reason is not None:
-            self._batch.end(request)
+            self._pool.end(request)
         return Output(
             request.id,
             request.index,

@@ -26,7 +26,7 @@ GAMMA: Final = 0xD1342543DE82EF95
 _MASK: Final = (1 << 64) - 1
 
 
-class Sequence(HashedSequence, Protocol):
+class GrowingSequence(HashedSequence, Protocol):
     """What the mock engine needs of a request's tokens."""
 
     def extend(self, count: int) -> list[int]:

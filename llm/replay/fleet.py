@@ -37,7 +37,7 @@ from dynbus.kvrouter.routing import (
     profiles,
 )
 from dynbus.kvrouter.stream import AwarenessLevel, CacheAwareness
-from dynbus.llm.mock.engine import EngineConfig, MockEngine, Output, StepResult
+from dynbus.llm.mock.engine import MockConfig, MockEngine, Output, StepResult
 from dynbus.llm.mock.sequence import mix
 
 from .trace import Trace, TraceRequest
@@ -230,7 +230,7 @@ class Fleet:
         self,
         names: Sequence[str],
         router: RouterConfig,
-        config: EngineConfig,
+        config: MockConfig,
         *,
         event_delay: float = EVENT_DELAY,
         seed: int = 0,

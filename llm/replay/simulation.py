@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dynbus.kvrouter.routing import RouterConfig
-from dynbus.llm.mock.engine import EngineConfig
+from dynbus.llm.mock.engine import MockConfig
 
 from .fleet import EVENT_DELAY, Fleet, ReplayResult
 from .policies import with_policy
@@ -36,7 +36,7 @@ class Simulation:
     """
 
     instances: int
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: MockConfig = field(default_factory=MockConfig)
     speed: float = 1.0
     event_delay: float = EVENT_DELAY
     seed: int = 0

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import pytest
 
 from dynbus.cli import main
-from dynbus.llm.commands.chatting import FrontEnd, events
+from dynbus.llm.commands.chatting import Client, events
 
 ROOT = Path(__file__).parents[3]
 BOUND = 60.0
@@ -379,7 +379,7 @@ def test_what_is_no_url_is_refused(chat: Chat, url: str) -> None:
     ],
 )
 def test_a_url_without_a_path_gets_the_usual_one(url: str, base: str) -> None:
-    assert FrontEnd(url).url == base
+    assert Client(url).url == base
 
 
 def test_ctrl_c_cancels_a_question_and_keeps_what_came(server: Server) -> None:

@@ -18,10 +18,10 @@ from dynbus.llm.engine import Engine
 from dynbus.llm.engine.runner import JOINED_TOKENS, EngineRunner
 from dynbus.llm.engine.stepping import STEPS_AHEAD, STOP_TIMEOUT
 from dynbus.llm.generation import Generated, GenerateRequest
-from dynbus.llm.mock.engine import EngineConfig, MockEngine
+from dynbus.llm.mock.engine import MockConfig, MockEngine
 from dynbus.testing import run
 
-CONFIG = EngineConfig(block_size=4, blocks=64)
+CONFIG = MockConfig(block_size=4, blocks=64)
 
 
 def request(max_tokens: int = 20, *, n: int = 1) -> GenerateRequest:

@@ -14,12 +14,12 @@ from dynbus.kvrouter.hashing import block_hashes
 from dynbus.kvrouter.radix.index import RadixIndex, Verdict
 from dynbus.llm.engine import RequestTooLong
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
-from dynbus.llm.mock.engine import EngineConfig, MockEngine, StepResult
+from dynbus.llm.mock.engine import MockConfig, MockEngine, StepResult
 
 
 def engine(**changed: Any) -> MockEngine:
     settings: dict[str, Any] = {"block_size": 4, "blocks": 64}
-    return MockEngine(EngineConfig(**(settings | changed)))
+    return MockEngine(MockConfig(**(settings | changed)))
 
 
 def request(

@@ -12,7 +12,7 @@ import pytest
 from dynbus.bus.errors import ConfigError
 from dynbus.kvrouter.routing.config import RouterConfig
 from dynbus.kvrouter.routing.cost import Candidate, RequestShape
-from dynbus.llm.mock.engine import EngineConfig
+from dynbus.llm.mock.engine import MockConfig
 from dynbus.llm.replay.fleet import Fleet
 from dynbus.llm.replay.policies import InTurn, with_policy
 from dynbus.llm.replay.report import summarize
@@ -54,7 +54,7 @@ GOLDEN = [
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: f"{golden.speed}-{golden.blocks}")
 def test_round_robin_agrees_with_dynamos_replay(trace: Trace, golden: Golden) -> None:
-    simulation = Simulation(2, EngineConfig(blocks=golden.blocks), speed=golden.speed)
+    simulation = Simulation(2, MockConfig(blocks=golden.blocks), speed=golden.speed)
 
     report = summarize("round_robin", simulation.run(trace, "round_robin"))
 
@@ -112,7 +112,7 @@ def test_the_index_knows_a_prompt_when_its_step_has_ended_and_the_delay_passed(
     policy = Watching()
     router = RouterConfig(policy=policy, prediction_ttl=0)
 
-    Fleet(["a", "b", "c", "d"], router, EngineConfig(), event_delay=0.010).run(trace)
+    Fleet(["a", "b", "c", "d"], router, MockConfig(), event_delay=0.010).run(trace)
 
     assert policy.held == [{}, {}, {}, {"a": 8}]
 
@@ -123,7 +123,7 @@ def test_until_the_index_knows_a_prompt_the_scheduler_expects_it_where_it_was_se
     trace = written(tmp_path / "trace.jsonl", (0, 512, 1, [1]), (1, 512, 1, [1]))
     policy = Watching()
 
-    Fleet(["a", "b"], RouterConfig(policy=policy), EngineConfig()).run(trace)
+    Fleet(["a", "b"], RouterConfig(policy=policy), MockConfig()).run(trace)
 
     assert policy.held == [{}, {"a": 8}]
 
@@ -140,7 +140,7 @@ def test_the_scheduler_is_told_of_the_first_and_the_last_token_when_they_are_the
         (5000, 512, 1, [5]),
     )
     policy = Watching()
-    fleet = Fleet(["a", "b"], RouterConfig(policy=policy), EngineConfig())
+    fleet = Fleet(["a", "b"], RouterConfig(policy=policy), MockConfig())
 
     fleet.run(trace)
 
@@ -154,7 +154,7 @@ def test_a_request_waits_in_the_queue_of_the_scheduler_until_there_is_room(tmp_p
     trace = written(
         tmp_path / "trace.jsonl", (0, 8192, 1, [*range(16)]), (1, 512, 1, [99]), (2, 512, 1, [98])
     )
-    config = EngineConfig()
+    config = MockConfig()
     router = RouterConfig(queue_threshold=0.5, track_output=True)
     fleet = Fleet(["a"], router, config)
 
@@ -173,12 +173,12 @@ def test_a_queue_that_is_full_is_told(tmp_path: Path) -> None:
     router = RouterConfig(queue_threshold=0.0, queue_limit=1)
 
     with pytest.raises(ConfigError, match="request r2 finds the queue full: raise queue_limit"):
-        Fleet(["a"], router, EngineConfig()).run(trace)
+        Fleet(["a"], router, MockConfig()).run(trace)
 
 
 def test_a_request_that_arrives_during_a_step_begins_with_the_next_one(tmp_path: Path) -> None:
     trace = written(tmp_path / "trace.jsonl", (0, 8192, 100, [*range(16)]), (10, 512, 1, [99]))
-    config = EngineConfig()
+    config = MockConfig()
     timing = config.timing
 
     result = Fleet(["a"], in_turn(), config).run(trace)
@@ -192,7 +192,7 @@ def test_a_request_that_arrives_while_others_decode_begins_with_the_next_step(
     tmp_path: Path,
 ) -> None:
     trace = written(tmp_path / "trace.jsonl", (0, 512, 300, [1]), (1000, 512, 1, [99]))
-    config = EngineConfig()
+    config = MockConfig()
     timing, capacity = config.timing, config.capacity_tokens
     begins, context = timing.prefill(512), 513
     while begins < 1.0:
@@ -207,7 +207,7 @@ def test_a_request_that_arrives_while_others_decode_begins_with_the_next_step(
 
 def test_requests_of_one_moment_share_the_first_step(tmp_path: Path) -> None:
     trace = written(tmp_path / "trace.jsonl", (0, 512, 1, [1]), (0, 512, 1, [2]))
-    config = EngineConfig()
+    config = MockConfig()
 
     result = Fleet(["a"], in_turn(), config).run(trace)
 
@@ -217,7 +217,7 @@ def test_requests_of_one_moment_share_the_first_step(tmp_path: Path) -> None:
 
 
 def test_every_token_but_the_first_has_an_interval(trace: Trace) -> None:
-    result = Simulation(2, EngineConfig(blocks=2048), speed=4).run(trace, "round_robin")
+    result = Simulation(2, MockConfig(blocks=2048), speed=4).run(trace, "round_robin")
 
     _, counts = result.intervals
     assert result.preempted > 0
@@ -228,7 +228,7 @@ def test_every_token_but_the_first_has_an_interval(trace: Trace) -> None:
 def test_the_intervals_of_a_request_add_up_to_its_time(tmp_path: Path) -> None:
     trace = written(tmp_path / "trace.jsonl", (0, 512, 300, [1]))
 
-    result = Fleet(["a"], in_turn(), EngineConfig()).run(trace)
+    result = Fleet(["a"], in_turn(), MockConfig()).run(trace)
 
     seconds, counts = result.intervals
     [request] = result.requests

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dynbus.llm.mock.engine import EngineConfig
+from dynbus.llm.mock.engine import MockConfig
 from dynbus.llm.replay.simulation import Simulation
 from dynbus.llm.replay.trace import read_trace
 
@@ -32,7 +32,7 @@ def test_a_trace_with_other_blocks_is_refused() -> None:
     trace = read_trace(EXCERPT, block_size=64, limit=5)
 
     with pytest.raises(ValueError, match="blocks of 64 tokens and the engine of 16"):
-        Simulation(1, EngineConfig(block_size=16)).run(trace, "round_robin")
+        Simulation(1, MockConfig(block_size=16)).run(trace, "round_robin")
 
 
 def test_a_trace_that_lasts_longer_than_a_clock_is_exact_is_refused() -> None:

@@ -16,7 +16,7 @@ from .requests import check_request
 from .scheduler import S, ScheduledRequest, Scheduler
 
 
-class Batch(Generic[S]):
+class RequestPool(Generic[S]):
     """What an engine has taken in, what runs of it, and which blocks of the cache it has.
 
     Continuations of one request share the blocks of its prompt as other requests do, by finding
