@@ -1,8 +1,9 @@
-"""Language models on the bus: their cards, text, engines, and the replay of their traffic.
+"""Language models on the bus: their engines, and the front end that people and programs ask.
 
 A worker is written with what is here. The rest is in the packages: `dynbus.llm.models` (where
-models come from, and which are served), `.text` (tokenizers and chat templates), `.engine` (what
-engines have in common), `.mock` and `.replay`.
+models come from, and which are served), `.weights` and `.text` (their files, tokenizers and chat
+templates), `.engine` (what engines have in common), `.small` and `.mock` (two of them), `.openai`,
+`.pipeline`, `.http` and `.page` (the front end), and `.replay`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,1 +1,1 @@
-"""Commands about engines and their traffic: `replay`."""
+"""The commands `dynbus chat`, `http`, `models` and `replay`."""

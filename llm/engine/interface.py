@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.generation import Generated, GenerateRequest
+
+ANY_TOKENS: Final = 1 << 32
+"""A vocabulary that no token id is above: they are from 0 to 2^32 - 1."""
 
 
 class RequestTooLong(ValueError):
@@ -51,7 +54,7 @@ class EngineLimits:
     max_num_batched_tokens: int
     context_length: int
     has_events: bool = True
-    vocabulary: int = 1 << 32
+    vocabulary: int = ANY_TOKENS
 
     def __post_init__(self) -> None:
         for name in ("block_size", "blocks", "max_num_seqs", "context_length", "vocabulary"):

@@ -1,4 +1,4 @@
-"""What an engine takes."""
+"""What an engine takes: each value of a request is checked before anything is made of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dynbus.llm.generation import MAX_LOGPROBS, GenerateRequest, Sampling
 
-from .interface import EngineLimits
+from .interface import ANY_TOKENS, EngineLimits
 
 MAX_CONTINUATIONS: Final = 128
 """How many continuations of a prompt a request may ask for."""
@@ -76,15 +76,12 @@ def _check_tokens(name: str, token_ids: Collection[int], limits: EngineLimits) -
     if least >= 0 and most < limits.vocabulary:
         return
     wrong = least if least < 0 else most
-    if limits.vocabulary == _ANY_TOKENS:
+    if limits.vocabulary == ANY_TOKENS:
         raise ValueError(f"{name} has {wrong}, which is not from 0 to 2^32 - 1: send token ids")
     raise ValueError(
         f"{name} has {wrong}, which is not from 0 to {limits.vocabulary - 1}: send ids of the "
         "model's own tokenizer"
     )
-
-
-_ANY_TOKENS: Final = 1 << 32
 
 
 def _check_sampling(sampling: Sampling, limits: EngineLimits) -> None:
