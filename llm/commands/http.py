@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import nats_option
+from dynbus.llm.http.settings import HttpSettings
+from dynbus.llm.pipeline import RoutingChoice
 
 if TYPE_CHECKING:
     from dynbus.bus.config import BusConfig
-    from dynbus.llm.http.settings import HttpSettings
 
 _HELP: Final = """Answer OpenAI's requests over HTTP with the models that are on the bus.
 
@@ -27,18 +28,23 @@ _HELP: Final = """Answer OpenAI's requests over HTTP with the models that are on
     With no server at a loopback URL, dynbus starts an embedded nats-server, as `dynbus run` does.
     """
 
+_DEFAULTS: Final = HttpSettings()
 _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(help=_HELP, epilog=exit_codes.GENERAL)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
+@click.option("--host", default=_DEFAULTS.host, show_default=True, help="Where to listen.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=_DEFAULTS.port,
+    show_default=True,
+    help="0 for any.",
 )
 @nats_option
 @click.option(
     "--routing",
-    type=click.Choice(["auto", "kv", "round_robin", "random", "least_loaded", "power_of_two"]),
+    type=click.Choice(get_args(RoutingChoice)),
     default="auto",
     show_default=True,
     help="How a request finds a worker; auto is kv where workers tell their block size.",
@@ -63,28 +69,28 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--max-body",
     "max_body_bytes",
     type=click.IntRange(1),
-    default=32 * 1024 * 1024,
+    default=_DEFAULTS.max_body_bytes,
     show_default=True,
     metavar="BYTES",
 )
 @click.option(
     "--max-requests",
     type=click.IntRange(1),
-    default=8192,
+    default=_DEFAULTS.max_requests,
     show_default=True,
     help="That run at a time; further ones are answered 429.",
 )
 @click.option(
     "--request-timeout",
     type=click.FloatRange(0, min_open=True),
-    default=3600.0,
+    default=_DEFAULTS.request_timeout,
     show_default=True,
     metavar="SECONDS",
 )
 @click.option(
     "--grace",
     type=click.FloatRange(0, min_open=True),
-    default=30.0,
+    default=_DEFAULTS.grace,
     show_default=True,
     metavar="SECONDS",
     help="For requests that run at SIGTERM or Ctrl-C.",
@@ -114,8 +120,6 @@ def http(
     config = load_config({"servers": nats} if nats else {})
     try:
         import uvloop
-
-        from dynbus.llm.http.settings import HttpSettings
 
         settings = HttpSettings(cors_origins=cors_origins, **given)
         uvloop.run(_serve(config, settings, routing, policy))

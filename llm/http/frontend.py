@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import anyio
 
@@ -17,7 +18,8 @@ from dynbus.kvrouter.routing import RouterConfig
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.page.files import HEADERS, PATHS, STATE_PATH, page_file
 from dynbus.llm.page.state import PageState
-from dynbus.llm.pipeline.models import ModelCatalog, Models, RoutingChoice
+from dynbus.llm.pipeline import RoutingChoice
+from dynbus.llm.pipeline.models import ModelCatalog, Models
 
 from .application import Application, Page, Response
 from .garbage import rare_collections
@@ -28,6 +30,8 @@ from .tracing import Tracing
 from .writer import JSON, raw_headers
 
 logger = logging.getLogger(__name__)
+
+_DEFAULTS: Final = HttpSettings()
 
 
 class HttpFrontEnd(Openable):
@@ -110,16 +114,16 @@ class Frontend(Actor, abstract=True):
 
     def __init__(
         self,
-        host: str = "127.0.0.1",
-        port: int = 8000,
+        host: str = _DEFAULTS.host,
+        port: int = _DEFAULTS.port,
         api_keys: str = "",
         insecure_public: bool = False,
         tls_cert: str = "",
         tls_key: str = "",
         cors_origins: Sequence[str] = (),
         routing: RoutingChoice = "auto",
-        request_timeout: float = 3600.0,
-        grace: float = 30.0,
+        request_timeout: float = _DEFAULTS.request_timeout,
+        grace: float = _DEFAULTS.grace,
         log_content: bool = False,
     ) -> None:
         self._settings = HttpSettings(

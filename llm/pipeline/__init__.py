@@ -3,11 +3,10 @@
 All of it runs in the process of a front end, or in actors of its own: see `Processor`.
 """
 
-from __future__ import annotations
+from typing import Literal
 
-from typing import TYPE_CHECKING
+__all__ = ["RoutingChoice"]
 
-if TYPE_CHECKING:
-    from . import models, preparing, processor, serving, transcript
-
-__all__ = ["models", "preparing", "processor", "serving", "transcript"]
+RoutingChoice = Literal["auto", "kv", "round_robin", "random", "least_loaded", "power_of_two"]
+"""How requests find an instance; `auto` is `kv` where all instances tell the size of their blocks,
+and `least_loaded` elsewhere."""

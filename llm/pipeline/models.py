@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, Self, get_args
+from typing import Final, Protocol, Self, get_args
 
 import anyio
 import msgspec
@@ -39,6 +39,7 @@ from dynbus.llm.openai.errors import BadRequest, ModelNotFound
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.text.text_model import TextModel
 
+from . import RoutingChoice
 from .preparing import ModelLimits, Prepared, longest_token, prepare
 from .serving import (
     Completion,
@@ -51,10 +52,6 @@ from .serving import (
 )
 
 logger = logging.getLogger(__name__)
-
-RoutingChoice = Literal["auto", "kv", "round_robin", "random", "least_loaded", "power_of_two"]
-"""How requests find an instance; `auto` is `kv` where all instances tell the size of their blocks,
-and `least_loaded` elsewhere."""
 
 SERVED: Final = ModelType.Chat | ModelType.Completions | ModelType.Backend
 
@@ -369,7 +366,7 @@ class Models:
                 return
             logger.error("the model %s cannot be served: %s", card.name, serving.failure)
             if not isinstance(error, DynbusError | ValueError | OSError):
-                logger.exception("it was opened")
+                logger.exception("the model %s failed to open", card.name)
         else:
             logger.info("the model %s is served from %s", card.name, card.endpoint)
 

@@ -20,7 +20,8 @@ from dynbus.llm.models.register import register_llm
 from dynbus.llm.openai.answers import BARE
 from dynbus.llm.openai.requests import chat_of, completion_of
 
-from .models import Inquiry, Models, RoutingChoice
+from . import RoutingChoice
+from .models import Inquiry, Models
 from .serving import Completion, RequestTiming
 
 MOST_WAITING: Final = 64
