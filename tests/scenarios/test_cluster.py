@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.conditions import Stopwatch, eventually
 
-from dynbus import Runtime, UnknownOutcome
+from dynbus import NoInstances, Runtime, UnknownOutcome
 from dynbus.bus.commands.diagnosis import diagnose
 from dynbus.bus.config import BusConfig
 from dynbus.bus.errors import DynbusError
@@ -27,6 +27,8 @@ from .workload import Count, Done, Source, payload
 pytestmark = pytest.mark.anyio
 
 ITEMS = 400
+WORKS_WITHIN = 2.0
+"""Seconds until a new client has an answer, whichever server was killed."""
 
 
 class Cluster:
@@ -214,9 +216,19 @@ class NewCallers:
         while True:
             watch = Stopwatch()
             async with Runtime.connect(self._url) as new:
-                self.answered.add((await new.client(Source).where()).instance)
+                self.answered.add(await self._first_answer(new, watch))
             self.slowest = max(self.slowest, watch.seconds())
             await asyncio.sleep(0.5)
+
+    async def _first_answer(self, new: Runtime, watch: Stopwatch) -> str:
+        """The instance that answers; in two seconds it may have to be asked for again."""
+        while True:
+            try:
+                return (await new.client(Source).where()).instance
+            except NoInstances:
+                if watch.seconds() >= WORKS_WITHIN:
+                    raise
+                await asyncio.sleep(0.05)
 
 
 @pytest.mark.timeout(240)
@@ -247,7 +259,7 @@ async def test_old_and_new_callers_find_their_instances_whichever_server_is_kill
     assert old.errors == []
     assert old.unknown <= 2 * len(cluster.servers)
     assert old.calls > 0
-    assert new.slowest < 2.0
+    assert new.slowest < WORKS_WITHIN
     assert new.answered == {"w0", "w1"}
     assert "[lost" not in log  # as a lease shows itself
     assert "STREAM.INFO" not in log
