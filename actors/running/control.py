@@ -104,21 +104,23 @@ Answer = RunShown | Told | Done | Refused
 async def controlled(supervisor: Supervisor, stop: Callable[[bool], None]) -> AsyncGenerator[None]:
     """Answer questions about a run, and do what is asked, while the block runs.
 
+    Where the folder cannot be written to, as in many containers, a warning says that nobody can.
+
     Args:
         stop: has the run end, at once where it is given True.
-
-    Raises:
-        ConfigError: the socket cannot be made.
     """
     path = _path(os.getpid())
     try:
         FOLDER.mkdir(exist_ok=True)
         listener = await anyio.create_unix_listener(path, mode=0o600)
     except OSError as error:
-        raise ConfigError(
-            f"{path.absolute()}: the socket for dynbus stop, restart and scale cannot be made: "
-            f"{error.strerror}: run in a folder that you may write to"
-        ) from None
+        logger.warning(
+            "dynbus stop, restart and scale do not reach this run: its socket %s cannot be made: "
+            "%s",
+            *(path.absolute(), error.strerror),
+        )
+        yield
+        return
     try:
         async with listener, task_group() as tasks:
             tasks.start_soon(listener.serve, _Control(supervisor, stop).answer)
