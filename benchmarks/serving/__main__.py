@@ -308,7 +308,7 @@ async def _main() -> None:
     parser.add_argument("--open-streams", type=int, default=4096)
     parser.add_argument("--long-tokens", type=int, default=100_000)
     parser.add_argument("--rate", type=float, default=12.0, help="requests/s of the routing")
-    parser.add_argument("--small-rate", type=float, default=2.0, help="of small engines'")
+    parser.add_argument("--small-rate", type=float, default=4.0, help="of small engines'")
     parser.add_argument("--guidellm", default="", metavar="PROGRAM", help="asks beside our client")
     parser.add_argument("--json", type=Path, help="where to write the figures of all runs")
     given = parser.parse_args()
