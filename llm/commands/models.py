@@ -110,7 +110,7 @@ def add(kind: str, name: str, endpoint: str, nats: str | None) -> None:
     from dynbus.bus.clock import unix_time
     from dynbus.bus.protocol.names import EndpointName
     from dynbus.llm.models.card import ModelCard, ModelInput, check_name
-    from dynbus.llm.models.register import add_model
+    from dynbus.llm.models.publishing import add_model
 
     card = ModelCard(
         name=check_name(name),
@@ -127,7 +127,7 @@ def add(kind: str, name: str, endpoint: str, nats: str | None) -> None:
 @nats_option
 def rm(name: str, nats: str | None) -> None:
     """Remove a name that was added with `dynbus models add`."""
-    from dynbus.llm.models.register import remove_model
+    from dynbus.llm.models.publishing import remove_model
 
     _run(lambda runtime: remove_model(runtime.bus, name), nats)
 

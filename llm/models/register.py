@@ -1,29 +1,20 @@
-"""Registering a model: its card says on the bus who serves it, for as long as somebody does."""
+"""`register_llm`: its arguments and the model's files become a card, which is published."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, Literal, NamedTuple, TypedDict, Unpack, overload
-from weakref import WeakKeyDictionary
+from typing import Any, Literal, TypedDict, Unpack, overload
 
-import anyio
 import msgspec
 
 from dynbus.actors.calling.clients import EndpointAddress
 from dynbus.actors.runtime import Actor
-from dynbus.bus.bus import Bus
-from dynbus.bus.clock import monotonic, unix_time
-from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
+from dynbus.bus.clock import unix_time
+from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import EndpointName
-from dynbus.bus.records.discovery import Discovery
-from dynbus.bus.records.leased_record import LeasedRecord
-from dynbus.bus.records.presence import is_there
-from dynbus.bus.transport import ConnectionState, StoredMessage
 from dynbus.llm.generation import DefaultSampling
 
 from .card import (
@@ -37,49 +28,12 @@ from .card import (
     check_name,
     check_sampling,
     check_user_data,
-    differences,
 )
 from .description import Description, configuration_json, describe
-from .origins import OnProgress, parse_source
-from .records import (
-    ADDED,
-    CARDS_STREAM,
-    MARKER_TTL,
-    MAX_ARTEFACT_BYTES,
-    MAX_CARD_BYTES,
-    Artefacts,
-    StoredCard,
-    card_subject,
-    digest_of,
-    read_cards,
-)
+from .origins import HubSource, LocalSource, OnProgress, PackageSource, parse_source
+from .publishing import Target, publish_card
+from .records import MAX_ARTEFACT_BYTES, digest_of
 from .source import LocalModel, resolve
-
-logger = logging.getLogger(__name__)
-
-RETRY_DELAY: Final = 0.5
-"""Seconds after which a card that could not be renewed is tried again."""
-
-CHECKED: Final = 60.0
-"""Seconds between two looks at whether the artefacts are still there, and what else is."""
-
-ASKED: Final = 0.5
-"""Seconds between two questions whether the owners of other cards are still there."""
-
-
-class _Target(NamedTuple):
-    """What a model is registered for.
-
-    Attributes:
-        owner: see `StoredCard`.
-        ended: set when the owner has ended; None for one that lives as long as the bus.
-    """
-
-    bus: Bus
-    discovery: Discovery
-    endpoint: EndpointName
-    owner: str
-    ended: asyncio.Event | None = None
 
 
 class _Options(TypedDict, total=False):
@@ -201,49 +155,8 @@ async def register_llm(
         description = replace(description, sampling=chosen)
         card, files = _described(card, description, model)
     card = msgspec.structs.replace(card, name=check_name(name))
-    await _register(target, card, files)
+    await publish_card(target, card, files)
     return card
-
-
-async def add_model(side_bus: Bus, discovery: Discovery, card: ModelCard) -> None:
-    """Keep the card of a model whose worker does not register it, until `remove_model`.
-
-    Raises:
-        ConfigError: another card of its name says otherwise, and in what.
-    """
-    target = _Target(side_bus, discovery, card.endpoint_name, ADDED)
-    await _refuse_conflicts(target, card)
-    jetstream = side_bus.data.jetstream
-    await jetstream.ensure_stream(CARDS_STREAM)
-    await jetstream.publish(
-        card_subject(target.endpoint, card.name, ADDED), msgspec.json.encode(card)
-    )
-
-
-async def remove_model(bus: Bus, name: str) -> int:
-    """Remove the cards of a name that were added by `add_model`; returns how many.
-
-    Raises:
-        ConfigError: there is none, and who registered the model if somebody did.
-    """
-    jetstream = bus.data.jetstream
-    cards = await read_cards(jetstream, name)
-    added = [one for one in cards if one.owner == ADDED]
-    if not added:
-        others = sorted({one.card.endpoint for one in cards})
-        raise ConfigError(
-            f"the model {name!r} was registered by {', '.join(others)}: it goes when they stop"
-            if others
-            else f"there is no model {name!r}: `dynbus models` lists those that there are"
-        )
-    for one in added:
-        await jetstream.publish(
-            card_subject(one.card.endpoint_name, name, ADDED),
-            b"",
-            ttl=MARKER_TTL,
-            headers={"KV-Operation": "DEL"},
-        )
-    return len(added)
 
 
 # What is checked --------------------------------------------------------------------------------
@@ -289,10 +202,10 @@ def _with(models_own: DefaultSampling, chosen: DefaultSampling | None) -> Defaul
     return msgspec.structs.replace(models_own, **msgspec.to_builtins(chosen))
 
 
-def _target(endpoint: object) -> _Target:
+def _target(endpoint: object) -> Target:
     if isinstance(endpoint, EndpointAddress):
         side = endpoint.side
-        return _Target(side.bus, side.discovery, endpoint.name, side.bus.incarnation)
+        return Target(side.bus, side.discovery, endpoint.name, side.bus.incarnation)
     actor: object = endpoint
     attribute = ""
     if not isinstance(actor, Actor):
@@ -314,7 +227,7 @@ def _target(endpoint: object) -> _Target:
     runtime, instance = actor.runtime, actor.__dynbus_instance__
     namespace, component, instance_id = instance.name
     name = EndpointName(namespace, component, handlers[attribute].name)
-    return _Target(runtime.bus, runtime.discovery, name, instance_id, instance.stopped)
+    return Target(runtime.bus, runtime.discovery, name, instance_id, instance.stopped)
 
 
 def _name_of(model_path: str | os.PathLike[str]) -> str:
@@ -324,12 +237,13 @@ def _name_of(model_path: str | os.PathLike[str]) -> str:
         source = parse_source(text)
     except ConfigError:
         return text
-    repository = getattr(source, "repository", "")
-    named: str = getattr(source, "model_name", "") or getattr(source, "name", "")
-    path = getattr(source, "path", None)
-    if path is not None:
-        named = path.stem if path.suffix == ".gguf" else path.resolve().name
-    return repository.rpartition("/")[2] or named
+    match source:
+        case HubSource():
+            return source.repository.rpartition("/")[2]
+        case PackageSource():
+            return source.model_name or source.name
+        case LocalSource(path):
+            return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
 def _described(
@@ -377,208 +291,3 @@ def _described(
         artefacts={name: digest_of(data) for name, data in artefacts.items()},
     )
     return described, list(artefacts.values())
-
-
-# On the bus -------------------------------------------------------------------------------------
-
-_registered: Final[WeakKeyDictionary[Bus, dict[str, ModelCard]]] = WeakKeyDictionary()
-"""The cards that each process holds, by their subjects."""
-
-
-async def _register(target: _Target, card: ModelCard, files: Sequence[bytes]) -> None:
-    subject = card_subject(target.endpoint, card.name, target.owner)
-    data = msgspec.json.encode(card)
-    if len(data) > MAX_CARD_BYTES:
-        raise ConfigError(
-            f"the card of {card.name} has {len(data)} bytes: at most {MAX_CARD_BYTES}"
-        )
-    held = _registered.setdefault(target.bus, {})
-    if subject in held:
-        found = differences(card, held[subject])
-        if found or card.types != held[subject].types:
-            raise _conflict(card, "this process", found or ["it is asked for something else"])
-        return
-    held[subject] = card
-    try:
-        await _refuse_conflicts(target, card)
-        artefacts = Artefacts(target.bus.data.jetstream)
-        if files:
-            await artefacts.keep(files)
-        registration = _Registration(target, subject, data, files, artefacts)
-        try:
-            await registration.begin()
-            await _refuse_later(target, card, registration.sequence)
-        except BaseException:
-            with anyio.move_on_after(2.0, shield=True):
-                await registration.withdraw()
-            raise
-    except BaseException:
-        del held[subject]
-        raise
-    target.bus.background.start(registration.keep, name=f"the card of {card.name}")
-
-
-async def _refuse_conflicts(target: _Target, card: ModelCard) -> None:
-    """Pass unless another card of this name says otherwise whose owner is there.
-
-    An owner that was killed has a card for as long as its lease, which is waited for.
-    """
-    ends = monotonic() + target.bus.config.lease_ttl + 2 * ASKED
-    while True:
-        other = await _conflicting(target, card)
-        if other is None:
-            return
-        if monotonic() > ends or await _owner_is_there(target, other):
-            raise _conflict(card, _told_owner(other), differences(card, other.card))
-        await anyio.sleep(ASKED)
-
-
-async def _refuse_later(target: _Target, card: ModelCard, sequence: int) -> None:
-    """Of two that register at once and disagree, the one that came first stays."""
-    for one in await read_cards(target.bus.data.jetstream, card.name):
-        found = differences(card, one.card)
-        if found and one.sequence < sequence and one.owner != target.owner:
-            raise _conflict(card, _told_owner(one), found)
-
-
-async def _conflicting(target: _Target, card: ModelCard) -> StoredCard | None:
-    for one in await read_cards(target.bus.data.jetstream, card.name):
-        is_mine = one.owner == target.owner and one.card.endpoint == card.endpoint
-        if not is_mine and differences(card, one.card):
-            return one
-    return None
-
-
-async def _owner_is_there(target: _Target, other: StoredCard) -> bool:
-    if other.owner == ADDED:
-        return True
-    discovery = target.discovery
-    await discovery.wait_synchronized(target.bus.config.connect_timeout)
-    endpoint = other.card.endpoint_name
-    for instance in discovery.view.instances(endpoint.namespace, endpoint.component, monotonic()):
-        if other.owner in (instance.id, instance.record.incarnation):
-            # Nobody knows while the connection breaks; it is asked again then.
-            return await is_there(target.bus, instance.record.name) is True
-    return False
-
-
-def _told_owner(other: StoredCard) -> str:
-    if other.owner == ADDED:
-        return "`dynbus models add` (`dynbus models rm` removes it)"
-    return f"{other.card.endpoint} ({other.owner})"
-
-
-def _conflict(card: ModelCard, owner: str, found: Sequence[str]) -> ConfigError:
-    return ConfigError(
-        f"the model {card.name!r} is registered by {owner} with another card: {'; '.join(found)}. "
-        "Make them agree, or give another model_name"
-    )
-
-
-class _Registration:
-    """A card that is kept alive until its owner ends."""
-
-    def __init__(
-        self,
-        target: _Target,
-        subject: str,
-        data: bytes,
-        files: Sequence[bytes],
-        artefacts: Artefacts,
-    ) -> None:
-        # On the control lane, which nothing of the main loop delays.
-        self._lane = lane = target.bus.lane
-        self._target = target
-        self._data = data
-        self._files = {digest_of(file): file for file in files}
-        self._artefacts = artefacts
-        self._now = asyncio.Event()
-        self._record = LeasedRecord(
-            lane.connection.jetstream,
-            CARDS_STREAM.name,
-            subject,
-            target.bus.config.lease_ttl,
-            marker_ttl=MARKER_TTL,
-            is_mine=_is_mine,
-            make=self._make_bucket,
-            remake=self._remake_bucket,
-        )
-
-    @property
-    def sequence(self) -> int:
-        """Where the card is in the bucket."""
-        return self._record.lease.revision
-
-    async def begin(self) -> None:
-        """Write the card for the first time.
-
-        Raises:
-            DynbusError: it cannot be written.
-        """
-        await self._lane.run(self._record.write(self._data))
-
-    async def withdraw(self) -> None:
-        """Take the card back."""
-        is_connected = self._lane.connection.state is ConnectionState.CONNECTED
-        with suppress(Unavailable):
-            # The lane is closed: the card expires by itself.
-            await self._lane.run(self._record.withdraw(is_connected=is_connected))
-
-    async def keep(self) -> None:
-        """Renew the card until its owner ends, then take it back."""
-        end_listening = self._target.bus.data.on_state(self._on_state)
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._renew)
-                tasks.start_soon(self._look_after)
-                if self._target.ended is None:
-                    await anyio.sleep_forever()
-                else:
-                    await self._target.ended.wait()
-                tasks.cancel_scope.cancel()
-        finally:
-            end_listening()
-            _registered.get(self._target.bus, {}).pop(self._record.subject, None)
-            with anyio.move_on_after(2.0, shield=True):
-                await self.withdraw()
-
-    async def _renew(self) -> None:
-        usual = wait = self._record.lease.ttl / 3
-        while True:
-            with anyio.move_on_after(wait):
-                await self._now.wait()
-            self._now.clear()
-            try:
-                await self._lane.run(self._record.write(self._data))
-                wait = usual
-            except DynbusError as error:
-                # The lane may be connected again a moment after the data connection.
-                wait = min(usual, RETRY_DELAY)
-                await self._lane.run(self._record.after_failure(error))
-
-    async def _look_after(self) -> None:
-        while True:
-            await anyio.sleep(CHECKED)
-            try:
-                await self._artefacts.make_sure(self._files)
-                swept = await self._artefacts.sweep()
-                if swept:
-                    logger.info("%d artefacts of models that are gone were removed", swept)
-            except DynbusError as error:
-                logger.warning("the artefacts of models were not looked after: %s", error)
-
-    def _on_state(self, state: ConnectionState) -> None:
-        if state is ConnectionState.CONNECTED:
-            self._now.set()
-
-    async def _make_bucket(self) -> None:
-        await self._lane.connection.jetstream.ensure_stream(CARDS_STREAM)
-
-    async def _remake_bucket(self) -> None:
-        # The disk that broke it may be full still.
-        await self._lane.connection.jetstream.ensure_stream(CARDS_STREAM._replace(in_memory=True))
-
-
-def _is_mine(stored: StoredMessage) -> bool:
-    """Whatever is stored under an owner is that owner's."""
-    return True

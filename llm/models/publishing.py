@@ -1,0 +1,315 @@
+"""Cards on the bus: published, kept alive for as long as somebody serves the model, and refused
+where they contradict another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+import anyio
+import msgspec
+
+from dynbus.bus.bus import Bus
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
+from dynbus.bus.protocol.names import EndpointName
+from dynbus.bus.records.discovery import Discovery
+from dynbus.bus.records.leased_record import LeasedRecord
+from dynbus.bus.records.presence import is_there
+from dynbus.bus.transport import ConnectionState, StoredMessage
+
+from .card import ModelCard, differences
+from .records import (
+    ADDED,
+    CARDS_STREAM,
+    MARKER_TTL,
+    MAX_CARD_BYTES,
+    Artefacts,
+    StoredCard,
+    card_subject,
+    digest_of,
+    read_cards,
+)
+
+logger = logging.getLogger(__name__)
+
+CHECK_INTERVAL: Final = 60.0
+"""Seconds between two looks at whether the artefacts are still there, and what else is."""
+
+ASK_INTERVAL: Final = 0.5
+"""Seconds between two questions whether the owners of other cards are still there."""
+
+RETRY_DELAY: Final = 0.5
+"""Seconds after which a card that could not be renewed is tried again."""
+
+
+class Target(NamedTuple):
+    """What a model is registered for.
+
+    Attributes:
+        owner: see `StoredCard`.
+        ended: set when the owner has ended; None for one that lives as long as the bus.
+    """
+
+    bus: Bus
+    discovery: Discovery
+    endpoint: EndpointName
+    owner: str
+    ended: asyncio.Event | None = None
+
+
+_registered: Final[WeakKeyDictionary[Bus, dict[str, ModelCard]]] = WeakKeyDictionary()
+"""The cards that each process holds, by their subjects."""
+
+
+async def publish_card(target: Target, card: ModelCard, files: Sequence[bytes]) -> None:
+    """Store a card and its artefacts, and keep them until its owner ends.
+
+    Raises:
+        ConfigError: it is too large, or another card of this name says otherwise, and in what.
+        DynbusError: it cannot be stored.
+    """
+    subject = card_subject(target.endpoint, card.name, target.owner)
+    data = msgspec.json.encode(card)
+    if len(data) > MAX_CARD_BYTES:
+        raise ConfigError(
+            f"the card of {card.name} has {len(data)} bytes: at most {MAX_CARD_BYTES}"
+        )
+    held = _registered.setdefault(target.bus, {})
+    if subject in held:
+        found = differences(card, held[subject])
+        if found or card.types != held[subject].types:
+            raise _conflict(card, "this process", found or ["it is asked for something else"])
+        return
+    held[subject] = card
+    try:
+        await _refuse_conflicts(target, card)
+        artefacts = Artefacts(target.bus.data.jetstream)
+        if files:
+            await artefacts.keep(files)
+        registration = _Registration(target, subject, data, files, artefacts)
+        try:
+            await registration.begin()
+            await _refuse_later(target, card, registration.sequence)
+        except BaseException:
+            with anyio.move_on_after(2.0, shield=True):
+                await registration.withdraw()
+            raise
+    except BaseException:
+        del held[subject]
+        raise
+    target.bus.background.start(registration.keep, name=f"the card of {card.name}")
+
+
+async def _refuse_conflicts(target: Target, card: ModelCard) -> None:
+    """Pass unless another card of this name says otherwise whose owner is there.
+
+    An owner that was killed has a card for as long as its lease, which is waited for.
+    """
+    ends = monotonic() + target.bus.config.lease_ttl + 2 * ASK_INTERVAL
+    while True:
+        other = await _conflicting(target, card)
+        if other is None:
+            return
+        if monotonic() > ends or await _owner_is_there(target, other):
+            raise _conflict(card, _told_owner(other), differences(card, other.card))
+        await anyio.sleep(ASK_INTERVAL)
+
+
+async def _refuse_later(target: Target, card: ModelCard, sequence: int) -> None:
+    """Of two that register at once and disagree, the one that came first stays."""
+    for one in await read_cards(target.bus.data.jetstream, card.name):
+        found = differences(card, one.card)
+        if found and one.sequence < sequence and one.owner != target.owner:
+            raise _conflict(card, _told_owner(one), found)
+
+
+async def _conflicting(target: Target, card: ModelCard) -> StoredCard | None:
+    for one in await read_cards(target.bus.data.jetstream, card.name):
+        is_mine = one.owner == target.owner and one.card.endpoint == card.endpoint
+        if not is_mine and differences(card, one.card):
+            return one
+    return None
+
+
+async def _owner_is_there(target: Target, other: StoredCard) -> bool:
+    if other.owner == ADDED:
+        return True
+    discovery = target.discovery
+    await discovery.wait_synchronized(target.bus.config.connect_timeout)
+    endpoint = other.card.endpoint_name
+    for instance in discovery.view.instances(endpoint.namespace, endpoint.component, monotonic()):
+        if other.owner in (instance.id, instance.record.incarnation):
+            # Nobody knows while the connection breaks; it is asked again then.
+            return await is_there(target.bus, instance.record.name) is True
+    return False
+
+
+def _told_owner(other: StoredCard) -> str:
+    if other.owner == ADDED:
+        return "`dynbus models add` (`dynbus models rm` removes it)"
+    return f"{other.card.endpoint} ({other.owner})"
+
+
+def _conflict(card: ModelCard, owner: str, found: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"the model {card.name!r} is registered by {owner} with another card: {'; '.join(found)}. "
+        "Make them agree, or give another model_name"
+    )
+
+
+class _Registration:
+    """A card that is kept alive until its owner ends."""
+
+    def __init__(
+        self,
+        target: Target,
+        subject: str,
+        data: bytes,
+        files: Sequence[bytes],
+        artefacts: Artefacts,
+    ) -> None:
+        # On the control lane, which nothing of the main loop delays.
+        self._lane = lane = target.bus.lane
+        self._target = target
+        self._data = data
+        self._files = {digest_of(file): file for file in files}
+        self._artefacts = artefacts
+        self._now = asyncio.Event()
+        self._record = LeasedRecord(
+            lane.connection.jetstream,
+            CARDS_STREAM.name,
+            subject,
+            target.bus.config.lease_ttl,
+            marker_ttl=MARKER_TTL,
+            is_mine=_is_mine,
+            make=self._make_bucket,
+            remake=self._remake_bucket,
+        )
+
+    @property
+    def sequence(self) -> int:
+        """Where the card is in the bucket."""
+        return self._record.lease.revision
+
+    async def begin(self) -> None:
+        """Write the card for the first time.
+
+        Raises:
+            DynbusError: it cannot be written.
+        """
+        await self._lane.run(self._record.write(self._data))
+
+    async def withdraw(self) -> None:
+        """Take the card back."""
+        is_connected = self._lane.connection.state is ConnectionState.CONNECTED
+        with suppress(Unavailable):
+            # The lane is closed: the card expires by itself.
+            await self._lane.run(self._record.withdraw(is_connected=is_connected))
+
+    async def keep(self) -> None:
+        """Renew the card until its owner ends, then take it back."""
+        end_listening = self._target.bus.data.on_state(self._on_state)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._renew)
+                tasks.start_soon(self._look_after)
+                if self._target.ended is None:
+                    await anyio.sleep_forever()
+                else:
+                    await self._target.ended.wait()
+                tasks.cancel_scope.cancel()
+        finally:
+            end_listening()
+            _registered.get(self._target.bus, {}).pop(self._record.subject, None)
+            with anyio.move_on_after(2.0, shield=True):
+                await self.withdraw()
+
+    async def _renew(self) -> None:
+        usual = wait = self._record.lease.ttl / 3
+        while True:
+            with anyio.move_on_after(wait):
+                await self._now.wait()
+            self._now.clear()
+            try:
+                await self._lane.run(self._record.write(self._data))
+                wait = usual
+            except DynbusError as error:
+                # The lane may be connected again a moment after the data connection.
+                wait = min(usual, RETRY_DELAY)
+                await self._lane.run(self._record.after_failure(error))
+
+    async def _look_after(self) -> None:
+        while True:
+            await anyio.sleep(CHECK_INTERVAL)
+            try:
+                await self._artefacts.make_sure(self._files)
+                swept = await self._artefacts.sweep()
+                if swept:
+                    logger.info("%d artefacts of models that are gone were removed", swept)
+            except DynbusError as error:
+                logger.warning("the artefacts of models were not looked after: %s", error)
+
+    def _on_state(self, state: ConnectionState) -> None:
+        if state is ConnectionState.CONNECTED:
+            self._now.set()
+
+    async def _make_bucket(self) -> None:
+        await self._lane.connection.jetstream.ensure_stream(CARDS_STREAM)
+
+    async def _remake_bucket(self) -> None:
+        # The disk that broke it may be full still.
+        await self._lane.connection.jetstream.ensure_stream(CARDS_STREAM._replace(in_memory=True))
+
+
+def _is_mine(stored: StoredMessage) -> bool:
+    """Whatever is stored under an owner is that owner's."""
+    return True
+
+
+# By hand -----------------------------------------------------------------------------------------
+
+
+async def add_model(side_bus: Bus, discovery: Discovery, card: ModelCard) -> None:
+    """Keep the card of a model whose worker does not register it, until `remove_model`.
+
+    Raises:
+        ConfigError: another card of its name says otherwise, and in what.
+    """
+    target = Target(side_bus, discovery, card.endpoint_name, ADDED)
+    await _refuse_conflicts(target, card)
+    jetstream = side_bus.data.jetstream
+    await jetstream.ensure_stream(CARDS_STREAM)
+    await jetstream.publish(
+        card_subject(target.endpoint, card.name, ADDED), msgspec.json.encode(card)
+    )
+
+
+async def remove_model(bus: Bus, name: str) -> int:
+    """Remove the cards of a name that were added by `add_model`; returns how many.
+
+    Raises:
+        ConfigError: there is none, and who registered the model if somebody did.
+    """
+    jetstream = bus.data.jetstream
+    cards = await read_cards(jetstream, name)
+    added = [one for one in cards if one.owner == ADDED]
+    if not added:
+        others = sorted({one.card.endpoint for one in cards})
+        raise ConfigError(
+            f"the model {name!r} was registered by {', '.join(others)}: it goes when they stop"
+            if others
+            else f"there is no model {name!r}: `dynbus models` lists those that there are"
+        )
+    for one in added:
+        await jetstream.publish(
+            card_subject(one.card.endpoint_name, name, ADDED),
+            b"",
+            ttl=MARKER_TTL,
+            headers={"KV-Operation": "DEL"},
+        )
+    return len(added)
