@@ -73,6 +73,7 @@ def test_a_worker_serves_its_engine() -> None:
     ("body", "reason"),
     [
         ({"token_ids": []}, "the prompt is empty"),
+        ({"token_ids": [1], "max_tokens": 0}, "max_tokens = 0"),
         ({"token_ids": [1], "n": 500}, "n = 500: ask for 1 to 128"),
         ({"token_ids": [1], "sampling": {"temperature": -1}}, "temperature = -1.0"),
         ({"token_ids": [1] * 90, "max_tokens": 20}, "the context has 100"),

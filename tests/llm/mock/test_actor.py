@@ -9,7 +9,6 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 import pytest
 from tests.conditions import eventually
 
-from dynbus import InvalidRequest
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.transport import StoredMessage
@@ -190,27 +189,6 @@ def test_a_request_that_waits_for_its_turn_can_be_left_too() -> None:
                 return [token async for item in first for token in item.token_ids]
 
     assert len(run(story())) == 29
-
-
-@pytest.mark.parametrize(
-    ("request_", "reason"),
-    [
-        (GenerateRequest([], 1), "prompt is empty"),
-        (GenerateRequest([1], 0), "max_tokens = 0"),
-        (GenerateRequest([-1], 1), "not from 0 to 2^32"),
-        (GenerateRequest([1] * 2000, 1), "shorten the prompt"),
-    ],
-)
-def test_a_request_that_cannot_be_served_says_why(request_: GenerateRequest, reason: str) -> None:
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(RecordedWorker, block_size=16, blocks=64)
-            async for _ in kit.client(RecordedWorker).generate(request_):
-                pass
-
-    with pytest.raises(InvalidRequest) as raised:
-        run(story())
-    assert reason in str(raised.value)
 
 
 def test_routers_learn_the_size_of_the_cache() -> None:
