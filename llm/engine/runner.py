@@ -31,7 +31,7 @@ from .tracing import EngineTrace
 
 logger = logging.getLogger(__name__)
 
-JOINED_TOKENS: Final = 128
+MAX_JOINED_TOKENS: Final = 128
 """Tokens of one continuation that are joined to one item at most."""
 
 
@@ -59,7 +59,7 @@ class _Piece:
 
     def join(self, item: Generated) -> bool:
         """Take in the next item, if it fits."""
-        if self.finish_reason is not None or len(self.token_ids) >= JOINED_TOKENS:
+        if self.finish_reason is not None or len(self.token_ids) >= MAX_JOINED_TOKENS:
             return False
         self.token_ids += item.token_ids
         if self.logprobs is not None and item.logprobs is not None:
@@ -122,7 +122,9 @@ class _Stream:
             return False
         # The first item tells routers that the prompt is computed.
         is_first = not self.has_tokens
-        return is_first or piece.finish_reason is not None or len(piece.token_ids) >= JOINED_TOKENS
+        return (
+            is_first or piece.finish_reason is not None or len(piece.token_ids) >= MAX_JOINED_TOKENS
+        )
 
 
 class EngineRunner(Openable):

@@ -29,7 +29,7 @@ from dynbus.llm.pipeline.models import Inquiry
 from dynbus.llm.pipeline.serving import Completion, RequestTiming, Sink
 
 from .content import Content, ContentSink
-from .metrics import ModelFigures
+from .metrics import ModelMetrics
 from .shared import Caller, Shared
 from .writer import AnswerWriter, Send
 
@@ -68,7 +68,7 @@ class Exchange:
         self._writer = self._make_writer(streams=False)
         self._completion: Completion | None = None
         self._context: Context | None = None
-        self._figures: ModelFigures | None = None
+        self._metrics: ModelMetrics | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
         self._content: Content | None = None
 
@@ -107,7 +107,7 @@ class Exchange:
             if self._completion is not None:
                 self._completion.cancel()
             if not self._writer.has_ended:
-                # Nobody reads it; it is what logs and figures say.
+                # Nobody reads it; it is what logs and metrics say.
                 self._writer.has_ended = True
                 self._writer.error = Cancelled("the client left")
             timing.last = time.perf_counter() if timing.first is None else timing.last
@@ -174,9 +174,9 @@ class Exchange:
         wanted = ModelType.Chat if isinstance(request, ChatRequest) else ModelType.Completions
         model = await shared.models.get(request.model, wanted | ModelType.Backend)
         self._model = request.model
-        self._figures = figures = shared.metrics.of(request.model)
+        self._metrics = metrics = shared.metrics.of(request.model)
         self._trace.model_asked(request)
-        timing.observe = figures.inter_token_latency.observe
+        timing.observe = metrics.inter_token_latency.observe
         self._context = Context(
             caller.request_id,
             deadline=monotonic() + shared.settings.request_timeout,
@@ -196,11 +196,11 @@ class Exchange:
         prepared = timing.prepared = time.perf_counter()
         usage = completion.usage
         self._trace.prepared(usage.prompt if usage is not None else None, begun, prepared)
-        figures.preparing.observe(prepared - begun)
+        metrics.preparing.observe(prepared - begun)
         self._writer.when_writable = completion.resume
         await model.begin(completion)
         timing.sent = time.perf_counter()
-        figures.queue.observe(timing.sent - prepared)
+        metrics.queue.observe(timing.sent - prepared)
         self._trace.sent(completion.instances, prepared, timing.sent)
 
     def _end(self, error: DynbusError) -> None:
@@ -240,15 +240,15 @@ class Exchange:
             abort()
 
     def _tell(self) -> None:
-        """Tell figures, trace and log how it went."""
+        """Tell metrics, trace and log how it went."""
         shared, timing, writer = self._shared, self._timing, self._writer
         status = writer.final_status
         usage = self._completion.usage if self._completion is not None else None
         now = time.perf_counter()
-        if self._figures is not None:
-            self._figures.duration.observe(now - timing.began)
+        if self._metrics is not None:
+            self._metrics.duration.observe(now - timing.began)
             if timing.first is not None:
-                self._figures.time_to_first_token.observe(timing.first - timing.began)
+                self._metrics.time_to_first_token.observe(timing.first - timing.began)
         shared.metrics.count(self._path, self._model, status)
         if usage is not None:
             shared.metrics.count_tokens(self._model, usage.prompt, usage.completion, usage.cached)

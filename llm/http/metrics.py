@@ -1,4 +1,4 @@
-"""Figures of a front end, as Prometheus reads them.
+"""Metrics of a front end, as Prometheus reads them.
 
 Inter-token latencies are very many, so they are counted here by plain numbers, and written in
 Prometheus's text format when somebody asks.
@@ -47,7 +47,7 @@ class Histogram:
         yield _line(f"{name}_count", labels, total)
 
 
-class ModelFigures:
+class ModelMetrics:
     """The histograms of one model."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ _HISTOGRAMS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 class FrontEndMetrics:
-    """All figures of a front end.
+    """All metrics of a front end.
 
     Attributes:
         in_flight: requests that run.
@@ -84,18 +84,18 @@ class FrontEndMetrics:
     def __init__(self) -> None:
         self.in_flight = 0
         self.blocked = 0
-        self._models: dict[str, ModelFigures] = {}
+        self._models: dict[str, ModelMetrics] = {}
         self._requests: Counter[Labels] = Counter()
         self._tokens: Counter[Labels] = Counter()
 
-    def of(self, model: str) -> ModelFigures:
+    def of(self, model: str) -> ModelMetrics:
         """The histograms of a model that is served."""
-        figures = self._models.get(model)
-        if figures is None:
+        metrics = self._models.get(model)
+        if metrics is None:
             if len(self._models) >= MAX_SERIES:
                 model = OTHER
-            figures = self._models.setdefault(model, ModelFigures())
-        return figures
+            metrics = self._models.setdefault(model, ModelMetrics())
+        return metrics
 
     def count(self, endpoint: str, model: str, status: int) -> None:
         """A request was answered."""
@@ -134,8 +134,8 @@ class FrontEndMetrics:
         ]
         for name, (attribute, text) in _HISTOGRAMS.items():
             lines += _family(f"{prefix}_{name}", "histogram", text)
-            for model, figures in self._models.items():
-                histogram: Histogram = getattr(figures, attribute)
+            for model, metrics in self._models.items():
+                histogram: Histogram = getattr(metrics, attribute)
                 lines += histogram.lines(f"{prefix}_{name}", (("model", model),))
         return "\n".join(lines) + "\n"
 

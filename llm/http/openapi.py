@@ -101,7 +101,7 @@ def _document() -> dict[str, Any]:
             "/v1/models/{model}": _get("Tell of one model."),
             "/health": _get("Tell whether the process works."),
             "/ready": _get("Tell whether requests are answered: 503 when they are not."),
-            "/metrics": _get("Give figures to Prometheus, as text."),
+            "/metrics": _get("Give metrics to Prometheus, as text."),
         },
         "components": {
             "schemas": schemas,

@@ -34,7 +34,7 @@ BACKLOG: Final = 4096
 PIPELINED: Final = 4
 """Requests of a connection that are read while another one's answer is awaited."""
 
-LOOKED: Final = 0.02
+LOOK_INTERVAL: Final = 0.02
 """Seconds between two looks whether a client has left whose connection is not read."""
 
 SEND_BUFFER: Final = 128 * 1024
@@ -94,7 +94,7 @@ def limited_protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
             if _has_left(self.transport.get_extra_info("socket")):
                 self.transport.abort()
             else:
-                self._next_look = self.loop.call_later(LOOKED, self._look)
+                self._next_look = self.loop.call_later(LOOK_INTERVAL, self._look)
 
         def on_message_begin(self) -> None:
             self._in_head = True

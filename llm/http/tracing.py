@@ -71,13 +71,13 @@ class Tracing:
 
     def __init__(self, telemetry: Telemetry | None) -> None:
         self._telemetry = telemetry
-        self._figures: _GenAiFigures | None = None
+        self._metrics: _GenAiMetrics | None = None
         self._tracer: Tracer | None = None
         if telemetry is not None:
             if telemetry.tracer_provider is not None:
                 self._tracer = telemetry.tracer_provider.get_tracer("dynbus.llm")
             if telemetry.meter_provider is not None:
-                self._figures = _GenAiFigures(telemetry.meter_provider)
+                self._metrics = _GenAiMetrics(telemetry.meter_provider)
 
     def begin(self, method: str, path: str, headers: Mapping[str, str]) -> RequestTrace:
         """The trace of a request.
@@ -86,9 +86,9 @@ class Tracing:
             headers: of the request, their names in lower case.
         """
         fields = trace_fields(headers)
-        if self._telemetry is None or (self._tracer is None and self._figures is None):
+        if self._telemetry is None or (self._tracer is None and self._metrics is None):
             return RequestTrace(fields)
-        return _Spans(self._telemetry, self._tracer, self._figures, method, path, fields)
+        return _Spans(self._telemetry, self._tracer, self._metrics, method, path, fields)
 
 
 # The bounds that the conventions name.
@@ -100,7 +100,7 @@ _PER_TOKEN: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.
 _TOKENS: Final = tuple(4**power for power in range(14))
 
 
-class _GenAiFigures:
+class _GenAiMetrics:
     """The histograms of the conventions for generative models."""
 
     def __init__(self, provider: Any) -> None:
@@ -130,13 +130,13 @@ class _GenAiFigures:
 
 
 class _Spans(RequestTrace):
-    """A trace with spans, or with figures alone."""
+    """A trace with spans, or with metrics alone."""
 
     def __init__(
         self,
         telemetry: Telemetry,
         tracer: Tracer | None,
-        figures: _GenAiFigures | None,
+        metrics: _GenAiMetrics | None,
         method: str,
         path: str,
         fields: Mapping[str, str],
@@ -144,7 +144,7 @@ class _Spans(RequestTrace):
         super().__init__(fields)
         self._api = api = telemetry.api
         self._tracer = tracer
-        self._figures = figures
+        self._metrics = metrics
         self._server: Span | None = None
         self._model: Span | None = None
         self._attributes: dict[str, Any] = {}
@@ -231,9 +231,9 @@ class _Spans(RequestTrace):
         completion: Completion | None,
         content: Content | None = None,
     ) -> None:
-        if self._figures is not None and self._attributes:
+        if self._metrics is not None and self._attributes:
             usage = completion.usage if completion is not None else None
-            self._record(self._figures, error, timing, usage)
+            self._record(self._metrics, error, timing, usage)
         if self._model is not None:
             if completion is not None:
                 self._model.set_attributes(self._told_of(completion))
@@ -272,7 +272,7 @@ class _Spans(RequestTrace):
 
     def _record(
         self,
-        figures: _GenAiFigures,
+        metrics: _GenAiMetrics,
         error: DynbusError | None,
         timing: RequestTiming,
         usage: Usage | None,
@@ -280,15 +280,15 @@ class _Spans(RequestTrace):
         attributes = dict(self._attributes)
         if error is not None:
             attributes["error.type"] = error.code
-        figures.duration.record(time.perf_counter() - timing.began, attributes)
+        metrics.duration.record(time.perf_counter() - timing.began, attributes)
         if timing.first is not None:
-            figures.first_token.record(timing.first - timing.began, self._attributes)
+            metrics.first_token.record(timing.first - timing.began, self._attributes)
         mean_gap = timing.mean_gap
         if mean_gap is not None:
-            figures.per_token.record(mean_gap, self._attributes)
+            metrics.per_token.record(mean_gap, self._attributes)
         if usage is not None:
             for kind, count in (("input", usage.prompt), ("output", usage.completion)):
-                figures.tokens.record(count, {**self._attributes, "gen_ai.token.type": kind})
+                metrics.tokens.record(count, {**self._attributes, "gen_ai.token.type": kind})
 
     def _unix(self, at: float) -> int:
         """Unix nanoseconds of a time of `time.perf_counter`."""

@@ -27,7 +27,7 @@ from .records import ADDED, CARDS_STREAM, Artefacts, StoredCard, card_of
 logger = logging.getLogger(__name__)
 
 RETRY_DELAY: Final = 0.5
-LOOKED: Final = 0.25
+LOOK_INTERVAL: Final = 0.25
 """Seconds between two looks at which instances are there."""
 
 MAX_TEXT_MODELS: Final = 8
@@ -322,7 +322,7 @@ class Catalog(Openable):
         """See instances come and go, of which nobody tells."""
         before: list[ServedModel] = []
         while True:
-            await anyio.sleep(LOOKED)
+            await anyio.sleep(LOOK_INTERVAL)
             self._view.forget_ended()
             self._models = None
             if (models := self.models) != before:
@@ -331,7 +331,7 @@ class Catalog(Openable):
 
     async def _change(self) -> None:
         self._changed.clear()
-        with anyio.move_on_after(LOOKED):
+        with anyio.move_on_after(LOOK_INTERVAL):
             await self._changed.wait()
 
     def _owners(self, card: ModelCard) -> list[tuple[str, str]]:

@@ -23,17 +23,17 @@ from .origins import ModelUnavailable, OnProgress, Progress
 
 logger = logging.getLogger(__name__)
 
-STALLED: Final = 180.0
+STALL_TIMEOUT: Final = 180.0
 """Seconds for which a download may stand still. pip and the hub's client give up on a server that
 is silent before that."""
 
-_LOOKED: Final = 0.1
+_LOOK_INTERVAL: Final = 0.1
 """Seconds between two looks at how much is here, and whether it is still wanted."""
 
-_NOTED: Final = 0.5
+_NOTE_INTERVAL: Final = 0.5
 """Seconds between two notes for those who wait for a lock."""
 
-_LOGGED: Final = 10.0
+_LOG_INTERVAL: Final = 10.0
 """Seconds between two lines in the log about the same thing."""
 
 _NO_ROOM: Final = ("No space left", "File too large", "Disk quota exceeded")
@@ -88,10 +88,10 @@ class Download:
             self._tell(progress)
         now = time.monotonic()
         what, logged = self._logged
-        if progress.what != what or now >= logged + _LOGGED:
+        if progress.what != what or now >= logged + _LOG_INTERVAL:
             self._logged = (progress.what, now)
             logger.info("%s%s", progress.what, _amount(progress))
-        if self._note is not None and now >= self._noted + _NOTED:
+        if self._note is not None and now >= self._noted + _NOTE_INTERVAL:
             self._noted = now
             _write_holder(self._note, progress)
 
@@ -100,7 +100,7 @@ class Download:
         """Hold the lock of what is called `name`; those who wait for it see how far this one is.
 
         The lock goes with its holder, however that one ends. One whose holder stands still is
-        waited for no longer than `STALLED`.
+        waited for no longer than `STALL_TIMEOUT`.
 
         Raises:
             DownloadStopped: it shall end.
@@ -125,13 +125,14 @@ class Download:
             except BlockingIOError:
                 pass
             holder, progress = _read_holder(file)
-            if still.since(progress) > STALLED:
+            if still.since(progress) > STALL_TIMEOUT:
                 raise ModelUnavailable(
                     f"{name} is being downloaded by {holder}, which has made no progress for "
-                    f"{STALLED:g} s: end that process, or look what it waits for; it holds {path}"
+                    f"{STALL_TIMEOUT:g} s: end that process, or look what it waits for; it holds "
+                    f"{path}"
                 )
             self.tell(progress._replace(what=f"waiting for {holder}, which downloads {name}"))
-            self.wait(_LOOKED)
+            self.wait(_LOOK_INTERVAL)
 
     def run(
         self,
@@ -167,12 +168,12 @@ class Download:
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    return process.wait(_LOOKED)
+                    return process.wait(_LOOK_INTERVAL)
                 text = output.read_text(errors="replace")
                 progress = look(text)
                 self.tell(progress)
-                if still.since((progress, len(text))) > STALLED:
-                    raise TimeoutError(f"it has made no progress for {STALLED:g} s")
+                if still.since((progress, len(text))) > STALL_TIMEOUT:
+                    raise TimeoutError(f"it has made no progress for {STALL_TIMEOUT:g} s")
         finally:
             if process.poll() is None:
                 # It leads a group, and it is not waited for yet: the number is still its own.

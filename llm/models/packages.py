@@ -40,7 +40,7 @@ _PIECE: Final = 1024 * 1024
 _MODEL_FILES: Final = (".gguf", ".safetensors", ".json", ".txt", ".jinja", ".model")
 _TOTAL: Final = re.compile(r"Downloading \S+ \((\d+(?:\.\d+)?) ?(kB|MB|GB|bytes)\)")
 _UNITS: Final = {"bytes": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3}
-_TOLD: Final = 3
+_TOLD_LINES: Final = 3
 """Lines of what pip says last that an error has."""
 
 
@@ -202,7 +202,7 @@ def _run(
         # A traceback follows, whose end says what it was.
         return lines[-1]
     errors = [line for line in lines if "ERROR" in line or "Expected" in line or "Got" in line]
-    return "\n".join(errors or lines[-_TOLD:])
+    return "\n".join(errors or lines[-_TOLD_LINES:])
 
 
 def _progress(source: PackageSource, working: Path, said: str) -> Progress:

@@ -28,7 +28,7 @@ from .origins import (
 )
 from .packages import unpacked
 
-_STOPPED_WITHIN: Final = 2.0
+_STOP_TIMEOUT: Final = 2.0
 """Seconds that a thread has to end its download; it takes a tenth of one."""
 
 
@@ -116,7 +116,7 @@ async def resolve(
         download.stop()
         # Nobody else hears what becomes of it.
         work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        with anyio.move_on_after(_STOPPED_WITHIN, shield=True):
+        with anyio.move_on_after(_STOP_TIMEOUT, shield=True):
             await asyncio.wait({work})
         raise
 

@@ -55,14 +55,14 @@ logger = logging.getLogger(__name__)
 
 SERVED: Final = ModelType.Chat | ModelType.Completions | ModelType.Backend
 
-GONE: Final = 30.0
+AWAY_TIMEOUT: Final = 30.0
 """Seconds for which a model whose last instance has gone is only away: it may come back."""
 
-WAIT: Final = 2.0
+INSTANCE_TIMEOUT: Final = 2.0
 """Seconds that a request waits for an instance where there is none."""
 
-RETRY_FIRST: Final = 1.0
-RETRY_MOST: Final = 30.0
+FIRST_RETRY_DELAY: Final = 1.0
+MAX_RETRY_DELAY: Final = 30.0
 """Seconds until a model that could not be opened is tried again: twice as long each time."""
 
 _Key = tuple[str, str, tuple[str, ...]]
@@ -273,7 +273,7 @@ class Models:
             NoInstances: the last instance has gone just now.
             Unavailable: it cannot be served, or nobody knows yet which models there are, and why.
         """
-        with anyio.move_on_after(WAIT):
+        with anyio.move_on_after(INSTANCE_TIMEOUT):
             # Its instances may be started again.
             while self._is_away(name) and not self._named(name):
                 await self._reconciled.wait()
@@ -284,7 +284,7 @@ class Models:
         if serving is None:
             raise _not_for_this(named[0].card, wanted)
         if serving.model is None:
-            with anyio.move_on_after(WAIT):
+            with anyio.move_on_after(INSTANCE_TIMEOUT):
                 await serving.opened.wait()
         if serving.model is None:
             raise Unavailable(
@@ -298,7 +298,7 @@ class Models:
 
     def _is_away(self, name: str) -> bool:
         """Whether the last instance of a model has gone, and may come back."""
-        return monotonic() - self._gone.get(name, -GONE) < GONE
+        return monotonic() - self._gone.get(name, -AWAY_TIMEOUT) < AWAY_TIMEOUT
 
     def unknown(self, name: str) -> DynbusError:
         """What a request for a model that is not served ends with."""
@@ -337,14 +337,14 @@ class Models:
                 serving = self._served[key] = _Serving(card)
                 self._background.start(self._serve, serving, name=f"serving the model {card.name}")
         now = monotonic()
-        self._gone = {name: at for name, at in self._gone.items() if now - at < GONE}
+        self._gone = {name: at for name, at in self._gone.items() if now - at < AWAY_TIMEOUT}
         # Whoever waits looks once.
         self._reconciled.set()
         self._reconciled = asyncio.Event()
 
     async def _serve(self, serving: _Serving) -> None:
         """Have a model open until it is gone, and its last requests with it."""
-        wait = RETRY_FIRST
+        wait = FIRST_RETRY_DELAY
         while not serving.leaving.is_set():
             async with AsyncExitStack() as exits:
                 await self._try_to_open(serving, exits)
@@ -352,7 +352,7 @@ class Models:
                 # What is missing may come: the bus was away, or the artefacts are being stored.
                 with anyio.move_on_after(wait if serving.model is None else None):
                     await serving.leaving.wait()
-            wait = min(2 * wait, RETRY_MOST)
+            wait = min(2 * wait, MAX_RETRY_DELAY)
         logger.info("the model %s is no longer served", serving.card.name)
 
     async def _try_to_open(self, serving: _Serving, exits: AsyncExitStack) -> None:
@@ -392,7 +392,9 @@ class Models:
             routing = router = await exits.enter_async_context(
                 open_router(self._runtime, target, self._router, exact=exact)
             )
-        client = await self._runtime.endpoint(endpoint).client(routing=routing, wait=WAIT)
+        client = await self._runtime.endpoint(endpoint).client(
+            routing=routing, wait=INSTANCE_TIMEOUT
+        )
         return OpenModel(card, text, limits, client, router, self._relay)
 
     async def _instances(self, endpoint: EndpointName) -> list[Instance]:

@@ -15,7 +15,7 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import HandlerError, InvalidRequest, Unavailable
 from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.engine import Engine
-from dynbus.llm.engine.runner import JOINED_TOKENS, EngineRunner
+from dynbus.llm.engine.runner import MAX_JOINED_TOKENS, EngineRunner
 from dynbus.llm.engine.stepping import STEPS_AHEAD, STOP_TIMEOUT
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.mock.engine import MockConfig, MockEngine
@@ -367,8 +367,8 @@ def test_what_is_kept_for_a_reader_is_joined_in_bounded_items() -> None:
     async def story() -> Reader:
         async with EngineRunner(CountingEngine()) as runner:
             reader = Reader(credit=1)
-            runner.submit("a", request(JOINED_TOKENS * 3, n=2), reader.reply)
-            await eventually(lambda: runner.output_tokens == JOINED_TOKENS * 6)
+            runner.submit("a", request(MAX_JOINED_TOKENS * 3, n=2), reader.reply)
+            await eventually(lambda: runner.output_tokens == MAX_JOINED_TOKENS * 6)
             reader.grant(1)
             await eventually(lambda: len(reader.items) >= 3)
             reader.grant(1000)
@@ -377,11 +377,11 @@ def test_what_is_kept_for_a_reader_is_joined_in_bounded_items() -> None:
 
     reader = run(story())
 
-    assert max(len(item.token_ids) for item in reader.items) == JOINED_TOKENS
+    assert max(len(item.token_ids) for item in reader.items) == MAX_JOINED_TOKENS
     for index in range(2):
         mine = [item for item in reader.items if item.index == index]
         tokens = [token for item in mine for token in item.token_ids]
-        assert tokens == list(range(JOINED_TOKENS * 3))
+        assert tokens == list(range(MAX_JOINED_TOKENS * 3))
         assert [item.finish_reason for item in mine if item.finish_reason] == ["length"]
 
 
@@ -438,14 +438,14 @@ def test_what_is_gathered_is_bounded_and_not_kept_for_longer_than_it_may_be() ->
     async def story(hold: float | None) -> list[int]:
         async with EngineRunner(MockEngine(CONFIG), hold=hold) as runner:
             reader = Reader()
-            runner.submit("a", whole(JOINED_TOKENS + 60), reader.reply)
+            runner.submit("a", whole(MAX_JOINED_TOKENS + 60), reader.reply)
             await reader.closed()
             return [len(item.token_ids) for item in reader.items]
 
-    assert run(story(None)) == [1, JOINED_TOKENS, 59]
+    assert run(story(None)) == [1, MAX_JOINED_TOKENS, 59]
     # Steps take 5.8 ms and more.
     in_time = run(story(0.1))
-    assert sum(in_time) == JOINED_TOKENS + 60
+    assert sum(in_time) == MAX_JOINED_TOKENS + 60
     assert max(in_time) <= 0.1 / 0.0058 + 1
 
 

@@ -237,7 +237,7 @@ async def test_a_gated_repository_says_what_is_needed(server: LocalServer) -> No
 async def test_a_process_that_stands_still_is_not_waited_for_for_ever(
     server: LocalServer, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(downloads, "STALLED", 0.3)
+    monkeypatch.setattr(downloads, "STALL_TIMEOUT", 0.3)
     lock = cache_folder() / f"tiny-model-1.0-{package.rpartition('=')[2]}.lock"
     lock.parent.mkdir(parents=True)
     with lock.open("w") as file:
@@ -250,7 +250,7 @@ async def test_a_process_that_stands_still_is_not_waited_for_for_ever(
 def test_a_program_that_stands_still_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(downloads, "STALLED", 0.3)
+    monkeypatch.setattr(downloads, "STALL_TIMEOUT", 0.3)
     command = [sys.executable, "-c", f"import time; time.sleep(600) # {tmp_path}"]
     progress = Progress("", 0, 0)
 
@@ -268,7 +268,7 @@ def test_the_log_tells_how_far_a_download_is(
 
     for done in (0, 10_000_000):
         download.tell(Progress("downloading tiny", done, 93_000_000))
-    monkeypatch.setattr(downloads, "_LOGGED", 0.0)
+    monkeypatch.setattr(downloads, "_LOG_INTERVAL", 0.0)
     download.tell(Progress("downloading tiny", 40_000_000, 93_000_000))
     download.tell(Progress("unpacking tiny", 0, 0))
 
