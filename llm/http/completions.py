@@ -25,7 +25,7 @@ from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.answers import SSE
 from dynbus.llm.openai.errors import BodyTimeout
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
-from dynbus.llm.pipeline.models import Inquiry
+from dynbus.llm.pipeline.open_model import Inquiry
 from dynbus.llm.pipeline.serving import Completion, RequestTiming, Sink
 
 from .content import Content, ContentSink

@@ -21,7 +21,8 @@ from dynbus.llm.openai.answers import BARE
 from dynbus.llm.openai.requests import chat_of, completion_of
 
 from . import RoutingChoice
-from .models import Inquiry, Models
+from .models import Models
+from .open_model import Inquiry
 from .serving import Completion, RequestTiming
 
 MOST_WAITING: Final = 64

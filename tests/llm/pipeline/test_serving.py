@@ -16,7 +16,8 @@ from dynbus.bus.errors import DynbusError, InvalidResponse, Unavailable
 from dynbus.llm.models.card import ModelCard, ModelInput, ModelType
 from dynbus.llm.openai.answers import BARE
 from dynbus.llm.openai.requests import read_chat
-from dynbus.llm.pipeline.models import Inquiry, Models
+from dynbus.llm.pipeline.models import Models
+from dynbus.llm.pipeline.open_model import Inquiry
 from dynbus.llm.pipeline.serving import RequestTiming
 from dynbus.llm.text.text_model import TextModel
 from dynbus.testing import TestKit, run
