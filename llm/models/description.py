@@ -13,10 +13,10 @@ import msgspec
 
 from dynbus.llm.generation import DefaultSampling
 from dynbus.llm.text.template import MAX_SOURCE, ChatTemplate
-from dynbus.llm.text.tokenizer import Tokenizer, read_json_object
+from dynbus.llm.text.tokenizer import Tokenizer
 from dynbus.llm.weights.errors import BrokenModel
 from dynbus.llm.weights.gguf import GgufFile
-from dynbus.llm.weights.small_files import read_small_file
+from dynbus.llm.weights.small_files import read_json_object, read_small_file
 
 from .source import LocalModel
 

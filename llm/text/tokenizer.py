@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import msgspec
 
 from dynbus.bus.extras import how_to_install
 from dynbus.llm.weights.errors import BrokenModel, UnsupportedModel
-from dynbus.llm.weights.small_files import read_small_file
+from dynbus.llm.weights.small_files import read_json_object, read_small_file
 
 try:
     import tokenizers
@@ -309,28 +308,6 @@ class Tokenizer:
             )
         ends = [index for key in _GGUF_END_IDS for index in _ids(metadata.get(key))]
         return cls(raw, eos_token_ids=ends, special_tokens=special)
-
-
-def read_json_object(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file; an empty one where there is no file.
-
-    Raises:
-        BrokenModel: the file cannot be read, or has something else.
-    """
-    try:
-        data = read_small_file(path)
-    except FileNotFoundError:
-        return {}
-    try:
-        # Python writes NaN and Infinity, which JSON has not: whoever reads on gets nothing instead.
-        found: object = json.loads(data, parse_constant=lambda _: None)
-        # Half a surrogate pair could not be told to anybody.
-        json.dumps(found, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise BrokenModel(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise BrokenModel(f"{path} has {type(found).__name__}, not an object")
-    return cast("Mapping[str, Any]", found)
 
 
 def _checked(text: str) -> str:

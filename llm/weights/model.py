@@ -11,7 +11,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Final, NoReturn, Protocol, cast
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,7 +18,7 @@ from .config import ModelConfig, config_of_gguf, config_of_json
 from .errors import BrokenModel, UnsupportedModel
 from .gguf import GgufFile
 from .safetensors import SafetensorsFile
-from .small_files import read_small_file
+from .small_files import read_json_object
 
 Floats = NDArray[np.float32]
 
@@ -295,11 +294,10 @@ def _name_here(name: str) -> str:
 
 
 def _of_folder(folder: Path, files: ExitStack) -> ModelWeights:
-    generation = folder / "generation_config.json"
     config = config_of_json(
         str(folder),
-        _json(folder / "config.json"),
-        _json(generation) if generation.exists() else {},
+        read_json_object(folder / "config.json", required=True),
+        read_json_object(folder / "generation_config.json"),
     )
     tensors: dict[str, Tensor] = {}
     for file, names in _files(folder).items():
@@ -316,7 +314,7 @@ def _files(folder: Path) -> Mapping[Path, list[str] | None]:
     """The safetensors files of a folder, with the tensors to take from each; None for all."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        weight_map = _json(index).get("weight_map")
+        weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise BrokenModel(f"{index}: 'weight_map' is missing")
         files: dict[Path, list[str] | None] = {}
@@ -337,12 +335,3 @@ def _files(folder: Path) -> Mapping[Path, list[str] | None]:
                 )
             raise BrokenModel(f"{folder}: {file.name} is missing")
     return files
-
-
-def _json(path: Path) -> Mapping[str, object]:
-    try:
-        return msgspec.json.decode(read_small_file(path), type=dict[str, object])
-    except FileNotFoundError:
-        raise BrokenModel(f"{path.parent}: {path.name} is missing") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BrokenModel(f"{path}: {error}") from None

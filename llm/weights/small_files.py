@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 from .errors import BrokenModel
 
@@ -41,6 +43,30 @@ def read_small_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
     if len(data) > limit:
         raise BrokenModel(f"{path} is larger than {limit} bytes")
     return data
+
+
+def read_json_object(path: Path, *, required: bool = False) -> Mapping[str, Any]:
+    """The JSON object in a file of a model's folder; an empty one where there is no file.
+
+    Raises:
+        BrokenModel: the file cannot be read or has something else, or is missing and required.
+    """
+    try:
+        data = read_small_file(path)
+    except FileNotFoundError:
+        if required:
+            raise BrokenModel(f"{path.parent}: {path.name} is missing") from None
+        return {}
+    try:
+        # Python writes NaN and Infinity, which JSON has not: whoever reads on gets nothing instead.
+        found: object = json.loads(data, parse_constant=lambda _: None)
+        # Half a surrogate pair could not be told to anybody.
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise BrokenModel(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BrokenModel(f"{path} has {type(found).__name__}, not an object")
+    return cast("Mapping[str, Any]", found)
 
 
 def _home(folder: Path) -> Path:

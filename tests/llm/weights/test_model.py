@@ -100,7 +100,7 @@ def _text_of(folder: Path) -> str:
     ("name", "length", "message"),
     [
         ("config.json", None, "config.json is missing"),
-        ("config.json", 9, "config.json: "),
+        ("config.json", 9, "config.json is no JSON: "),
         ("model.safetensors", None, "model.safetensors is missing"),
         ("model.safetensors", 1000, "it is cut"),
         ("model.safetensors", 4, "it is cut"),
