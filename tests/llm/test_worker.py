@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from tests.llm.weights import tiny_models
 
-from dynbus.bus.errors import ConfigError
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.mock.text_model import END_ID, write_mock_model
 from dynbus.llm.models.card import ModelType
@@ -63,14 +62,3 @@ def test_a_model_of_files_is_computed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 0 < len(made) <= 12
     assert max(made) < tokens
     assert items[-1].finish_reason in ("stop", "length")
-
-
-def test_a_model_that_cannot_be_computed_is_named(tmp_path: Path) -> None:
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
-
-    async def story() -> None:
-        async with TestKit() as kit:
-            await kit.start(Worker, model=str(tmp_path / "broken.gguf"))
-
-    with pytest.raises(ConfigError, match=r"broken\.gguf' cannot be served"):
-        run(story())
