@@ -141,7 +141,7 @@ async def cpu(options: Options) -> Rows:
                 of_which_front_end=_per_token(through, "front end"),
                 # In a window too short to tell the bus from the engine there is no ratio.
                 ratio=both / of_bus if of_bus > 0 else nan,
-                with_engine_ratio=(both + alone) / (of_bus + alone),
+                with_engine_ratio=(both + alone) / (of_bus + alone) if of_bus > 0 else nan,
                 broker_under_the_bus=_per_token(bus, "broker"),
                 broker_under_the_front_end=_per_token(through, "broker"),
                 client=_per_token(through, "client"),
@@ -166,9 +166,9 @@ async def cpu(options: Options) -> Rows:
 
 
 def _per_token(figures: Mapping[str, Any], *processes: str) -> float:
-    """Microseconds of some processes for each token."""
+    """Microseconds of some processes for each token; nan in a window too short for any."""
     used = sum(figures["cpu"][name] for name in processes)
-    return 1e6 * float(used) / float(figures["tokens"])
+    return 1e6 * float(used) / float(figures["tokens"]) if figures["tokens"] else nan
 
 
 async def open_streams(options: Options) -> Rows:

@@ -96,8 +96,7 @@ class BenchWorker(EngineWorker, namespace=NAMESPACE):
     def make_engine(self) -> Engine:
         return self._settings.engine()
 
-    async def on_start(self) -> None:
-        await super().on_start()
+    async def on_engine(self, engine: Engine) -> None:
         await register_llm(
             ModelInput.Tokens,
             ModelType.Chat | ModelType.Completions,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import resource
 import sys
 from collections.abc import AsyncGenerator, Sequence
@@ -101,11 +100,6 @@ def allow_many_files() -> None:
     """Raise the limit on open files as far as it goes."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-
-
-def own_memory() -> int:
-    """The memory of this process in bytes."""
-    return memory_of(os.getpid())
 
 
 def memory_of(pid: int) -> int:

@@ -399,14 +399,19 @@ def test_what_is_impossible_has_a_logprob_that_json_can_say() -> None:
 # Time -------------------------------------------------------------------------------------
 
 
-def test_eight_greedy_rows_take_well_under_a_millisecond() -> None:
+def test_eight_greedy_rows_take_little_more_than_one_look_at_their_logits() -> None:
     logits = np.random.default_rng(0).normal(size=(8, 152_064)).astype(np.float32)
     samplers = [Sampler(greedy(), seed=0) for _ in logits]
 
-    seconds: list[float] = []
+    drawing: list[float] = []
+    looking: list[float] = []
     for _ in range(20):
         begun = thread_time()
         draw_tokens(logits, samplers, [0] * 8)
-        seconds.append(thread_time() - begun)
+        drawn = thread_time()
+        logits.argmax(axis=1)
+        drawing.append(drawn - begun)
+        looking.append(thread_time() - drawn)
 
-    assert min(seconds) < 0.0007
+    # 1.1 times as long; with a softmax of each row it would be eight times.
+    assert min(drawing) < 4 * min(looking)
