@@ -10,6 +10,7 @@ from typing import Any, Final, Self, cast
 import msgspec
 
 from dynbus.bus.extras import how_to_install
+from dynbus.llm.weights.config import GGUF_END_KEYS
 from dynbus.llm.weights.errors import BrokenModel, UnsupportedModel
 from dynbus.llm.weights.small_files import read_json_object, read_small_file
 
@@ -37,11 +38,6 @@ _GGUF_IDS: Final = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
-_GGUF_END_IDS: Final = (
-    "tokenizer.ggml.eos_token_id",
-    "tokenizer.ggml.eot_token_id",
-    "tokenizer.ggml.eom_token_id",
-)
 _CONTROL, _USER_DEFINED = 3, 4
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
@@ -306,7 +302,7 @@ class Tokenizer:
             raw.post_processor = processors.TemplateProcessing(
                 single=[bos, "$A"], pair=None, special_tokens=[(bos, vocabulary[bos])]
             )
-        ends = [index for key in _GGUF_END_IDS for index in _ids(metadata.get(key))]
+        ends = [index for key in GGUF_END_KEYS for index in _ids(metadata.get(key))]
         return cls(raw, eos_token_ids=ends, special_tokens=special)
 
 

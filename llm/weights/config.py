@@ -25,6 +25,14 @@ _LEAST: Final = float(np.finfo(np.float32).tiny)
 _MOST: Final = float(np.finfo(np.float32).max)
 
 
+GGUF_END_KEYS: Final = (
+    "tokenizer.ggml.eos_token_id",
+    "tokenizer.ggml.eot_token_id",
+    "tokenizer.ggml.eom_token_id",
+)
+"""Where a GGUF file names the tokens that end a text."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
     """All positions are divided by `factor`."""
@@ -195,9 +203,7 @@ def config_of_gguf(path: str, metadata: Mapping[str, object], vocabulary: int) -
             rope_scaling=(
                 LinearScaling(fields.number("rope.scaling.factor")) if scaling == "linear" else None
             ),
-            eos_token_ids=_Fields(path, metadata, "tokenizer.ggml.").token_ids(
-                "eos_token_id", "eot_token_id"
-            ),
+            eos_token_ids=_Fields(path, metadata).token_ids(*GGUF_END_KEYS),
         ),
     )
 

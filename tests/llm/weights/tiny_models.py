@@ -148,6 +148,7 @@ class TinyModel:
             f"{prefix}.rope.dimension_count": self.head_dim,
             f"{prefix}.rope.freq_base": 10000.0,
             "tokenizer.ggml.eos_token_id": EOS,
+            "tokenizer.ggml.eom_token_id": 4,
         }
         if self.rope.get("rope_type") == "linear":
             metadata[f"{prefix}.rope.scaling.type"] = "linear"
