@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dynbus.llm.cores import usable_cores
 from dynbus.llm.weights.model import LayerWeights
 
 from .backend import Layer, Rows
@@ -48,7 +48,7 @@ class NumpyBackend:
 
     def __init__(self, *, threads: int = 0, deterministic: bool = False) -> None:
         self.name = "numpy"
-        self.threads = threads or os.cpu_count() or 1
+        self.threads = threads or usable_cores()
         self._deterministic = deterministic
         self._blas = _blas()
         self._blas_threads = 0

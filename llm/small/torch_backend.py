@@ -6,7 +6,6 @@ PyTorch is imported when a backend is made.
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,6 +15,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from dynbus.llm.cores import usable_cores
 from dynbus.llm.weights.model import LayerWeights
 
 from .backend import Layer, Rows
@@ -99,7 +99,7 @@ class TorchBackend:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"the device {device!r} cannot be used: {reason}") from error
         self.name = f"torch {dtype} on {device}"
-        self.threads = threads or os.cpu_count() or 1
+        self.threads = threads or usable_cores()
         if threads:
             torch.set_num_threads(threads)
         self._torch = torch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+
+from dynbus.llm.cores import usable_cores
 
 from . import rendering
 from .rendering import RenderAnswer
@@ -120,7 +121,7 @@ class _Renderer:
         self.process.wait()
 
 
-RENDERERS: Final = Renderers(os.cpu_count() or 1)
+RENDERERS: Final = Renderers(usable_cores())
 """Those of this process."""
 
 atexit.register(RENDERERS.close)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 from dynbus.bus.errors import InvalidRequest
+from dynbus.llm.cores import usable_cores
 from dynbus.llm.weights.errors import BrokenModel
 
 from .cached_encoder import MAX_BYTES, CachedEncoder
@@ -18,13 +18,6 @@ from .template import ChatTemplate
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")
-
-
-def _cores() -> int:
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class TextModel:
@@ -53,7 +46,7 @@ class TextModel:
         # They wait for work without taking time; more than cores would be in each other's way. A
         # call that is cancelled before its turn takes none. They are this model's alone: a
         # tokenizer may be made so that some text takes it for ever.
-        self._threads = ThreadPoolExecutor(_cores(), thread_name_prefix="dynbus-text")
+        self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="dynbus-text")
         self.encoder = CachedEncoder(tokenizer, cache_bytes)
 
     def __repr__(self) -> str:
