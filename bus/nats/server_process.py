@@ -7,6 +7,7 @@ for tests and tools. `nats/embedded.py` has the one that several `dynbus run` sh
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib.metadata
 import json
 import os
@@ -374,6 +375,7 @@ class _OwnPorts:
 
     def __init__(self) -> None:
         self._mark = socket.socket()  # kept for as long as the process lives
+        atexit.register(self._mark.close)
         starts = list(_TEST_PORTS[::_BLOCK])
         secrets.SystemRandom().shuffle(starts)
         for start in starts:

@@ -82,14 +82,16 @@ def test_the_end_of_a_process_has_words(code: int | None, text: str) -> None:
     assert exit_text(code) == text
 
 
-def test_a_child_is_named_after_its_actor_and_number(actors: str) -> None:
+@pytest.mark.anyio
+async def test_a_child_is_named_after_its_actor_and_number(actors: str) -> None:
     child = child_of(f"{actors}:Below", "nats://127.0.0.1:4222")
 
     assert child.label == "born.Below/1"
     assert repr(child) == "<Child born.Below/1 [loading | pid None]>"
 
 
-def test_what_depends_on_others_is_deeper(actors: str) -> None:
+@pytest.mark.anyio
+async def test_what_depends_on_others_is_deeper(actors: str) -> None:
     below, above = (child_of(f"{actors}:{name}", "") for name in ("Below", "Above"))
 
     assert below.node.depth < above.node.depth
