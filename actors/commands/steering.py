@@ -16,6 +16,7 @@ from dynbus.actors.running.control import (
     Told,
     ask,
     find_run,
+    wait_for_end,
 )
 from dynbus.bus import exit_codes
 from dynbus.bus.commands.terminal import error_line, printable
@@ -92,4 +93,6 @@ def _carry_out(pid: int | None, *questions: Question) -> int:
         if not done:
             click.echo(error_line(f"dynbus run {run} ended before it had done this"), err=True)
             return exit_codes.FAILURE
+        if isinstance(question, StopRun):
+            wait_for_end(run)
     return exit_codes.OK

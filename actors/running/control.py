@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -32,6 +33,8 @@ FOLDER: Final = Path(".dynbus")
 MAX_QUESTION: Final = 64 * 1024
 QUESTION_SECONDS: Final = 10.0
 """Seconds in which a question must have come."""
+END_SECONDS: Final = 10.0
+"""Seconds in which the process of a run has ended once all that it ran has."""
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +242,15 @@ def ask(pid: int, question: Question) -> Iterator[Answer]:
         with connection.makefile("rb") as lines:
             for line in lines:
                 yield msgspec.json.decode(line, type=Answer)
+
+
+def wait_for_end(pid: int) -> None:
+    """Wait until the process of a run that has said its last word has ended too; Linux only."""
+    if hasattr(os, "pidfd_open"):
+        with suppress(ProcessLookupError):
+            handle = os.pidfd_open(pid)
+            select.select([handle], [], [], END_SECONDS)
+            os.close(handle)
 
 
 def _path(pid: int) -> Path:
