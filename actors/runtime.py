@@ -50,7 +50,8 @@ class Actor(DeclaredActor, abstract=True):
             unless given.
         abstract: True for a base class that is never started itself.
         on_crash: what `dynbus run` does when an instance ends by itself: `"restart"`, after a
-            pause and for ever, or `"escalate"`, which ends the run; inherited when left out.
+            pause and for ever, `"stop"`, which leaves it to the others, or `"escalate"`, which ends
+            the run; inherited when left out.
 
     Constructor arguments of a subclass are configuration: they can be set from YAML, the
     command line and the environment.

@@ -11,7 +11,7 @@ import msgspec
 
 from dynbus.actors.declaring.arguments import build_arguments, defaults
 from dynbus.actors.declaring.redaction import shown
-from dynbus.actors.running.configuration import NodeOption
+from dynbus.actors.running.configuration import NodeOption, split_options
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.plan import PlanRequest
 from dynbus.actors.running.planning import LoadedRun
@@ -21,6 +21,33 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.extras import has_extra, how_to_install
 from dynbus.bus.telemetry.health import parse_address
 from dynbus.bus.telemetry.logs import LogFormat, redact_url
+
+
+class TargetsCommand(click.Command):
+    """Takes `--Actor.key=value` out of the arguments before click sees them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["dynbus.arguments"] = list(args)
+        try:
+            options, rest = split_options(args)
+        except ConfigError as error:
+            raise click.UsageError(str(error), ctx) from None
+        ctx.meta["dynbus.options"] = options
+        return super().parse_args(ctx, rest)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[OPTIONS] [--Actor.ARGUMENT=VALUE]... TARGET..."]
+
+
+targets_argument = click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+file_option = click.option(
+    "-f",
+    "--file",
+    "config_file",
+    metavar="YAML",
+    type=click.Path(dir_okay=False),
+    help="Constructor arguments and bus settings.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from dynbus.actors.running.child_messages import WorkerSettings
-from dynbus.actors.running.configuration import split_options
 from dynbus.actors.running.control import controlled
 from dynbus.actors.running.in_process import (
     Ending,
@@ -50,7 +49,15 @@ from dynbus.bus.telemetry.health import HealthServer, Status, metrics_remedy
 from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
 from .interrupts import Interrupts
-from .plan import RunOptions, check_options, health_address, print_plan
+from .plan import (
+    RunOptions,
+    TargetsCommand,
+    check_options,
+    file_option,
+    health_address,
+    print_plan,
+    targets_argument,
+)
 from .reload import watch_and_run
 
 if TYPE_CHECKING:
@@ -97,36 +104,13 @@ _HELP: Final = """Serve the actors of TARGETs, one process per instance.
 logger = logging.getLogger(__name__)
 
 
-class _RunCommand(click.Command):
-    """Takes `--Actor.key=value` out of the arguments before click sees them."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["dynbus.arguments"] = list(args)
-        try:
-            options, rest = split_options(args)
-        except ConfigError as error:
-            raise click.UsageError(str(error), ctx) from None
-        ctx.meta["dynbus.options"] = options
-        return super().parse_args(ctx, rest)
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return ["[OPTIONS] [--Actor.ARGUMENT=VALUE]... TARGET..."]
-
-
 @click.command(
-    cls=_RunCommand,
+    cls=TargetsCommand,
     help=_HELP,
     epilog=exit_codes.RUN,
 )
-@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
-@click.option(
-    "-f",
-    "--file",
-    "config_file",
-    metavar="YAML",
-    type=click.Path(dir_okay=False),
-    help="Constructor arguments and bus settings.",
-)
+@targets_argument
+@file_option
 @nats_option
 @click.option("--in-process", is_flag=True, help="Run all instances in this one process.")
 @click.option(

@@ -6,8 +6,9 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from dynbus.bus.errors import ConfigError
 
-OnCrash: TypeAlias = Literal["restart", "escalate"]
-"""What follows when an instance ends by itself: it is started again, or the whole run ends."""
+OnCrash: TypeAlias = Literal["restart", "stop", "escalate"]
+"""What follows when an instance ends by itself: it restarts, the others go on without it, or the
+whole run ends."""
 
 SETTLED_AFTER: Final = 60.0
 FIRST_PAUSE: Final = 0.2
@@ -51,4 +52,5 @@ def check_on_crash(value: Any, source: str) -> OnCrash:
     for choice in choices:
         if choice == value:
             return choice
-    raise ConfigError(f"{source} = {value!r}: write {' or '.join(choices)}")
+    *first, last = choices
+    raise ConfigError(f"{source} = {value!r}: write {', '.join(first)} or {last}")

@@ -156,8 +156,8 @@ async def serve(
         bus: fields of `BusConfig`.
         started: awaited when all instances are ready.
         stopping: awaited after the drain, before the bus is left.
-        restart: restart an actor in this process when it reports that it is broken, unless its
-            `on_crash` is `"escalate"`. Otherwise that ends the serving.
+        restart: do what its `on_crash` says when an actor in this process reports that it is
+            broken. Otherwise that ends the serving.
 
     Raises:
         ConfigError: an instance is not usable as configured.
@@ -227,8 +227,7 @@ async def _keep_all(
     """
     async with task_group() as tasks:
         for assignment, instance in instances:
-            again = restart and assignment.on_crash == "restart"
-            tasks.start_soon(_keep, runtime, assignment, instance, again)
+            tasks.start_soon(_keep, runtime, assignment, instance, restart)
         await anyio.sleep_forever()
 
 
@@ -241,10 +240,15 @@ async def _keep(
     await instance.stopped.wait()
     error: Exception = InstanceBroken(instance)
     while instance.broken:
-        if not restart:
+        if not restart or assignment.on_crash == "escalate":
             raise error
-        pause = policy.pause_after(monotonic() - began, random.random())
         runtime.broken[former := instance.id] = str(error)
+        if assignment.on_crash == "stop":
+            if not runtime.instances:
+                raise error
+            logger.warning("%s; its on_crash is stop", error)
+            return
+        pause = policy.pause_after(monotonic() - began, random.random())
         logger.warning("%s; restarting %s in %.1f s", error, address, pause)
         await anyio.sleep(pause)
         began = monotonic()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -37,6 +37,8 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
         address: `namespace.component`.
         actor: `module:Name` of its class.
         depth: how long the longest chain of dependencies below it is.
+        dependencies: the addresses that it calls.
+        endpoints: `unary` or `stream`, by name.
         workers: the number of its instances.
         values, texts: constructor arguments; the texts are still to be read.
     """
@@ -45,6 +47,8 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
     actor: str
     depth: int
     workers: int
+    dependencies: list[str] = []
+    endpoints: dict[str, Literal["stream", "unary"]] = {}
     on_crash: OnCrash = "restart"
     values: dict[str, Any] = {}
     texts: dict[str, str] = {}

@@ -18,6 +18,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from dynbus.actors.declaring.actor import address_of
 from dynbus.actors.declaring.arguments import Text
 from dynbus.bus import exit_codes
 from dynbus.bus.config import BusConfig, load_config
@@ -116,12 +117,20 @@ def planned(assignment: Assignment) -> PlannedNode:
     Raises:
         ConfigError: another process could not find the class.
     """
-    given = assignment.arguments
+    actor, given = assignment.actor, assignment.arguments
     return PlannedNode(
         address=str(assignment.address),
-        actor=reference(assignment.actor),
-        depth=dependency_depth(assignment.actor),
+        actor=reference(actor),
+        depth=dependency_depth(actor),
         workers=assignment.workers,
+        dependencies=[
+            str(address_of(dependency.actor, node=dependency.node))
+            for dependency in actor.__dynbus_dependencies__.values()
+        ],
+        endpoints={
+            spec.name: "stream" if spec.streaming else "unary"
+            for spec in actor.__dynbus_handlers__.values()
+        },
         on_crash=assignment.on_crash,
         values={name: value for name, value in given.items() if not isinstance(value, Text)},
         texts={name: str(value) for name, value in given.items() if isinstance(value, Text)},

@@ -173,6 +173,7 @@ class Supervisor:
             ChangeFailed: one of the instances did not start.
         """
         async with self._changing:
+            await self._forget_ended(address)
             children = self.instances(address)
             if len(children) < count:
                 await self._add(self.nodes[address], count - len(children))
@@ -208,6 +209,10 @@ class Supervisor:
     def instances(self, address: str) -> list[Child]:
         """The instances of a node, without those that are leaving."""
         return [c for c in self.children if c.node.address == address and not c.is_leaving]
+
+    async def _forget_ended(self, address: str) -> None:
+        """Give up instances that have ended and do not restart: others take their place."""
+        await self._retire([child for child in self.instances(address) if child.ended.is_set()])
 
     async def _add(self, node: PlannedNode, count: int) -> None:
         """Start further instances of a node, and wait until they are ready.
@@ -280,6 +285,13 @@ class Supervisor:
             if child.node.on_crash == "escalate":
                 text = f"{child.label} ended: {why}; its on_crash is escalate"
                 self._fail(Failure(exit_codes.ESCALATED, text, trace))
+                return
+            if child.node.on_crash == "stop":
+                logger.warning("%s ended: %s; its on_crash is stop", child.label, why)
+                child.crash = why
+                if all(other.ended.is_set() for other in self.children if other is not child):
+                    text = f"{child.label} ended, and no other instance is left: {why}"
+                    self._fail(Failure(exit_codes.FAILURE, text, trace))
                 return
             lived = 0.0 if child.ready_at is None else monotonic() - child.ready_at
             pause = policy.pause_after(lived, random.random())

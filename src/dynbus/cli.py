@@ -29,6 +29,7 @@ OWN: Final[Mapping[str, str]] = {
     "call": "Call an endpoint.",
     "chat": "Talk to a model.",
     "doctor": "Check the server and this machine.",
+    "graph": "Draw who calls whom.",
     "http": "Answer OpenAI's requests over HTTP.",
     "kv": "Look into KV caches.",
     "models": "List the models.",

@@ -334,14 +334,14 @@ def test_what_follows_a_crash_is_what_the_class_says_unless_it_is_given() -> Non
 
 def test_what_cannot_follow_a_crash_is_refused_with_what_can() -> None:
     with pytest.raises(ConfigError) as by_option:
-        settings(options=(option("ServiceArgs.on_crash", "stop"),))
+        settings(options=(option("ServiceArgs.on_crash", "halt"),))
     with pytest.raises(ConfigError) as by_class:
-        type("Odd", (Actor,), {}, namespace="demo", on_crash="stop")
+        type("Odd", (Actor,), {}, namespace="demo", on_crash="halt")
 
     assert str(by_option.value) == (
-        "--Splitter.ServiceArgs.on_crash = 'stop': write restart or escalate"
+        "--Splitter.ServiceArgs.on_crash = 'halt': write restart, stop or escalate"
     )
-    assert str(by_class.value) == "Odd: on_crash = 'stop': write restart or escalate"
+    assert str(by_class.value) == "Odd: on_crash = 'halt': write restart, stop or escalate"
 
 
 def test_defaults_are_those_of_the_constructor() -> None:

@@ -68,6 +68,7 @@ async def test_a_plan_names_classes_and_arguments_without_importing_them_here(
             actor="planned_elsewhere:Splitter",
             depth=0,
             workers=1,
+            endpoints={"split": "unary"},
             texts={"separator": ","},
         ),
         PlannedNode(
@@ -75,6 +76,8 @@ async def test_a_plan_names_classes_and_arguments_without_importing_them_here(
             actor="planned_elsewhere:Shouter",
             depth=1,
             workers=2,
+            dependencies=["planned.Splitter"],
+            endpoints={"shout": "unary"},
             on_crash="escalate",
         ),
     ]

@@ -59,7 +59,7 @@ def test_pauses_only_grow_until_one_has_settled(lives: list[float]) -> None:
     assert all(former <= later for former, later in pairwise(pauses))
 
 
-@pytest.mark.parametrize("value", ["stop", "", None, 1])
+@pytest.mark.parametrize("value", ["halt", "", None, 1])
 def test_what_cannot_follow_a_crash_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"^x = .*: write restart or escalate$"):
+    with pytest.raises(ConfigError, match=r"^x = .*: write restart, stop or escalate$"):
         check_on_crash(value, "x")

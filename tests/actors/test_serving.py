@@ -29,6 +29,7 @@ from dynbus.actors.running.in_process import (
 from dynbus.actors.running.loader import ImportFailed, dependency_depth, load_targets
 from dynbus.actors.runtime import Actor, Runtime
 from dynbus.actors.serving import instance
+from dynbus.actors.serving.instance import InstanceBroken
 from dynbus.bus import exit_codes
 from dynbus.bus.errors import ConfigError, PermissionDenied, Unavailable
 from dynbus.bus.nats.server_process import RunningServer
@@ -132,6 +133,37 @@ async def test_what_depends_on_others_is_stopped_before_them(nats_server: Runnin
 
     assert events == ["stop Above", "stop Below"]
     assert problems == [{}]
+
+
+@pytest.mark.anyio
+async def test_an_instance_that_is_to_stop_is_left_out_until_the_last_one_breaks(
+    nats_server: RunningServer,
+) -> None:
+    ending = Ending()
+    problems: list[dict[str, str]] = []
+    tasks: list[asyncio.Task[None]] = []
+
+    async def break_all(runtime: Runtime) -> None:
+        first, second = list(runtime.instances.values())
+        first.report_broken("no memory")
+        await first.stopped.wait()
+        await eventually(lambda: first.id in runtime.broken)
+        problems.append(problems_of(runtime))
+        second.report_broken("no memory either")
+
+    async def started(runtime: Runtime) -> None:
+        tasks.append(asyncio.create_task(break_all(runtime)))
+
+    assignments = [Assignment(actor, {"events": []}, 1, "stop") for actor in (Below, Above)]
+    with pytest.raises(InstanceBroken, match="no memory either"):
+        async with asyncio.timeout(WITHIN):
+            await serve(
+                assignments, {"servers": nats_server.url}, ending, started=started, restart=True
+            )
+
+    (found,) = problems
+    (why,) = found.values()
+    assert why.endswith("no memory")
 
 
 @pytest.mark.anyio

@@ -374,6 +374,34 @@ async def test_text_of_the_command_line_is_read_as_its_type_in_the_child(
 
 
 @pytest.mark.anyio
+async def test_an_instance_that_is_to_stop_stays_away_until_it_is_asked_for_again(
+    nats_server: RunningServer, folder: Path
+) -> None:
+    supervisor = supervise(nats_server, folder, "Below", "Once", on_crash="stop")
+    below, _ = supervisor.children
+
+    async with running(supervisor) as task:
+        supervisor.begin()
+        await all_ready(supervisor)
+        below.kill()
+        await until(below.ended.is_set)
+        alone = supervisor.problems()
+        await supervisor.scale("supervised.Below", 1)
+        again = (running_now(supervisor), supervisor.problems())
+        for child in supervisor.children:
+            child.kill()
+        code = await task
+
+    assert alone == {"supervised.Below/1": "ended: killed by SIGKILL"}
+    assert again == (["supervised.Once/1", "supervised.Below/1"], {})
+    assert code == exit_codes.FAILURE
+    assert supervisor.failure is not None
+    assert supervisor.failure.message.endswith(
+        "/1 ended, and no other instance is left: killed by SIGKILL"
+    )
+
+
+@pytest.mark.anyio
 async def test_a_child_whose_end_escalates_ends_the_run_with_the_reason(
     nats_server: RunningServer, folder: Path
 ) -> None:

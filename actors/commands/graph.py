@@ -1,0 +1,110 @@
+"""`dynbus graph`: draw which actors a run has and who calls whom."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import click
+
+from dynbus.actors.running.drawing import dot, mermaid, tree
+from dynbus.actors.running.plan import PlannedNode, PlanRequest
+from dynbus.actors.running.planning import load_run
+from dynbus.bus.commands.terminal import json_option, print_json
+from dynbus.bus.errors import ConfigError
+
+from .plan import TargetsCommand, file_option, targets_argument
+
+GRAPHVIZ_SECONDS: Final = 60.0
+
+
+def svg(nodes: Sequence[PlannedNode]) -> str:
+    """A picture that Graphviz draws.
+
+    Raises:
+        ConfigError: Graphviz is not there, or fails.
+    """
+    program = shutil.which("dot")
+    if program is None:
+        raise ConfigError(
+            "--format svg needs Graphviz, whose program dot is not on the path: install the "
+            "package graphviz, or use --format mermaid"
+        )
+    drawn = subprocess.run(
+        [program, "-Tsvg"],
+        input=dot(nodes),
+        capture_output=True,
+        text=True,
+        timeout=GRAPHVIZ_SECONDS,
+        check=False,
+    )
+    if drawn.returncode != 0:
+        raise ConfigError(f"Graphviz failed: {drawn.stderr.strip()}")
+    return drawn.stdout
+
+
+FORMATS: Final[Mapping[str, Callable[[Sequence[PlannedNode]], str]]] = {
+    "tree": tree,
+    "mermaid": mermaid,
+    "dot": dot,
+    "svg": svg,
+}
+
+
+@click.command(
+    cls=TargetsCommand,
+    help="""Draw the graph of the actors of TARGETs: who runs, how often, and who calls whom.
+
+    Nothing is started. TARGETs, the YAML file and --Actor.ARGUMENT are those of `dynbus run`. An
+    endpoint with * is a stream.
+
+    \b
+    dynbus graph actors.py
+    dynbus graph actors.py --format mermaid
+    dynbus graph actors.py -f config.yaml --format svg > graph.svg
+    """,
+)
+@targets_argument
+@file_option
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(list(FORMATS)),
+    default="tree",
+    show_default=True,
+    help="svg needs Graphviz.",
+)
+@json_option
+@click.pass_context
+def graph(
+    ctx: click.Context,
+    /,
+    *,
+    targets: tuple[str, ...],
+    config_file: str | None,
+    kind: str,
+    as_json: bool,
+) -> None:
+    """`dynbus graph`."""
+    request = PlanRequest(
+        targets=list(targets), config_file=config_file, options=ctx.meta["dynbus.options"]
+    )
+    nodes = load_run(request, os.environ).plan().nodes
+    if as_json:
+        print_json(
+            [
+                {
+                    "address": node.address,
+                    "class": node.actor,
+                    "instances": node.workers,
+                    "endpoints": node.endpoints,
+                    "calls": node.dependencies,
+                }
+                for node in nodes
+            ]
+        )
+    else:
+        click.echo(FORMATS[kind](nodes))

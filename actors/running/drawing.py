@@ -1,0 +1,77 @@
+"""The graph of a run as text: a tree for a terminal, Mermaid for a page, DOT for Graphviz."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .plan import PlannedNode
+
+
+def tree(nodes: Sequence[PlannedNode]) -> str:
+    """The nodes that nobody calls, and below each what it calls.
+
+    A node that several call is written out where it comes first, and named after that.
+    """
+    by_address = {node.address: node for node in nodes}
+    called = {address for node in nodes for address in node.dependencies}
+    lines: list[str] = []
+    told: set[str] = set()
+
+    def tell(address: str, head: str, below: str) -> None:
+        node = by_address.get(address)
+        again = address in told
+        told.add(address)
+        if node is None or again:
+            lines.append(f"{head}{address}{' (see above)' if again else ' (runs elsewhere)'}")
+            return
+        lines.append(f"{head}{_title(node)}{_endpoints(node)}")
+        for number, dependency in enumerate(node.dependencies, 1):
+            is_last = number == len(node.dependencies)
+            branch, space = ("└── ", "    ") if is_last else ("├── ", "│   ")
+            tell(dependency, below + branch, below + space)
+
+    for node in nodes:
+        if node.address not in called:
+            tell(node.address, "", "")
+    return "\n".join(lines)
+
+
+def mermaid(nodes: Sequence[PlannedNode]) -> str:
+    """A flowchart of Mermaid: an arrow goes from who calls to who is called."""
+    names = _names(nodes)
+    lines = ["flowchart LR"]
+    lines += [f'    {names[node.address]}["{_title(node)}"]' for node in nodes]
+    lines += [f"    {names[a]} --> {names[b]}" for a, b in _edges(nodes, names)]
+    return "\n".join(lines)
+
+
+def dot(nodes: Sequence[PlannedNode]) -> str:
+    """A graph in the language of Graphviz: an arrow goes from who calls to who is called."""
+    names = _names(nodes)
+    lines = ["digraph run {", "    rankdir=LR", '    node [shape=box, fontname="sans-serif"]']
+    lines += [f'    {names[node.address]} [label="{_title(node)}"]' for node in nodes]
+    lines += [f"    {names[a]} -> {names[b]}" for a, b in _edges(nodes, names)]
+    return "\n".join([*lines, "}"])
+
+
+def _title(node: PlannedNode) -> str:
+    return node.address if node.workers == 1 else f"{node.address} x{node.workers}"
+
+
+def _endpoints(node: PlannedNode) -> str:
+    told = [f"{name}*" if kind == "stream" else name for name, kind in node.endpoints.items()]
+    return f"  ({', '.join(told)})" if told else ""
+
+
+def _names(nodes: Sequence[PlannedNode]) -> Mapping[str, str]:
+    """A short name for each address: names of addresses have characters that mean something."""
+    return {node.address: f"n{number}" for number, node in enumerate(nodes)}
+
+
+def _edges(nodes: Sequence[PlannedNode], known: Mapping[str, str]) -> list[tuple[str, str]]:
+    return [
+        (node.address, address)
+        for node in nodes
+        for address in node.dependencies
+        if address in known
+    ]

@@ -1,0 +1,85 @@
+"""`dynbus graph` draws what a file would run, and starts nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynbus import cli
+from dynbus.bus import exit_codes
+
+ACTORS = """
+from collections.abc import AsyncGenerator
+from dynbus import Actor, depends, handler
+
+class Splitter(Actor, namespace="drawn"):
+    @handler
+    async def split(self, text: str) -> AsyncGenerator[str, None]:
+        yield text
+
+class Shouter(Actor, namespace="drawn"):
+    splitter = depends(Splitter)
+
+    @handler
+    async def shout(self, text: str) -> str:
+        return text
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "drawn_actors.py").write_text(ACTORS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "drawn_actors", raising=False)
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["graph", "drawn_actors.py", *arguments])
+    return int(end.value.code or 0)
+
+
+def test_the_tree_shows_the_settings_of_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = run("--Splitter.workers=3")
+
+    assert code == 0
+    assert capsys.readouterr().out == ("drawn.Shouter  (shout)\n└── drawn.Splitter x3  (split*)\n")
+
+
+def test_programs_get_json(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--json")
+
+    assert json.loads(capsys.readouterr().out) == [
+        {
+            "address": "drawn.Splitter",
+            "class": "drawn_actors:Splitter",
+            "instances": 1,
+            "endpoints": {"split": "stream"},
+            "calls": [],
+        },
+        {
+            "address": "drawn.Shouter",
+            "class": "drawn_actors:Shouter",
+            "instances": 1,
+            "endpoints": {"shout": "unary"},
+            "calls": ["drawn.Splitter"],
+        },
+    ]
+
+
+def test_a_picture_needs_graphviz_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+
+    code = run("--format", "svg")
+
+    assert code == exit_codes.CONFIG_ERROR
+    assert "install the package graphviz, or use --format mermaid" in capsys.readouterr().err

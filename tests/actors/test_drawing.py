@@ -1,0 +1,73 @@
+"""The graph of a run is drawn from its plan: who is there, how often, and who calls whom."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from dynbus.actors.running.drawing import dot, mermaid, tree
+from dynbus.actors.running.plan import PlannedNode
+
+
+def node(address: str, *calls: str, workers: int = 1) -> PlannedNode:
+    return PlannedNode(
+        address=address,
+        actor="a:B",
+        depth=0,
+        workers=workers,
+        dependencies=list(calls),
+        endpoints={"ask": "unary", "read": "stream"},
+    )
+
+
+NODES = [
+    node("llm.engine-1", workers=2),
+    node("llm.router", "llm.engine-1"),
+    node("llm.front", "llm.router", "llm.engine-1", "auth.Keys"),
+    node("llm.alone"),
+]
+
+
+def test_a_tree_begins_with_what_nobody_calls_and_writes_each_node_out_once() -> None:
+    assert tree(NODES).splitlines() == [
+        "llm.front  (ask, read*)",
+        "├── llm.router  (ask, read*)",
+        "│   └── llm.engine-1 x2  (ask, read*)",
+        "├── llm.engine-1 (see above)",
+        "└── auth.Keys (runs elsewhere)",
+        "llm.alone  (ask, read*)",
+    ]
+
+
+def test_mermaid_has_a_box_for_each_node_and_an_arrow_for_each_call_within_the_run() -> None:
+    assert mermaid(NODES).splitlines() == [
+        "flowchart LR",
+        '    n0["llm.engine-1 x2"]',
+        '    n1["llm.router"]',
+        '    n2["llm.front"]',
+        '    n3["llm.alone"]',
+        "    n1 --> n0",
+        "    n2 --> n1",
+        "    n2 --> n0",
+    ]
+
+
+def test_dot_has_the_same_and_graphviz_reads_it() -> None:
+    text = dot(NODES)
+
+    assert text.startswith("digraph run {")
+    assert '    n0 [label="llm.engine-1 x2"]' in text.splitlines()
+    assert [line.strip() for line in text.splitlines() if "->" in line] == [
+        "n1 -> n0",
+        "n2 -> n1",
+        "n2 -> n0",
+    ]
+    program = shutil.which("dot")
+    if program is None:
+        pytest.skip("Graphviz is not installed")
+    drawn = subprocess.run(
+        [program, "-Tsvg"], input=text, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "llm.engine" in drawn.stdout
