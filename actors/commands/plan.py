@@ -145,10 +145,7 @@ def print_plan(run: LoadedRun, *, as_json: bool) -> None:
             "class": f"{a.actor.__module__}:{a.actor.__qualname__}",
             "instances": a.workers,
             "on_crash": a.on_crash,
-            "endpoints": {
-                spec.name: "stream" if spec.streaming else "unary"
-                for spec in a.actor.__dynbus_handlers__.values()
-            },
+            "endpoints": {spec.name: spec.kind for spec in a.actor.__dynbus_handlers__.values()},
             "arguments": {name: shown(name, value) for name, value in _effective(a).items()},
         }
         for a in run.assignments

@@ -203,7 +203,7 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
         with ending.cuts_short() as planning:
             plan = await plan_elsewhere(forks, asked)
         if planning.cancelled_caught:
-            return None, exit_codes.INTERRUPTED if ending.at_once.is_set() else exit_codes.OK
+            return None, ending.exit_code
         config = load_config(plan.bus, os.environ, sources=plan.sources)
         _warn(plan.warnings)
         supervisor = Supervisor(
@@ -307,7 +307,7 @@ async def _run_in_process(run: LoadedRun, options: RunOptions) -> tuple[Failure 
         except (InstanceBroken, StartFailed) as error:
             failure = failure_of(error)
             return failure, failure.code
-    return None, exit_codes.INTERRUPTED if ending.at_once.is_set() else exit_codes.OK
+    return None, ending.exit_code
 
 
 def _listen(

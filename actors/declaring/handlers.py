@@ -7,7 +7,7 @@ import typing
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, Literal, TypeVar, overload
 
 from dynbus.bus.errors import ConfigError, InvalidRequest
 from dynbus.bus.protocol.endpoint import (
@@ -88,6 +88,11 @@ class HandlerSpec:
             ConfigError: one of them is a text that is no type here.
         """
         return resolve_annotations(self.function, self.label)
+
+    @property
+    def kind(self) -> Literal["stream", "unary"]:
+        """How its results come."""
+        return "stream" if self.streaming else "unary"
 
     @property
     def label(self) -> str:

@@ -10,7 +10,6 @@ import contextlib
 import enum
 import logging
 import os
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,7 @@ from .child_messages import (
 )
 from .in_process import Failure
 from .plan import PlannedNode
-from .processes import MAX_REPORT, ForkProcess, ForkServer, ForkServerDied, Process
+from .processes import ForkProcess, ForkServer, Process
 
 STOP_SECONDS: Final = 2.0
 """Seconds that a child has to end after the last word; then it is killed."""
@@ -133,12 +132,11 @@ class Child:
             OSError: there is no process, since none could be made.
         """
         self.state, self.failure, self.ready_at = ChildState.LOADING, None, None
-        opened: tuple[Process, asyncio.StreamReader] | None = None
-        # A process that is being made cannot be ended yet.
-        with anyio.CancelScope(shield=True):
-            opened = await self._open(forks)
-        assert opened is not None
-        (process, reader), heard = opened, asyncio.Event()
+        process, reader, writer = await forks.open(ForkProcess("worker", self.label))
+        self._process, self._writer, heard = process, writer, asyncio.Event()
+        self.send(self._load)
+        if self._last_word is not None:
+            self.send(self._last_word)
 
         async def ended() -> int | None:
             code = await process.wait()
@@ -156,38 +154,11 @@ class Child:
                 code = await self._wait_or_end(ended)
                 tasks.cancel_scope.cancel()
         finally:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
+            writer.close()
+            self._writer = None
             if self._metrics is not None:
                 self._metrics.cancel()
         return code
-
-    async def _open(self, forks: ForkServer) -> tuple[Process, asyncio.StreamReader]:
-        """Make a process, and tell it what it is to load."""
-        try:
-            opened = await self._fork(forks)
-        except ForkServerDied:
-            # A process of the old one's has a socket that ended: this is the only one.
-            opened = await self._fork(forks)
-        self.send(self._load)
-        if self._last_word is not None:
-            self.send(self._last_word)
-        return opened
-
-    async def _fork(self, forks: ForkServer) -> tuple[Process, asyncio.StreamReader]:
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                process = self._process = await forks.fork(
-                    ForkProcess("worker", self.label), theirs.fileno()
-                )
-            reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPORT)
-        except BaseException:
-            ours.close()
-            self.kill()
-            raise
-        return process, reader
 
     async def _wait_or_end(self, ended: Callable[[], Awaitable[int | None]]) -> int | None:
         """Wait until the process has ended; when that is cancelled, bring it about."""

@@ -124,6 +124,11 @@ class Ending:
         self.drain(0.0)
         self.at_once.set()
 
+    @property
+    def exit_code(self) -> int:
+        """That of a process which ends since it was asked to."""
+        return exit_codes.INTERRUPTED if self.at_once.is_set() else exit_codes.OK
+
     @contextmanager
     def cuts_short(self) -> Generator[anyio.CancelScope]:
         """Cancel the block when the end is asked for; one such block runs at a time."""

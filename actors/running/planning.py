@@ -6,7 +6,6 @@ another one (`plan_elsewhere`), so that it stays small and holds none of their c
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -15,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import anyio
 import msgspec
 
 from dynbus.actors.declaring.actor import address_of
@@ -37,7 +35,7 @@ from .configuration import (
 from .in_process import Assignment, Failure, failure_of, leave_within
 from .loader import dependency_depth, load_targets, reference
 from .plan import Plan, PlannedNode, PlanRequest
-from .processes import MAX_REPORT, ForkProcess, ForkServer, Process, exit_text
+from .processes import ForkProcess, ForkServer, exit_text
 from .worker import guard_group
 
 
@@ -127,10 +125,7 @@ def planned(assignment: Assignment) -> PlannedNode:
             str(address_of(dependency.actor, node=dependency.node))
             for dependency in actor.__dynbus_dependencies__.values()
         ],
-        endpoints={
-            spec.name: "stream" if spec.streaming else "unary"
-            for spec in actor.__dynbus_handlers__.values()
-        },
+        endpoints={spec.name: spec.kind for spec in actor.__dynbus_handlers__.values()},
         on_crash=assignment.on_crash,
         values={name: value for name, value in given.items() if not isinstance(value, Text)},
         texts={name: str(value) for name, value in given.items() if isinstance(value, Text)},
@@ -182,25 +177,16 @@ async def plan_elsewhere(forks: ForkServer, asked: MakePlan) -> Plan:
         PlanFailed: the run cannot be planned, or the process ended before it had done so.
         OSError: no process could be made.
     """
-    ours, theirs = socket.socketpair()
-    process: Process | None = None
-    with theirs:
-        # A process that is being made cannot be ended yet.
-        with anyio.CancelScope(shield=True):
-            process = await forks.fork(ForkProcess("planner"), theirs.fileno())
-    assert process is not None
+    process, reader, writer = await forks.open(ForkProcess("planner"))
     try:
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPORT)
-        try:
-            writer.write(msgspec.json.encode(asked) + b"\n")
-            line = await reader.readline()
-        finally:
-            writer.close()
+        writer.write(msgspec.json.encode(asked) + b"\n")
+        line = await reader.readline()
         if not line:
             text = f"the process that loads {', '.join(asked.request.targets)} ended: "
             code = await process.wait()
             raise PlanFailed(Failure(exit_codes.START_FAILED, text + exit_text(code)))
     finally:
+        writer.close()
         process.kill()
     told = msgspec.json.decode(line, type=PlanMade | PlanRefused)
     if isinstance(told, PlanRefused):

@@ -161,6 +161,41 @@ class ForkServer:
             if self._program is not None:
                 await _end(self._program)
 
+    async def open(
+        self, asked: ForkProcess
+    ) -> tuple[Process, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Make a process, and a connection to it. Once begun, this ends before it is cancelled.
+
+        Raises:
+            OSError: none could be made.
+        """
+        opened: tuple[Process, asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        # A process that is being made cannot be ended yet.
+        with anyio.CancelScope(shield=True):
+            try:
+                opened = await self._open(asked)
+            except ForkServerDied:
+                # A process of the old one's has a socket that ended: this is the only one.
+                opened = await self._open(asked)
+        assert opened is not None
+        return opened
+
+    async def _open(
+        self, asked: ForkProcess
+    ) -> tuple[Process, asyncio.StreamReader, asyncio.StreamWriter]:
+        ours, theirs = socket.socketpair()
+        process: Process | None = None
+        try:
+            with theirs:
+                process = await self.fork(asked, theirs.fileno())
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPORT)
+        except BaseException:
+            ours.close()
+            if process is not None:
+                process.kill()
+            raise
+        return process, reader, writer
+
     async def fork(self, asked: ForkProcess, fd: int) -> Process:
         """Make a process; `fd` is its end of a socket to whoever asks.
 

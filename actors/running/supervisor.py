@@ -123,9 +123,9 @@ class Supervisor:
     @property
     def exit_code(self) -> int:
         """That of the run, once it has ended."""
-        if self.ending.at_once.is_set():
-            return exit_codes.INTERRUPTED
-        return self.failure.code if self.failure is not None else exit_codes.OK
+        if self.failure is None or self.ending.at_once.is_set():
+            return self.ending.exit_code
+        return self.failure.code
 
     def problems(self) -> dict[str, str]:
         """What keeps the run from being ready, by the label of the child."""
@@ -207,8 +207,9 @@ class Supervisor:
         return found[0]
 
     def instances(self, address: str) -> list[Child]:
-        """The instances of a node, without those that are leaving."""
-        return [c for c in self.children if c.node.address == address and not c.is_leaving]
+        """The instances of a node by their numbers, without those that are leaving."""
+        found = [c for c in self.children if c.node.address == address and not c.is_leaving]
+        return sorted(found, key=lambda child: child.number)
 
     async def _forget_ended(self, address: str) -> None:
         """Give up instances that have ended and do not restart: others take their place."""
@@ -224,7 +225,8 @@ class Supervisor:
         free = (number for number in itertools.count(1) if number not in taken)
         added = [Child(node, next(free), self._settings) for _ in range(count)]
         await self._runs.wait()
-        if self._tasks is None or self.ending.asked.is_set():
+        assert self._tasks is not None
+        if self.ending.asked.is_set():
             raise ChangeFailed("the run is ending")
         self.children += added
         for child in added:
