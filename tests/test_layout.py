@@ -70,7 +70,8 @@ def test_the_wheel_has_every_module_of_a_folder(folder: str, wheel: set[str]) ->
 
 
 def test_the_wheel_has_the_files_above_the_folders(wheel: set[str]) -> None:
-    names = {f"dynbus/{path.name}" for path in SOURCE.iterdir() if path.is_file()}
+    paths = [*SOURCE.iterdir(), *(SOURCE / "compat").rglob("*.py")]
+    names = {f"dynbus/{path.relative_to(SOURCE).as_posix()}" for path in paths if path.is_file()}
 
     assert "dynbus/py.typed" in names
     assert names <= wheel

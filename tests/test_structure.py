@@ -15,7 +15,10 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("actors", "bus", "kvrouter", "llm", "transfer")
+FOLDERS = {
+    **{name: ROOT / name for name in ("actors", "bus", "kvrouter", "llm", "transfer")},
+    "compat": ROOT / "src" / "dynbus" / "compat",
+}
 MAX_FILES = 20
 MAX_PUBLIC = 100
 FACES = ("dynbus", "dynbus.actors", "dynbus.bus", "dynbus.kvrouter", "dynbus.llm", "dynbus.testing")
@@ -36,10 +39,10 @@ class Import(NamedTuple):
 def source_files() -> Iterator[tuple[str, Path]]:
     for path in sorted((ROOT / "src" / "dynbus").glob("*.py")):
         yield _module_name(("dynbus", path.stem)), path
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            yield _module_name(("dynbus", *parts)), path
+    for name, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield _module_name(("dynbus", name, *parts)), path
 
 
 def _module_name(parts: tuple[str, ...]) -> str:
