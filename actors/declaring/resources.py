@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Final, cast
 
@@ -67,13 +67,14 @@ class Resources:
         Raises:
             ConfigError: see `parse`.
         """
-        if not isinstance(given, Mapping):
+        values = _mapping(given)
+        if values is None:
             raise ConfigError(
                 f"{source} = {brief_repr(given)}: write a mapping of {', '.join(_READERS)}, for "
                 'example {"cpu": 4, "memory": "20Gi", "gpu": 1}'
             )
         found = self
-        for key, value in cast("Mapping[Any, Any]", given).items():
+        for key, value in values.items():
             found = found.with_value(str(key), value, f"{source}.{key}")
         return found
 
@@ -92,12 +93,13 @@ class Resources:
                 f"{source} does not exist{suggestion(key, _READERS)}; there are: "
                 f"{', '.join(_READERS)}"
             )
-        if value is None or value == "null":
-            return replace(self, **{key: _DEFAULTS[key]})
+        changed: dict[str, Any] = {}
         try:
-            return replace(self, **{key: reader(value)})
+            is_null = value is None or value == "null"
+            changed[key] = getattr(Resources(), key) if is_null else reader(value)
         except ValueError as error:
             raise ConfigError(f"{source} = {brief_repr(value)}: {error}") from None
+        return replace(self, **changed)
 
     def __str__(self) -> str:
         texts: list[str] = []
@@ -117,6 +119,10 @@ def memory_text(count: int) -> str:
         if count >= factor and count % factor == 0:
             return f"{count // factor}{suffix}"
     return str(count)
+
+
+def _mapping(value: Any) -> Mapping[object, Any] | None:
+    return cast("Mapping[object, Any]", value) if isinstance(value, Mapping) else None
 
 
 def _cores(value: Any) -> float:
@@ -174,5 +180,9 @@ def _quantity(value: Any, wanted: str) -> Fraction:
     raise ValueError(f"give a number of {wanted}")
 
 
-_READERS: Final = {"cpu": _cores, "memory": _memory, "gpu": _gpus, "gpu_shared": _yes_or_no}
-_DEFAULTS: Final = {field.name: field.default for field in fields(Resources)}
+_READERS: Final[Mapping[str, Callable[[Any], object]]] = {
+    "cpu": _cores,
+    "memory": _memory,
+    "gpu": _gpus,
+    "gpu_shared": _yes_or_no,
+}
