@@ -49,9 +49,12 @@ class Actor(DeclaredActor, abstract=True):
         component: its name on the bus, unless it runs as a node of another name; the class name
             unless given.
         abstract: True for a base class that is never started itself.
+        workers: the number of instances that `dynbus run` starts; inherited when left out.
         on_crash: what `dynbus run` does when an instance ends by itself: `"restart"`, after a
             pause and for ever, `"stop"`, which leaves it to the others, or `"escalate"`, which ends
             the run; inherited when left out.
+        enabled: False for a class whose instances `dynbus run` constructs and does not announce;
+            inherited when left out.
 
     Constructor arguments of a subclass are configuration: they can be set from YAML, the
     command line and the environment.

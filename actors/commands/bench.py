@@ -120,7 +120,7 @@ async def _measure(config: BusConfig, duration: float) -> dict[str, float]:
     url = ",".join(config.servers)
     ending, forks = Ending(), ForkServer()
     supervisor = Supervisor(
-        [planned(Assignment(Echo, {}, 1))],
+        [planned(Assignment(Echo, {}))],
         WorkerSettings(sys.path, {"servers": url}, "console", "error"),
         *(forks, ending),
         drain_grace=2.0,

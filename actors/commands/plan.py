@@ -143,8 +143,8 @@ def print_plan(run: LoadedRun, *, as_json: bool) -> None:
         {
             "address": str(a.address),
             "class": f"{a.actor.__module__}:{a.actor.__qualname__}",
-            "instances": a.workers,
-            "on_crash": a.on_crash,
+            "instances": a.service.workers,
+            "on_crash": a.service.on_crash,
             "endpoints": {spec.name: spec.kind for spec in a.actor.__dynbus_handlers__.values()},
             "arguments": {name: shown(name, value) for name, value in _effective(a).items()},
         }

@@ -8,7 +8,8 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import ComponentName, check_token
 
 from .handlers import SPEC, HandlerSpec
-from .restart_policy import OnCrash, check_on_crash
+from .restart_policy import OnCrash
+from .service_args import ServiceArgs
 
 A = TypeVar("A", bound="DeclaredActor")
 
@@ -26,10 +27,9 @@ PUBLIC_ATTRIBUTES: Final = (
 class DeclaredActor:
     """The part of `Actor` that is known without a bus; see there for the class arguments."""
 
-    __dynbus_namespace__: ClassVar[str] = ""
+    __dynbus_service__: ClassVar[ServiceArgs] = ServiceArgs()
     __dynbus_component__: ClassVar[str] = ""
     __dynbus_abstract__: ClassVar[bool] = True
-    __dynbus_on_crash__: ClassVar[OnCrash] = "restart"
     __dynbus_handlers__: ClassVar[dict[str, HandlerSpec]] = {}
     __dynbus_dependencies__: ClassVar[dict[str, Dependency[Any]]] = {}
 
@@ -39,16 +39,24 @@ class DeclaredActor:
         namespace: str | None = None,
         component: str | None = None,
         abstract: bool = False,
+        workers: int | None = None,
         on_crash: OnCrash | None = None,
+        enabled: bool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
-        if namespace is not None:
-            cls.__dynbus_namespace__ = check_token("namespace", namespace)
+        given = {
+            "namespace": namespace,
+            "workers": workers,
+            "on_crash": on_crash,
+            "enabled": enabled,
+        }
+        cls.__dynbus_service__ = cls.__dynbus_service__.overridden(
+            {key: value for key, value in given.items() if value is not None},
+            lambda key: f"{cls.__name__}: {key}",
+        )
         cls.__dynbus_component__ = check_token("component", component or cls.__name__)
         cls.__dynbus_abstract__ = abstract
-        if on_crash is not None:
-            cls.__dynbus_on_crash__ = check_on_crash(on_crash, f"{cls.__name__}: on_crash")
         cls.__dynbus_handlers__ = _collect_handlers(cls)
         cls.__dynbus_dependencies__ = {
             name: value
@@ -85,10 +93,10 @@ def address_of(actor: type[DeclaredActor], *, node: str = "", namespace: str = "
     Raises:
         ConfigError: it has no namespace and none is given, or a name is not legal.
     """
-    if not (namespace or actor.__dynbus_namespace__):
+    if not (namespace or actor.__dynbus_service__.namespace):
         raise ConfigError(f"{actor.__name__} has no namespace and so no address on the bus")
     return ComponentName(
-        check_token("namespace", namespace) if namespace else actor.__dynbus_namespace__,
+        check_token("namespace", namespace) if namespace else actor.__dynbus_service__.namespace,
         check_token("node", node) if node else actor.__dynbus_component__,
     )
 
@@ -105,7 +113,7 @@ def check_startable(cls: type[DeclaredActor], *, namespace: str = "") -> None:
     """
     if cls.__dynbus_abstract__:
         raise ConfigError(f"{cls.__name__} is abstract: start a subclass of it")
-    if not (namespace or cls.__dynbus_namespace__):
+    if not (namespace or cls.__dynbus_service__.namespace):
         raise ConfigError(
             f'{cls.__name__} has no namespace: write class {cls.__name__}(Actor, namespace="...")'
         )

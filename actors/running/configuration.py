@@ -19,20 +19,17 @@ from typing import Any, Final, NamedTuple, cast
 import yaml
 
 from dynbus.actors.declaring.arguments import Text, build_arguments, parameters_of
-from dynbus.actors.declaring.restart_policy import OnCrash, check_on_crash
+from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.bus.config import check_field, suggestion, variable
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import check_token
 
 from .loader import DeclaredNode, Node
 
-MAX_WORKERS: Final = 1024
-
 BUS_KEY: Final = "bus"
 CLASS_KEY: Final = "class"
 SERVICE_KEY: Final = "ServiceArgs"
 WORKERS: Final = "workers"
-ON_CRASH: Final = "on_crash"
 _OPTION = re.compile(r"--(\w[\w-]*)\.([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
 _VARIABLE = re.compile(r"DYNBUS_(\w+?)__\w+")
 
@@ -76,13 +73,11 @@ class NodeSettings(NamedTuple):
 
     Attributes:
         arguments: of the constructor, as written: values of the YAML file, and `Text`.
-        workers: the number of instances.
-        on_crash: what follows when one of them ends by itself.
+        service: how its class is served.
     """
 
     arguments: dict[str, Any]
-    workers: int
-    on_crash: OnCrash = "restart"
+    service: ServiceArgs = ServiceArgs()
 
 
 class BusSettings(NamedTuple):
@@ -183,7 +178,7 @@ def node_settings(
     settings: dict[Node, NodeSettings] = {}
     for node, each in given.items():
         build_arguments(node.actor, each.arguments, each.sources, node=names.name_of(node))
-        settings[node] = NodeSettings(each.arguments, each.workers(), each.on_crash)
+        settings[node] = NodeSettings(each.arguments, each.service)
     return settings
 
 
@@ -296,10 +291,8 @@ class _Given:
     def __init__(self, node: Node) -> None:
         self.arguments: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
-        self.on_crash: OnCrash = node.actor.__dynbus_on_crash__
+        self.service = node.actor.__dynbus_service__
         self._actor = node.actor
-        self._workers: Any = 1
-        self._workers_source = ""
 
     def take_section(self, file: ConfigFile, name: str, section: Any) -> None:
         """Take the node's section of the YAML file."""
@@ -331,34 +324,14 @@ class _Given:
         else:
             self._take(key, Text(text), source)
 
-    def workers(self) -> int:
-        """The number of instances."""
-        value = self._workers
-        if isinstance(value, Text) and value.isascii() and value.isdigit():
-            value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_WORKERS:
-            raise ConfigError(
-                f"{self._workers_source} = {value!r} must be a number of instances from 0 to "
-                f"{MAX_WORKERS}"
-            )
-        return value
-
     def _take(self, key: str, value: Any, source: str) -> None:
         if key == WORKERS and WORKERS not in parameters_of(self._actor):
-            self._workers, self._workers_source = value, source
+            self._take_service(key, value, source)
         else:
             self.arguments[key], self.sources[key] = value, source
 
     def _take_service(self, key: str, value: Any, source: str) -> None:
-        if key == WORKERS:
-            self._workers, self._workers_source = value, source
-        elif key == ON_CRASH:
-            self.on_crash = check_on_crash(value, source)
-        else:
-            raise ConfigError(
-                f"{source} does not exist; there are: {SERVICE_KEY}.{WORKERS} and "
-                f"{SERVICE_KEY}.{ON_CRASH}"
-            )
+        self.service = self.service.overridden({key: value}, lambda _: source)
 
 
 # The YAML file ------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ import msgspec
 from anyio.abc import SocketStream
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from dynbus.actors.declaring.service_args import MAX_WORKERS
 from dynbus.bus.background import task_group
 from dynbus.bus.errors import ConfigError, Unavailable
 
 from .child import Child
-from .configuration import MAX_WORKERS
 from .supervisor import ChangeFailed, Supervisor
 
 FOLDER: Final = Path(".dynbus")

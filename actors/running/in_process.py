@@ -19,7 +19,8 @@ from typing import Any, Final, NamedTuple
 import anyio
 
 from dynbus.actors.declaring.actor import address_of
-from dynbus.actors.declaring.restart_policy import OnCrash, RestartPolicy
+from dynbus.actors.declaring.restart_policy import RestartPolicy
+from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.runtime import Actor, ActorInstance, Runtime
 from dynbus.actors.serving.instance import (
     InstanceBroken,
@@ -54,21 +55,21 @@ class Assignment(NamedTuple):
     """What a run or one of its processes serves of an actor class.
 
     Attributes:
+        service: how it is served; its namespace is the class's own where that is empty.
         instance_id: of its only worker, where it is known before; it must be random.
         node: the name under which it is called; the class's component unless given.
     """
 
     actor: type[Actor]
     arguments: Mapping[str, Any]
-    workers: int
-    on_crash: OnCrash = "restart"
+    service: ServiceArgs = ServiceArgs()
     instance_id: str = ""
     node: str = ""
 
     @property
     def address(self) -> ComponentName:
         """Where its instances are on the bus."""
-        return address_of(self.actor, node=self.node)
+        return address_of(self.actor, node=self.node, namespace=self.service.namespace)
 
     def instance(self, runtime: Runtime, instance_id: str = "") -> ActorInstance:
         """A further instance, which is not started yet.
@@ -83,6 +84,7 @@ class Assignment(NamedTuple):
             instance_id,
             id_is_random=True,
             node=self.node,
+            namespace=self.service.namespace,
         )
 
 
@@ -206,7 +208,7 @@ async def _start_all(
 ) -> list[tuple[Assignment, ActorInstance]]:
     instances: list[tuple[Assignment, ActorInstance]] = []
     for assignment in assignments:
-        for _ in range(assignment.workers):
+        for _ in range(assignment.service.workers):
             try:
                 instance = assignment.instance(runtime, assignment.instance_id)
                 await runtime.serve(instance)
@@ -245,10 +247,10 @@ async def _keep(
     await instance.stopped.wait()
     error: Exception = InstanceBroken(instance)
     while instance.broken:
-        if not restart or assignment.on_crash == "escalate":
+        if not restart or assignment.service.on_crash == "escalate":
             raise error
         runtime.broken[former := instance.id] = str(error)
-        if assignment.on_crash == "stop":
+        if assignment.service.on_crash == "stop":
             if not runtime.instances:
                 raise error
             logger.warning("%s; its on_crash is stop", error)

@@ -94,7 +94,7 @@ def load_run(request: PlanRequest, environment: Mapping[str, str]) -> LoadedRun:
     nodes = load_targets(request.targets, declared_nodes(file))
     settings = node_settings(nodes, file=file, options=request.options, environment=environment)
     assignments = [Assignment(node.actor, *settings[node], node=node.name) for node in nodes]
-    if not any(assignment.workers for assignment in assignments):
+    if not any(assignment.service.workers for assignment in assignments):
         names = ", ".join(node.name for node in nodes)
         raise ConfigError(f"nothing to run: workers = 0 for {names}; set one of them to 1 or more")
     return LoadedRun(assignments, bus, config, misspelt_variables(nodes, environment))
@@ -120,13 +120,13 @@ def planned(assignment: Assignment) -> PlannedNode:
         address=str(assignment.address),
         actor=reference(actor),
         depth=dependency_depth(actor),
-        workers=assignment.workers,
+        workers=assignment.service.workers,
         dependencies=[
             str(address_of(dependency.actor, node=dependency.node))
             for dependency in actor.__dynbus_dependencies__.values()
         ],
         endpoints={spec.name: spec.kind for spec in actor.__dynbus_handlers__.values()},
-        on_crash=assignment.on_crash,
+        on_crash=assignment.service.on_crash,
         values={name: value for name, value in given.items() if not isinstance(value, Text)},
         texts={name: str(value) for name, value in given.items() if isinstance(value, Text)},
     )

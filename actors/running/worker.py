@@ -33,6 +33,7 @@ import msgspec
 
 from dynbus.actors.declaring.actor import check_startable
 from dynbus.actors.declaring.arguments import Text
+from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.runtime import Runtime
 from dynbus.actors.serving.instance import InstanceBroken, new_instance_id
 from dynbus.bus import exit_codes
@@ -235,7 +236,7 @@ class Worker:
         return Assignment(
             actor,
             {**load.values, **texts},
-            1,
+            ServiceArgs(namespace=namespace),
             instance_id=self._instance_id,
             node=component,
         )

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from dynbus import Actor, ConfigError, depends, handler
 from dynbus.actors.declaring.actor import Dependency, check_startable
+from dynbus.actors.declaring.service_args import ServiceArgs
 
 
 class Prompt(BaseModel):
@@ -46,7 +47,7 @@ def test_the_component_is_the_class_name_unless_it_is_given() -> None:
 
 
 def test_the_namespace_is_inherited() -> None:
-    assert Splitter.__dynbus_namespace__ == "demo"
+    assert Splitter.__dynbus_service__.namespace == "demo"
 
 
 def test_inherited_handlers_count() -> None:
@@ -134,7 +135,7 @@ def test_a_namespace_is_one_token() -> None:
             pass
 
     assert str(caught.value) == (
-        "namespace 'a.b' is not a valid name: use 1 to 63 letters, digits, '_' or '-', "
+        "Dotted: namespace 'a.b' is not a valid name: use 1 to 63 letters, digits, '_' or '-', "
         "beginning with a letter or a digit"
     )
 
@@ -188,3 +189,36 @@ def test_depends_takes_an_actor_class_only(thing: Any) -> None:
         depends(thing)
 
     assert str(caught.value) == f"depends({thing!r}): give an Actor class"
+
+
+# How it is served ---------------------------------------------------------------------------
+
+
+def test_what_a_class_says_of_its_service_is_inherited_key_by_key() -> None:
+    class Below(Actor, namespace="demo", workers=3, on_crash="stop"): ...
+
+    class Above(Below, workers=2, enabled=False): ...
+
+    assert Above.__dynbus_service__ == ServiceArgs(
+        namespace="demo", workers=2, on_crash="stop", enabled=False
+    )
+    assert Below.__dynbus_service__.enabled
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"workers": -1}, "Odd: workers = -1 must be a number of instances from 0 to 1024"),
+        ({"workers": True}, "Odd: workers = True must be a number of instances from 0 to 1024"),
+        ({"workers": "2"}, "Odd: workers = '2' must be a number of instances from 0 to 1024"),
+        ({"enabled": 1}, "Odd: enabled = 1: write true or false"),
+        ({"on_crash": "halt"}, "Odd: on_crash = 'halt': write restart, stop or escalate"),
+    ],
+)
+def test_what_a_class_cannot_say_of_its_service_is_refused(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        type("Odd", (Actor,), {}, namespace="demo", **given)
+
+    assert str(caught.value) == message

@@ -45,7 +45,7 @@ def actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def child_of(target: str, url: str) -> Child:
     settings = WorkerSettings(sys.path, {"servers": url}, "json", "warning")
-    return Child(planned(Assignment(resolve(target), {}, 1)), 1, settings)
+    return Child(planned(Assignment(resolve(target), {})), 1, settings)
 
 
 @asynccontextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import pytest
 from pydantic import BaseModel, field_validator
 
 from dynbus.actors.declaring.arguments import Text, build_arguments, defaults
+from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.running.configuration import (
     ConfigFile,
     NodeOption,
@@ -22,6 +24,8 @@ from dynbus.actors.running.loader import DeclaredNode, Node
 from dynbus.actors.runtime import Actor, Runtime
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer
+
+DEMO: Final = ServiceArgs(namespace="demo")
 
 
 class Limits(BaseModel):
@@ -87,7 +91,7 @@ def option(key: str, value: str, actor: str = "Splitter") -> NodeOption:
 
 
 def test_nothing_given_leaves_the_defaults() -> None:
-    assert settings() == NodeSettings({}, 1)
+    assert settings() == NodeSettings({}, DEMO)
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file() -> None:
@@ -111,7 +115,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file() -> 
     ],
 )
 def test_the_number_of_instances_can_be_given_everywhere(source: dict[str, Any]) -> None:
-    assert settings(**source) == NodeSettings({}, 3)
+    assert settings(**source) == NodeSettings({}, replace(DEMO, workers=3))
 
 
 def test_workers_is_the_constructors_where_it_has_such_an_argument() -> None:
@@ -120,7 +124,7 @@ def test_workers_is_the_constructors_where_it_has_such_an_argument() -> None:
         options=(option("workers", "8", "Pool"), option("ServiceArgs.workers", "2", "Pool")),
     )
 
-    assert found == NodeSettings({"workers": "8"}, 2)
+    assert found == NodeSettings({"workers": "8"}, replace(DEMO, workers=2))
 
 
 def test_text_is_read_as_the_type_of_its_parameter() -> None:
@@ -132,7 +136,7 @@ def test_text_is_read_as_the_type_of_its_parameter() -> None:
 
 
 def test_variables_of_actors_that_are_not_started_are_left_alone() -> None:
-    assert settings(environment={"DYNBUS_Other__x": "1"}) == NodeSettings({}, 1)
+    assert settings(environment={"DYNBUS_Other__x": "1"}) == NodeSettings({}, DEMO)
 
 
 # What does not fit -------------------------------------------------------------------------
@@ -192,13 +196,13 @@ INTEGER = "Input should be a valid integer, unable to parse string as an integer
         ),
         (
             {"file": {"Splitter": {"ServiceArgs": {"gpus": 2}}}},
-            "config.yaml: Splitter.ServiceArgs.gpus does not exist; there are: ServiceArgs.workers "
-            "and ServiceArgs.on_crash",
+            "config.yaml: Splitter.ServiceArgs.gpus does not exist; there are: "
+            "ServiceArgs.namespace, ServiceArgs.workers, ServiceArgs.on_crash, ServiceArgs.enabled",
         ),
         (
             {"options": (option("ServiceArgs.gpus", "2"),)},
-            "--Splitter.ServiceArgs.gpus does not exist; there are: ServiceArgs.workers "
-            "and ServiceArgs.on_crash",
+            "--Splitter.ServiceArgs.gpus does not exist; there are: "
+            "ServiceArgs.namespace, ServiceArgs.workers, ServiceArgs.on_crash, ServiceArgs.enabled",
         ),
         (
             {"options": (option("workers", "-1"),)},
@@ -318,7 +322,7 @@ def test_a_variable_of_nearly_an_actor_of_the_run_is_warned_about() -> None:
     ],
 )
 def test_what_follows_a_crash_may_come_from_every_place(source: dict[str, Any]) -> None:
-    assert settings(**source) == NodeSettings({}, 1, "escalate")
+    assert settings(**source) == NodeSettings({}, replace(DEMO, on_crash="escalate"))
 
 
 def test_what_follows_a_crash_is_what_the_class_says_unless_it_is_given() -> None:
@@ -328,8 +332,11 @@ def test_what_follows_a_crash_is_what_the_class_says_unless_it_is_given() -> Non
 
     given = settings(Fragile, options=(option("ServiceArgs.on_crash", "restart", "Fragile"),))
 
-    assert [settings(each).on_crash for each in (Fragile, Mended)] == ["escalate", "restart"]
-    assert given.on_crash == "restart"
+    assert [settings(each).service.on_crash for each in (Fragile, Mended)] == [
+        "escalate",
+        "restart",
+    ]
+    assert given.service.on_crash == "restart"
 
 
 def test_what_cannot_follow_a_crash_is_refused_with_what_can() -> None:
@@ -479,9 +486,9 @@ def test_each_node_of_a_class_is_given_what_is_its_own() -> None:
     )
 
     assert found == {
-        "prefill": NodeSettings({"count": 3, "separator": ","}, 2),
-        "de-code": NodeSettings({"count": 4, "separator": ";"}, 1),
-        "split": NodeSettings({}, 1),
+        "prefill": NodeSettings({"count": 3, "separator": ","}, replace(DEMO, workers=2)),
+        "de-code": NodeSettings({"count": 4, "separator": ";"}, DEMO),
+        "split": NodeSettings({}, DEMO),
     }
 
 
@@ -490,7 +497,7 @@ def test_a_node_may_be_called_by_its_class_where_it_is_the_only_one_of_it() -> N
         NODES, file={"Split": {"count": 3}}, environment={"DYNBUS_Split__workers": "2"}
     )
 
-    assert found["split"] == NodeSettings({"count": 3}, 2)
+    assert found["split"] == NodeSettings({"count": 3}, replace(DEMO, workers=2))
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Worker(Actor, namespace="left"):
             await asyncio.sleep(1.0)
 
 
-WORKER_A = InstanceName(Worker.__dynbus_namespace__, Worker.__dynbus_component__, "a")
+WORKER_A = InstanceName(Worker.__dynbus_service__.namespace, Worker.__dynbus_component__, "a")
 
 
 class Thinking:

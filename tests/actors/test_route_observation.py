@@ -67,7 +67,7 @@ class Worker(Actor, namespace="observed"):
         yield 1
 
 
-WORKER_A = InstanceName(Worker.__dynbus_namespace__, Worker.__dynbus_component__, "a")
+WORKER_A = InstanceName(Worker.__dynbus_service__.namespace, Worker.__dynbus_component__, "a")
 
 
 class Misread(Actor, namespace="observed", component="Worker"):

@@ -17,6 +17,7 @@ from tests.conditions import eventually
 from dynbus.actors.calling.dependencies import depends
 from dynbus.actors.declaring.actor import address_of
 from dynbus.actors.declaring.handlers import handler
+from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.running.in_process import (
     Assignment,
     Ending,
@@ -115,7 +116,7 @@ async def serve_until_ready(
     async def started(runtime: Runtime) -> None:
         then(runtime, ending)
 
-    assignments = [Assignment(actor, {"events": events}, 1) for actor in actors]
+    assignments = [Assignment(actor, {"events": events}) for actor in actors]
     async with asyncio.timeout(WITHIN):
         await serve(assignments, {"servers": server.url}, ending, started=started)
     return events
@@ -154,7 +155,9 @@ async def test_an_instance_that_is_to_stop_is_left_out_until_the_last_one_breaks
     async def started(runtime: Runtime) -> None:
         tasks.append(asyncio.create_task(break_all(runtime)))
 
-    assignments = [Assignment(actor, {"events": []}, 1, "stop") for actor in (Below, Above)]
+    assignments = [
+        Assignment(actor, {"events": []}, ServiceArgs(on_crash="stop")) for actor in (Below, Above)
+    ]
     with pytest.raises(InstanceBroken, match="no memory either"):
         async with asyncio.timeout(WITHIN):
             await serve(
@@ -214,7 +217,7 @@ async def test_an_actor_whose_on_start_raises_ends_the_serving_and_stops_the_oth
     nats_server: RunningServer,
 ) -> None:
     events: list[str] = []
-    assignments = [Assignment(actor, {"events": events}, 1) for actor in (Below, Fails)]
+    assignments = [Assignment(actor, {"events": events}) for actor in (Below, Fails)]
 
     async def started(runtime: Runtime) -> None:
         raise AssertionError("not all were started")
@@ -238,7 +241,7 @@ async def test_background_work_that_fails_ends_the_serving_with_what_it_raised(
     events: list[str] = []
     with pytest.raises(LookupError, match="lost"):
         await serve(
-            [Assignment(Below, {"events": events}, 1)],
+            [Assignment(Below, {"events": events})],
             {"servers": nats_server.url},
             Ending(),
             started=started,
@@ -258,7 +261,7 @@ async def test_an_end_that_is_asked_for_before_the_start_starts_nothing(
     async def started(runtime: Runtime) -> None:
         ready.append(runtime)
 
-    assignments = [Assignment(Below, {"events": []}, 1)]
+    assignments = [Assignment(Below, {"events": []})]
     async with asyncio.timeout(WITHIN):
         await serve(assignments, {"servers": nats_server.url}, ending, started=started)
 
@@ -276,7 +279,7 @@ async def test_an_end_does_not_wait_for_ever_for_a_start_that_swallows_its_cance
     async def started(runtime: Runtime) -> None:
         return
 
-    assignments = [Assignment(Stubborn, {"events": (asking, free)}, 1)]
+    assignments = [Assignment(Stubborn, {"events": (asking, free)})]
     served = asyncio.ensure_future(
         serve(assignments, {"servers": nats_server.url}, ending, started=started)
     )
@@ -301,7 +304,7 @@ async def test_a_cancelled_serving_waits_for_the_start_that_it_cancels(
     async def started(runtime: Runtime) -> None:
         return
 
-    assignments = [Assignment(Stubborn, {"events": (asking, free)}, 1)]
+    assignments = [Assignment(Stubborn, {"events": (asking, free)})]
     served = asyncio.ensure_future(
         serve(assignments, {"servers": nats_server.url}, Ending(), started=started)
     )

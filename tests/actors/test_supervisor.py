@@ -17,6 +17,7 @@ import pytest
 from dynbus.actors.declaring.arguments import Text
 from dynbus.actors.declaring.handlers import handler
 from dynbus.actors.declaring.restart_policy import OnCrash
+from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.running import supervisor as supervising
 from dynbus.actors.running.child import Child, ChildState
 from dynbus.actors.running.child_messages import (
@@ -102,7 +103,8 @@ def supervise(
 ) -> Supervisor:
     given = {"folder": str(folder), **arguments}
     assignments = [
-        Assignment(resolve(f"supervised_actors:{name}"), given, 1, on_crash) for name in names
+        Assignment(resolve(f"supervised_actors:{name}"), given, ServiceArgs(on_crash=on_crash))
+        for name in names
     ]
     bus = {"servers": server.url, "stall_limit": 0.5}
     return Supervisor(
@@ -115,7 +117,7 @@ def supervise(
 
 def of_one(*, drain_grace: float) -> Supervisor:
     """A supervisor whose only child is a class that the test has put in its place."""
-    nodes = [planned(Assignment(Alone, {}, 1))]
+    nodes = [planned(Assignment(Alone, {}))]
     settings = WorkerSettings([], {})
     return Supervisor(nodes, settings, ForkServer(), Ending(), drain_grace=drain_grace)
 
@@ -581,7 +583,7 @@ def test_a_class_that_another_process_cannot_find_is_refused() -> None:
         pass
 
     with pytest.raises(ConfigError, match="use --in-process"):
-        planned(Assignment(Local, {}, 1))
+        planned(Assignment(Local, {}))
 
 
 class CrashingChild(Child):

@@ -75,7 +75,7 @@ def test_a_plan_has_the_dependencies_first_and_what_each_gets() -> None:
         node_options=[NodeOption("Splitter", "workers", "0")],
     )
 
-    found = [(a.actor.__name__, dict(a.arguments), a.workers) for a in plan.assignments]
+    found = [(a.actor.__name__, dict(a.arguments), a.service.workers) for a in plan.assignments]
     assert found == [("Splitter", {"count": 2}, 0), ("Shouter", {}, 1)]
     assert plan.bus.values == {"drain_grace": 5, "servers": "nats://h:1"}
     assert (plan.config.drain_grace, plan.config.servers) == (5.0, ("nats://h:1",))
