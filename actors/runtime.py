@@ -53,8 +53,8 @@ class Actor(DeclaredActor, abstract=True):
         on_crash: what `dynbus run` does when an instance ends by itself: `"restart"`, after a
             pause and for ever, `"stop"`, which leaves it to the others, or `"escalate"`, which ends
             the run; inherited when left out.
-        enabled: False for a class whose instances `dynbus run` constructs and does not announce;
-            inherited when left out.
+        enabled: False for a class whose instances are constructed and started, and not announced:
+            nobody finds or calls them, and it needs no handler; inherited when left out.
 
     Constructor arguments of a subclass are configuration: they can be set from YAML, the
     command line and the environment.
@@ -92,6 +92,13 @@ class Actor(DeclaredActor, abstract=True):
             RuntimeError: before `on_start`.
         """
         return self.__dynbus_instance__.name
+
+    @classmethod
+    def __dynbus_construct__(
+        cls, runtime: Runtime, name: InstanceName, arguments: Mapping[str, Any]
+    ) -> Self:
+        """Make the object of the instance `name`, which will be served by `runtime`."""
+        return cls(**arguments)
 
     def __dynbus_endpoint__(self, endpoint: Endpoint) -> Endpoint:
         """What serves a handler: the endpoint made of it, or another in its place."""
@@ -135,6 +142,7 @@ class ActorInstance(ServedInstance):
         id_is_random: nobody else can have the given id, so nobody is asked for it.
         node: the name under which it is called; the class's component unless given.
         namespace: where it runs; the class's own unless given.
+        enabled: whether it is announced; as its class says unless given.
 
     Attributes:
         actor: the user's object.
@@ -151,6 +159,7 @@ class ActorInstance(ServedInstance):
         id_is_random: bool = False,
         node: str = "",
         namespace: str = "",
+        enabled: bool | None = None,
     ) -> None:
         check_startable(actor, namespace=namespace)
         self.runtime = runtime
@@ -158,7 +167,9 @@ class ActorInstance(ServedInstance):
             instance_id or new_instance_id()
         )
         with inside_instance(name):
-            self.actor = actor(**build_arguments(actor, arguments))
+            self.actor = actor.__dynbus_construct__(
+                runtime, name, build_arguments(actor, arguments)
+            )
             made = endpoints_of_object(self.actor, actor.__dynbus_handlers__)
             endpoints = list(map(self.actor.__dynbus_endpoint__, made))
         super().__init__(
@@ -168,6 +179,7 @@ class ActorInstance(ServedInstance):
             endpoints,
             self.actor,
             id_was_given=bool(instance_id) and not id_is_random,
+            announced=actor.__dynbus_service__.enabled if enabled is None else enabled,
             ended=runtime.forget,
         )
         self.actor._dynbus_instance = self  # pyright: ignore[reportPrivateUsage]

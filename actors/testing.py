@@ -104,7 +104,8 @@ class TestKit:
         namespace: str = "",
         **arguments: Any,
     ) -> ActorInstance:
-        """Start an actor and wait until the kit's clients know it; see `Runtime.start`.
+        """Start an actor, see `Runtime.start`; wait until the kit's clients know it, unless it is
+        not announced.
 
         Raises:
             ConfigError: the class or an argument is not usable.
@@ -114,7 +115,8 @@ class TestKit:
         instance = await runtime.start(
             actor, instance_id=instance_id, node=node, namespace=namespace, **arguments
         )
-        await self.caller.discovery.wait_for_instance(instance.name)
+        if instance.announced:
+            await self.caller.discovery.wait_for_instance(instance.name)
         self.started[instance.id] = instance
         return instance
 

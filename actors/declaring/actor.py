@@ -30,6 +30,7 @@ class DeclaredActor:
     __dynbus_service__: ClassVar[ServiceArgs] = ServiceArgs()
     __dynbus_component__: ClassVar[str] = ""
     __dynbus_abstract__: ClassVar[bool] = True
+    __dynbus_needs_handler__: ClassVar[bool] = True
     __dynbus_handlers__: ClassVar[dict[str, HandlerSpec]] = {}
     __dynbus_dependencies__: ClassVar[dict[str, Dependency[Any]]] = {}
 
@@ -108,8 +109,8 @@ def check_startable(cls: type[DeclaredActor], *, namespace: str = "") -> None:
         namespace: where it is to run; the class's own unless given.
 
     Raises:
-        ConfigError: it is abstract, has no namespace or no handler, or an annotation of one
-            cannot be used.
+        ConfigError: it is abstract, has no namespace, or no handler although it needs one, or an
+            annotation of one cannot be used.
     """
     if cls.__dynbus_abstract__:
         raise ConfigError(f"{cls.__name__} is abstract: start a subclass of it")
@@ -117,7 +118,8 @@ def check_startable(cls: type[DeclaredActor], *, namespace: str = "") -> None:
         raise ConfigError(
             f'{cls.__name__} has no namespace: write class {cls.__name__}(Actor, namespace="...")'
         )
-    if not cls.__dynbus_handlers__:
+    needs_handler = cls.__dynbus_needs_handler__ and cls.__dynbus_service__.enabled
+    if needs_handler and not cls.__dynbus_handlers__:
         raise ConfigError(f"{cls.__name__} has no handler: mark a method with @handler")
     for spec in cls.__dynbus_handlers__.values():
         spec.check()

@@ -37,6 +37,7 @@ class LoadActor(msgspec.Struct, frozen=True, tag="load_actor"):
     values: dict[str, Any]
     texts: dict[str, str]
     settings: WorkerSettings
+    enabled: bool = True
 
 
 class StartInstance(msgspec.Struct, frozen=True, tag="start_instance"):

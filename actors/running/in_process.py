@@ -85,6 +85,7 @@ class Assignment(NamedTuple):
             id_is_random=True,
             node=self.node,
             namespace=self.service.namespace,
+            enabled=self.service.enabled,
         )
 
 

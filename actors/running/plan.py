@@ -40,6 +40,7 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
         dependencies: the addresses that it calls.
         endpoints: `unary` or `stream`, by name.
         workers: the number of its instances.
+        enabled: whether they are announced.
         values, texts: constructor arguments; the texts are still to be read.
     """
 
@@ -50,6 +51,7 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
     dependencies: list[str] = []
     endpoints: dict[str, Literal["stream", "unary"]] = {}
     on_crash: OnCrash = "restart"
+    enabled: bool = True
     values: dict[str, Any] = {}
     texts: dict[str, str] = {}
 

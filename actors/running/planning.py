@@ -127,6 +127,7 @@ def planned(assignment: Assignment) -> PlannedNode:
         ],
         endpoints={spec.name: spec.kind for spec in actor.__dynbus_handlers__.values()},
         on_crash=assignment.service.on_crash,
+        enabled=assignment.service.enabled,
         values={name: value for name, value in given.items() if not isinstance(value, Text)},
         texts={name: str(value) for name, value in given.items() if isinstance(value, Text)},
     )

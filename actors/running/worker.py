@@ -236,7 +236,7 @@ class Worker:
         return Assignment(
             actor,
             {**load.values, **texts},
-            ServiceArgs(namespace=namespace),
+            ServiceArgs(namespace=namespace, enabled=load.enabled),
             instance_id=self._instance_id,
             node=component,
         )

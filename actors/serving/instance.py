@@ -96,10 +96,13 @@ class ServedInstance:
         served: the object behind the endpoints. Its `on_start` and `on_stop` run in one task, so
             that a task group or cancel scope may be entered in one and left in the other.
         id_was_given: others could have the id too, so they are asked for it.
+        announced: False for an instance that nobody finds: it serves no endpoint and has no lease,
+            and all else of its life is the same.
         ended: called with the instance when it has stopped after it was ready.
 
     Attributes:
         name: where it is on the bus.
+        announced: whether it can be found and called.
         broken: why it cannot serve any longer, as `report_broken` was told; empty while it can.
         stopped: set when it has ended, `on_stop` included.
     """
@@ -113,9 +116,11 @@ class ServedInstance:
         served: Served,
         *,
         id_was_given: bool = False,
+        announced: bool = True,
         ended: Callable[[ServedInstance], object],
     ) -> None:
         self.name = name
+        self.announced = announced
         with inside_instance(name):  # what its calls run in
             self.server = InstanceServer(bus, name, endpoints)
         self._state = InstanceState.NEW
@@ -286,6 +291,9 @@ class ServedInstance:
 
     async def _open(self, variables: contextvars.Context) -> None:
         """Make ready and announce."""
+        if not self.announced:
+            await self._object.start(variables)
+            return
         keeper = self._keeper = await self._bus.lane.run(self._make_keeper())
         if self._id_was_given:
             await self._claim_id(keeper)
@@ -311,8 +319,9 @@ class ServedInstance:
 
     async def _drain(self) -> None:
         keeper = self._keeper
-        if keeper is not None:
-            self._bus.lane.call(lambda: keeper.change(draining=True))
+        if keeper is None:
+            return
+        self._bus.lane.call(lambda: keeper.change(draining=True))
         if load := self.server.execution.load:
             logger.info(
                 "%s: calls that run or wait: %d; they have %g s to finish",
@@ -327,6 +336,8 @@ class ServedInstance:
             self._resuming.cancel()
         if self._services is not None:
             self._services.stop()
+        if not self.announced:
+            return
         try:
             if self._keeper is not None:
                 await self._bus.lane.run(self._keeper.end())

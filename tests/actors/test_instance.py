@@ -18,6 +18,7 @@ from dynbus import (
     Instance,
     NoInstances,
     call_options,
+    depends,
     handler,
 )
 from dynbus.actors.runtime import ActorInstance
@@ -456,3 +457,31 @@ def test_an_instance_is_started_once() -> None:
 def test_one_that_is_not_started_cannot_report_anything() -> None:
     with pytest.raises(RuntimeError, match="is not started"):
         Logging().report_broken("x")
+
+
+def test_an_instance_that_is_not_enabled_is_started_and_stopped_and_nobody_finds_it() -> None:
+    class Beside(Logging, enabled=False):
+        pass
+
+    class Idle(Actor, namespace="instance", enabled=False):
+        logging = depends(Logging)
+
+        async def on_start(self) -> None:
+            assert self.runtime is not None
+
+    async def story(kit: TestKit) -> None:
+        beside, idle = await kit.start(Beside), await kit.start(Idle)
+
+        assert (beside.state, idle.state) == (InstanceState.READY, InstanceState.READY)
+        assert kit.caller.instance_ids(Beside) == []
+        assert [one.record for one in kit.caller.discovery.view.everything()] == []
+        with call_options(wait=0.0), pytest.raises(NoInstances):
+            await kit.client(Beside).ping()
+        await beside.stop()
+        idle.report_broken("its program has ended")
+        await idle.stopped.wait()
+
+        assert isinstance(beside.actor, Beside)
+        assert beside.actor.log == ["start", "announced: False", "stop"]
+
+    on_a_kit(story)
