@@ -53,6 +53,11 @@ class Actor(DeclaredActor, abstract=True):
         on_crash: what `dynbus run` does when an instance ends by itself: `"restart"`, after a
             pause and for ever, `"stop"`, which leaves it to the others, or `"escalate"`, which ends
             the run; inherited when left out.
+        resources: what `dynbus run` gives the process of each instance: `cpu`, `memory`, `gpu` as
+            numbers or text, for example `{"cpu": "500m", "memory": "20Gi", "gpu": 1}`. It goes over
+            what is inherited, value by value.
+        environment: environment variables of that process, set before the class is imported;
+            `{index}` in a value is the index of the instance. It goes over what is inherited.
         enabled: False for a class whose instances are constructed and started, and not announced:
             nobody finds or calls them, and it needs no handler; inherited when left out.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from dynbus.bus.errors import ConfigError
@@ -42,6 +43,8 @@ class DeclaredActor:
         abstract: bool = False,
         workers: int | None = None,
         on_crash: OnCrash | None = None,
+        resources: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
         enabled: bool | None = None,
         **kwargs: Any,
     ) -> None:
@@ -50,6 +53,8 @@ class DeclaredActor:
             "namespace": namespace,
             "workers": workers,
             "on_crash": on_crash,
+            "resources": resources,
+            "environment": environment,
             "enabled": enabled,
         }
         cls.__dynbus_service__ = cls.__dynbus_service__.overridden(

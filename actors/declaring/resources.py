@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
@@ -50,32 +50,26 @@ class Resources:
     gpu_shared: bool = False
 
     @classmethod
-    def parse(cls, given: Any, source: str) -> Resources:
+    def parse(cls, given: Mapping[str, Any], source: str) -> Resources:
         """Read a mapping such as `{"cpu": "500m", "memory": "20Gi", "gpu": 2}`.
 
         Args:
             source: how messages name the mapping.
 
         Raises:
-            ConfigError: it is no mapping, or a key or a value cannot be used.
+            ConfigError: a key or a value cannot be used.
         """
         return cls().updated(given, source)
 
-    def updated(self, given: Any, source: str) -> Resources:
+    def updated(self, given: Mapping[str, Any], source: str) -> Resources:
         """The same with the values of a mapping over it; null takes what was declared away.
 
         Raises:
             ConfigError: see `parse`.
         """
-        values = _mapping(given)
-        if values is None:
-            raise ConfigError(
-                f"{source} = {brief_repr(given)}: write a mapping of {', '.join(_READERS)}, for "
-                'example {"cpu": 4, "memory": "20Gi", "gpu": 1}'
-            )
         found = self
-        for key, value in values.items():
-            found = found.with_value(str(key), value, f"{source}.{key}")
+        for key, value in given.items():
+            found = found.with_value(key, value, f"{source}.{key}")
         return found
 
     def with_value(self, key: str, value: Any, source: str) -> Resources:
@@ -119,10 +113,6 @@ def memory_text(count: int) -> str:
         if count >= factor and count % factor == 0:
             return f"{count // factor}{suffix}"
     return str(count)
-
-
-def _mapping(value: Any) -> Mapping[object, Any] | None:
-    return cast("Mapping[object, Any]", value) if isinstance(value, Mapping) else None
 
 
 def _cores(value: Any) -> float:

@@ -197,12 +197,14 @@ INTEGER = "Input should be a valid integer, unable to parse string as an integer
         (
             {"file": {"Splitter": {"ServiceArgs": {"gpus": 2}}}},
             "config.yaml: Splitter.ServiceArgs.gpus does not exist; there are: "
-            "ServiceArgs.namespace, ServiceArgs.workers, ServiceArgs.on_crash, ServiceArgs.enabled",
+            "ServiceArgs.namespace, ServiceArgs.workers, ServiceArgs.on_crash, "
+            "ServiceArgs.resources, ServiceArgs.environment, ServiceArgs.enabled",
         ),
         (
             {"options": (option("ServiceArgs.gpus", "2"),)},
             "--Splitter.ServiceArgs.gpus does not exist; there are: "
-            "ServiceArgs.namespace, ServiceArgs.workers, ServiceArgs.on_crash, ServiceArgs.enabled",
+            "ServiceArgs.namespace, ServiceArgs.workers, ServiceArgs.on_crash, "
+            "ServiceArgs.resources, ServiceArgs.environment, ServiceArgs.enabled",
         ),
         (
             {"options": (option("workers", "-1"),)},

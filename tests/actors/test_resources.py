@@ -84,12 +84,6 @@ def test_what_means_nothing_is_refused_by_its_source(key: str, value: Any, told:
     assert len(str(refused.value)) < 300
 
 
-@pytest.mark.parametrize("given", [None, 4, "4", [("cpu", 4)]])
-def test_resources_are_a_mapping(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^A: resources = .*: write a mapping of cpu, "):
-        Resources.parse(given, "A: resources")
-
-
 def test_a_later_mapping_goes_over_an_earlier_one_key_by_key() -> None:
     declared = Resources.parse({"cpu": "10", "memory": "20Gi", "gpu": 1}, "A: resources")
 
