@@ -1,0 +1,123 @@
+"""`@dynamo_endpoint` and the hooks: what a service's methods are marked with."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, TypeVar, overload
+
+from dynbus import ConfigError, handler
+from dynbus.actors.declaring.handlers import STREAM_TYPES
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ON_START: Final = "__dynamo_on_start__"
+ON_SHUTDOWN: Final = "__dynamo_on_shutdown__"
+
+
+@overload
+def dynamo_endpoint(function: F, /) -> F: ...
+@overload
+def dynamo_endpoint(name: str | None = None) -> Callable[[F], F]: ...
+def dynamo_endpoint(name: Any = None) -> Any:
+    """Make an `async def` method of a service callable by other services and clients.
+
+    Unlike `handler`, of which it is made, it asks for no annotations: where there is none, what
+    JSON has passes through, objects as dicts; a model that is returned is sent as its fields. A
+    method that says that it returns an `AsyncIterator` may yield its items or return what does.
+
+    Args:
+        name: the endpoint; the method's name unless given.
+
+    Raises:
+        ConfigError: the method or the name is not usable; the message says what to do.
+    """
+    if isinstance(name, str | None):
+
+        def decorate(function: F) -> F:
+            return handler(name=name)(_annotated(function))
+
+        return decorate
+    return handler(_annotated(name))
+
+
+endpoint = dynamo_endpoint
+
+
+def async_on_start(hook: F) -> F:
+    """Run this method before the instance can be called; several run in their order."""
+    return _marked(hook, ON_START)
+
+
+def async_on_shutdown(hook: F) -> F:
+    """Run this method after the instance's last call; several run in their order."""
+    return _marked(hook, ON_SHUTDOWN)
+
+
+def hooks(service: type[Any], mark: str) -> list[Callable[[Any], Any]]:
+    """The methods of a class that have the mark: of base classes first, in their order."""
+    found: dict[str, Callable[[Any], Any]] = {}
+    for base in reversed(service.__mro__):
+        for name, value in vars(base).items():
+            if getattr(value, mark, False):
+                found[name] = value
+            else:
+                found.pop(name, None)
+    return list(found.values())
+
+
+async def run_hook(hook: Callable[[Any], Any], service: object) -> None:
+    """Run a hook, which may also be a plain method."""
+    given = hook(service)
+    if inspect.isawaitable(given):
+        await typing.cast("Awaitable[object]", given)
+
+
+def _marked(hook: F, mark: str) -> F:
+    if not inspect.isfunction(hook):
+        raise ConfigError(f"{hook!r} is no method: write the hook's decorator above `async def`")
+    setattr(hook, mark, True)
+    return hook
+
+
+def _annotated(function: Any) -> Any:
+    """The function with annotations for all that has none."""
+    if not inspect.isfunction(function):
+        raise ConfigError(f"{function!r} is no method: write @dynamo_endpoint() above `async def`")
+    if inspect.iscoroutinefunction(function) and _says_stream(function):
+        function = _iterating(function)
+    annotations = function.__annotations__
+    for name in list(inspect.signature(function).parameters)[1:]:
+        annotations.setdefault(name, Any)
+    returned = annotations.get("return", inspect.Signature.empty)
+    if inspect.isasyncgenfunction(function):
+        if returned is inspect.Signature.empty or returned in (*STREAM_TYPES, *_NAMES):
+            annotations["return"] = AsyncIterator[Any]
+    elif returned is inspect.Signature.empty:
+        annotations["return"] = Any
+    return function
+
+
+_NAMES: Final = tuple(kind.__name__ for kind in STREAM_TYPES)
+
+
+def _says_stream(function: Callable[..., Any]) -> bool:
+    """Whether the annotation of what a function returns is a stream, also as text."""
+    returned = inspect.signature(function).return_annotation
+    text = returned if isinstance(returned, str) else getattr(returned, "__name__", "")
+    return text.partition("[")[0].rpartition(".")[2] in _NAMES
+
+
+def _iterating(function: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
+    """The async generator of what the function returns; of nothing where that is None."""
+
+    @functools.wraps(function)
+    async def iterate(*given: Any, **named: Any) -> AsyncIterator[Any]:
+        items = await function(*given, **named)
+        if items is not None:
+            async for item in items:
+                yield item
+
+    return iterate
