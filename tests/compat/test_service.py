@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, cast
 
 import pytest
-from pydantic import BaseModel
+from tests.compat.services import Caller, Prompt, Tools, Words
 from tests.story import on_a_kit
 
 from dynbus import Actor, ConfigError, NoInstances, Runtime, call_options, handler
@@ -19,105 +18,10 @@ from dynbus.compat.sdk import (
     depends,
     dynamo_context,
     dynamo_endpoint,
-    endpoint,
     get_runtime,
     service,
 )
 from dynbus.testing import TestKit
-
-
-class Prompt(BaseModel):
-    text: str
-
-
-class Tools:
-    """What services inherit from need be no service."""
-
-    def __init__(self, prefix: str = "") -> None:
-        self.prefix = prefix
-
-
-@service(dynamo={"enabled": True, "namespace": "demo"}, workers=2)
-class Words(Tools):
-    """Words of a text."""
-
-    def __init__(self, prefix: str = "", separator: str = " ") -> None:
-        super().__init__(prefix)
-        self.separator = separator
-
-    @dynamo_endpoint()
-    async def split(self, request: Prompt) -> AsyncIterator[Prompt]:
-        for word in request.text.split(self.separator):
-            yield Prompt(text=self.prefix + word)
-
-    @dynamo_endpoint
-    async def count(self, request):  # type: ignore[no-untyped-def]
-        return {"count": len(request["text"].split()), "given": request}
-
-    @endpoint(name="loud")
-    async def shout(self, request: Prompt):  # type: ignore[no-untyped-def]
-        yield Prompt(text=request.text.upper())
-
-    @endpoint("relayed")
-    async def relay(self, request: Prompt) -> AsyncIterator[Prompt]:
-        return self.split(request)
-
-    @dynamo_endpoint()
-    async def nothing(self, request: Prompt) -> AsyncIterator[Prompt]:
-        pass
-
-
-@service(dynamo={"namespace": "demo"})
-class Caller:
-    words = depends(Words)
-
-    def __init__(self) -> None:
-        self.log = [f"made in {dynamo_context['namespace']}"]
-        self.runtime: Any = None
-
-    @async_on_start
-    async def first(self) -> None:
-        self.runtime = dynamo_context["runtime"]
-        self.log.append("first")
-
-    @async_on_start
-    def second(self) -> None:
-        self.log.append("second")
-
-    @async_on_shutdown
-    async def third(self) -> None:
-        self.log.append("third")
-
-    @async_on_shutdown
-    async def fourth(self) -> None:
-        self.log.append("fourth")
-
-    async def on_start(self) -> None:
-        """No hook, though dynbus has one of that name."""
-        self.log.append("never")
-
-    @dynamo_endpoint()
-    async def call(self, request: Prompt) -> dict[str, Any]:
-        counted = await self.words.count(request)
-        return counted | {
-            "words": [word.text async for word in self.words.split(request)],
-            "loud": [word["text"] async for word in self.words.shout(request)],
-            "relayed": [word.text async for word in cast(Any, self.words).relay(request)],
-            "nothing": [word async for word in cast(Any, self.words).nothing(request)],
-        }
-
-    @dynamo_endpoint()
-    async def where(self, request: Any) -> dict[str, Any]:
-        client = await dynamo_context["component"].endpoint("where").client()
-        in_thread = await asyncio.to_thread(lambda: dynamo_context["instance_id"])
-        return {
-            "same": await get_runtime() is self.runtime,
-            "name": [dynamo_context[key] for key in ("namespace", "service_name", "instance_id")],
-            "thread": in_thread,
-            "known": client.instance_ids(),
-            "asked": await depends(Words).count({"text": "a b"}),
-            "address": list(Words.dynamo_address()),
-        }
 
 
 async def start(kit: TestKit, chosen: Any, **arguments: Any) -> ActorInstance:
@@ -182,7 +86,7 @@ def test_a_service_is_an_actor_class_of_the_same_module_and_name() -> None:
 
     assert issubclass(made, Actor)
     assert issubclass(made, Tools)
-    assert (made.__module__, made.__qualname__) == (__name__, "Words")
+    assert (made.__module__, made.__qualname__) == ("tests.compat.services", "Words")
     assert made.__doc__ == "Words of a text."
     assert made.__dynbus_service__.workers == 2
     assert made.__dynbus_service__.namespace == "demo"
@@ -212,7 +116,7 @@ def test_a_service_that_is_not_enabled_is_made_and_started_and_not_found() -> No
         with call_options(wait=0.0), pytest.raises(NoInstances):
             await kit.client(cast(Any, Beside)).call({})
         with pytest.raises(ConfigError, match="Beside is not enabled, and so has no address"):
-            Beside.dynamo_address()
+            cast(Any, Beside).dynamo_address()
 
     on_a_kit(story)
 
@@ -270,15 +174,27 @@ class Other(Actor, namespace="demo"):
     [
         (
             lambda: service(dynamo={"namespaces": "a"})(Tools),
-            "Tools: dynamo has no 'namespaces'; did you mean 'namespace'?: there are "
+            "Tools: dynamo has no 'namespaces' (did you mean namespace?): there are "
             "enabled, namespace, name",
         ),
-        (lambda: service(dynamo=cast(Any, "prod"))(Tools), "Tools: dynamo = 'prod': give a dict"),
-        (lambda: service(dynamo={"namespace": "a.b"})(Tools), "Tools: namespace 'a.b' is not a"),
-        (lambda: service(dynamo={"enabled": "no"})(Tools), "Tools: enabled = 'no': write true or"),
-        (lambda: service(workers=-1)(Tools), "Tools: workers = -1 must be a number of instances"),
+        (
+            lambda: service(dynamo=cast(Any, "prod"))(Tools),
+            "Tools: dynamo = 'prod': give a dict",
+        ),
+        (
+            lambda: service(dynamo={"namespace": "a.b"})(Tools),
+            "Tools: namespace 'a.b' is not a",
+        ),
+        (
+            lambda: service(dynamo={"enabled": "no"})(Tools),
+            "Tools: enabled = 'no': write true or",
+        ),
+        (
+            lambda: service(workers=-1)(Tools),
+            "Tools: workers = -1 must be a number of instances",
+        ),
         (lambda: service(cast(Any, Other)), "Other is an actor already"),
-        (lambda: service(cast(Any, Words)), "Words is an actor already"),
+        (lambda: service(Words), "Words is an actor already"),
         (lambda: service(cast(Any, 3)), "service() decorates a class, and 3 is none"),
         (lambda: depends(cast(Any, 3)), "depends(3): give"),
         (lambda: dynamo_endpoint(cast(Any, 3)), "3 is no method: write @dynamo_endpoint()"),
@@ -300,49 +216,6 @@ def test_a_method_that_is_not_async_is_refused() -> None:
             @dynamo_endpoint()
             def call(self, request: Prompt) -> str:
                 return request.text
-
-
-@service(dynamo={"namespace": "demo"})
-class Early:
-    @dynamo_endpoint()
-    async def ask(self, request: Prompt) -> AsyncGenerator[str, None]:
-        yield await self.later.ask(request)
-
-    later = depends(cast(Any, "Later"))
-
-
-class Later:
-    @dynamo_endpoint()
-    async def ask(self, request: Prompt) -> str:
-        return f"{request.text}!"
-
-
-PLAIN = Later
-
-
-@service(dynamo={"namespace": "demo"})
-class Plainly:
-    later = depends(PLAIN)
-
-    @dynamo_endpoint()
-    async def ask(self, request: Prompt) -> str:
-        return await self.later.ask(request)
-
-
-Later = service(dynamo={"namespace": "demo"})(Later)  # type: ignore[assignment, misc]
-
-
-@pytest.mark.skip(reason="waits for names of dependencies")
-def test_a_dependency_may_be_decorated_later() -> None:
-    async def story(kit: TestKit) -> None:
-        for one in (Later, Early, Plainly):
-            await start(kit, one)
-
-        assert await kit.client(cast(Any, Plainly)).ask(Prompt(text="a")) == "a!"
-        found = [item async for item in kit.client(cast(Any, Early)).ask(Prompt(text="b"))]
-        assert found == ["b!"]
-
-    on_a_kit(story)
 
 
 def test_a_program_without_a_service_gets_a_runtime_that_ends_with_its_loop(

@@ -1,4 +1,4 @@
-"""The names of `dynamo.sdk`: services, which are classes, their endpoints, hooks and dependencies."""
+"""The names of `dynamo.sdk`: services, endpoints, hooks and dependencies."""
 
 from .context import dynamo_context, get_runtime
 from .endpoints import async_on_shutdown, async_on_start, dynamo_endpoint, endpoint

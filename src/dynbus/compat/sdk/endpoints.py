@@ -36,7 +36,7 @@ def dynamo_endpoint(name: Any = None) -> Any:
     """
     if isinstance(name, str | None):
 
-        def decorate(function: F) -> F:
+        def decorate(function: Any) -> Any:
             return handler(name=name)(_annotated(function))
 
         return decorate
@@ -76,7 +76,8 @@ async def run_hook(hook: Callable[[Any], Any], service: object) -> None:
 
 
 def _marked(hook: F, mark: str) -> F:
-    if not inspect.isfunction(hook):
+    given: Any = hook
+    if not inspect.isfunction(given):
         raise ConfigError(f"{hook!r} is no method: write the hook's decorator above `async def`")
     setattr(hook, mark, True)
     return hook

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
+from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from dynbus import Actor, ConfigError, Runtime
 from dynbus.actors.calling.dependencies import ClientDependency
@@ -86,12 +86,18 @@ def service(
     """
 
     def decorate(inner: Any) -> Any:
-        return _actor_of(inner, dynamo, workers)
+        arguments = _dynamo_arguments(inner, dynamo)
+        return _actor_of(inner, arguments | {"resources": resources, "workers": workers})
 
     return decorate if inner is None else decorate(inner)
 
 
-def _actor_of(inner: Any, dynamo: Mapping[str, Any] | None, workers: int | None) -> type[Service]:
+def _dynamo_arguments(inner: Any, dynamo: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The class arguments that the mapping `dynamo` has.
+
+    Raises:
+        ConfigError: it is none, or has another key.
+    """
     if not isinstance(inner, type):
         raise ConfigError(f"service() decorates a class, and {brief_repr(inner)} is none")
     if issubclass(inner, Actor):
@@ -108,6 +114,14 @@ def _actor_of(inner: Any, dynamo: Mapping[str, Any] | None, workers: int | None)
                 f"{', '.join(_DYNAMO_KEYS)}"
             )
 
+    return {
+        "namespace": known.get("namespace", DEFAULT_NAMESPACE),
+        "component": known.get("name"),
+        "enabled": known.get("enabled", True),
+    }
+
+
+def _actor_of(inner: type[Any], arguments: dict[str, Any]) -> type[Service]:
     def body(namespace: dict[str, Any]) -> None:
         namespace |= {
             "__module__": inner.__module__,
@@ -118,17 +132,11 @@ def _actor_of(inner: Any, dynamo: Mapping[str, Any] | None, workers: int | None)
             "on_stop": Service.on_stop,
         }
 
-    arguments = {
-        "namespace": known.get("namespace", DEFAULT_NAMESPACE),
-        "component": known.get("name"),
-        "enabled": known.get("enabled", True),
-        "workers": workers,
-    }
     made: type[Service] = types.new_class(inner.__name__, (inner, Service), arguments, body)
     return made
 
 
-class _Own(Generic[T]):
+class _Own:
     """An attribute of actors in whose place a service may keep something of its own."""
 
     def __init__(self, name: str) -> None:
@@ -189,7 +197,7 @@ class ServiceDependency(ClientDependency[Any]):
     code of a service a client."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or self.name:
+        if name.startswith("_") or vars(self).get("name"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = current_service()
         if found is None:
@@ -210,9 +218,10 @@ def depends(on: Any) -> Any:
     Raises:
         ConfigError: it is none of these.
     """
-    is_plain = isinstance(on, type) and not issubclass(on, Actor)
-    # What another class of this name will be by then.
-    given = f"{on.__module__}:{on.__qualname__}" if is_plain else on
+    given = on
+    if isinstance(given, type) and not issubclass(given, Actor):
+        # What has this name by then is a service.
+        given = f"{given.__module__}:{given.__qualname__}"
     return ServiceDependency(given, "", None, {})
 
 
