@@ -116,5 +116,5 @@ def test_a_subclass_adds_to_what_its_base_declares() -> None:
 def test_a_class_with_unusable_resources_is_refused_where_it_is_written() -> None:
     with pytest.raises(ConfigError, match=r"Wrong: resources\.gpu = -1: give whole GPUs"):
 
-        class Wrong(Actor, abstract=True, resources={"gpu": -1}):
+        class Wrong(Actor, abstract=True, resources={"gpu": -1}):  # pyright: ignore[reportUnusedClass]
             pass

@@ -1,0 +1,1 @@
+"""What each instance of a run has of the machine: GPUs, cores, memory."""
