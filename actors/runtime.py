@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Self, TypeVar, Unpack, cast, overload
 
@@ -23,7 +23,14 @@ from .calling.client_side import ClientSide
 from .calling.clients import EndpointAddress, Namespace, typed_client
 from .calling.options import ClientOptions, client_options
 from .calling.routing import Routing
-from .declaring.actor import DeclaredActor, address_of, check_startable
+from .declaring.actor import (
+    DeclaredActor,
+    Dependency,
+    NotLinked,
+    address_of,
+    check_startable,
+    kept_dependencies,
+)
 from .declaring.arguments import build_arguments, parameters_of
 from .declaring.brief_repr import brief_repr
 from .serving.endpoints import endpoints_of_functions, endpoints_of_object
@@ -104,6 +111,16 @@ class Actor(DeclaredActor, abstract=True):
     ) -> Self:
         """Make the object of the instance `name`, which will be served by `runtime`."""
         return cls(**arguments)
+
+    def __dynbus_address__(self, dependency: Dependency[Any], /) -> ComponentName:
+        """Where a dependency of this instance is on the bus.
+
+        Raises:
+            NotLinked: the links of the class leave it out.
+            ConfigError: it is no class, or one without a namespace.
+            RuntimeError: before `on_start`.
+        """
+        return self.__dynbus_instance__.address_of(dependency)
 
     def __dynbus_endpoint__(self, endpoint: Endpoint) -> Endpoint:
         """What serves a handler: the endpoint made of it, or another in its place."""
@@ -189,6 +206,17 @@ class ActorInstance(ServedInstance):
         )
         self.actor._dynbus_instance = self  # pyright: ignore[reportPrivateUsage]
 
+    def address_of(self, dependency: Dependency[Any]) -> ComponentName:
+        """See `Actor.__dynbus_address__`."""
+        actor, name = type(self.actor), dependency.name
+        if name not in kept_dependencies(actor):
+            raise NotLinked(actor, name)
+        called = dependency.actor
+        # Where nothing says where a class is, it is beside this instance.
+        own = "" if called.__dynbus_service__.namespace else self.name.namespace
+        found = self.runtime.find_in_run(called, dependency.node)
+        return found or address_of(called, node=dependency.node, namespace=own)
+
 
 class _Endpoints:
     """What stands behind endpoints that are served without a class."""
@@ -220,12 +248,15 @@ class Runtime(ClientSide):
     Attributes:
         bus: the connections and their identity.
         broken: why instances that are to be replaced have ended, by their ids.
+        run_addresses: where the nodes are of the run that this process belongs to, by the
+            `module:Name` of their class; empty outside of one.
     """
 
     def __init__(self, bus: Bus) -> None:
         super().__init__(bus)
         self.instances: dict[str, ServedInstance] = {}
         self.broken: dict[str, str] = {}
+        self.run_addresses: Mapping[str, Sequence[ComponentName]] = {}
         self.background = Background("the runtime", bus.fail)
         self._closing: asyncio.Task[None] | None = None
 
@@ -293,20 +324,64 @@ class Runtime(ClientSide):
         """A client with the methods of `actor`'s handlers, typed as the actor.
 
         Args:
-            node: which of the nodes that run the class is called; the one named as its component
-                unless given.
-            namespace: where it runs; the class's own unless given.
+            node: which of the nodes that run the class is called, see `address_of`.
+            namespace: where it runs, see `address_of`.
             routing: the name of a policy, or a `Router`; round robin unless given.
             options: `timeout`, `wait`, `priority`, `retries` and `metadata` of every call of
                 the client, see `call_options`.
 
         Raises:
-            ConfigError: it is no actor class, or one without a namespace, or a name, `routing`
-                or an option is not usable.
+            ConfigError: as of `address_of`, or `routing` or an option is not usable.
         """
-        address = _address(actor, node, namespace)
+        address = self.address_of(actor, node=node, namespace=namespace)
         own = client_options(options, f"client({actor.__name__})")
         return typed_client(self, actor, address, routing, own)
+
+    def address_of(
+        self, actor: type[Actor], *, node: str = "", namespace: str = ""
+    ) -> ComponentName:
+        """Where an actor class is on the bus, as this process calls it.
+
+        Args:
+            node: which of the nodes that run the class. Unless given, in an actor of `dynbus run`
+                the only node of the class in the run, otherwise the one named as its component.
+            namespace: where it runs. Unless given, in an actor of `dynbus run` where the nodes of
+                the class are in the run, otherwise the class's own.
+
+        Raises:
+            ConfigError: it is no actor class, or one without a namespace, or a name is not legal,
+                or the run has several nodes of the class, and none that is named as its component.
+        """
+        given: Any = actor
+        if not (isinstance(given, type) and issubclass(given, Actor)):
+            raise ConfigError(
+                f"{brief_repr(actor)} is not an Actor class: give one; "
+                "for a name use runtime.endpoint('n.c.e').client()"
+            )
+        found = None if namespace else self.find_in_run(actor, node)
+        return found or address_of(actor, node=node, namespace=namespace)
+
+    def find_in_run(self, actor: type[DeclaredActor], node: str) -> ComponentName | None:
+        """Where a node of a class is in the run of this process; None where that has no such
+        class, or its nodes are in several namespaces and none has the name.
+
+        Raises:
+            ConfigError: no `node` is given, and several are there that the class does not name.
+        """
+        there = self.run_addresses.get(f"{actor.__module__}:{actor.__qualname__}", ())
+        if not there or (len(there) == 1 and not node):
+            return there[0] if there else None
+        named = [each for each in there if each.component == (node or actor.__dynbus_component__)]
+        if named:
+            return named[0]
+        if not node:
+            raise ConfigError(
+                f"this run has several nodes of {actor.__name__}: choose one by node="
+                f"{' or '.join(repr(each.component) for each in there)}"
+            )
+        namespaces = {each.namespace for each in there}
+        check_token("node", node)
+        return ComponentName(namespaces.pop(), node) if len(namespaces) == 1 else None
 
     def namespace(self, name: str) -> Namespace:
         """Where untyped clients begin: `runtime.namespace(n).component(c).endpoint(e)`."""
@@ -334,7 +409,7 @@ class Runtime(ClientSide):
             ConfigError: that is no component.
         """
         if not isinstance(namespace, str):
-            return self.known_ids(_address(namespace))
+            return self.known_ids(self.address_of(namespace))
         if component:
             return self.known_ids(ComponentName(namespace, component))
         return self.known_ids(ComponentName.parse(namespace))
@@ -526,17 +601,3 @@ class Connecting:
             with anyio.CancelScope(shield=True):
                 await bus.close()
             raise
-
-
-def _address(actor: Any, node: str = "", namespace: str = "") -> ComponentName:
-    """Where an actor class is on the bus.
-
-    Raises:
-        ConfigError: it is none, or has no namespace and none is given, or a name is not legal.
-    """
-    if not (isinstance(actor, type) and issubclass(actor, Actor)):
-        raise ConfigError(
-            f"{brief_repr(actor)} is not an Actor class: give one; "
-            "for a name use runtime.endpoint('n.c.e').client()"
-        )
-    return address_of(actor, node=node, namespace=namespace)

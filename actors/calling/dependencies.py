@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Protocol, TypeVar, Unpack, cast, overload
+from typing import Any, Generic, Protocol, TypeVar, Unpack, overload
 
-from dynbus.actors.declaring.actor import DeclaredActor, Dependency, address_of
+from dynbus.actors.declaring.actor import DeclaredActor, Dependency
+from dynbus.bus.protocol.names import ComponentName
 
 from .client_side import ClientSide
 from .clients import typed_client
@@ -20,20 +21,18 @@ class _Started(Protocol):
     @property
     def runtime(self) -> ClientSide: ...
 
+    def __dynbus_address__(self, dependency: Dependency[Any], /) -> ComponentName: ...
+
 
 class ClientDependency(Dependency[A], Generic[A]):
     """The descriptor behind `depends()`."""
 
     def __init__(
-        self, actor: type[A], node: str, routing: Routing | None, options: ClientOptions
+        self, actor: type[A] | str, node: str, routing: Routing | None, options: ClientOptions
     ) -> None:
         super().__init__(actor, node)
         self.routing: Routing | None = routing
-        self._options: CallOptions = client_options(options, f"depends({actor.__name__})")
-        self._name = ""
-
-    def __set_name__(self, owner: type[Any], name: str) -> None:
-        self._name = name
+        self._options: CallOptions = client_options(options, f"depends({self})")
 
     @overload
     def __get__(self, instance: None, owner: type[Any]) -> ClientDependency[A]: ...
@@ -43,26 +42,44 @@ class ClientDependency(Dependency[A], Generic[A]):
         if instance is None:
             return self
         side = instance.runtime
-        address = address_of(self.actor, node=self.node)
+        address = instance.__dynbus_address__(self)
         client = typed_client(side, self.actor, address, self.routing, self._options)
         # From now on the instance's own attribute is found first.
-        instance.__dict__[self._name] = client
+        instance.__dict__[self.name] = client
         return client
 
 
+@overload
 def depends(
     actor: type[A],
     *,
     node: str = "",
     routing: Routing | None = None,
     **options: Unpack[ClientOptions],
-) -> A:
+) -> A: ...
+@overload
+def depends(
+    actor: str,
+    *,
+    node: str = "",
+    routing: Routing | None = None,
+    **options: Unpack[ClientOptions],
+) -> Any: ...
+def depends(
+    actor: type[A] | str,
+    *,
+    node: str = "",
+    routing: Routing | None = None,
+    **options: Unpack[ClientOptions],
+) -> Any:
     """Declare that a class calls `actor`: typed as the actor, a client at run time.
 
     `dynbus run` starts the dependencies of what it starts. Deadline, cancellation, metadata
     and trace of the running call follow every call made through it.
 
     Args:
+        actor: the class; or, where it is defined later, `"Name"` of one in the same module or
+            `"module:Name"`. Such a name is looked up when a run is planned, or at the first use.
         node: which of the nodes that run the class is called; the one named as its component
             unless given.
         routing: the name of a policy, or a `Router`; round robin unless given.
@@ -70,6 +87,7 @@ def depends(
             through it, see `call_options`.
 
     Raises:
-        ConfigError: `actor` is not an Actor class, or `node` or an option is not usable.
+        ConfigError: `actor` is not an Actor class or the name of one, or `node` or an option is
+            not usable.
     """
-    return cast(A, ClientDependency(actor, node, routing, options))
+    return ClientDependency(actor, node, routing, options)

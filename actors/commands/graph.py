@@ -10,13 +10,13 @@ from typing import Final
 
 import click
 
-from dynbus.actors.running.drawing import dot, mermaid, tree
+from dynbus.actors.running.drawing import called_by, dot, mermaid, tree
 from dynbus.actors.running.plan import PlannedNode, PlanRequest
 from dynbus.actors.running.planning import load_run
 from dynbus.bus.commands.terminal import json_option, print_json
 from dynbus.bus.errors import ConfigError
 
-from .plan import TargetsCommand, file_option, targets_argument
+from .plan import TargetsCommand, file_option, namespace_option, targets_argument
 
 GRAPHVIZ_SECONDS: Final = 60.0
 
@@ -58,7 +58,7 @@ FORMATS: Final[Mapping[str, Callable[[Sequence[PlannedNode]], str]]] = {
     cls=TargetsCommand,
     help="""Draw the graph of the actors of TARGETs: who runs, how often, and who calls whom.
 
-    Nothing is started. TARGETs, the YAML file and --Actor.ARGUMENT are those of `dynbus run`. An
+    Nothing is started. TARGETs and options are those of `dynbus run`. An
     endpoint with * is a stream.
 
     \b
@@ -69,6 +69,7 @@ FORMATS: Final[Mapping[str, Callable[[Sequence[PlannedNode]], str]]] = {
 )
 @targets_argument
 @file_option
+@namespace_option
 @click.option(
     "--format",
     "kind",
@@ -85,12 +86,16 @@ def graph(
     *,
     targets: tuple[str, ...],
     config_file: str | None,
+    namespace: str,
     kind: str,
     as_json: bool,
 ) -> None:
     """`dynbus graph`."""
     request = PlanRequest(
-        targets=list(targets), config_file=config_file, options=ctx.meta["dynbus.options"]
+        targets=list(targets),
+        config_file=config_file,
+        options=ctx.meta["dynbus.options"],
+        namespace=namespace,
     )
     nodes = load_run(request, os.environ).plan().nodes
     if as_json:
@@ -101,7 +106,7 @@ def graph(
                     "class": node.actor,
                     "instances": node.workers,
                     "endpoints": node.endpoints,
-                    "calls": node.dependencies,
+                    "calls": called_by(node),
                 }
                 for node in nodes
             ]

@@ -48,6 +48,12 @@ file_option = click.option(
     type=click.Path(dir_okay=False),
     help="Constructor arguments and bus settings.",
 )
+namespace_option = click.option(
+    "--namespace",
+    metavar="NAME",
+    default="",
+    help="Run all actors in this namespace, instead of those that their classes name.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,7 @@ class RunOptions:
     targets: Sequence[str]
     config_file: str | None
     nats: str | None
+    namespace: str
     in_process: bool
     reload: bool
     fresh: bool
@@ -85,6 +92,7 @@ class RunOptions:
             config_file=self.config_file,
             options=list(self.node_options),
             nats=self.nats,
+            namespace=self.namespace,
         )
 
     @property

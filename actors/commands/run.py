@@ -55,6 +55,7 @@ from .plan import (
     check_options,
     file_option,
     health_address,
+    namespace_option,
     print_plan,
     targets_argument,
 )
@@ -86,6 +87,7 @@ _HELP: Final = """Serve the actors of TARGETs, one process per instance.
     dynbus run actors.py --Splitter.separator=, --Splitter.workers=2
     dynbus run actors.py:Shouter other.py -f config.yaml
     dynbus run actors.py --Splitter.workers=0     Splitter runs elsewhere
+    dynbus run actors.py --namespace staging
     dynbus run actors.py --reload --log-level debug
     dynbus run actors.py --dry-run
 
@@ -112,6 +114,7 @@ logger = logging.getLogger(__name__)
 @targets_argument
 @file_option
 @nats_option
+@namespace_option
 @click.option("--in-process", is_flag=True, help="Run all instances in this one process.")
 @click.option(
     "--reload", is_flag=True, help="Restart whenever a Python file has changed and loads."
@@ -210,7 +213,7 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
             plan.nodes,
             WorkerSettings(
                 *(plan.path, plan.bus, options.log_format, options.log_level),
-                *(options.otlp_endpoint, metrics),
+                *(options.otlp_endpoint, metrics, plan.addresses),
             ),
             *(forks, ending),
             drain_grace=config.drain_grace,
@@ -301,6 +304,7 @@ async def _run_in_process(run: LoadedRun, options: RunOptions) -> tuple[Failure 
             await serve(
                 *(run.assignments, run.bus.values, ending),
                 started=started,
+                addresses=run.addresses,
                 stopping=stopping,
                 restart=True,
             )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Final, Generic, TypeVar
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final, Generic, TypeVar, cast
 
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.config import suggestion
+from dynbus.bus.errors import ConfigError, describe_exception
 from dynbus.bus.protocol.names import ComponentName, check_token
 
 from .handlers import SPEC, HandlerSpec
@@ -13,10 +16,12 @@ from .restart_policy import OnCrash
 from .service_args import ServiceArgs
 
 A = TypeVar("A", bound="DeclaredActor")
+L = TypeVar("L", bound="DeclaredActor")
 
 PUBLIC_ATTRIBUTES: Final = (
     "instance_id",
     "instance_metadata",
+    "link",
     "on_start",
     "on_stop",
     "report_broken",
@@ -34,6 +39,7 @@ class DeclaredActor:
     __dynbus_needs_handler__: ClassVar[bool] = True
     __dynbus_handlers__: ClassVar[dict[str, HandlerSpec]] = {}
     __dynbus_dependencies__: ClassVar[dict[str, Dependency[Any]]] = {}
+    __dynbus_links__: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(
         cls,
@@ -72,21 +78,163 @@ class DeclaredActor:
         }
         _check_hidden(cls)
 
+    @classmethod
+    def link(cls, other: type[L], /) -> type[L]:
+        """Keep the dependency on `other`, and of the others only those that are linked too.
+
+        A class without links has all its dependencies. `dynbus run` does not start those that the
+        links leave out, and using one raises `ConfigError`. Links add up, and subclasses inherit
+        them. Link where a module is imported: a run that has started does not change.
+
+        Returns:
+            `other`, so that `A.link(B).link(C)` is a chain.
+
+        Raises:
+            ConfigError: the class does not depend on `other`.
+        """
+        if not _is_actor(other):
+            raise ConfigError(f"{cls.__name__}.link({other!r}): give an Actor class")
+        linked = {name for name, each in cls.__dynbus_dependencies__.items() if each.is_on(other)}
+        if not linked:
+            name = other.__name__
+            known = ", ".join(map(str, cls.__dynbus_dependencies__.values()))
+            raise ConfigError(
+                f"{cls.__name__}.link({name}): {cls.__name__} does not depend on {name}; it "
+                f"depends on {known or f'nothing: write NAME = depends({name}) in its body'}"
+            )
+        own: frozenset[str] = vars(cls).get("__dynbus_links__", frozenset())
+        cls.__dynbus_links__ = own | linked
+        return other
+
+
+class NotLinked(ConfigError, AttributeError):
+    """Raised when an actor uses a dependency that the links of its class leave out.
+
+    An `AttributeError` too, so that `getattr(self, "router", None)` tells whether it is there.
+    """
+
+    def __init__(self, actor: type[DeclaredActor], name: str) -> None:
+        cls, given = actor.__name__, str(actor.__dynbus_dependencies__[name]).rpartition(":")[2]
+        super().__init__(
+            f"{cls}.{name} is not used in this run: other dependencies of {cls} are linked, and "
+            f"it is not; add {cls}.link({given})"
+        )
+
 
 class Dependency(Generic[A]):
     """That a class calls another one, as `depends` says in its body.
 
+    Args:
+        actor: the class, or `"Name"` of one in the same module, or `"module:Name"`.
+
     Attributes:
-        actor: the class that is called.
-        node: the node that runs it; the class's component unless given.
+        name: the attribute.
     """
 
-    def __init__(self, actor: type[A], node: str) -> None:
+    def __init__(self, actor: type[A] | str, node: str) -> None:
         given: Any = actor  # not everyone runs a type checker
-        if not (isinstance(given, type) and issubclass(given, DeclaredActor)):
+        if isinstance(given, str):
+            module, colon, name = given.rpartition(":")
+            if not (_is_dotted(name) and (_is_dotted(module) or not colon)):
+                raise ConfigError(f'depends({given!r}): write "Name" or "module:Name"')
+        elif not (isinstance(given, type) and issubclass(given, DeclaredActor)):
             raise ConfigError(f"depends({actor!r}): give an Actor class")
-        self.actor = actor
-        self.node = check_token("node", node) if node else actor.__dynbus_component__
+        self._given = actor
+        self._node = check_token("node", node) if node else ""
+        self._owner: type[Any] | None = None
+        self.name = ""
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._owner, self.name = owner, name
+
+    def __str__(self) -> str:
+        given = self._given
+        return given if isinstance(given, str) else given.__name__
+
+    @property
+    def node(self) -> str:
+        """The node that is called; the class's component unless given.
+
+        Raises:
+            ConfigError: as of `actor`.
+        """
+        return self._node or self.actor.__dynbus_component__
+
+    @property
+    def actor(self) -> type[A]:
+        """The class that is called; one that was given as text is looked up, and its module
+        imported, when it is first asked for.
+
+        Raises:
+            ConfigError: there is none of the name, or its module cannot be imported.
+        """
+        if isinstance(self._given, str):
+            self._given = self._looked_up(self._given)
+        return self._given
+
+    def is_on(self, other: Any) -> bool:
+        """Whether `other` is the class that is called; nothing is imported to find it out."""
+        if not isinstance(self._given, str):
+            return self._given is other
+        module, name = self._place(self._given)
+        return module in sys.modules and _attribute(sys.modules[module], name) is other
+
+    def _looked_up(self, text: str) -> type[A]:
+        module, name = self._place(text)
+        owner = self._owner.__name__ if self._owner is not None else ""
+        source = f"{owner}.{self.name} = depends({text!r})"
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+                raise ConfigError(f"{source}: there is no module {error.name!r}") from None
+            raise ConfigError(f"{source}: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"{source}: {describe_exception(error)}") from error
+        actor = _attribute(found, name)
+        if not _is_actor(actor):
+            near = suggestion(name, [key for key, each in vars(found).items() if _is_actor(each)])
+            reason = f"{name} is not an actor" if actor else f"there is no {name!r} in {module}"
+            raise ConfigError(f"{source}: {reason}{near}")
+        return cast("type[A]", actor)
+
+    def _place(self, text: str) -> tuple[str, str]:
+        """Module and name that a text means."""
+        module, _, name = text.rpartition(":")
+        return module or (self._owner.__module__ if self._owner is not None else ""), name
+
+
+def kept_dependencies(cls: type[DeclaredActor]) -> dict[str, Dependency[Any]]:
+    """The dependencies of a class by attribute: all, or where it has links, the linked ones."""
+    links = {name for base in cls.__mro__ for name in vars(base).get("__dynbus_links__", ())}
+    found = cls.__dynbus_dependencies__
+    return {name: found[name] for name in found if name in links} if links else found
+
+
+def keep_dependencies(cls: type[DeclaredActor], names: Sequence[str]) -> None:
+    """Have a class keep the dependencies of these attributes alone, and look up their classes.
+
+    Raises:
+        ConfigError: one of them does not exist.
+    """
+    if len(names) < len(kept_dependencies(cls)):
+        cls.__dynbus_links__ = frozenset(names)
+    for dependency in kept_dependencies(cls).values():
+        _ = dependency.actor
+
+
+def _attribute(found: object, name: str) -> object:
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _is_dotted(text: str) -> bool:
+    return all(map(str.isidentifier, text.split(".")))
+
+
+def _is_actor(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, DeclaredActor)
 
 
 def address_of(actor: type[DeclaredActor], *, node: str = "", namespace: str = "") -> ComponentName:
@@ -114,15 +262,24 @@ def check_startable(cls: type[DeclaredActor], *, namespace: str = "") -> None:
         namespace: where it is to run; the class's own unless given.
 
     Raises:
-        ConfigError: it is abstract, has no namespace, or no handler although it needs one, or an
-            annotation of one cannot be used.
+        ConfigError: as of `check_servable`, or it has no namespace.
     """
-    if cls.__dynbus_abstract__:
-        raise ConfigError(f"{cls.__name__} is abstract: start a subclass of it")
+    check_servable(cls)
     if not (namespace or cls.__dynbus_service__.namespace):
         raise ConfigError(
             f'{cls.__name__} has no namespace: write class {cls.__name__}(Actor, namespace="...")'
         )
+
+
+def check_servable(cls: type[DeclaredActor]) -> None:
+    """Check that a class can be started where it has a namespace.
+
+    Raises:
+        ConfigError: it is abstract, or has no handler although it needs one, or an annotation of
+            one cannot be used.
+    """
+    if cls.__dynbus_abstract__:
+        raise ConfigError(f"{cls.__name__} is abstract: start a subclass of it")
     needs_handler = cls.__dynbus_needs_handler__ and cls.__dynbus_service__.enabled
     if needs_handler and not cls.__dynbus_handlers__:
         raise ConfigError(f"{cls.__name__} has no handler: mark a method with @handler")

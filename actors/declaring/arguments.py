@@ -59,8 +59,9 @@ def build_arguments(
     if missing:
         raise ConfigError(
             f"{called} needs {missing[0]!r}: give --{called}.{missing[0]}=VALUE, "
-            f"DYNBUS_{called}__{missing[0]}=VALUE, or a key {missing[0]} under {called} in the "
-            "YAML file"
+            # A variable's name has no colon.
+            + (f"DYNBUS_{called}__{missing[0]}=VALUE, " if ":" not in called else "")
+            + f"or a key {missing[0]} under {called} in the YAML file"
         )
     annotations = _annotations(actor)
     return {

@@ -96,7 +96,11 @@ class Child:
         self.settled = asyncio.Event()
         self.ended = asyncio.Event()
         self._last_word: DrainInstance | StopInstance | None = None
-        self._load = LoadActor(node.actor, node.values, node.texts, settings, node.enabled)
+        self._load = LoadActor(
+            *(node.actor, node.values, node.texts, settings),
+            dependencies=list(node.dependencies),
+            enabled=node.enabled,
+        )
         self._process: Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._metrics: asyncio.Future[str] | None = None

@@ -20,6 +20,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
         path: the `sys.path` by which they find the actors.
         bus: fields of `BusConfig`, for `load_config`.
         metrics: whether they are to have a metrics page.
+        addresses: of the nodes of the run, by the `module:Name` of their class.
     """
 
     path: list[str]
@@ -28,16 +29,22 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     log_level: str = "info"
     otlp_endpoint: str | None = None
     metrics: bool = False
+    addresses: dict[str, list[str]] = {}
 
 
 class LoadActor(msgspec.Struct, frozen=True, tag="load_actor"):
-    """First: what to import; see `PlannedNode`."""
+    """First: what to import; see `PlannedNode`.
+
+    Attributes:
+        dependencies: the attributes of the class that it calls others by.
+    """
 
     actor: str
     values: dict[str, Any]
     texts: dict[str, str]
     settings: WorkerSettings
     enabled: bool = True
+    dependencies: list[str] = []
 
 
 class StartInstance(msgspec.Struct, frozen=True, tag="start_instance"):

@@ -24,13 +24,14 @@ from dynbus.bus.config import check_field, suggestion, variable
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import check_token
 
-from .loader import DeclaredNode, Node
+from .graph import Node, full_key
+from .loader import DeclaredNode
 
 BUS_KEY: Final = "bus"
 CLASS_KEY: Final = "class"
 SERVICE_KEY: Final = "ServiceArgs"
 WORKERS: Final = "workers"
-_OPTION = re.compile(r"--(\w[\w-]*)\.([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
+_OPTION = re.compile(r"--((?:[\w.]+:)?\w[\w-]*)\.([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
 _VARIABLE = re.compile(r"DYNBUS_(\w+?)__\w+")
 
 MAX_FILE_BYTES: Final = 1024 * 1024
@@ -146,11 +147,13 @@ def node_settings(
     file: ConfigFile,
     options: Sequence[NodeOption],
     environment: Mapping[str, str],
+    namespace: str = "",
 ) -> dict[Node, NodeSettings]:
     """What each node of a run gets, checked against its constructor.
 
     Args:
         environment: variables of actors that are not started are not looked at.
+        namespace: that of `--namespace`, for every node; empty for none.
 
     Raises:
         ConfigError: an actor is not started by the run, an argument does not exist or is
@@ -172,6 +175,9 @@ def node_settings(
         if found is not None:
             node, key = found
             given[node].take_text(key.replace("__", "."), value, variable_name)
+    if namespace:
+        for each in given.values():
+            each.take_text(f"{SERVICE_KEY}.namespace", namespace, "--namespace")
     for option in options:
         node = names.find(option.node, str(option))
         given[node].take_text(option.key, option.value, str(option))
@@ -199,7 +205,7 @@ def misspelt_variables(nodes: Sequence[Node], environment: Mapping[str, str]) ->
 
 class _Names(Mapping[str, list[Node]]):
     """What options, variables and the file may call the nodes of a run: each by its own name, and
-    by that of its class."""
+    by that of its class; in options and the file also with the module before it, `module:Name`."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes: dict[str, list[Node]] = {}
@@ -221,7 +227,7 @@ class _Names(Mapping[str, list[Node]]):
 
     def name_of(self, node: Node) -> str:
         """The name that means this node alone."""
-        return node.name if len(self[node.name]) == 1 else node.actor.__name__
+        return node.name if len(self[node.name]) == 1 else full_key(node)
 
     def find(self, name: str, source: str, hint: str = "") -> Node:
         """The node that a name means.
@@ -232,13 +238,16 @@ class _Names(Mapping[str, list[Node]]):
         Raises:
             ConfigError: it means none, or several.
         """
-        found = self.get(name, [])
+        found = self.get(name) or self._in_module(name)
         if len(found) == 1:
             return found[0]
         if found:
+            kind = "name" if any(node.name == name for node in found) else "class"
+            ways = ", ".join(map(self.name_of, found))
+            # A variable's name has no colon.
+            where = ", in an option or the YAML file" if ":" in ways else ""
             raise ConfigError(
-                f"{source}: {name} is the class of several nodes: write one of "
-                f"{', '.join(map(self.name_of, found))}"
+                f"{source}: {name} is the {kind} of several nodes: write one of {ways}{where}"
             )
         known = dict.fromkeys(self.name_of(node) for nodes in self.values() for node in nodes)
         near = suggestion(name, self)
@@ -255,6 +264,14 @@ class _Names(Mapping[str, list[Node]]):
             if name.startswith(prefix):
                 return self.find(known, name), name.removeprefix(prefix)
         return None
+
+    def _in_module(self, name: str) -> list[Node]:
+        """The nodes that are meant by `module:Name`, of a node or of a class."""
+        module, _, own = name.rpartition(":")
+        nodes = [node for found in self.values() for node in found]
+        there = [node for node in dict.fromkeys(nodes) if node.actor.__module__ == module]
+        exact = [node for node in there if full_key(node) == name]
+        return exact or [node for node in there if node.actor.__name__ == own]
 
 
 def bus_settings(

@@ -13,7 +13,7 @@ def tree(nodes: Sequence[PlannedNode]) -> str:
     A node that several call is written out where it comes first, and named after that.
     """
     by_address = {node.address: node for node in nodes}
-    called = {address for node in nodes for address in node.dependencies}
+    called = {address for node in nodes for address in node.dependencies.values()}
     lines: list[str] = []
     told: set[str] = set()
 
@@ -25,8 +25,9 @@ def tree(nodes: Sequence[PlannedNode]) -> str:
             lines.append(f"{head}{address}{' (see above)' if again else ' (runs elsewhere)'}")
             return
         lines.append(f"{head}{_title(node)}{_endpoints(node)}")
-        for number, dependency in enumerate(node.dependencies, 1):
-            is_last = number == len(node.dependencies)
+        calls = called_by(node)
+        for number, dependency in enumerate(calls, 1):
+            is_last = number == len(calls)
             branch, space = ("└── ", "    ") if is_last else ("├── ", "│   ")
             tell(dependency, below + branch, below + space)
 
@@ -54,6 +55,11 @@ def dot(nodes: Sequence[PlannedNode]) -> str:
     return "\n".join([*lines, "}"])
 
 
+def called_by(node: PlannedNode) -> list[str]:
+    """The addresses that a node calls, each once."""
+    return list(dict.fromkeys(node.dependencies.values()))
+
+
 def _title(node: PlannedNode) -> str:
     return node.address if node.workers == 1 else f"{node.address} x{node.workers}"
 
@@ -70,8 +76,5 @@ def _names(nodes: Sequence[PlannedNode]) -> Mapping[str, str]:
 
 def _edges(nodes: Sequence[PlannedNode], known: Mapping[str, str]) -> list[tuple[str, str]]:
     return [
-        (node.address, address)
-        for node in nodes
-        for address in node.dependencies
-        if address in known
+        (node.address, address) for node in nodes for address in called_by(node) if address in known
     ]

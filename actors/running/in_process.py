@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import anyio
@@ -42,7 +43,8 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.protocol.names import ComponentName
 
-from .loader import dependency_depth, dependents_first
+from .graph import dependency_depth
+from .loader import dependents_first
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +156,7 @@ async def serve(
     ending: Ending,
     *,
     started: Callable[[Runtime], Awaitable[None]],
+    addresses: Mapping[str, Sequence[str]] = MappingProxyType({}),
     stopping: Callable[[Runtime], Awaitable[None]] | None = None,
     restart: bool = False,
 ) -> None:
@@ -163,6 +166,7 @@ async def serve(
         assignments: dependencies before what depends on them.
         bus: fields of `BusConfig`.
         started: awaited when all instances are ready.
+        addresses: of the nodes of the run, by the `module:Name` of their class.
         stopping: awaited after the drain, before the bus is left.
         restart: do what its `on_crash` says when an actor in this process reports that it is
             broken. Otherwise that ends the serving.
@@ -174,9 +178,9 @@ async def serve(
         StartFailed: user code raised.
         Exception: what background work of the bus raised.
     """
-    addresses = list(dict.fromkeys(str(each.address) for each in assignments))
+    served = list(dict.fromkeys(str(each.address) for each in assignments))
     # A process of its own is named by what it serves.
-    name = addresses[0] if len(addresses) == 1 else "dynbus-run"
+    name = served[0] if len(served) == 1 else "dynbus-run"
 
     async def connect_and_serve() -> None:
         with ending.cuts_short() as connecting:
@@ -184,6 +188,9 @@ async def serve(
         if connecting.cancelled_caught:
             return
         runtime.bus.on_failure(ending.stop)
+        runtime.run_addresses = {
+            actor: tuple(map(ComponentName.parse, texts)) for actor, texts in addresses.items()
+        }
         try:
             with ending.cuts_short():
                 instances = await _start_all(runtime, assignments, started)
@@ -283,8 +290,13 @@ async def _drain(runtime: Runtime, ending: Ending) -> None:
 
 
 def _dependency_depth(instance: ServedInstance) -> int:
+    try:
+        if isinstance(instance, ActorInstance):
+            return dependency_depth(type(instance.actor))
+    except ConfigError as error:
+        logger.warning("%s is drained with what depends on nobody: %s", instance.name, error)
     # What an actor serves beside itself depends on nobody that is known.
-    return dependency_depth(type(instance.actor)) if isinstance(instance, ActorInstance) else 0
+    return 0
 
 
 async def _stop_at_once(runtime: Runtime, ending: Ending) -> None:

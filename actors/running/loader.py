@@ -2,9 +2,6 @@
 
 A file is imported under its stem with its folder first on the path, never as `__main__`, so
 that its classes have one identity in every process.
-
-What a run starts are nodes: a node is an actor class and the name that it has in the run. A class
-may stand under several names.
 """
 
 from __future__ import annotations
@@ -12,17 +9,18 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Final, NamedTuple, TypeVar
 
-from dynbus.actors.declaring.actor import address_of, check_startable
+from dynbus.actors.declaring.actor import check_servable
 from dynbus.actors.runtime import Actor
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError, DynbusError
-from dynbus.bus.protocol.names import ComponentName
+
+from .graph import Node, full_key, full_name, nodes_of, path_to, with_dependencies
 
 _SUFFIX: Final = ".py"
 
@@ -31,27 +29,6 @@ T = TypeVar("T")
 
 class ImportFailed(ConfigError):
     """Raised when importing a target raised; `__cause__` is what it raised."""
-
-
-class Node(NamedTuple):
-    """An actor class under one of its names.
-
-    Attributes:
-        name: its component on the bus.
-    """
-
-    name: str
-    actor: type[Actor]
-
-    @property
-    def address(self) -> ComponentName:
-        """Where it is on the bus."""
-        return address_of(self.actor, node=self.name)
-
-    @classmethod
-    def own(cls, actor: type[Actor]) -> Node:
-        """The node that has the name of its class."""
-        return cls(actor.__dynbus_component__, actor)
 
 
 class DeclaredNode(NamedTuple):
@@ -169,7 +146,7 @@ class Target(NamedTuple):
             raise ConfigError(
                 f"{self.text!r}: {self.name} is not an actor: write class {self.name}(Actor, ...)"
             )
-        check_startable(found)
+        check_servable(found)
         return found
 
 
@@ -182,18 +159,22 @@ def load_targets(texts: Sequence[str], declared: Sequence[DeclaredNode] = ()) ->
         declared: further nodes of these classes.
 
     Raises:
-        ConfigError: a target or a declared node cannot be used, or two classes are at one address
-            or cannot be told apart.
+        ConfigError: a target, a dependency or a declared node cannot be used, actors depend on
+            each other in a circle, or two nodes cannot be told apart.
         ImportFailed: a module raised while it was imported.
     """
     # All of them first: a mistake in the last one is told before the first one runs code.
     targets = [Target.parse(text) for text in texts]
     actors = [actor for target in targets for actor in target.load()]
     known = with_dependencies(actors)
-    for actor in known:
-        check_startable(actor)
     chosen = nodes_of(actors, [_declared(node, known) for node in declared])
-    _check_distinct(chosen, {node.name: node.source for node in declared})
+    for node in chosen:
+        try:
+            check_servable(node.actor)
+        except ConfigError as error:
+            way = path_to(node, chosen)
+            raise (ConfigError(f"{way}: {error}") if way else error) from error.__cause__
+    _check_told_apart(chosen)
     return chosen
 
 
@@ -209,59 +190,6 @@ def defined_actors(module: ModuleType) -> list[type[Actor]]:
         ):
             found[value] = None
     return list(found)
-
-
-def with_dependencies(actors: Iterable[type[Actor]]) -> list[type[Actor]]:
-    """The actors and all that they depend on, dependencies first, each once."""
-    ordered: dict[type[Actor], None] = {}
-
-    # Without a bound on depth: a class can only depend on classes that exist before it.
-    def visit(actor: type[Actor]) -> None:
-        if actor in ordered:
-            return
-        for dependency in actor.__dynbus_dependencies__.values():
-            visit(dependency.actor)
-        ordered[actor] = None
-
-    for actor in actors:
-        visit(actor)
-    return list(ordered)
-
-
-def nodes_of(actors: Sequence[type[Actor]], declared: Sequence[Node] = ()) -> list[Node]:
-    """The nodes of these actors and of all that they depend on, dependencies first, each once.
-
-    An actor has a node of its own name when something depends on that, or when it has no node of
-    another name.
-    """
-    named = dict.fromkeys(declared)
-    for actor in with_dependencies(actors):
-        for dependency in actor.__dynbus_dependencies__.values():
-            named[Node(dependency.node, dependency.actor)] = None
-    ordered: dict[Node, None] = {}
-
-    def visit(node: Node) -> None:
-        if node in ordered:
-            return
-        for dependency in node.actor.__dynbus_dependencies__.values():
-            visit(Node(dependency.node, dependency.actor))
-        ordered[node] = None
-
-    for actor in actors:
-        for node in [node for node in named if node.actor is actor] or [Node.own(actor)]:
-            visit(node)
-    for node in declared:
-        visit(node)
-    return list(ordered)
-
-
-def dependency_depth(actor: type[Actor]) -> int:
-    """How long the longest chain of dependencies below an actor is; 0 without any."""
-    below = [
-        dependency_depth(dependency.actor) + 1
-        for dependency in actor.__dynbus_dependencies__.values()
-    ]
-    return max(below, default=0)
 
 
 def dependents_first(items: Iterable[T], depth: Callable[[T], int]) -> list[list[T]]:
@@ -281,7 +209,7 @@ def reference(actor: type[Actor]) -> str:
             f"{actor.__qualname__} is defined inside a function, where another process does not "
             "find it: move it to the top of its module, or use --in-process"
         )
-    return f"{actor.__module__}:{actor.__qualname__}"
+    return full_name(actor)
 
 
 def resolve(text: str) -> type[Actor]:
@@ -309,14 +237,13 @@ def put_first_on_path(folder: str) -> None:
 
 def _declared(node: DeclaredNode, known: Sequence[type[Actor]]) -> Node:
     """The node that a configuration file names, of one of the classes of the run."""
-    found = [actor for actor in known if actor.__name__ == node.class_name]
+    named = {actor: (actor.__name__, full_name(actor)) for actor in known}
+    found = [actor for actor, names in named.items() if node.class_name in names]
     if len(found) == 1:
         return Node(node.name, found[0])
     if found:
-        raise ConfigError(
-            f"{node.source}: {node.class_name} may be {_path(found[0])} or {_path(found[1])}: "
-            "rename one of them"
-        )
+        ways = " or ".join(map(full_name, found))
+        raise ConfigError(f"{node.source}: {node.class_name} may be {ways}: write one of them")
     names = list(dict.fromkeys(actor.__name__ for actor in known))
     raise ConfigError(
         f"{node.source}: this run has no class {node.class_name}"
@@ -324,29 +251,16 @@ def _declared(node: DeclaredNode, known: Sequence[type[Actor]]) -> Node:
     )
 
 
-def _check_distinct(nodes: Sequence[Node], sources: Mapping[str, str]) -> None:
-    """Refuse two nodes at one address, and two that no option could tell apart."""
-    addresses: dict[ComponentName, Node] = {}
+def _check_told_apart(nodes: Sequence[Node]) -> None:
+    """Refuse two nodes that no option could tell apart."""
     keys: dict[tuple[str, str], Node] = {}
     for node in nodes:
-        other = addresses.setdefault(node.address, node)
-        if other is not node:
-            place = f"{sources[node.name]}: " if node.name in sources else ""
-            raise ConfigError(
-                f"{place}{_path(other.actor)} and {_path(node.actor)} have the same address "
-                f"{str(node.address)!r}: give one of them another component, or another name by "
-                "depends(..., node=...) or a key with `class` in the YAML file"
-            )
-        other = keys.setdefault((node.name, node.actor.__name__), node)
+        other = keys.setdefault((full_key(node), node.actor.__name__), node)
         if other is not node:
             raise ConfigError(
-                f"{_path(other.actor)} and {_path(node.actor)} have the same name "
+                f"{full_name(other.actor)} and {full_name(node.actor)} have the same name "
                 f"{node.name!r}: rename one of them"
             )
-
-
-def _path(actor: type[Actor]) -> str:
-    return f"{actor.__module__}.{actor.__qualname__}"
 
 
 def _imported(module: ModuleType) -> str:

@@ -22,12 +22,14 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
         config_file: the YAML file; None for none.
         options: those of single actors.
         nats: the servers of `--nats`.
+        namespace: that of `--namespace`; empty for none.
     """
 
     targets: list[str]
     config_file: str | None = None
     options: list[NodeOption] = []
     nats: str | None = None
+    namespace: str = ""
 
 
 class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +39,8 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
         address: `namespace.component`.
         actor: `module:Name` of its class.
         depth: how long the longest chain of dependencies below it is.
-        dependencies: the addresses that it calls.
+        dependencies: the addresses that it calls, by the attributes of its class. Where the class
+            has links, those that they leave out are not among them.
         endpoints: `unary` or `stream`, by name.
         workers: the number of its instances.
         enabled: whether they are announced.
@@ -48,7 +51,7 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
     actor: str
     depth: int
     workers: int
-    dependencies: list[str] = []
+    dependencies: dict[str, str] = {}
     endpoints: dict[str, Literal["stream", "unary"]] = {}
     on_crash: OnCrash = "restart"
     enabled: bool = True
@@ -72,3 +75,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     bus: dict[str, Any]
     sources: dict[str, str]
     warnings: list[str]
+
+    @property
+    def addresses(self) -> dict[str, list[str]]:
+        """Those of the nodes of each class, by `module:Name`."""
+        found: dict[str, list[str]] = {}
+        for node in self.nodes:
+            found.setdefault(node.actor, []).append(node.address)
+        return found

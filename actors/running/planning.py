@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -21,6 +22,7 @@ from dynbus.actors.declaring.arguments import Text
 from dynbus.bus import exit_codes
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.telemetry.logs import LogFormat, configure_logging
 
 from .configuration import (
@@ -32,8 +34,9 @@ from .configuration import (
     node_settings,
     read_file,
 )
+from .graph import Node, addresses_of, dependency_depth, full_name
 from .in_process import Assignment, Failure, failure_of, leave_within
-from .loader import dependency_depth, load_targets, reference
+from .loader import load_targets, reference
 from .plan import Plan, PlannedNode, PlanRequest
 from .processes import ForkProcess, ForkServer, exit_text
 from .worker import guard_group
@@ -67,14 +70,23 @@ class LoadedRun:
     config: BusConfig
     warnings: list[str]
 
+    @property
+    def addresses(self) -> dict[str, list[str]]:
+        """As of `Plan`; also where another process could not find the classes."""
+        found: dict[str, list[str]] = {}
+        for assignment in self.assignments:
+            found.setdefault(full_name(assignment.actor), []).append(str(assignment.address))
+        return found
+
     def plan(self) -> Plan:
         """The same without the classes.
 
         Raises:
             ConfigError: another process could not find one of them.
         """
+        addresses = {Node(each.node, each.actor): each.address for each in self.assignments}
         return Plan(
-            nodes=[planned(assignment) for assignment in self.assignments],
+            nodes=[planned(assignment, addresses) for assignment in self.assignments],
             path=list(sys.path),
             bus=self.bus.values,
             sources=self.bus.sources,
@@ -91,8 +103,19 @@ def load_run(request: PlanRequest, environment: Mapping[str, str]) -> LoadedRun:
     file = _file(request)
     # Before the targets: a mistake there is told before any code of a user's runs.
     bus, config = _bus(file, request, environment)
-    nodes = load_targets(request.targets, declared_nodes(file))
-    settings = node_settings(nodes, file=file, options=request.options, environment=environment)
+    declared = declared_nodes(file)
+    nodes = load_targets(request.targets, declared)
+    settings = node_settings(
+        nodes,
+        file=file,
+        options=request.options,
+        environment=environment,
+        namespace=request.namespace,
+    )
+    addresses_of(
+        {node: settings[node].service.namespace for node in nodes},
+        {node.name: node.source for node in declared},
+    )
     assignments = [Assignment(node.actor, *settings[node], node=node.name) for node in nodes]
     if not any(assignment.service.workers for assignment in assignments):
         names = ", ".join(node.name for node in nodes)
@@ -109,8 +132,13 @@ def load_bus_config(request: PlanRequest, environment: Mapping[str, str]) -> Bus
     return _bus(_file(request), request, environment)[1]
 
 
-def planned(assignment: Assignment) -> PlannedNode:
+def planned(
+    assignment: Assignment, addresses: Mapping[Node, ComponentName] = MappingProxyType({})
+) -> PlannedNode:
     """An assignment without its class.
+
+    Args:
+        addresses: of the nodes of the run; others are where their classes say.
 
     Raises:
         ConfigError: another process could not find the class.
@@ -121,10 +149,10 @@ def planned(assignment: Assignment) -> PlannedNode:
         actor=reference(actor),
         depth=dependency_depth(actor),
         workers=assignment.service.workers,
-        dependencies=[
-            str(address_of(dependency.actor, node=dependency.node))
-            for dependency in actor.__dynbus_dependencies__.values()
-        ],
+        dependencies={
+            name: str(addresses.get(called) or address_of(called.actor, node=called.name))
+            for name, called in Node(assignment.node, actor).edges.items()
+        },
         endpoints={spec.name: spec.kind for spec in actor.__dynbus_handlers__.values()},
         on_crash=assignment.service.on_crash,
         enabled=assignment.service.enabled,

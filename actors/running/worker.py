@@ -31,7 +31,7 @@ from typing import Final
 import anyio
 import msgspec
 
-from dynbus.actors.declaring.actor import check_startable
+from dynbus.actors.declaring.actor import check_servable, keep_dependencies
 from dynbus.actors.declaring.arguments import Text
 from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.runtime import Runtime
@@ -215,8 +215,10 @@ class Worker:
             settings.log_format, settings.log_level, actor=address, instance=self._instance_id
         )
         actor = resolve(load.actor)
+        # The links may have been made by a module that this process does not import.
+        keep_dependencies(actor, load.dependencies)
         # Makes its codecs, which takes a while: better now than on the loop.
-        check_startable(actor)
+        check_servable(actor)
         namespace, _, component = address.partition(".")
         if settings.otlp_endpoint or settings.metrics:
             self._shut_telemetry = telemetry.configure(
@@ -246,7 +248,11 @@ class Worker:
         self._ending = Ending()
         self._channel.deliver_to(self._loop, self._obey)
         try:
-            await serve([assignment], load.settings.bus, self._ending, started=self._started)
+            await serve(
+                *([assignment], load.settings.bus, self._ending),
+                started=self._started,
+                addresses=load.settings.addresses,
+            )
         except _FAILURES as error:
             return self._fail(error)
         return exit_codes.OK

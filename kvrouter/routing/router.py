@@ -14,7 +14,6 @@ import msgspec
 
 from dynbus.actors import Actor, Runtime
 from dynbus.actors.calling.routing import Route, RouteRequest
-from dynbus.actors.declaring.actor import address_of
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.bus.background import Background
 from dynbus.bus.clock import monotonic
@@ -84,7 +83,7 @@ async def open_router(
         Unavailable: JetStream does not answer.
     """
     config = configured(config, settings)
-    namespace, component = _address(target)
+    namespace, component = _address(runtime, target)
     runtime.discovery.begin()
     async with AsyncExitStack() as exits:
         follower = None
@@ -103,14 +102,14 @@ async def open_router(
         yield router
 
 
-def _address(target: Any) -> tuple[str, str]:
+def _address(runtime: Runtime, target: Any) -> tuple[str, str]:
     """Namespace and component of what a router is opened for.
 
     Raises:
         ConfigError: it is no actor and no address.
     """
     if isinstance(target, type) and issubclass(target, Actor):
-        return address_of(target)
+        return runtime.address_of(target)
     if isinstance(target, str) and target.count(".") == 1 and not target.startswith("."):
         namespace, _, component = target.partition(".")
         return check_token("namespace", namespace), check_token("component", component)

@@ -169,7 +169,7 @@ def test_a_handler_may_not_hide_what_actors_have(name: str) -> None:
 
     assert str(caught.value) == (
         f"Hiding.{name}: a handler may not be called {name!r}; names with _ and "
-        "instance_id, instance_metadata, on_start, on_stop, report_broken, runtime are taken"
+        "instance_id, instance_metadata, link, on_start, on_stop, report_broken, runtime are taken"
     )
 
 
@@ -179,11 +179,11 @@ def test_a_dependency_may_not_hide_what_actors_have() -> None:
 
     assert str(caught.value) == (
         "Hiding.on_stop: a dependency may not be called 'on_stop'; names with _ and "
-        "instance_id, instance_metadata, on_start, on_stop, report_broken, runtime are taken"
+        "instance_id, instance_metadata, link, on_start, on_stop, report_broken, runtime are taken"
     )
 
 
-@pytest.mark.parametrize("thing", ["Splitter", Prompt, 3])
+@pytest.mark.parametrize("thing", [Prompt, 3, None])
 def test_depends_takes_an_actor_class_only(thing: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         depends(thing)

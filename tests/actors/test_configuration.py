@@ -20,7 +20,8 @@ from dynbus.actors.running.configuration import (
     node_settings,
     split_options,
 )
-from dynbus.actors.running.loader import DeclaredNode, Node
+from dynbus.actors.running.graph import Node
+from dynbus.actors.running.loader import DeclaredNode
 from dynbus.actors.runtime import Actor, Runtime
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer

@@ -17,7 +17,7 @@ def node(address: str, *calls: str, workers: int = 1) -> PlannedNode:
         actor="a:B",
         depth=0,
         workers=workers,
-        dependencies=list(calls),
+        dependencies={f"_{number}": call for number, call in enumerate(calls)},
         endpoints={"ask": "unary", "read": "stream"},
     )
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
+from dynbus.actors.running.graph import (
+    Node,
+    addresses_of,
+    dependency_depth,
+    with_dependencies,
+)
 from dynbus.actors.running.loader import (
     DeclaredNode,
     ImportFailed,
-    Node,
     Target,
-    dependency_depth,
     dependents_first,
     load_targets,
     reference,
     resolve,
-    with_dependencies,
 )
 from dynbus.actors.runtime import Actor
 from dynbus.bus.errors import ConfigError
@@ -202,7 +206,6 @@ def test_a_shared_dependency_comes_once() -> None:
         ("good.py:Base", "Base is abstract"),
         ("empty.py", "defines no actor: write class Name"),
         ("imports.py", "defines no actor of its own; One comes from good: run good:One"),
-        ("homeless.py", "Homeless has no namespace"),
         ("mute.py", "Mute has no handler"),
         ("random.py", "the name 'random' belongs to another module"),
     ],
@@ -218,7 +221,6 @@ def test_a_target_that_cannot_be_used_is_refused_with_the_remedy(
     (folder / "my-service.py").write_text(HEAD + actor("One"))
     (folder / "empty.py").write_text("")
     (folder / "imports.py").write_text("from good import One")
-    (folder / "homeless.py").write_text(HEAD + actor("Homeless", bases="Actor"))
     (folder / "mute.py").write_text(HEAD + 'class Mute(Actor, namespace="demo"): pass')
     (folder / "random.py").write_text(HEAD + actor("One"))
 
@@ -268,12 +270,21 @@ def test_what_a_standard_module_lacks_is_no_clash_of_names(folder: Path) -> None
     assert "rename" not in str(raised.value)
 
 
-def test_two_classes_of_one_name_are_refused(folder: Path) -> None:
+def test_classes_of_one_name_share_a_run_in_two_namespaces(folder: Path) -> None:
     (folder / "one.py").write_text(HEAD + actor("Same"))
     (folder / "two.py").write_text(HEAD + actor("Same", bases='Actor, namespace="other"'))
 
-    with pytest.raises(ConfigError, match=r"one\.Same and two\.Same have the same name"):
-        load_targets(["one.py", "two.py"])
+    found = load_targets(["one.py", "two.py"])
+
+    assert addresses(found) == ["demo.Same", "other.Same"]
+
+
+def test_classes_of_one_name_in_one_module_are_refused(folder: Path) -> None:
+    other = "class Outer:\n" + indent(actor("Same", bases='Actor, namespace="other"'), "    ")
+    (folder / "one.py").write_text(HEAD + actor("Same") + other)
+
+    with pytest.raises(ConfigError, match=r"one:Same and one:Outer\.Same have the same name"):
+        load_targets(["one.py", "one.py:Outer.Same"])
 
 
 def test_two_classes_at_one_address_are_refused(folder: Path) -> None:
@@ -281,7 +292,7 @@ def test_two_classes_at_one_address_are_refused(folder: Path) -> None:
     (folder / "service.py").write_text(HEAD + actor("One") + other)
 
     with pytest.raises(ConfigError, match=r"the same address 'demo\.One'"):
-        load_targets(["service.py"])
+        addresses(load_targets(["service.py"]))
 
 
 NODES = (
@@ -294,8 +305,10 @@ NODES = (
 )
 
 
-def addresses(nodes: list[Node]) -> list[str]:
-    return [str(node.address) for node in nodes]
+def addresses(nodes: list[Node], *declared: DeclaredNode) -> list[str]:
+    namespaces = {node: node.actor.__dynbus_service__.namespace for node in nodes}
+    sources = {node.name: node.source for node in declared}
+    return list(map(str, addresses_of(namespaces, sources).values()))
 
 
 def test_a_class_that_stands_under_other_names_is_started_under_these_alone(folder: Path) -> None:
@@ -357,8 +370,8 @@ def test_a_node_that_both_a_dependency_and_a_file_name_is_one(folder: Path) -> N
         ),
         (
             declared("prefill", "Frontend"),
-            r"^config\.yaml: prefill\.class: service\.Engine and service\.Frontend have the same "
-            r"address 'demo\.prefill': give one of them another component, or another name ",
+            "^config.yaml: prefill.class: service:Engine and service:Frontend have the same "
+            "address 'demo.prefill': give one of them another component, another name by ",
         ),
     ],
 )
@@ -368,15 +381,20 @@ def test_a_node_of_no_class_and_one_of_two_classes_are_refused(
     (folder / "service.py").write_text(NODES)
 
     with pytest.raises(ConfigError, match=message):
-        load_targets(["service.py"], [node])
+        addresses(load_targets(["service.py"], [node]), node)
 
 
 def test_two_classes_as_one_node_are_refused(folder: Path) -> None:
     wrong = actor("Wrong", body='frontend = depends(Frontend, node="decode")')
     (folder / "service.py").write_text(NODES + wrong)
 
-    with pytest.raises(ConfigError, match=r"Engine and service\.Frontend have the same address"):
-        load_targets(["service.py"])
+    with pytest.raises(
+        ConfigError,
+        match="Engine and service:Frontend have the same address .* another namespace by "
+        r"--service:decode\.ServiceArgs\.namespace=NAME "
+        r"\(they are needed by Wrong -> Frontend -> Engine and Wrong -> Frontend\)$",
+    ):
+        addresses(load_targets(["service.py"]))
 
 
 def test_classes_of_one_component_in_two_namespaces_are_started(folder: Path) -> None:

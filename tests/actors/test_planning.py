@@ -76,7 +76,7 @@ async def test_a_plan_names_classes_and_arguments_without_importing_them_here(
             actor="planned_elsewhere:Shouter",
             depth=1,
             workers=2,
-            dependencies=["planned.Splitter"],
+            dependencies={"splitter": "planned.Splitter"},
             endpoints={"shout": "unary"},
             on_crash="escalate",
         ),

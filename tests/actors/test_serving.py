@@ -18,6 +18,7 @@ from dynbus.actors.calling.dependencies import depends
 from dynbus.actors.declaring.actor import address_of
 from dynbus.actors.declaring.handlers import handler
 from dynbus.actors.declaring.service_args import ServiceArgs
+from dynbus.actors.running.graph import dependency_depth
 from dynbus.actors.running.in_process import (
     Assignment,
     Ending,
@@ -27,7 +28,7 @@ from dynbus.actors.running.in_process import (
     serve,
     users_traceback,
 )
-from dynbus.actors.running.loader import ImportFailed, dependency_depth, load_targets
+from dynbus.actors.running.loader import ImportFailed, load_targets
 from dynbus.actors.runtime import Actor, Runtime
 from dynbus.actors.serving import instance
 from dynbus.actors.serving.instance import InstanceBroken
@@ -403,7 +404,7 @@ def test_what_dynbus_itself_does_wrong_is_shown_whole() -> None:
 
     told = users_traceback(caught.value)
     assert "test_serving.py" in told
-    assert "loader.py" in told
+    assert "graph.py" in told
 
 
 def test_no_exception_has_no_traceback() -> None:

@@ -131,6 +131,17 @@ class Splitter(Actor, namespace="demo"):
         assert context is not None
 
 
+class Early(Actor, namespace="demo"):
+    shouter: Shouter = depends("Shouter", timeout=2.0)
+
+    @handler
+    async def measure(self, prompt: Prompt) -> int:
+        return await self.shouter.measure(prompt)
+
+
+assert_type(Early.link(Splitter).link(Splitter), type[Splitter])
+
+
 class Shouter(Actor, namespace="demo", component="shouting"):
     splitter = depends(
         Splitter,

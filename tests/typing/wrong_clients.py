@@ -57,7 +57,6 @@ class Plain:
 class Shouter(Actor, namespace="demo"):
     splitter = depends(Splitter)
     plain = depends(Plain)  # error
-    named = depends("Splitter")  # error
     routed = depends(Splitter, routing="fastest")  # error
     hasty = depends(Splitter, time_out=1.0)  # error
     slow = depends(Splitter, timeout="1s")  # error

@@ -12,6 +12,7 @@ def run_options(**changed: Any) -> RunOptions:
         "targets": ["planned_actors.py"],
         "config_file": None,
         "nats": None,
+        "namespace": "",
         "in_process": False,
         "reload": False,
         "fresh": False,

@@ -41,6 +41,7 @@ def test_without_options_everything_has_its_default(given: list[RunOptions]) -> 
         targets=("actors.py",),
         config_file=None,
         nats=None,
+        namespace="",
         in_process=False,
         reload=False,
         fresh=False,
