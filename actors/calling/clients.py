@@ -113,11 +113,13 @@ class EndpointClient:
         endpoint: EndpointName,
         router: Router,
         options: CallOptions = NONE,
+        migration_limit: int = 0,
     ) -> None:
         self.endpoint = endpoint
         self._side = side
         self._router = router
         self._options = options
+        self._migration_limit = migration_limit
         self._routers: dict[RoutingName, Router] = {}
 
     def __repr__(self) -> str:
@@ -175,7 +177,7 @@ class EndpointClient:
     def _with_options(self, options: CallOptions) -> EndpointClient:
         """This client with other options; both route in turn."""
         both = combined(options, self._options)
-        made = EndpointClient(self._side, self.endpoint, self._router, both)
+        made = EndpointClient(self._side, self.endpoint, self._router, both, self._migration_limit)
         made._routers = self._routers
         return made
 
@@ -192,6 +194,7 @@ class EndpointClient:
             streaming=None,
             # The instance keeps the limit that its handler declares.
             timeout=None,
+            migration_limit=self._migration_limit,
             options=options,
         )
         return Call(invocation)
@@ -232,12 +235,18 @@ class EndpointAddress:
         self.name = name
 
     async def client(
-        self, *, routing: Routing | None = None, **options: Unpack[ClientOptions]
+        self,
+        *,
+        routing: Routing | None = None,
+        migration_limit: int = 0,
+        **options: Unpack[ClientOptions],
     ) -> EndpointClient:
         """An untyped client, once the instances that exist now are known.
 
         Args:
             routing: the name of a policy, or a `Router`; round robin unless given.
+            migration_limit: how often a call may go to another instance before its first item,
+                where a handler or a drain asks for that.
             options: `timeout`, `wait`, `priority`, `retries` and `metadata` of every call of
                 the client, see `call_options`.
 
@@ -248,7 +257,7 @@ class EndpointAddress:
         own = client_options(options, f"client of {self.name}")
         self.side.discovery.begin()
         await self.side.discovery.wait_synchronized(self.side.bus.config.connect_timeout)
-        return EndpointClient(self.side, self.name, make_router(routing), own)
+        return EndpointClient(self.side, self.name, make_router(routing), own, migration_limit)
 
 
 class ActorClient:

@@ -100,7 +100,8 @@ async def register_llm(
             folder or the file.
         context_length: in tokens; unless given, what the model was trained for.
         kv_cache_block_size: tokens of a block of the engine's KV cache; 16 unless given.
-        migration_limit: how often a request may be moved to another instance.
+        migration_limit: how often a request that has no token yet may be moved to another instance,
+            where its worker asks for that or drains.
         user_data: whatever else the worker says of itself, as JSON.
         default_sampling: how tokens are drawn where a request does not say it, by the names of
             `DefaultSampling`; what is not named is as the model's files recommend. "openai" takes

@@ -1,13 +1,38 @@
-"""One answer from the chunks of a stream, for engines that give nothing else."""
+"""One answer from the chunks of a stream, and a chunk from a whole answer: engines of text give
+the one or the other."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import msgspec
 
 from dynbus.bus.errors import InvalidResponse
+
+_WHOLE: Final = "chat.completion"
+"""What a whole answer of a chat calls itself; that of a completion is its only chunk too."""
+
+_SAYS_WHOLE: Final = re.compile(rb'"object"\s*:\s*"chat\.completion"')
+
+
+def as_chunk(item: bytes) -> bytes:
+    """A chunk of a stream as it is, and a whole answer of a chat as a chunk."""
+    # Most items are chunks, which are not decoded.
+    if _SAYS_WHOLE.search(item) is None:
+        return item
+    try:
+        answer: Any = msgspec.json.decode(item)
+        if answer.get("object") != _WHOLE:
+            return item
+        answer["object"] = f"{_WHOLE}.chunk"
+        choices: list[dict[str, Any]] = answer.get("choices") or []
+        for choice in choices:
+            choice["delta"] = choice.pop("message", {})
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
+        raise InvalidResponse(f"an item is no chunk of a completion: {error}") from None
+    return msgspec.json.encode(answer)
 
 
 class MergedAnswer:
@@ -42,7 +67,7 @@ class MergedAnswer:
 
     def _take(self, chunk: dict[str, Any]) -> None:
         kind = chunk.get("object", "")
-        if kind == "chat.completion":
+        if kind == _WHOLE:
             self._whole = chunk
             return
         if not self._head:

@@ -273,7 +273,7 @@ class Models:
                 open_router(self._runtime, target, self._router, exact=exact)
             )
         client = await self._runtime.endpoint(endpoint).client(
-            routing=routing, wait=INSTANCE_TIMEOUT
+            routing=routing, wait=INSTANCE_TIMEOUT, migration_limit=card.migration_limit
         )
         return OpenModel(card, text, limits, client, router, self._relay)
 

@@ -21,7 +21,7 @@ from dynbus.actors.calling.relay import Relay, RelayedStream
 from dynbus.bus.errors import Cancelled, DynbusError, InvalidResponse, describe_exception
 from dynbus.llm.generation import Generated
 from dynbus.llm.openai.answers import Usage
-from dynbus.llm.openai.merging import MergedAnswer
+from dynbus.llm.openai.merging import MergedAnswer, as_chunk
 
 from .preparing import Prepared
 
@@ -319,6 +319,7 @@ class TextCompletion(Completion):
     def _framed(self, item: bytes) -> bytes:
         if not item.startswith(b"{"):
             raise InvalidResponse("an item of the engine is no chunk of a completion")
+        item = as_chunk(item)
         if b"\n" in item:
             # An event of a stream over HTTP ends with its line.
             item = msgspec.json.format(item, indent=-1)
