@@ -31,6 +31,12 @@ from .declaring.actor import (
     check_startable,
     kept_dependencies,
 )
+from .declaring.actor_config import (
+    ActorConfig,
+    ConfigAttribute,
+    constructing,
+    publish_config,
+)
 from .declaring.arguments import build_arguments, parameters_of
 from .declaring.brief_repr import brief_repr
 from .serving.endpoints import endpoints_of_functions, endpoints_of_object
@@ -67,12 +73,21 @@ class Actor(DeclaredActor, abstract=True):
             `{index}` in a value is the index of the instance. It goes over what is inherited.
         enabled: False for a class whose instances are constructed and started, and not announced:
             nobody finds or calls them, and it needs no handler; inherited when left out.
+        extra_config: True for a class that takes keys which are no arguments of its constructor, or
+            their prefixes, such as `("lib_",)`: `config` has their values; inherited when left out.
 
     Constructor arguments of a subclass are configuration: they can be set from YAML, the
     command line and the environment.
+
+    Attributes:
+        config: what the instance was configured with, extra keys too, from the first line of the
+            constructor on: `get(key, default)`, `require(key)`, `as_args(prefix="lib_")`.
     """
 
+    config: Any = ConfigAttribute()
+
     _dynbus_instance: ActorInstance | None = None
+    _dynbus_config: ActorConfig | None = None
 
     @property
     def runtime(self) -> Runtime:
@@ -188,10 +203,15 @@ class ActorInstance(ServedInstance):
         name = address_of(actor, node=node, namespace=namespace).instance(
             instance_id or new_instance_id()
         )
+        built = build_arguments(actor, arguments)
+        config = ActorConfig(
+            node or actor.__name__, {key: built.get(key, arguments[key]) for key in arguments}
+        )
+        publish_config(config, actor.__name__, name.component)
         with inside_instance(name):
-            self.actor = actor.__dynbus_construct__(
-                runtime, name, build_arguments(actor, arguments)
-            )
+            with constructing(actor, config):
+                self.actor = actor.__dynbus_construct__(runtime, name, built)
+            self.actor._dynbus_config = config  # pyright: ignore[reportPrivateUsage]
             made = endpoints_of_object(self.actor, actor.__dynbus_handlers__)
             endpoints = list(map(self.actor.__dynbus_endpoint__, made))
         super().__init__(

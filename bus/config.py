@@ -29,6 +29,8 @@ MAX_BYTES: Final = 2**40
 """A terabyte: more than the memory of any machine that would hold it."""
 MAX_SERVERS: Final = 5
 _PREFIX: Final = "DYNBUS_"
+GRAPH_VARIABLE: Final = f"{_PREFIX}CONFIG"
+"""The variable that configures a graph, which `dynbus run` reads; no field of the bus."""
 _SCHEMES: Final = ("nats", "tls", "ws", "wss")
 _LISTS: Final = ("servers", "reply_prefixes")
 _BYTES: Final = (
@@ -187,7 +189,7 @@ def _warn_of_variables(environment: Mapping[str, str]) -> None:
 
 def _unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """What there is to say of each `DYNBUS_` variable that means nothing, by its name."""
-    known = [variable(name) for name in BusConfig.__struct_fields__]
+    known = [*(variable(name) for name in BusConfig.__struct_fields__), GRAPH_VARIABLE]
     return {
         name: f"the environment variable {name} is unknown{suggestion(name, known)}; there are: "
         f"{', '.join(known)}, and {_PREFIX}<Actor>__<argument> for an actor's argument"

@@ -85,7 +85,7 @@ def graph(
     /,
     *,
     targets: tuple[str, ...],
-    config_file: str | None,
+    config_files: tuple[str, ...],
     namespace: str,
     kind: str,
     as_json: bool,
@@ -93,7 +93,7 @@ def graph(
     """`dynbus graph`."""
     request = PlanRequest(
         targets=list(targets),
-        config_file=config_file,
+        config_files=list(config_files),
         options=ctx.meta["dynbus.options"],
         namespace=namespace,
     )

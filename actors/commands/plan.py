@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import click
 import msgspec
 
-from dynbus.actors.declaring.arguments import build_arguments, defaults
+from dynbus.actors.declaring.actor_config import SERVICE_KEY
+from dynbus.actors.declaring.arguments import build_arguments, defaults, extra_keys
 from dynbus.actors.declaring.redaction import shown
 from dynbus.actors.running.configuration import NodeOption, split_options
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.plan import PlanRequest
 from dynbus.actors.running.planning import LoadedRun
 from dynbus.bus.commands.terminal import plain, print_json, print_table
-from dynbus.bus.config import is_loopback
+from dynbus.bus.config import is_loopback, variable
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.extras import has_extra, how_to_install
 from dynbus.bus.telemetry.health import parse_address
@@ -43,10 +44,11 @@ targets_argument = click.argument("targets", nargs=-1, required=True, metavar="T
 file_option = click.option(
     "-f",
     "--file",
-    "config_file",
+    "config_files",
     metavar="YAML",
     type=click.Path(dir_okay=False),
-    help="Constructor arguments and bus settings.",
+    multiple=True,
+    help="Constructor arguments and bus settings; of several, the later ones win.",
 )
 namespace_option = click.option(
     "--namespace",
@@ -67,7 +69,7 @@ class RunOptions:
     """
 
     targets: Sequence[str]
-    config_file: str | None
+    config_files: Sequence[str]
     nats: str | None
     namespace: str
     in_process: bool
@@ -89,7 +91,7 @@ class RunOptions:
         """What decides what is started."""
         return PlanRequest(
             targets=list(self.targets),
-            config_file=self.config_file,
+            config_files=list(self.config_files),
             options=list(self.node_options),
             nats=self.nats,
             namespace=self.namespace,
@@ -145,40 +147,76 @@ def check_otlp_endpoint(url: str | None) -> None:
         )
 
 
-def print_plan(run: LoadedRun, *, as_json: bool) -> None:
-    """Print what would be started, with every value as it would be used, defaults included."""
-    rows = [
+class _Setting(NamedTuple):
+    """A value that a run would use, by its dotted key, and where it came from."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+def print_plan(run: LoadedRun, environment: Mapping[str, str], *, as_json: bool) -> None:
+    """Print what would be started, with every value as it would be used, defaults included, and
+    where it came from."""
+    rows: list[dict[str, Any]] = [
         {
             "address": str(a.address),
             "class": f"{a.actor.__module__}:{a.actor.__qualname__}",
             "instances": a.service.workers,
             "on_crash": a.service.on_crash,
             "endpoints": {spec.name: spec.kind for spec in a.actor.__dynbus_handlers__.values()},
+            "service": shown("", a.service),
             "arguments": {name: shown(name, value) for name, value in _effective(a).items()},
+            "extra": {
+                name: shown(name, a.arguments[name]) for name in extra_keys(a.actor, a.arguments)
+            },
         }
         for a in run.assignments
     ]
+    settings = [list(_settings(*each)) for each in zip(rows, run.origins, strict=True)]
     bus = {name: getattr(run.config, name) for name in run.config.__struct_fields__}
     bus["servers"] = tuple(map(redact_url, run.config.servers))
+    bus_origins = {name: _bus_origin(name, run, environment) for name in bus}
     if as_json:
-        print_json({"servers": bus["servers"], "actors": rows, "bus": bus})
+        print_json(
+            {
+                "servers": bus["servers"],
+                "actors": [
+                    row | {"origins": {setting.key: setting.origin for setting in each}}
+                    for row, each in zip(rows, settings, strict=True)
+                ],
+                "bus": bus,
+                "bus_origins": bus_origins,
+            }
+        )
         return
     print_table(
-        ("ADDRESS", "CLASS", "INSTANCES", "ON CRASH", "ENDPOINTS", "ARGUMENTS"),
+        ("ADDRESS", "CLASS", "INSTANCES", "ON CRASH", "ENDPOINTS"),
         [
             (
                 plain(str(row["address"])),
                 plain(str(row["class"])),
                 str(row["instances"]),
                 plain(str(row["on_crash"])),
-                plain(", ".join(_pairs(row["endpoints"]))),
-                plain(", ".join(_pairs(row["arguments"], quoted=True))),
+                plain(", ".join(f"{name}={kind}" for name, kind in row["endpoints"].items())),
             )
             for row in rows
         ],
     )
     click.echo("")
-    print_table(("BUS", "VALUE"), [(name, plain(_text(value))) for name, value in bus.items()])
+    print_table(
+        ("ACTOR", "SETTING", "VALUE", "ORIGIN"),
+        [
+            (row["address"], plain(setting.key), plain(_text(setting.value)), plain(setting.origin))
+            for row, each in zip(rows, settings, strict=True)
+            for setting in each
+        ],
+    )
+    click.echo("")
+    print_table(
+        ("BUS", "VALUE", "ORIGIN"),
+        [(name, plain(_text(value)), plain(bus_origins[name])) for name, value in bus.items()],
+    )
 
 
 def _effective(assignment: Assignment) -> dict[str, Any]:
@@ -187,11 +225,29 @@ def _effective(assignment: Assignment) -> dict[str, Any]:
     return defaults(assignment.actor) | given
 
 
-def _pairs(values: Any, *, quoted: bool = False) -> list[str]:
-    return [
-        f"{name}={msgspec.json.encode(value).decode() if quoted else value}"
-        for name, value in values.items()
-    ]
+def _settings(row: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[_Setting]:
+    """What there is to say of an actor, and where each value came from."""
+    for name, value in row["service"].items():
+        yield from _parts(f"{SERVICE_KEY}.{name}", value, origins, "class")
+    for name, value in (row["arguments"] | row["extra"]).items():
+        yield from _parts(name, value, origins, "default")
+
+
+def _parts(key: str, value: Any, origins: Mapping[str, str], otherwise: str) -> Iterator[_Setting]:
+    """A value, or its parts where they have origins of their own."""
+    if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in origins):
+        for name, part in cast("dict[str, Any]", value).items():
+            yield from _parts(f"{key}.{name}", part, origins, otherwise)
+    else:
+        yield _Setting(key, value, origins.get(key, otherwise))
+
+
+def _bus_origin(name: str, run: LoadedRun, environment: Mapping[str, str]) -> str:
+    if name in run.bus.sources:
+        return run.bus.sources[name]
+    if variable(name) in environment:
+        return variable(name)
+    return "NATS_URL" if name == "servers" and environment.get("NATS_URL") else "default"
 
 
 def _text(value: Any) -> str:

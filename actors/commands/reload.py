@@ -49,16 +49,15 @@ def watch_and_run(options: RunOptions) -> int:
     return asyncio.run(_Reloader(options).run())
 
 
-def watched_folders(targets: Iterable[str], config_file: str | None) -> list[Path]:
-    """The folders whose files count: those of the targets, and the configuration's.
+def watched_folders(targets: Iterable[str], config_files: Iterable[str]) -> list[Path]:
+    """The folders whose files count: those of the targets, and the configurations'.
 
     Raises:
         ConfigError: none of them exists.
     """
     places = [Path(target.partition(":")[0]) for target in targets]
     folders = [place.parent if place.suffix == ".py" else Path.cwd() for place in places]
-    if config_file:
-        folders.append(Path(config_file).parent)
+    folders += [Path(file).parent for file in config_files]
     found = sorted({folder.absolute() for folder in folders if folder.is_dir()})
     if not found:
         raise ConfigError(f"--reload: none of the folders of {', '.join(targets)} exists")
@@ -82,7 +81,7 @@ def _kept(arguments: Iterable[str]) -> list[str]:
 class _Reloader:
     def __init__(self, options: RunOptions) -> None:
         self._options = options
-        self._folders = watched_folders(options.targets, options.config_file)
+        self._folders = watched_folders(options.targets, options.config_files)
         self._signals = 0
         self._signalled = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
@@ -100,7 +99,7 @@ class _Reloader:
         # Its type depends on trio, which is not installed.
         from watchfiles import PythonFilter, awatch  # pyright: ignore[reportUnknownVariableType]
 
-        suffixes = (Path(self._options.config_file).suffix,) if self._options.config_file else ()
+        suffixes = [Path(file).suffix for file in self._options.config_files]
         changes = awatch(
             *self._folders,
             watch_filter=PythonFilter(extra_extensions=suffixes),

@@ -99,8 +99,9 @@ _HELP: Final = """Serve the actors of TARGETs, one process per instance.
       bus:
         drain_grace: 10
 
-    The command line overrides the environment (DYNBUS_Splitter__separator), the environment the
-    file, and the file the constructor's default.
+    The command line overrides the environment (DYNBUS_Splitter__separator, then DYNBUS_CONFIG with
+    JSON of the file's shape), the environment the files, a later file an earlier one, and the files
+    what the class says. --dry-run shows where each value comes from.
     """
 
 logger = logging.getLogger(__name__)
@@ -175,7 +176,7 @@ def _execute(options: RunOptions) -> tuple[Failure | None, int]:
         run = load_run(options.request, os.environ)
         for warning in run.warnings:
             notice(f"dynbus: {warning}")
-        print_plan(run, as_json=options.as_json)
+        print_plan(run, os.environ, as_json=options.as_json)
         return None, exit_codes.OK
     if options.in_process:
         run = load_run(options.request, os.environ)

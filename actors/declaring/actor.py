@@ -34,6 +34,7 @@ class DeclaredActor:
     """The part of `Actor` that is known without a bus; see there for the class arguments."""
 
     __dynbus_service__: ClassVar[ServiceArgs] = ServiceArgs()
+    __dynbus_extra_config__: ClassVar[tuple[str, ...]] = ()
     __dynbus_component__: ClassVar[str] = ""
     __dynbus_abstract__: ClassVar[bool] = True
     __dynbus_needs_handler__: ClassVar[bool] = True
@@ -52,6 +53,7 @@ class DeclaredActor:
         resources: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         enabled: bool | None = None,
+        extra_config: bool | str | Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
@@ -67,6 +69,8 @@ class DeclaredActor:
             {key: value for key, value in given.items() if value is not None},
             lambda key: f"{cls.__name__}: {key}",
         )
+        if extra_config is not None:
+            cls.__dynbus_extra_config__ = _prefixes(extra_config, f"{cls.__name__}: extra_config")
         cls.__dynbus_component__ = check_token("component", component or cls.__name__)
         cls.__dynbus_abstract__ = abstract
         cls.__dynbus_handlers__ = _collect_handlers(cls)
@@ -285,6 +289,22 @@ def check_servable(cls: type[DeclaredActor]) -> None:
         raise ConfigError(f"{cls.__name__} has no handler: mark a method with @handler")
     for spec in cls.__dynbus_handlers__.values():
         spec.check()
+
+
+def _prefixes(given: Any, source: str) -> tuple[str, ...]:
+    """With what the keys begin that a class takes beside its constructor's arguments."""
+    if isinstance(given, bool):
+        return ("",) if given else ()
+    prefixes: Any = (given,) if isinstance(given, str) else given
+    if isinstance(prefixes, tuple | list):
+        found = cast("Sequence[object]", prefixes)
+        texts = [each for each in found if isinstance(each, str) and each]
+        if len(texts) == len(found):
+            return tuple(texts)
+    raise ConfigError(
+        f"{source} = {given!r}: write True for all keys, or the prefixes of those that the class "
+        'takes, for example ("lib_",)'
+    )
 
 
 def _collect_handlers(cls: type[DeclaredActor]) -> dict[str, HandlerSpec]:

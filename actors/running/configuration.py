@@ -1,61 +1,54 @@
-"""Configuration of a run: the constructor arguments of actors, how many instances, the bus.
+"""Configuration of a run: the constructor arguments of actors, how they are served, the bus.
 
-Precedence, highest first: command line (`--Splitter.separator=,`), environment
-(`DYNBUS_Splitter__separator`), YAML file, the constructor's default. The YAML file has a key
-for each node, whose keys are constructor arguments, `class` and `ServiceArgs`, and a key `bus`
-for the fields of `BusConfig`. It is read as data alone: no tags, no key twice, bounded however it
-is written.
+Precedence, highest first: command line (`--Splitter.separator=,`), variable of an actor
+(`DYNBUS_Splitter__separator`), variable of the graph (`DYNBUS_CONFIG`), YAML files, the later one
+first, what the class says, the constructor's defaults. Mappings merge, everything else is replaced.
+
+A file, and the JSON of `DYNBUS_CONFIG`, has a key for each node, whose keys are constructor
+arguments, `class` and `ServiceArgs`, and a key `bus` for the fields of `BusConfig`.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple, cast
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-import yaml
-
-from dynbus.actors.declaring.arguments import Text, build_arguments, parameters_of
+from dynbus.actors.declaring.actor_config import SERVICE_KEY
+from dynbus.actors.declaring.arguments import (
+    Text,
+    build_arguments,
+    default_mapping,
+    defaults,
+    extra_keys,
+    nearest_argument,
+    parameters_of,
+    read_text,
+    settled,
+)
+from dynbus.actors.declaring.redaction import shown
 from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.bus.config import check_field, suggestion, variable
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import check_token
 
+from .config_file import MAX_DEPTH, ConfigFile, mapping
 from .graph import Node, full_key
+from .layers import Section, entry_at, entry_of, merge, plain, sources
 from .loader import DeclaredNode
 
 BUS_KEY: Final = "bus"
 CLASS_KEY: Final = "class"
-SERVICE_KEY: Final = "ServiceArgs"
 WORKERS: Final = "workers"
-_OPTION = re.compile(r"--((?:[\w.]+:)?\w[\w-]*)\.([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
+GUIDES_KEY: Final = "dynamo"
+"""In the guides of Dynamo, `ServiceArgs` has `namespace` and `enabled` under this key."""
+FILE_SUFFIX: Final = "_FILE"
+"""Behind the name of an argument: its value is what the file holds, as Docker's images have it."""
+MAX_SECRET_BYTES: Final = 64 * 1024
+_OPTION = re.compile(r"--((?:[\w.]+:)?\w[\w-]*)\.([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 _VARIABLE = re.compile(r"DYNBUS_(\w+?)__\w+")
-
-MAX_FILE_BYTES: Final = 1024 * 1024
-MAX_VALUES: Final = 100_000
-"""Values that a file may hold when its aliases are written out."""
-
-_MERGE: Final = "tag:yaml.org,2002:merge"
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
-    """What a file says; without arguments, that there is none.
-
-    Attributes:
-        name: the file as its user wrote it.
-        keys: its top-level keys.
-    """
-
-    name: str = ""
-    keys: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-
-    def place(self, *keys: str) -> str:
-        """How a message names a value: `config.yaml: Splitter.count`."""
-        return f"{self.name}: {'.'.join(keys)}"
 
 
 class NodeOption(NamedTuple):
@@ -73,12 +66,15 @@ class NodeSettings(NamedTuple):
     """What a run gives one node.
 
     Attributes:
-        arguments: of the constructor, as written: values of the YAML file, and `Text`.
+        arguments: of the constructor, and the extra keys that its class takes, as written: values
+            of JSON, and `Text`.
         service: how its class is served.
+        origins: where each of them came from, by its dotted key, defaults included.
     """
 
     arguments: dict[str, Any]
     service: ServiceArgs = ServiceArgs()
+    origins: Mapping[str, str] = {}
 
 
 class BusSettings(NamedTuple):
@@ -119,32 +115,33 @@ def split_options(words: Sequence[str]) -> tuple[list[NodeOption], list[str]]:
     return options, rest
 
 
-def declared_nodes(file: ConfigFile) -> list[DeclaredNode]:
-    """The nodes to which the file gives a class.
+def declared_nodes(files: Sequence[ConfigFile]) -> list[DeclaredNode]:
+    """The nodes to which the files give a class, the later ones over the earlier ones.
 
     Raises:
         ConfigError: a name is not legal, or a class is no name.
     """
-    declared: list[DeclaredNode] = []
-    for name, section in file.keys.items():
-        given = mapping(section) or {}
-        if name == BUS_KEY or CLASS_KEY not in given:
-            continue
-        source, class_name = file.place(name, CLASS_KEY), given[CLASS_KEY]
-        if not isinstance(class_name, str):
-            raise ConfigError(f"{source} = {class_name!r} must be the name of an actor class")
-        try:
-            check_token("node", name)
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from None
-        declared.append(DeclaredNode(name, class_name, source))
-    return declared
+    declared: dict[str, DeclaredNode] = {}
+    for file in files:
+        for name, section in file.keys.items():
+            given = mapping(section) or {}
+            if name == BUS_KEY or CLASS_KEY not in given:
+                continue
+            source, class_name = file.place(name, CLASS_KEY), given[CLASS_KEY]
+            if not isinstance(class_name, str):
+                raise ConfigError(f"{source} = {class_name!r} must be the name of an actor class")
+            try:
+                check_token("node", name)
+            except ConfigError as error:
+                raise ConfigError(f"{source}: {error}") from None
+            declared[name] = DeclaredNode(name, class_name, source)
+    return list(declared.values())
 
 
 def node_settings(
     nodes: Sequence[Node],
     *,
-    file: ConfigFile,
+    files: Sequence[ConfigFile],
     options: Sequence[NodeOption],
     environment: Mapping[str, str],
     namespace: str = "",
@@ -152,8 +149,9 @@ def node_settings(
     """What each node of a run gets, checked against its constructor.
 
     Args:
+        files: each before what overrides it.
         environment: variables of actors that are not started are not looked at.
-        namespace: that of `--namespace`, for every node; empty for none.
+        namespace: that of `--namespace`, which only an option of a node overrides.
 
     Raises:
         ConfigError: an actor is not started by the run, an argument does not exist or is
@@ -161,6 +159,23 @@ def node_settings(
     """
     names = _Names(nodes)
     given = {node: _Given(node) for node in nodes}
+    for file in files:
+        _take_file(file, names, given)
+    for variable_name, value in environment.items():
+        found = names.of_variable(variable_name)
+        if found is not None:
+            node, key = found
+            given[node].take_text(key.replace("__", "."), value, variable_name)
+    if namespace:
+        for each in given.values():
+            each.take_service({"namespace": namespace}, lambda _: "--namespace")
+    for option in options:
+        node = names.find(option.node, str(option))
+        given[node].take_text(option.key, option.value, str(option))
+    return {node: each.settings(names.name_of(node)) for node, each in given.items()}
+
+
+def _take_file(file: ConfigFile, names: _Names, given: Mapping[Node, _Given]) -> None:
     taken: dict[Node, str] = {}
     for key, section in file.keys.items():
         if key == BUS_KEY:
@@ -169,23 +184,18 @@ def node_settings(
         if node in taken:
             raise ConfigError(f"{file.place(key)} and {taken[node]} are the same actor: merge them")
         taken[node] = key
-        given[node].take_section(file, key, section)
-    for variable_name, value in environment.items():
-        found = names.of_variable(variable_name)
-        if found is not None:
-            node, key = found
-            given[node].take_text(key.replace("__", "."), value, variable_name)
-    if namespace:
-        for each in given.values():
-            each.take_text(f"{SERVICE_KEY}.namespace", namespace, "--namespace")
-    for option in options:
-        node = names.find(option.node, str(option))
-        given[node].take_text(option.key, option.value, str(option))
-    settings: dict[Node, NodeSettings] = {}
-    for node, each in given.items():
-        build_arguments(node.actor, each.arguments, each.sources, node=names.name_of(node))
-        settings[node] = NodeSettings(each.arguments, each.service)
-    return settings
+        given[node].take_section(section, file.place(key))
+
+
+def misspelt_keys(settings: Mapping[Node, NodeSettings]) -> list[str]:
+    """A warning for each extra key that is nearly an argument of its actor."""
+    return [
+        f"{given.origins[key]} is no argument of {node.actor.__name__}{near}: the actor has it "
+        "in self.config alone"
+        for node, given in settings.items()
+        for key in extra_keys(node.actor, given.arguments)
+        if (near := nearest_argument(node.actor, key))
+    ]
 
 
 def misspelt_variables(nodes: Sequence[Node], environment: Mapping[str, str]) -> list[str]:
@@ -275,213 +285,164 @@ class _Names(Mapping[str, list[Node]]):
 
 
 def bus_settings(
-    file: ConfigFile, environment: Mapping[str, str], *, nats: str | None = None
+    files: Sequence[ConfigFile], environment: Mapping[str, str], *, nats: str | None = None
 ) -> BusSettings:
-    """The fields of the bus that go before the environment: those of the file that the
+    """The fields of the bus that go before the environment: those of the files that the
     environment does not have, and the servers of `--nats`.
 
     Raises:
-        ConfigError: the file names a field that does not exist.
+        ConfigError: a file names a field that does not exist.
     """
-    section = mapping(file.keys.get(BUS_KEY) or {})
-    if section is None:
-        raise ConfigError(
-            f"{file.place(BUS_KEY)} must have fields as its keys, for example "
-            f"`{BUS_KEY}: {{drain_grace: 10}}`"
-        )
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for key, value in section.items():
-        place = file.place(BUS_KEY, key)
-        check_field(key, place)
-        if variable(key) in environment or (key == "servers" and environment.get("NATS_URL")):
-            continue
-        values[key], sources[key] = value, place
+    for file in files:
+        section = mapping(file.keys.get(BUS_KEY) or {})
+        if section is None:
+            raise ConfigError(
+                f"{file.place(BUS_KEY)} must have fields as its keys, for example "
+                f"`{BUS_KEY}: {{drain_grace: 10}}`"
+            )
+        for key, value in section.items():
+            place = file.place(BUS_KEY, key)
+            check_field(key, place)
+            if variable(key) in environment or (key == "servers" and environment.get("NATS_URL")):
+                continue
+            values[key], sources[key] = value, place
     if nats is not None:
         values["servers"], sources["servers"] = nats, "--nats"
     return BusSettings(values, sources)
 
 
 class _Given:
-    """What one node is given; what is taken later replaces what was taken before."""
+    """What one node is given, layer by layer; each goes over those before."""
 
     def __init__(self, node: Node) -> None:
-        self.arguments: dict[str, Any] = {}
-        self.sources: dict[str, str] = {}
-        self.service = node.actor.__dynbus_service__
         self._actor = node.actor
+        self._service = node.actor.__dynbus_service__
+        self._origins: dict[str, str] = {}
+        self._arguments = Section({}, "")
 
-    def take_section(self, file: ConfigFile, name: str, section: Any) -> None:
-        """Take the node's section of the YAML file."""
+    def take_section(self, section: Any, place: str) -> None:
+        """Take what a file has under the node's key."""
         given = mapping({} if section is None else section)
         if given is None:
-            raise ConfigError(f"{file.place(name)} must have constructor arguments as its keys")
+            raise ConfigError(f"{place} must have constructor arguments as its keys")
         given.pop(CLASS_KEY, None)
+        service_place = f"{place}.{SERVICE_KEY}"
         service = mapping(given.pop(SERVICE_KEY, None) or {})
         if service is None:
+            raise ConfigError(f"{service_place} must be a mapping, for example {{{WORKERS}: 2}}")
+        if self._is_short_for_service(WORKERS) and WORKERS in given:
+            self.take_service({WORKERS: given.pop(WORKERS)}, lambda key: f"{place}.{key}")
+        guides = mapping(service.pop(GUIDES_KEY, None) or {})
+        if guides is None:
             raise ConfigError(
-                f"{file.place(name, SERVICE_KEY)} must be a mapping, for example {{{WORKERS}: 2}}"
+                f"{service_place}.{GUIDES_KEY} must be a mapping, for example {{namespace: prod}}"
             )
-        for key, value in given.items():
-            self._take(key, value, file.place(name, key))
-        for key, value in service.items():
-            self._take_service(key, value, file.place(name, SERVICE_KEY, key))
+        self.take_service(guides, lambda key: f"{service_place}.{GUIDES_KEY}.{key}")
+        self.take_service(service, lambda key: f"{service_place}.{key}")
+        for key in list(given):
+            name = self._read_from_file(key)
+            if name is not None:
+                if name in given:
+                    raise ConfigError(f"{place}.{key} and {name} are both there: give one of them")
+                self._take(
+                    entry_at([name], _content(given.pop(key), f"{place}.{key}"), f"{place}.{key}")
+                )
+        layer = entry_of(given, place)
+        assert isinstance(layer, Section)
+        self._take(layer)
 
     def take_text(self, key: str, text: str, source: str) -> None:
         """Take a value that was given by its dotted key."""
-        first, _, rest = key.partition(".")
+        path = key.split(".")
+        if not all(path):
+            raise ConfigError(f"{source}: a part of the key is empty")
+        if len(path) > MAX_DEPTH:
+            raise ConfigError(f"{source}: the key has more than {MAX_DEPTH} parts")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{source}: the value is not UTF-8") from None
         if key == CLASS_KEY:
             raise ConfigError(
                 f"{source}: only the YAML file gives a node its class: NAME: {{class: {text}}}"
             )
-        if first == SERVICE_KEY:
-            self._take_service(rest, Text(text), source)
-        elif rest:
-            raise ConfigError(f"{source}: only whole arguments can be set: give {first} as JSON")
+        if path[0] == SERVICE_KEY:
+            if len(path) == 1:
+                raise ConfigError(f"{source}: give one of its keys: {source}.{WORKERS}=2")
+            member = path[2:] if path[1] == GUIDES_KEY and len(path) > 2 else path[1:]
+            self.take_service({".".join(member): Text(text)}, lambda _: source)
+        elif self._is_short_for_service(key):
+            self.take_service({key: Text(text)}, lambda _: source)
+        elif len(path) == 1 and (name := self._read_from_file(key)) is not None:
+            self._take(entry_at([name], _content(text, source), source))
         else:
-            self._take(key, Text(text), source)
+            is_extra = bool(extra_keys(self._actor, {path[0]: None}))
+            value = read_text(text, source) if is_extra else Text(text)
+            self._take(entry_at(path, value, source))
 
-    def _take(self, key: str, value: Any, source: str) -> None:
-        if key == WORKERS and WORKERS not in parameters_of(self._actor):
-            self._take_service(key, value, source)
-        else:
-            self.arguments[key], self.sources[key] = value, source
+    def take_service(self, given: Mapping[str, Any], source: Callable[[str], str]) -> None:
+        """Take values of `ServiceArgs` by key."""
+        self._service = self._service.overridden(given, source)
+        for key, value in given.items():
+            members = mapping(value) or {}
+            for path in [f"{key}.{member}" for member in members] or [key]:
+                self._origins[f"{SERVICE_KEY}.{path}"] = source(path)
 
-    def _take_service(self, key: str, value: Any, source: str) -> None:
-        self.service = self.service.overridden({key: value}, lambda _: source)
+    def settings(self, called: str) -> NodeSettings:
+        """All of it, checked."""
+        whole = self._arguments
+        for name, entry in self._arguments.entries.items():
+            default = default_mapping(self._actor, name) if isinstance(entry, Section) else None
+            if default is not None:
+                whole = merge(merge(Section({}, ""), _of_constructor(name, default)), whole)
+        from_where = sources(whole)
+        arguments = settled(self._actor, plain(whole), from_where)
+        build_arguments(self._actor, arguments, from_where, node=called)
+        absent = [name for name in defaults(self._actor) if name not in arguments]
+        origins = from_where | dict.fromkeys(absent, "constructor") | self._origins
+        return NodeSettings(arguments, self._service, origins)
+
+    def _take(self, layer: Section) -> None:
+        self._arguments = merge(self._arguments, layer)
+
+    def _is_short_for_service(self, key: str) -> bool:
+        return key == WORKERS and WORKERS not in parameters_of(self._actor)
+
+    def _read_from_file(self, key: str) -> str | None:
+        """The argument whose value a key reads from a file; None for any other key."""
+        name = key.removesuffix(FILE_SUFFIX)
+        taken = parameters_of(self._actor)
+        if not name or name == key or key in taken:
+            return None
+        return name if name in taken or extra_keys(self._actor, {name: None}) else None
 
 
-# The YAML file ------------------------------------------------------------------------------
+def _of_constructor(name: str, default: Mapping[str, Any]) -> Section:
+    return entry_at([name], default, "constructor")
 
 
-def read_file(path: Path) -> ConfigFile:
-    """Read the file of `dynbus run --file`.
+def _content(path: Any, source: str) -> str:
+    """What a file holds, without the end of its last line.
 
     Raises:
-        ConfigError: it cannot be read, is too large, has a key twice or a tag, or is no mapping.
+        ConfigError: it cannot be read as a short text.
     """
+    remedy = "give the path of a file that holds the value"
+    if not isinstance(path, str) or "\0" in path:
+        raise ConfigError(f"{source} = {shown('', path)!r}: {remedy}")
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        # A pipe without a writer would keep us waiting.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{source} = {path}: it is no regular file: {remedy}")
+            data = file.read(MAX_SECRET_BYTES + 1)
     except OSError as error:
-        raise ConfigError(
-            f"--file {path}: {error.strerror}: give the path of a YAML file"
-        ) from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+        raise ConfigError(f"{source} = {path}: {error.strerror}: {remedy}") from None
+    if len(data) > MAX_SECRET_BYTES:
+        raise ConfigError(f"{source} = {path}: it is larger than {MAX_SECRET_BYTES} bytes")
     try:
-        loaded: object = yaml.load(data, Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
-        raise ConfigError(_explain(path, error)) from None
-    if loaded is None:
-        return ConfigFile(str(path))
-    keys = mapping(loaded)
-    if keys is None:
-        raise ConfigError(
-            f"{path} must have actor names as its top-level keys, for example "
-            "`Splitter: {separator: ','}`"
-        )
-    _check_size(path, keys)
-    return ConfigFile(str(path), keys)
-
-
-def mapping(value: Any) -> dict[str, Any] | None:
-    """The value with its keys as text; None when it is no mapping."""
-    if not isinstance(value, dict):
-        return None
-    keys = cast("dict[object, Any]", value)
-    return {str(key): each for key, each in keys.items()}
-
-
-def _explain(path: Path, error: Exception) -> str:
-    """What a parser says, with its place in the file in front."""
-    if isinstance(error, yaml.reader.ReaderError):
-        return f"{path}: it is not text: {error.reason}"
-    mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    problem = getattr(error, "problem", None) or str(error) or type(error).__name__
-    where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-    return f"{path}{where}: {' '.join(str(problem).split())}"
-
-
-def _check_size(path: Path, loaded: Any) -> None:
-    """Refuse what grows without end when it is written out: aliases within aliases."""
-    count = 0
-    open_values: list[Any] = [loaded]
-    while open_values:
-        value = open_values.pop()
-        count += 1
-        if count > MAX_VALUES:
-            raise ConfigError(f"{path} holds more than {MAX_VALUES} values: its aliases multiply")
-        if isinstance(value, dict):
-            open_values += cast("dict[object, Any]", value).values()
-        elif isinstance(value, list):
-            open_values += cast("list[object]", value)
-
-
-class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses explicit tags, and a key that is written twice.
-
-    Merge keys work as YAML has them; what they bring counts towards `MAX_VALUES`.
-    """
-
-    def __init__(self, stream: bytes) -> None:
-        super().__init__(stream)
-        self._merged = 0
-        # The nodes themselves, so that no other can have the same identity.
-        self._flat: dict[int, yaml.MappingNode] = {}
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = cast("Any", self).peek_event()
-        tag: str | None = getattr(event, "tag", None)
-        if tag is not None:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the tag {tag} is not allowed: write the plain value", event.start_mark
-            )
-        return super().compose_node(parent, index)
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        if id(node) in self._flat:
-            return
-        merged: list[tuple[yaml.Node, yaml.Node]] = []
-        own: list[tuple[yaml.Node, yaml.Node]] = []
-        seen: set[Hashable] = set()
-        for key_node, value_node in node.value:
-            if key_node.tag == _MERGE:
-                merged += self._merge(value_node)
-                continue
-            self._check_key(key_node, seen)
-            own.append((key_node, value_node))
-        # Later ones win.
-        node.value = merged + own
-        self._flat[id(node)] = node
-
-    def _merge(self, value_node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:
-        several = isinstance(value_node, yaml.SequenceNode)
-        # The first of several mappings wins.
-        sources: list[yaml.Node] = value_node.value[::-1] if several else [value_node]
-        found: list[tuple[yaml.Node, yaml.Node]] = []
-        for source in sources:
-            if not isinstance(source, yaml.MappingNode):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "<< takes a mapping, or a list of mappings", source.start_mark
-                )
-            self.flatten_mapping(source)
-            self._merged += 1 + len(source.value)
-            if self._merged > MAX_VALUES:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"merges bring more than {MAX_VALUES} values", source.start_mark
-                )
-            found += source.value
-        return found
-
-    def _check_key(self, key_node: yaml.Node, seen: set[Hashable]) -> None:
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise yaml.constructor.ConstructorError(
-                None, None, "a key must be a plain value", key_node.start_mark
-            )
-        key: Any = self.construct_object(key_node)  # pyright: ignore[reportUnknownMemberType]
-        if key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} is there twice", key_node.start_mark
-            )
-        seen.add(key)
+        return data.decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{source} = {path}: it is not UTF-8") from None

@@ -19,14 +19,14 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         targets: as `dynbus run` takes them.
-        config_file: the YAML file; None for none.
+        config_files: YAML files, each before what overrides it.
         options: those of single actors.
         nats: the servers of `--nats`.
         namespace: that of `--namespace`; empty for none.
     """
 
     targets: list[str]
-    config_file: str | None = None
+    config_files: list[str] = []
     options: list[NodeOption] = []
     nats: str | None = None
     namespace: str = ""

@@ -10,9 +10,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
@@ -25,14 +24,14 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.telemetry.logs import LogFormat, configure_logging
 
+from .config_file import ConfigFile, read_files
 from .configuration import (
     BusSettings,
-    ConfigFile,
     bus_settings,
     declared_nodes,
+    misspelt_keys,
     misspelt_variables,
     node_settings,
-    read_file,
 )
 from .graph import Node, addresses_of, dependency_depth, full_name
 from .in_process import Assignment, Failure, failure_of, leave_within
@@ -63,12 +62,14 @@ class LoadedRun:
         bus: fields of `BusConfig` for every process.
         config: the bus with them.
         warnings: what is probably a mistake and does not keep the run from starting.
+        origins: of each assignment, where its values came from.
     """
 
     assignments: list[Assignment]
     bus: BusSettings
     config: BusConfig
     warnings: list[str]
+    origins: list[Mapping[str, str]]
 
     @property
     def addresses(self) -> dict[str, list[str]]:
@@ -100,14 +101,14 @@ def load_run(request: PlanRequest, environment: Mapping[str, str]) -> LoadedRun:
     Raises:
         ConfigError: something is not usable; nothing has been started.
     """
-    file = _file(request)
+    files = read_files(request.config_files, environment)
     # Before the targets: a mistake there is told before any code of a user's runs.
-    bus, config = _bus(file, request, environment)
-    declared = declared_nodes(file)
+    bus, config = _bus(files, request, environment)
+    declared = declared_nodes(files)
     nodes = load_targets(request.targets, declared)
     settings = node_settings(
         nodes,
-        file=file,
+        files=files,
         options=request.options,
         environment=environment,
         namespace=request.namespace,
@@ -116,11 +117,20 @@ def load_run(request: PlanRequest, environment: Mapping[str, str]) -> LoadedRun:
         {node: settings[node].service.namespace for node in nodes},
         {node.name: node.source for node in declared},
     )
-    assignments = [Assignment(node.actor, *settings[node], node=node.name) for node in nodes]
+    assignments = [
+        Assignment(node.actor, settings[node].arguments, settings[node].service, node=node.name)
+        for node in nodes
+    ]
     if not any(assignment.service.workers for assignment in assignments):
         names = ", ".join(node.name for node in nodes)
         raise ConfigError(f"nothing to run: workers = 0 for {names}; set one of them to 1 or more")
-    return LoadedRun(assignments, bus, config, misspelt_variables(nodes, environment))
+    return LoadedRun(
+        assignments,
+        bus,
+        config,
+        [*misspelt_variables(nodes, environment), *misspelt_keys(settings)],
+        [settings[node].origins for node in nodes],
+    )
 
 
 def load_bus_config(request: PlanRequest, environment: Mapping[str, str]) -> BusConfig:
@@ -129,7 +139,7 @@ def load_bus_config(request: PlanRequest, environment: Mapping[str, str]) -> Bus
     Raises:
         ConfigError: a setting is not usable.
     """
-    return _bus(_file(request), request, environment)[1]
+    return _bus(read_files(request.config_files, environment), request, environment)[1]
 
 
 def planned(
@@ -161,14 +171,10 @@ def planned(
     )
 
 
-def _file(request: PlanRequest) -> ConfigFile:
-    return read_file(Path(request.config_file)) if request.config_file else ConfigFile()
-
-
 def _bus(
-    file: ConfigFile, request: PlanRequest, environment: Mapping[str, str]
+    files: Sequence[ConfigFile], request: PlanRequest, environment: Mapping[str, str]
 ) -> tuple[BusSettings, BusConfig]:
-    settings = bus_settings(file, environment, nats=request.nats)
+    settings = bus_settings(files, environment, nats=request.nats)
     return settings, load_config(settings.values, environment, sources=settings.sources)
 
 

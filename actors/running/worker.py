@@ -32,6 +32,7 @@ import anyio
 import msgspec
 
 from dynbus.actors.declaring.actor import check_servable, keep_dependencies
+from dynbus.actors.declaring.actor_config import ActorConfig, publish_config
 from dynbus.actors.declaring.arguments import Text
 from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.runtime import Runtime
@@ -214,12 +215,16 @@ class Worker:
         configure_logging(
             settings.log_format, settings.log_level, actor=address, instance=self._instance_id
         )
+        namespace, _, component = address.partition(".")
+        given = load.values | {name: Text(text) for name, text in load.texts.items()}
+        # The module may read it while it is imported.
+        class_name = load.actor.rpartition(":")[2].rpartition(".")[2]
+        publish_config(ActorConfig(component, given), component, class_name)
         actor = resolve(load.actor)
         # The links may have been made by a module that this process does not import.
         keep_dependencies(actor, load.dependencies)
         # Makes its codecs, which takes a while: better now than on the loop.
         check_servable(actor)
-        namespace, _, component = address.partition(".")
         if settings.otlp_endpoint or settings.metrics:
             self._shut_telemetry = telemetry.configure(
                 service_name=component,
@@ -234,10 +239,9 @@ class Worker:
                 service_namespace=namespace,
                 instance_id=self._instance_id,
             )
-        texts = {name: Text(text) for name, text in load.texts.items()}
         return Assignment(
             actor,
-            {**load.values, **texts},
+            given,
             ServiceArgs(namespace=namespace, enabled=load.enabled),
             instance_id=self._instance_id,
             node=component,

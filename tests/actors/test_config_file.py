@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dynbus.actors.running.configuration import MAX_FILE_BYTES, ConfigFile, read_file
+from dynbus.actors.running.config_file import MAX_FILE_BYTES, ConfigFile, read_file
 from dynbus.bus.errors import ConfigError
 
 

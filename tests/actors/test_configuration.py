@@ -10,8 +10,8 @@ from pydantic import BaseModel, field_validator
 
 from dynbus.actors.declaring.arguments import Text, build_arguments, defaults
 from dynbus.actors.declaring.service_args import ServiceArgs
+from dynbus.actors.running.config_file import ConfigFile
 from dynbus.actors.running.configuration import (
-    ConfigFile,
     NodeOption,
     NodeSettings,
     bus_settings,
@@ -77,11 +77,11 @@ def settings(
     node = Node.own(actor)
     found = node_settings(
         [node],
-        file=ConfigFile("config.yaml", file or {}),
+        files=[ConfigFile("config.yaml", file or {})],
         options=options,
         environment=environment or {},
     )
-    return found[node]
+    return found[node]._replace(origins={})
 
 
 def option(key: str, value: str, actor: str = "Splitter") -> NodeOption:
@@ -188,8 +188,9 @@ INTEGER = "Input should be a valid integer, unable to parse string as an integer
             f"DYNBUS_Splitter__count = 'many': give int: {INTEGER}",
         ),
         (
-            {"options": (option("limits.size", "1"),)},
-            "--Splitter.limits.size: only whole arguments can be set: give limits as JSON",
+            {"options": (option("limits.size", "x"),)},
+            "--Splitter.limits.size = 'x': give tests.actors.test_configuration.Limits | None: "
+            "size: Input should be a valid integer, unable to parse string as an integer, got 'x'",
         ),
         (
             {"file": {"Splitter": {"ServiceArgs": 2}}},
@@ -398,9 +399,9 @@ def test_the_environment_wins_over_the_bus_section_and_the_command_line_over_bot
     file = ConfigFile("config.yaml", {"bus": section})
     environment = {"DYNBUS_DRAIN_GRACE": "6", "NATS_URL": "nats://environment:1"}
 
-    alone = bus_settings(file, {})
-    with_environment = bus_settings(file, environment)
-    with_all = bus_settings(file, environment, nats="nats://given:1")
+    alone = bus_settings([file], {})
+    with_environment = bus_settings([file], environment)
+    with_all = bus_settings([file], environment, nats="nats://given:1")
 
     assert alone.values == section
     assert with_environment.values == {"debug": True}
@@ -421,7 +422,7 @@ def test_the_environment_wins_over_the_bus_section_and_the_command_line_over_bot
 )
 def test_a_bus_section_that_cannot_be_used_is_refused(section: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        bus_settings(ConfigFile("config.yaml", {"bus": section}), {})
+        bus_settings([ConfigFile("config.yaml", {"bus": section})], {})
 
 
 @pytest.mark.anyio
@@ -473,11 +474,11 @@ def settings_of(
 ) -> dict[str, NodeSettings]:
     found = node_settings(
         nodes,
-        file=ConfigFile("config.yaml", file or {}),
+        files=[ConfigFile("config.yaml", file or {})],
         options=options,
         environment=environment or {},
     )
-    return {node.name: each for node, each in found.items()}
+    return {node.name: each._replace(origins={}) for node, each in found.items()}
 
 
 def test_each_node_of_a_class_is_given_what_is_its_own() -> None:
@@ -561,7 +562,7 @@ def test_the_class_of_a_node_is_given_in_the_file_alone() -> None:
 def test_the_nodes_that_a_file_gives_a_class_are_declared() -> None:
     file = ConfigFile("c.yaml", {"bus": {"class": "x"}, "fast": {"class": "Engine"}, "Other": {}})
 
-    assert declared_nodes(file) == [DeclaredNode("fast", "Engine", "c.yaml: fast.class")]
+    assert declared_nodes([file]) == [DeclaredNode("fast", "Engine", "c.yaml: fast.class")]
 
 
 @pytest.mark.parametrize(
@@ -573,7 +574,7 @@ def test_the_nodes_that_a_file_gives_a_class_are_declared() -> None:
 )
 def test_a_node_without_a_name_or_a_class_is_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        declared_nodes(ConfigFile("c.yaml", keys))
+        declared_nodes([ConfigFile("c.yaml", keys)])
 
 
 def test_an_option_of_a_node_may_have_a_hyphen_in_it() -> None:

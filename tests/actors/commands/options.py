@@ -10,7 +10,7 @@ from dynbus.actors.commands.plan import RunOptions
 def run_options(**changed: Any) -> RunOptions:
     options: dict[str, Any] = {
         "targets": ["planned_actors.py"],
-        "config_file": None,
+        "config_files": [],
         "nats": None,
         "namespace": "",
         "in_process": False,

@@ -70,7 +70,7 @@ def plan_of(environment: Mapping[str, str] | None = None, **changed: Any) -> Loa
 
 def test_a_plan_has_the_dependencies_first_and_what_each_gets() -> None:
     plan = plan_of(
-        config_file="config.yaml",
+        config_files=["config.yaml"],
         nats="nats://h:1",
         node_options=[NodeOption("Splitter", "workers", "0")],
     )
@@ -86,7 +86,7 @@ def test_a_plan_has_the_dependencies_first_and_what_each_gets() -> None:
     ("changed", "message"),
     [
         ({"nats": "bla"}, r"^--nats = 'bla': write NATS URLs, nats://HOST:PORT, for example"),
-        ({"config_file": "no.yaml"}, r"^--file no\.yaml: No such file or directory: give the"),
+        ({"config_files": ["no.yaml"]}, r"^--file no\.yaml: No such file or directory: give the"),
         ({"health": "nowhere"}, r"^--health: 'nowhere' is not an address: write HOST:PORT"),
         ({"health": "0.0.0.0:80"}, r"use 127\.0\.0\.1:80, or add --health-public$"),
         (
@@ -120,7 +120,7 @@ def test_a_setting_of_the_file_that_does_not_fit_is_refused_with_file_and_key(
     (folder / "config.yaml").write_text("bus: {drain_grace: soon}\n")
 
     with pytest.raises(ConfigError, match=r"^config\.yaml: bus\.drain_grace = 'soon': write a num"):
-        plan_of(config_file="config.yaml")
+        plan_of(config_files=["config.yaml"])
 
 
 def test_nothing_of_the_users_is_imported_when_an_option_cannot_be_used() -> None:
@@ -131,7 +131,7 @@ def test_nothing_of_the_users_is_imported_when_an_option_cannot_be_used() -> Non
 
 
 def test_the_bus_of_a_run_can_be_known_without_loading_its_targets() -> None:
-    options = run_options(targets=["missing.py"], config_file="config.yaml")
+    options = run_options(targets=["missing.py"], config_files=["config.yaml"])
 
     assert load_bus_config(options.request, {"NATS_URL": "nats://h:1"}).servers == ("nats://h:1",)
     assert load_bus_config(options.request, {}).drain_grace == 5.0
@@ -172,10 +172,12 @@ def test_a_printed_plan_has_every_value_defaults_included(
         ],
     )
 
-    print_plan(plan, as_json=True)
+    print_plan(plan, {}, as_json=True)
 
     printed = json.loads(capsys.readouterr().out)
     (splitter, shouter) = printed["actors"]
+    origins = splitter.pop("origins")
+    assert splitter.pop("service")["on_crash"] == "escalate"
     assert splitter == {
         "address": "planned.Splitter",
         "class": "planned_actors:Splitter",
@@ -189,19 +191,28 @@ def test_a_printed_plan_has_every_value_defaults_included(
             "place": "a",
             "store": {"url": "redis://me:***@h/1", "options": {"password": "***"}},
         },
+        "extra": {},
     }
+    assert origins["separator"] == "constructor"
+    assert origins["count"] == "--Splitter.count"
+    assert origins["ServiceArgs.on_crash"] == "--Splitter.ServiceArgs.on_crash"
+    assert origins["ServiceArgs.workers"] == "class"
     assert shouter["arguments"] == {}
     assert printed["servers"] == printed["bus"]["servers"] == ["nats://me:***@h:1"]
     assert printed["bus"]["drain_grace"] == 30.0
+    assert printed["bus_origins"]["servers"] == "--nats"
+    assert printed["bus_origins"]["drain_grace"] == "default"
 
 
 def test_a_plan_for_people_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    print_plan(plan_of(), as_json=False)
+    environment = {"DYNBUS_DRAIN_GRACE": "7", "DYNBUS_Splitter__count": "4"}
+
+    print_plan(plan_of(environment), environment, as_json=False)
 
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[1].startswith(
-        "planned.Splitter planned_actors:Splitter 1 restart split=unary separator="
-    )
-    assert 'count=1, api_key="***", place="a"' in lines[1]
-    assert "drain_grace 30.0" in lines
-    assert "reply_prefixes _R.,_INBOX.,_R_.,_GR_." in lines
+    assert lines[1] == "planned.Splitter planned_actors:Splitter 1 restart split=unary"
+    assert "planned.Splitter count 4 DYNBUS_Splitter__count" in lines
+    assert 'planned.Splitter api_key "***" constructor' in lines
+    assert "planned.Splitter ServiceArgs.workers 1 class" in lines
+    assert "drain_grace 7.0 DYNBUS_DRAIN_GRACE" in lines
+    assert "reply_prefixes _R.,_INBOX.,_R_.,_GR_. default" in lines

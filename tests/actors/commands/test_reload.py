@@ -31,14 +31,14 @@ def test_the_folders_of_targets_and_of_the_settings_are_watched_once_each(
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
 
-    found = watched_folders(["a/x.py", "a/y.py:Name", "package.module:Name"], "b/config.yaml")
+    found = watched_folders(["a/x.py", "a/y.py:Name", "package.module:Name"], ["b/config.yaml"])
 
     assert found == [tmp_path, tmp_path / "a", tmp_path / "b"]
 
 
 def test_targets_in_no_folder_that_exists_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--reload: none of the folders of /missing/x.py exists"):
-        watched_folders(["/missing/x.py"], None)
+        watched_folders(["/missing/x.py"], [])
 
 
 def test_the_inner_run_is_the_same_without_reload_and_fresh() -> None:
@@ -78,7 +78,7 @@ def test_a_signal_while_the_run_is_being_spawned_ends_it(
 
     monkeypatch.setattr(reload, "_dynbus", spawn)
 
-    code = watch_and_run(run_options(targets=["actors.py"], config_file="config.yaml"))
+    code = watch_and_run(run_options(targets=["actors.py"], config_files=["config.yaml"]))
 
     assert code == exit_codes.OK
     assert [process.returncode for process in spawned] == [-signal.SIGTERM]

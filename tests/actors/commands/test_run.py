@@ -39,7 +39,7 @@ def test_without_options_everything_has_its_default(given: list[RunOptions]) -> 
     assert result.exit_code == exit_codes.ESCALATED
     assert options == RunOptions(
         targets=("actors.py",),
-        config_file=None,
+        config_files=(),
         nats=None,
         namespace="",
         in_process=False,

@@ -1,0 +1,163 @@
+"""The configuration of an actor as its code reads it: `self.config`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Final, cast
+
+import msgspec
+import pydantic
+
+from dynbus.bus.errors import ConfigError
+
+from .arguments import how_to_give
+from .redaction import shown
+
+SERVICE_KEY: Final = "ServiceArgs"
+
+
+class ActorConfig(Mapping[str, Any]):
+    """What an actor was configured with: its constructor arguments as they were given, and the
+    keys beside them that its class takes (`extra_config`).
+
+    Defaults of the constructor are not in it: they are what the constructor says.
+
+    Args:
+        called: how the run calls the actor, for messages.
+    """
+
+    def __init__(self, called: str, values: Mapping[str, Any]) -> None:
+        self._called = called
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"<ActorConfig of {self._called}: {shown('', self._values)}>"
+
+    def require(self, key: str) -> Any:
+        """The value of a key that must be there.
+
+        Raises:
+            ConfigError: it is not, or is null; the message says how to give it.
+        """
+        value = self._values.get(key)
+        if value is None:
+            raise ConfigError(f"{self._called} needs {key!r}: {how_to_give(self._called, key)}")
+        return value
+
+    def as_args(self, *, prefix: str = "") -> list[str]:
+        """The configuration as the command line of another program, for its argparse.
+
+        `{"lib_model": "m", "lib_fast": True}` is `["--model", "m", "--fast"]`. True is a bare flag;
+        false and null are left out; a list is a flag and then its values, which `nargs="+"` reads;
+        a mapping is JSON. A value that begins with `-` is written `--flag=-1`, or argparse would
+        take it for a flag.
+
+        Args:
+            prefix: of the keys that are meant; it is stripped.
+        """
+        words: list[str] = []
+        for key, value in self._values.items():
+            name = key.removeprefix(prefix)
+            if key.startswith(prefix) and name and key != SERVICE_KEY:
+                words += _words(f"--{name}", _plain(value))
+        return words
+
+
+class ConfigAttribute:
+    """`Actor.config`: what the instance was configured with, from the first line of its constructor
+    on. An actor that assigns a `config` of its own has that."""
+
+    def __get__(self, instance: Any, owner: type[Any]) -> Any:
+        if instance is None:
+            return self
+        made = _constructing.get()
+        if instance._dynbus_config is not None:
+            return instance._dynbus_config
+        if made is not None and isinstance(instance, made[0]):
+            return made[1]
+        # Made in a program or a test, without a runtime.
+        return ActorConfig(owner.__name__, {})
+
+
+@contextmanager
+def constructing(actor: type[Any], config: ActorConfig) -> Generator[None]:
+    """Let the constructor of `actor`, which runs in the block, read its configuration."""
+    token = _constructing.set((actor, config))
+    try:
+        yield
+    finally:
+        _constructing.reset(token)
+
+
+def configs() -> Mapping[str, ActorConfig]:
+    """What the actors of this process were configured with, by the name of their node and by that
+    of their class.
+
+    A process of `dynbus run` serves one actor, whose configuration is here before its module is
+    imported; texts of constructor arguments are read as their types once it is constructed. With
+    `--in-process`, and in programs, each actor is here from its construction on, and the latest of
+    a name is the one that is found.
+    """
+    return MappingProxyType(_configs)
+
+
+def publish_config(config: ActorConfig, *names: str) -> None:
+    """Have `configs` give a configuration by these names."""
+    for name in names:
+        _configs[name] = config
+
+
+_constructing: ContextVar[tuple[type[Any], ActorConfig] | None] = ContextVar(
+    "dynbus_constructing", default=None
+)
+_configs: Final[dict[str, ActorConfig]] = {}
+
+
+def _words(flag: str, value: Any) -> list[str]:
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [flag]
+    if isinstance(value, list):
+        texts = [_text(each) for each in cast("list[object]", value)]
+        single = len(texts) == 1 and texts[0].startswith("-")
+        return [f"{flag}={texts[0]}"] if single else [flag, *texts]
+    text = _text(value)
+    return [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    """The value in the types of JSON, as far as it has a form there."""
+    if isinstance(value, pydantic.SecretStr | pydantic.SecretBytes):
+        return _plain(value.get_secret_value())
+    if isinstance(value, pydantic.BaseModel):
+        return _plain({name: getattr(value, name) for name in type(value).model_fields})
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, Mapping):
+        given = cast("Mapping[object, Any]", value)
+        return {str(key): _plain(each) for key, each in given.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in cast("list[Any]", value)]
+    try:
+        return msgspec.to_builtins(value, enc_hook=str)
+    except (TypeError, ValueError):
+        return str(value)
