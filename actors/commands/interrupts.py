@@ -1,4 +1,4 @@
-"""What ends a run from outside: signals, and the death of the process that it belongs to."""
+"""What ends a run from outside: signals."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class Interrupts:
     After the second the process ends within `within` seconds, even when its loop is blocked.
 
     Args:
-        told: whether the log tells of the first, or the terminal where the log is too quiet.
-        stop: does what `drain` does too; `stop_when_closed` calls it alone.
+        stop: does what `drain` does too.
     """
 
     def __init__(
@@ -38,10 +37,8 @@ class Interrupts:
         stop: Callable[[], None],
         *,
         within: float,
-        told: bool = False,
     ) -> None:
         self._within = within
-        self._told = told
         self._drain = drain
         self._stop = stop
         self._steps = deque([self._begin_drain, self._stop])
@@ -57,24 +54,10 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def stop_when_closed(self, fd: int) -> None:
-        """Stop at once when the other end of a pipe is closed, as its owner's death does."""
-        os.set_inheritable(fd, False)
-
-        def wait() -> None:
-            while os.read(fd, 1):
-                pass
-            logger.warning("the process that this run belongs to has died: stopping at once")
-            self._steps.clear()
-            self._take(self._stop)
-
-        threading.Thread(target=wait, name="dynbus-reload", daemon=True).start()
-
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if self._steps:
-            self._take(self._steps.popleft())
-
-    def _take(self, step: Callable[[], None]) -> None:
+        if not self._steps:
+            return
+        step = self._steps.popleft()
         if not self._steps:
             watchdog = threading.Timer(self._within, os._exit, (exit_codes.INTERRUPTED,))
             watchdog.daemon = True
@@ -84,9 +67,8 @@ class Interrupts:
 
     def _begin_drain(self) -> None:
         self._drain()
-        if self._told:
-            # How many calls run, and how long they have, is for the instances to say.
-            if sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
-                # Whoever wants no more than warnings waits in front of the terminal all the same.
-                notice(f"dynbus: {_DRAINING}")
-            logger.info(_DRAINING)
+        # How many calls run, and how long they have, is for the instances to say.
+        if sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
+            # Whoever wants no more than warnings waits in front of the terminal all the same.
+            notice(f"dynbus: {_DRAINING}")
+        logger.info(_DRAINING)

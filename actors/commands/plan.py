@@ -28,7 +28,6 @@ class TargetsCommand(click.Command):
     """Takes `--Actor.key=value` out of the arguments before click sees them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["dynbus.arguments"] = list(args)
         try:
             options, rest = split_options(args)
         except ConfigError as error:
@@ -64,8 +63,6 @@ class RunOptions:
 
     Attributes:
         node_options: `--Actor.key=value`.
-        arguments: all of it as it was written, for `--reload`.
-        parent_fd: a descriptor whose end means that the `--reload` process is dead.
     """
 
     targets: Sequence[str]
@@ -82,9 +79,7 @@ class RunOptions:
     otlp_endpoint: str | None
     health: str | None
     health_public: bool
-    parent_fd: int | None
     node_options: Sequence[NodeOption]
-    arguments: Sequence[str]
 
     @property
     def request(self) -> PlanRequest:
@@ -97,11 +92,6 @@ class RunOptions:
             namespace=self.namespace,
         )
 
-    @property
-    def tells_drain(self) -> bool:
-        """Whether the log tells of a drain: a process that reloads knows why, and tells it."""
-        return self.parent_fd is None
-
 
 def check_options(options: RunOptions) -> None:
     """Check what can be checked before anything is loaded.
@@ -109,6 +99,11 @@ def check_options(options: RunOptions) -> None:
     Raises:
         ConfigError: an option is not usable.
     """
+    if options.reload and options.in_process:
+        raise ConfigError(
+            "--reload replaces the processes of single instances, and --in-process has one for "
+            "all: leave one of the two out"
+        )
     if options.health is not None:
         health_address(options.health, public=options.health_public)
     check_otlp_endpoint(options.otlp_endpoint)

@@ -1,62 +1,51 @@
-"""`dynbus run --reload`: a run in a process of its own, replaced at each change that can be loaded.
+"""`dynbus run --reload`: watches the files of a run, and replaces what a change makes outdated.
 
-A process of its own loads a change first, so that a mistake in a file leaves the previous version
-serving.
+A process of its own loads each change first, so that a mistake in a file leaves the previous
+version serving. A change during a reload breaks it off, and what it had still to do is done then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
+import itertools
 import logging
 import os
-import signal
-import sys
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import anyio
 from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
 
-from dynbus.actors.running.planning import load_bus_config
+from dynbus.actors.running.child import ChildState
+from dynbus.actors.running.child_messages import WorkerSettings
+from dynbus.actors.running.in_process import Failure
+from dynbus.actors.running.outdated import Outdated
+from dynbus.actors.running.plan import Plan
+from dynbus.actors.running.planning import MakePlan, PlanFailed, plan_elsewhere
+from dynbus.actors.running.supervisor import ChangeFailed, Supervisor
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
-from dynbus.bus.commands.server import embedded_if_local
+from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import ConfigError
 
-from .interrupts import Interrupts
-from .plan import RunOptions
-
-STOP_SECONDS: Final = 3.0
-"""Seconds that calls have to finish when files have changed."""
-CHECK_SECONDS: Final = 60.0
-"""Seconds within which a changed file must have been imported."""
-END_SECONDS: Final = 8.0
-"""Seconds after the second signal to the run after which it is killed."""
-LEAVE_SECONDS: Final = 10.0
-"""Seconds after the second signal within which this process has ended whatever happens."""
+PYTHON: Final = ".py"
 
 logger = logging.getLogger(__name__)
 
 
-def watch_and_run(options: RunOptions) -> int:
-    """Run until told to end, and restart after each change; returns the exit code.
-
-    Raises:
-        ConfigError: nothing can be watched.
-    """
-    return asyncio.run(_Reloader(options).run())
-
-
 def watched_folders(targets: Iterable[str], config_files: Iterable[str]) -> list[Path]:
-    """The folders whose files count: those of the targets, and the configurations'.
+    """The folders whose files count: those of the targets, and the configuration's.
 
     Raises:
         ConfigError: none of them exists.
     """
     places = [Path(target.partition(":")[0]) for target in targets]
-    folders = [place.parent if place.suffix == ".py" else Path.cwd() for place in places]
+    folders = [place.parent if place.suffix == PYTHON else Path.cwd() for place in places]
     folders += [Path(file).parent for file in config_files]
     found = sorted({folder.absolute() for folder in folders if folder.is_dir()})
     if not found:
@@ -64,168 +53,245 @@ def watched_folders(targets: Iterable[str], config_files: Iterable[str]) -> list
     return found
 
 
-def inner_arguments(arguments: Iterable[str], parent_fd: int) -> list[str]:
-    """The command line of the run that is started again and again."""
-    return ["run", f"--parent-fd={parent_fd}", *_kept(arguments)]
+class Watch:
+    """Notices files that change while its block runs.
 
+    Attributes:
+        listener: told of changed files by their real paths, each with whether it is new.
+    """
 
-def check_arguments(arguments: Iterable[str]) -> list[str]:
-    """The command line that loads all that a run would start, and starts nothing."""
-    return ["run", "--dry-run", *_kept(arguments)]
+    def __init__(self, tasks: TaskGroup, suffixes: Collection[str]) -> None:
+        self.listener: Callable[[Mapping[str, bool]], object] | None = None
+        self._early: dict[str, bool] = {}
+        self._tasks = tasks
+        self._suffixes = tuple(suffixes)
+        self._trees: list[Path] = []
+        self._folders: set[Path] = set()
 
+    def tell(self, listener: Callable[[Mapping[str, bool]], object]) -> None:
+        """Have `listener` told of all changes, also of those before."""
+        self.listener = listener
+        if self._early:
+            listener(self._early)
 
-def _kept(arguments: Iterable[str]) -> list[str]:
-    return [word for word in arguments if word not in ("--reload", "--fresh")]
+    def follow(self, folders: Iterable[Path]) -> None:
+        """Watch folders with all that is below them."""
+        trees = [Path(os.path.realpath(folder)) for folder in folders]
+        self._trees += trees
+        self._tasks.start_soon(self._follow, trees, True)
 
+    def cover(self, files: Iterable[str]) -> None:
+        """Watch the folders of these files too, where nobody does yet."""
+        folders = {Path(file).parent for file in files} - self._folders
+        new = [
+            folder
+            for folder in sorted(folders)
+            if folder.is_dir() and not any(folder.is_relative_to(tree) for tree in self._trees)
+        ]
+        if new:
+            self._folders |= set(new)
+            self._tasks.start_soon(self._follow, new, False)
 
-class _Reloader:
-    def __init__(self, options: RunOptions) -> None:
-        self._options = options
-        self._folders = watched_folders(options.targets, options.config_files)
-        self._signals = 0
-        self._signalled = asyncio.Event()
-        self._process: asyncio.subprocess.Process | None = None
-        self._stopping: asyncio.subprocess.Process | None = None
-        self._checking: anyio.CancelScope | None = None
-
-    async def run(self) -> int:
-        config = load_bus_config(self._options.request, os.environ)
-        with Interrupts(self._forward, self._forward, within=LEAVE_SECONDS, told=True):
-            # Held here, so that it stays while the inner run comes and goes.
-            async with embedded_if_local(config, fresh=self._options.fresh):
-                return await self._repeat()
-
-    async def _repeat(self) -> int:
-        # Its type depends on trio, which is not installed.
-        from watchfiles import PythonFilter, awatch  # pyright: ignore[reportUnknownVariableType]
-
-        suffixes = [Path(file).suffix for file in self._options.config_files]
-        changes = awatch(
-            *self._folders,
-            watch_filter=PythonFilter(extra_extensions=suffixes),
-            stop_event=self._signalled,
+    async def _follow(self, folders: list[Path], recursive: bool) -> None:
+        # Their types depend on trio, which is not installed.
+        from watchfiles import (
+            Change,
+            PythonFilter,
+            awatch,  # pyright: ignore[reportUnknownVariableType]
         )
-        with _pipe() as inner_end:
-            async with task_group() as tasks:
-                try:
-                    await self._start(inner_end, tasks)
-                    async for changed in changes:
-                        names = ", ".join(sorted({Path(path).name for _, path in changed}))
-                        if await self._can_be_loaded(names):
-                            logger.info(
-                                "%s changed: reloading; running calls have %g s to finish",
-                                names,
-                                STOP_SECONDS,
-                            )
-                            await self._stop_for_change()
-                            if not self._signalled.is_set():
-                                await self._start(inner_end, tasks)
-                        if self._signalled.is_set():
-                            break
-                    return await self._last_code()
-                finally:
-                    if self._process is not None and self._process.returncode is None:
-                        with anyio.CancelScope(shield=True):
-                            await self._stop_for_change()
 
-    async def _start(self, inner_end: int, tasks: TaskGroup) -> None:
-        process = self._process = await _dynbus(
-            inner_arguments(self._options.arguments, inner_end), pass_fds=(inner_end,)
-        )
-        tasks.start_soon(self._tell_end, process)
-        if self._signalled.is_set():
-            self._signal(signal.SIGTERM)  # it came when there was nobody yet to be told
-
-    async def _tell_end(self, process: asyncio.subprocess.Process) -> None:
-        """Say what happens next when the run ends by itself."""
-        code = await process.wait()
-        if self._stopping is not process and not self._signalled.is_set():
-            logger.error("the run ended with exit code %d; it restarts when a file changes", code)
-
-    async def _can_be_loaded(self, names: str) -> bool:
-        """Load the changed files in a fresh process, which prints why where that fails."""
-        process = await _dynbus(
-            check_arguments(self._options.arguments), stdout=asyncio.subprocess.DEVNULL
-        )
+        # What it tells of each change, the listener tells better.
+        logging.getLogger("watchfiles").setLevel(logging.WARNING)
+        suits = PythonFilter(extra_extensions=self._suffixes)
         try:
-            with anyio.move_on_after(CHECK_SECONDS) as self._checking:
-                if not self._signalled.is_set():
-                    await process.wait()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                with anyio.CancelScope(shield=True):
-                    await process.wait()
-        if process.returncode == exit_codes.OK or self._signalled.is_set():
-            return process.returncode == exit_codes.OK
-        if self._process is not None and self._process.returncode is None:
-            goes_on = "the previous version keeps serving"
+            async for changed in awatch(*folders, watch_filter=suits, recursive=recursive):
+                self._on_change({_real(path): kind is Change.added for kind, path in changed})
+        except (OSError, RuntimeError) as error:
+            names = ", ".join(map(str, folders))
+            logger.error("files in %s cannot be watched any longer: %s", names, error)
+
+    def _on_change(self, changed: Mapping[str, bool]) -> None:
+        if self.listener is None:
+            self._early |= changed
         else:
-            goes_on = "nothing is served"
-        logger.error(
-            "%s changed but cannot be loaded: %s; waiting for the next change", names, goes_on
-        )
-        return False
-
-    def _forward(self) -> None:
-        self._signals += 1
-        self._signalled.set()
-        if self._checking is not None:
-            self._checking.cancel()
-        self._signal(signal.SIGTERM)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
-
-    async def _stop_for_change(self) -> None:
-        """Drain the run; after `STOP_SECONDS` stop it at once, and kill what is left then."""
-        self._stopping = self._process
-        for number, seconds in (
-            (signal.SIGTERM, STOP_SECONDS),
-            (signal.SIGTERM, END_SECONDS),
-            (signal.SIGKILL, END_SECONDS),
-        ):
-            self._signal(number)
-            if await self._ended_within(seconds):
-                return
-
-    async def _last_code(self) -> int:
-        """Wait for the run to drain after the first signal, as long as its grace lets it."""
-        assert self._process is not None
-        code = await self._process.wait()
-        if self._signals > 1:
-            return exit_codes.INTERRUPTED
-        # By the signal itself: it came before the run could hear it, and nothing was served.
-        return exit_codes.OK if code == -signal.SIGTERM else code
-
-    async def _ended_within(self, seconds: float) -> bool:
-        assert self._process is not None
-        with anyio.move_on_after(seconds):
-            await self._process.wait()
-            return True
-        return False
+            self.listener(changed)
 
 
-async def _dynbus(arguments: Iterable[str], **options: Any) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",  # what lies in the working directory is not to be taken for our own imports
-        "-m",
-        "dynbus",
-        *arguments,
-        # Ctrl-C in the terminal is for us alone; we pass it on, once.
-        start_new_session=True,
-        **options,
-    )
+@asynccontextmanager
+async def watching(targets: Iterable[str], config_files: Collection[str]) -> AsyncGenerator[Watch]:
+    """Watch the folders of a run's targets and configuration while the block runs.
+
+    Raises:
+        ConfigError: nothing can be watched.
+    """
+    folders = watched_folders(targets, config_files)
+    async with task_group() as tasks:
+        watch = Watch(tasks, {Path(file).suffix for file in config_files})
+        watch.follow(folders)
+        # What changes from here on is noticed: the task has begun.
+        await checkpoint()
+        yield watch
+        tasks.cancel_scope.cancel()
 
 
-@contextmanager
-def _pipe() -> Generator[int]:
-    """The run's end of a pipe, on which it reads the end of ours when we die."""
-    reader, writer = os.pipe()
-    try:
-        yield reader
-    finally:
-        os.close(writer)
-        os.close(reader)
+class Reloader:
+    """Keeps a run as its files say.
+
+    Args:
+        asked: what a planner process is told.
+        plan: by which the run was started; None where that could not be loaded.
+        config: that of the run.
+        settings: those of the children that are started by a plan.
+        tell_failure: says why a change cannot be used.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        supervisor: Supervisor,
+        asked: MakePlan,
+        plan: Plan | None,
+        config: BusConfig,
+        *,
+        settings: Callable[[Plan], WorkerSettings],
+        tell_failure: Callable[[Failure], object],
+    ) -> None:
+        self._watch = watch
+        self._supervisor = supervisor
+        self._asked = asked
+        self._config = config
+        self._settings = settings
+        self._tell_failure = tell_failure
+        self._outdated = Outdated(plan)
+        self._loads = plan is not None
+        self._changed = asyncio.Event()
+        self._files: dict[str, bool] = {}
+        self._current = anyio.CancelScope()
+        watch.cover(plan.files if plan is not None else ())
+
+    async def run(self) -> None:
+        """Reload after each change, until this is cancelled."""
+        self._watch.tell(self._on_change)
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            with anyio.CancelScope() as self._current:
+                await self._reload()
+
+    def _on_change(self, changed: Mapping[str, bool]) -> None:
+        for path in changed:
+            # It is dated to the second: another change in the same one might go unseen.
+            _remove_bytecode(path)
+        self._files |= changed
+        self._changed.set()
+        if not self._loads or self._is_of_run(changed):
+            self._current.cancel()
+
+    async def _reload(self) -> None:
+        loaded, names = await self._supervisor.loaded_files(), _names(self._files)
+        is_whole = self._loads and not self._outdated.nodes and not self._failed()
+        if is_whole and not self._is_of_run(self._files):
+            logger.info("%s changed: no instance has loaded it", names)
+            self._files.clear()
+            return
+        try:
+            plan = await plan_elsewhere(self._supervisor.forks, self._asked)
+        except PlanFailed as error:
+            self._loads = False
+            self._tell_failure(error.failure)
+            self._tell_unusable(f"{names} changed but cannot be loaded")
+            return
+        except OSError as error:
+            self._tell_unusable(f"{names} changed but no process to load it can be made: {error}")
+            return
+        config = load_config(plan.bus, os.environ, sources=plan.sources)
+        if config.servers != self._config.servers:
+            self._tell_unusable(
+                f"{names} changed, but other servers need another `dynbus run`: start it again"
+            )
+            return
+        self._loads = True
+        for warning in plan.warnings:
+            logger.warning("%s", warning)
+        self._supervisor.use(plan.nodes, self._settings(plan), drain_grace=config.drain_grace)
+        self._outdated.take(plan, self._files, loaded, self._failed())
+        self._files.clear()
+        self._watch.cover([*plan.files, *itertools.chain.from_iterable(loaded.values())])
+        await self._carry_out(names, config.drain_grace)
+
+    async def _carry_out(self, names: str, grace: float) -> None:
+        supervisor, outdated = self._supervisor, self._outdated
+        there = {child.node.address for child in supervisor.children if not child.is_leaving}
+        removed = there - supervisor.nodes.keys()
+        resized = {a: count for a, count in outdated.resized.items() if a in there}
+        replaced = [address for address in outdated.nodes if address in there]
+        steps = {
+            "replacing": replaced,
+            "starting": [a for a, count in outdated.nodes.items() if a not in there and count],
+            "scaling": [f"{address} to {count}" for address, count in resized.items()],
+            "draining": sorted(removed),
+        }
+        told = "; ".join(f"{step} {', '.join(on)}" for step, on in steps.items() if on)
+        if not told:
+            logger.info("%s changed: nothing that runs is affected", names)
+        else:
+            ending = f"; running calls have {grace:g} s to finish" if replaced or removed else ""
+            logger.info("%s changed: %s%s", names, told, ending)
+        whole = True
+        for address, count in list(outdated.nodes.items()):
+            restart = supervisor.restart(address, count, overlap=True)
+            whole = await self._is_done(address, restart) and whole
+        for address, count in resized.items():
+            scale = supervisor.scale(address, count, overlap=True)
+            whole = await self._is_done(address, scale) and whole
+        supervisor.remove(removed)
+        if told and whole:
+            logger.info("reloaded")
+
+    async def _is_done(self, address: str, step: Awaitable[None]) -> bool:
+        """Whether a step on a node succeeds; when it does not, it is told why."""
+        try:
+            await step
+        except ChangeFailed as error:
+            failure = Failure(exit_codes.START_FAILED, str(error), error.traceback)
+            self._tell_failure(failure)
+            self._tell_unusable(f"{address} does not start as it is now")
+            return False
+        self._outdated.done(address)
+        return True
+
+    def _tell_unusable(self, why: str) -> None:
+        serves = any(child.state is ChildState.READY for child in self._supervisor.children)
+        goes_on = "the previous version keeps serving" if serves else "nothing is served"
+        logger.error("%s: %s; waiting for the next change", why, goes_on)
+
+    def _is_of_run(self, changed: Mapping[str, bool]) -> bool:
+        """Whether files that have changed may have a part in the run: new ones may be what is
+        imported from now on."""
+        plan = self._outdated.plan
+        known = {_real(file) for file in self._asked.request.config_files}
+        known.update(plan.files if plan is not None else ())
+        known.update(*self._supervisor.known_files().values())
+        return any(changed.values()) or not known.isdisjoint(changed)
+
+    def _failed(self) -> set[str]:
+        """The nodes of which an instance is gone for good, without having been asked to."""
+        return {
+            child.node.address
+            for child in self._supervisor.children
+            if child.ended.is_set() and not child.is_leaving
+        }
+
+
+def _real(path: str) -> str:
+    return os.path.realpath(path)
+
+
+def _names(files: Iterable[str]) -> str:
+    return ", ".join(sorted({Path(file).name for file in files}))
+
+
+def _remove_bytecode(path: str) -> None:
+    if path.endswith(PYTHON):
+        with contextlib.suppress(OSError, NotImplementedError):
+            Path(importlib.util.cache_from_source(path)).unlink()

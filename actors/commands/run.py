@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -26,10 +25,12 @@ from dynbus.actors.running.in_process import (
     serve,
     stalls_of,
 )
+from dynbus.actors.running.plan import Plan
 from dynbus.actors.running.planning import (
     LoadedRun,
     MakePlan,
     PlanFailed,
+    load_bus_config,
     load_run,
     plan_elsewhere,
 )
@@ -59,7 +60,7 @@ from .plan import (
     print_plan,
     targets_argument,
 )
-from .reload import watch_and_run
+from .reload import Reloader, Watch, watching
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -117,9 +118,7 @@ logger = logging.getLogger(__name__)
 @nats_option
 @namespace_option
 @click.option("--in-process", is_flag=True, help="Run all instances in this one process.")
-@click.option(
-    "--reload", is_flag=True, help="Restart whenever a Python file has changed and loads."
-)
+@click.option("--reload", is_flag=True, help="Replace the instances that a changed file affects.")
 @click.option("--fresh", is_flag=True, help="Empty the embedded server's data first.")
 @click.option("--dry-run", is_flag=True, help="Only print what the run would start.")
 @json_option
@@ -143,13 +142,9 @@ logger = logging.getLogger(__name__)
 @click.option(
     "--health-public", is_flag=True, help="Let --health listen beyond this machine, unprotected."
 )
-@click.option("--parent-fd", type=int, hidden=True)
 @click.pass_context
 def run(ctx: click.Context, /, **given: Any) -> None:
-    options = RunOptions(
-        node_options=ctx.meta["dynbus.options"], arguments=ctx.meta["dynbus.arguments"], **given
-    )
-    ctx.exit(execute(options))
+    ctx.exit(execute(RunOptions(node_options=ctx.meta["dynbus.options"], **given)))
 
 
 def execute(options: RunOptions) -> int:
@@ -168,9 +163,6 @@ def execute(options: RunOptions) -> int:
 
 
 def _execute(options: RunOptions) -> tuple[Failure | None, int]:
-    if options.reload and not options.dry_run:
-        configure_logging(options.log_format, options.log_level)
-        return None, watch_and_run(options)
     check_options(options)
     if options.dry_run:
         run = load_run(options.request, os.environ)
@@ -199,27 +191,50 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
     metrics = options.health is not None and has_extra("metrics")
     ending = Ending()
     async with contextlib.AsyncExitStack() as stack:
-        _listen(stack, options, ending, within=CHILDREN_SECONDS)
+        stack.enter_context(Interrupts(ending.drain, ending.stop, within=CHILDREN_SECONDS))
+        watch: Watch | None = None
+        if options.reload:
+            # Without its bus there is no run that could wait for a change.
+            load_bus_config(options.request, os.environ)
+            # Before anything is loaded: no change is missed.
+            watch = await stack.enter_async_context(watching(options.targets, options.config_files))
         forks = await stack.enter_async_context(
             ForkServer(("opentelemetry.exporter.prometheus",) if metrics else ())
         )
         asked = MakePlan(options.request, options.log_format, options.log_level)
+        plan: Plan | None = None
         with ending.cuts_short() as planning:
-            plan = await plan_elsewhere(forks, asked)
+            try:
+                plan = await plan_elsewhere(forks, asked)
+            except PlanFailed as error:
+                if watch is None:
+                    raise
+                _print_failure(error.failure)
+                logger.error("nothing is served; waiting for a file to change")
         if planning.cancelled_caught:
             return None, ending.exit_code
-        config = load_config(plan.bus, os.environ, sources=plan.sources)
-        _warn(plan.warnings)
-        supervisor = Supervisor(
-            plan.nodes,
-            WorkerSettings(
+        if plan is not None:
+            config = load_config(plan.bus, os.environ, sources=plan.sources)
+            _warn(plan.warnings)
+        else:
+            config = load_bus_config(options.request, os.environ)
+
+        def settings(plan: Plan) -> WorkerSettings:
+            return WorkerSettings(
                 *(plan.path, plan.bus, options.log_format, options.log_level),
                 *(options.otlp_endpoint, metrics, plan.addresses),
-            ),
+            )
+
+        supervisor = Supervisor(
+            plan.nodes if plan is not None else [],
+            settings(plan) if plan is not None else WorkerSettings([], {}),
             *(forks, ending),
             drain_grace=config.drain_grace,
+            lasting=options.reload,
         )
-        await stack.enter_async_context(controlled(supervisor, _stop_with(options, ending)))
+        await stack.enter_async_context(
+            controlled(supervisor, lambda at_once: ending.stop() if at_once else ending.drain())
+        )
         tasks = await stack.enter_async_context(task_group())
         # Before the server is there: its start and the imports of the children take as long.
         tasks.start_soon(supervisor.run)
@@ -238,24 +253,17 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
             _tell_health(server)
         await stack.enter_async_context(embedded_if_local(config, fresh=options.fresh))
         supervisor.begin()
+        if watch is not None:
+            reloader = Reloader(
+                *(watch, supervisor, asked, plan, config),
+                settings=settings,
+                tell_failure=_print_failure,
+            )
+            with ending.cuts_short():
+                await reloader.run()
         await supervisor.ended.wait()
     failed = supervisor.exit_code not in (exit_codes.OK, exit_codes.INTERRUPTED)
     return (supervisor.failure if failed else None), supervisor.exit_code
-
-
-def _stop_with(options: RunOptions, ending: Ending) -> Callable[[bool], None]:
-    """What ends the run when `dynbus stop` asks for it."""
-
-    def stop(at_once: bool) -> None:
-        if options.parent_fd is not None:
-            # The process that reloads would wait for a change and begin again.
-            os.kill(os.getppid(), signal.SIGTERM)
-        if at_once:
-            ending.stop()
-        else:
-            ending.drain()
-
-    return stop
 
 
 def _in_process(run: LoadedRun, options: RunOptions) -> tuple[Failure | None, int]:
@@ -277,7 +285,7 @@ async def _run_in_process(run: LoadedRun, options: RunOptions) -> tuple[Failure 
     metrics = options.health is not None and has_extra("metrics")
     ending = Ending()
     async with contextlib.AsyncExitStack() as stack:
-        _listen(stack, options, ending, within=AT_ONCE_SECONDS)
+        stack.enter_context(Interrupts(ending.drain, ending.stop, within=AT_ONCE_SECONDS))
         if options.otlp_endpoint or metrics:
             stack.callback(_telemetry(options.otlp_endpoint, metrics))
         await stack.enter_async_context(embedded_if_local(run.config, fresh=options.fresh))
@@ -313,21 +321,6 @@ async def _run_in_process(run: LoadedRun, options: RunOptions) -> tuple[Failure 
             failure = failure_of(error)
             return failure, failure.code
     return None, ending.exit_code
-
-
-def _listen(
-    stack: contextlib.AsyncExitStack,
-    options: RunOptions,
-    ending: Ending,
-    *,
-    within: float,
-) -> None:
-    """Have signals, and the death of a process that reloads, end a run."""
-    interrupts = stack.enter_context(
-        Interrupts(ending.drain, ending.stop, within=within, told=options.tells_drain)
-    )
-    if options.parent_fd is not None:
-        interrupts.stop_when_closed(options.parent_fd)
 
 
 def _health(

@@ -10,7 +10,7 @@ import contextlib
 import enum
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,9 +24,11 @@ from dynbus.bus.clock import monotonic
 
 from .child_messages import (
     ActorLoaded,
+    CollectFiles,
     CollectMetrics,
     Command,
     DrainInstance,
+    FilesCollected,
     HealthChanged,
     InstanceFailed,
     InstanceReady,
@@ -68,8 +70,11 @@ class Child:
         required: whether the run ends where it does not start.
         keeping: cancelled to end it now.
         settled: set when it has been ready, or has ended.
+        leaving: set when it was told to end.
         ready_at: when the process that runs now, or ran last, became ready; None when it did not.
         crash: how the process before ended, when that was not asked for; empty once it is ready.
+        files: those of the user's that its process had loaded when it was asked last; None when
+            it has never said so.
     """
 
     def __init__(
@@ -90,10 +95,12 @@ class Child:
         self.failure: Failure | None = None
         self.ready_at: float | None = None
         self.crash = ""
+        self.files: Collection[str] | None = None
         self.problems: Mapping[str, str] = {}
         self.details: Mapping[str, str] = {}
         self.has_been_ready = asyncio.Event()
         self.settled = asyncio.Event()
+        self.leaving = asyncio.Event()
         self.ended = asyncio.Event()
         self._last_word: DrainInstance | StopInstance | None = None
         self._load = LoadActor(
@@ -104,6 +111,7 @@ class Child:
         self._process: Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._metrics: asyncio.Future[str] | None = None
+        self._files_told = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<Child {self.label} [{self.state.value} | pid {self.pid}]>"
@@ -111,7 +119,7 @@ class Child:
     @property
     def is_leaving(self) -> bool:
         """Whether it was told to end."""
-        return self._last_word is not None
+        return self.leaving.is_set()
 
     @property
     def pid(self) -> int | None:
@@ -160,6 +168,7 @@ class Child:
         finally:
             writer.close()
             self._writer = None
+            self._files_told.set()
             if self._metrics is not None:
                 self._metrics.cancel()
         return code
@@ -189,6 +198,13 @@ class Child:
             self.send(CollectMetrics())
         return self._metrics
 
+    async def collect_files(self) -> None:
+        """Have the process say what `files` are; returns when it has, or has ended."""
+        self._files_told.clear()
+        self.send(CollectFiles())
+        if self.pid is not None:
+            await self._files_told.wait()
+
     def send(self, command: Command) -> None:
         """Tell the process; one that has ended is told nothing."""
         if self._writer is not None and not self._writer.is_closing():
@@ -197,6 +213,7 @@ class Child:
     def end(self, word: DrainInstance | StopInstance) -> None:
         """Tell the process to end, and so one that is being made now."""
         self._last_word = word
+        self.leaving.set()
         self.send(word)
 
     def kill(self) -> None:
@@ -250,6 +267,9 @@ class Child:
             self.failure = Failure(report.code, report.message, report.traceback)
         elif isinstance(report, HealthChanged):
             self.problems, self.details = report.problems, report.details
+        elif isinstance(report, FilesCollected):
+            self.files = report.files
+            self._files_told.set()
         elif self._metrics is not None and not self._metrics.done():
             self._metrics.set_result(report.page)
 

@@ -65,6 +65,10 @@ class CollectMetrics(msgspec.Struct, frozen=True, tag="collect_metrics"):
     """Answer with `MetricsCollected`."""
 
 
+class CollectFiles(msgspec.Struct, frozen=True, tag="collect_files"):
+    """Answer with `FilesCollected`."""
+
+
 class ActorLoaded(msgspec.Struct, frozen=True, tag="actor_loaded"):
     """Imported, and waiting for `StartInstance`."""
 
@@ -91,11 +95,19 @@ class HealthChanged(msgspec.Struct, frozen=True, omit_defaults=True, tag="health
     details: dict[str, str] = {}
 
 
+class FilesCollected(msgspec.Struct, frozen=True, tag="files_collected"):
+    """The files of the user's that the process has loaded so far, as real paths."""
+
+    files: list[str]
+
+
 class MetricsCollected(msgspec.Struct, frozen=True, tag="metrics_collected"):
     """The metrics of the process in the Prometheus text format; empty where that failed."""
 
     page: str
 
 
-Command = LoadActor | StartInstance | DrainInstance | StopInstance | CollectMetrics
-Report = ActorLoaded | InstanceReady | InstanceFailed | HealthChanged | MetricsCollected
+Command = LoadActor | StartInstance | DrainInstance | StopInstance | CollectMetrics | CollectFiles
+Report = (
+    ActorLoaded | InstanceReady | InstanceFailed | HealthChanged | FilesCollected | MetricsCollected
+)

@@ -25,7 +25,7 @@ from dynbus.actors.declaring.service_args import MAX_WORKERS
 from dynbus.bus.background import task_group
 from dynbus.bus.errors import ConfigError, Unavailable
 
-from .child import Child
+from .child import Child, ChildState
 from .supervisor import ChangeFailed, Supervisor
 
 FOLDER: Final = Path(".dynbus")
@@ -191,7 +191,9 @@ def _told(text: str) -> Told:
 
 
 def _shown(child: Child) -> InstanceShown:
-    return InstanceShown(child.label, child.state.value, child.pid, child.instance_id)
+    is_draining = child.is_leaving and child.state is ChildState.READY
+    state = "draining" if is_draining else child.state.value
+    return InstanceShown(child.label, state, child.pid, child.instance_id)
 
 
 async def _send(stream: SocketStream, answer: Answer) -> None:

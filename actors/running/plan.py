@@ -68,6 +68,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         bus: fields of `BusConfig` for every process.
         sources: where they came from, for messages.
         warnings: what is probably a mistake and does not keep the run from starting.
+        files: those of the user's that were loaded to find all this out, as real paths.
     """
 
     nodes: list[PlannedNode]
@@ -75,6 +76,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     bus: dict[str, Any]
     sources: dict[str, str]
     warnings: list[str]
+    files: list[str] = []
 
     @property
     def addresses(self) -> dict[str, list[str]]:

@@ -35,6 +35,7 @@ from .configuration import (
 )
 from .graph import Node, addresses_of, dependency_depth, full_name
 from .in_process import Assignment, Failure, failure_of, leave_within
+from .loaded_files import loaded_files
 from .loader import load_targets, reference
 from .plan import Plan, PlannedNode, PlanRequest
 from .processes import ForkProcess, ForkServer, exit_text
@@ -92,6 +93,7 @@ class LoadedRun:
             bus=self.bus.values,
             sources=self.bus.sources,
             warnings=self.warnings,
+            files=loaded_files(),
         )
 
 

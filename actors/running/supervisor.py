@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Final
 
@@ -46,7 +46,15 @@ logger = logging.getLogger(__name__)
 
 
 class ChangeFailed(Exception):
-    """Raised when a run could not be changed as asked; what it has goes on."""
+    """Raised when a run could not be changed as asked; what it has goes on.
+
+    Attributes:
+        traceback: of the user's code; empty when it had no part in it.
+    """
+
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
 
 
 class Supervisor:
@@ -54,9 +62,11 @@ class Supervisor:
 
     Args:
         drain_grace: seconds that all children together have to end tidily.
+        lasting: whether the run goes on when an instance does not start or ends for good: it
+            waits for a change that mends it.
 
     Attributes:
-        nodes: what can be started, by address.
+        nodes: what can be started, by address, dependencies first.
         children: the instances that the run has now.
         forks: makes the processes; it outlives the run.
         ending: whether the run is to end; the supervisor asks for it when it cannot go on.
@@ -72,6 +82,7 @@ class Supervisor:
         ending: Ending,
         *,
         drain_grace: float,
+        lasting: bool = False,
         policy: Callable[[], RestartPolicy] = RestartPolicy,
     ) -> None:
         self.nodes = {node.address: node for node in nodes}
@@ -86,6 +97,7 @@ class Supervisor:
         self._runs = asyncio.Event()
         self.failure: Failure | None = None
         self._grace = drain_grace
+        self._lasting = lasting
         self._policy = policy
         self._begun = asyncio.Event()
         self.forks = forks
@@ -164,10 +176,37 @@ class Supervisor:
         answered, _ = await asyncio.wait(asked, timeout=timeout)
         return [(asked[page], page.result()) for page in answered if not page.cancelled()]
 
+    async def loaded_files(self, timeout: float = 2.0) -> dict[str, set[str]]:
+        """The files of the user's that the instances of each node have loaded, by its address.
+
+        Left out is a node of which one instance has not said so within `timeout` seconds, and has
+        not before.
+        """
+        children = [child for child in self.children if not child.is_leaving]
+        with anyio.move_on_after(timeout):
+            async with anyio.create_task_group() as tasks:
+                for child in children:
+                    tasks.start_soon(child.collect_files)
+        return self.known_files()
+
+    def known_files(self) -> dict[str, set[str]]:
+        """The same, as it was when it was asked last."""
+        found: dict[str, set[str]] = {}
+        unknown: set[str] = set()
+        for child in self.children:
+            if child.files is None:
+                unknown.add(child.node.address)
+            if not child.is_leaving:
+                found.setdefault(child.node.address, set()).update(child.files or ())
+        return {address: files for address, files in found.items() if address not in unknown}
+
     # Changes -------------------------------------------------------------------------------
 
-    async def scale(self, address: str, count: int) -> None:
+    async def scale(self, address: str, count: int, *, overlap: bool = False) -> None:
         """Have `count` instances of a node: start those that are missing, or drain the last ones.
+
+        Args:
+            overlap: do not wait for those that drain.
 
         Raises:
             ChangeFailed: one of the instances did not start.
@@ -177,19 +216,45 @@ class Supervisor:
             children = self.instances(address)
             if len(children) < count:
                 await self._add(self.nodes[address], count - len(children))
-            await self._retire(children[count:])
+            await self._part_with(children[count:], overlap)
 
-    async def restart(self, address: str) -> None:
+    async def restart(
+        self, address: str, count: int | None = None, *, overlap: bool = False
+    ) -> None:
         """Replace the instances of a node, one after the other: each is drained when the one that
-        replaces it is ready.
+        replaces it is ready. When this is cancelled, those that are not replaced go on.
+
+        Args:
+            count: how many there are to be afterwards; as many as before when None.
+            overlap: start the next without waiting for the one that drains.
 
         Raises:
-            ChangeFailed: an instance did not start.
+            ChangeFailed: an instance did not start; those that are not replaced go on.
         """
         async with self._changing:
-            for child in self.instances(address):
+            old = self.instances(address)
+            count = len(old) if count is None else count
+            for number in range(count):
                 await self._add(self.nodes[address], 1)
-                await self._retire([child])
+                await self._part_with(old[number : number + 1], overlap)
+            await self._part_with(old[count:], overlap)
+
+    def use(
+        self, nodes: Sequence[PlannedNode], settings: WorkerSettings, *, drain_grace: float
+    ) -> None:
+        """Start what follows by another plan; the instances that are there stay as they are."""
+        self.nodes = {node.address: node for node in nodes}
+        self._settings = settings
+        if not self.ending.asked.is_set():
+            self._grace = drain_grace
+        for child in self.children:
+            # It may come earlier or later in a drain now.
+            child.node = self.nodes.get(child.node.address, child.node)
+
+    def remove(self, addresses: Collection[str]) -> None:
+        """Drain all instances of nodes that the run is to have no longer, dependents first."""
+        gone = [c for c in self.children if c.node.address in addresses and not c.is_leaving]
+        self._let_go(*dependents_first(gone, lambda child: child.node.depth))
 
     def find(self, name: str) -> str:
         """The address of a node by that address, or by its component where one alone has it.
@@ -231,13 +296,40 @@ class Supervisor:
         self.children += added
         for child in added:
             self._tasks.start_soon(self._keep, child, name=child.label)
-        for child in added:
-            await child.settled.wait()
+        try:
+            for child in added:
+                await child.settled.wait()
+        except asyncio.CancelledError:
+            self._let_go(added)
+            raise
         failed = [child for child in added if not child.has_been_ready.is_set()]
         if failed:
             await self._retire(added)
             failure = failed[0].failure
-            raise ChangeFailed(failure.message if failure else "the run is ending")
+            if failure is None:
+                raise ChangeFailed("the run is ending")
+            raise ChangeFailed(failure.message, failure.traceback)
+
+    async def _part_with(self, children: Sequence[Child], overlap: bool) -> None:
+        if overlap:
+            self._let_go(children)
+        else:
+            await self._retire(children)
+
+    def _let_go(self, *groups: Sequence[Child]) -> None:
+        """Retire groups of instances, one group after the other, without waiting for it."""
+        if any(groups):
+            assert self._tasks is not None
+            for child in groups[0]:
+                child.end(DrainInstance(self._grace))
+            self._tasks.start_soon(self._retire_all, groups)
+
+    async def _retire_all(self, groups: Sequence[Sequence[Child]]) -> None:
+        first, *others = groups
+        await self._retire(first)
+        for children in others:
+            # Others may have let go of them meanwhile.
+            await self._retire([child for child in children if not child.is_leaving])
 
     async def _retire(self, children: Sequence[Child]) -> None:
         """Drain instances, and end those that take too long; the run does not have them then."""
@@ -278,6 +370,7 @@ class Supervisor:
             if not child.has_been_ready.is_set():
                 text = f"{child.label} ended before it was ready: {why}"
                 child.failure = child.failure or Failure(exit_codes.START_FAILED, text)
+                child.crash = child.failure.message
                 if child.required:
                     self._fail(child.failure)
                 return
@@ -305,7 +398,7 @@ class Supervisor:
             child.crash = why + times
             child.state = ChildState.RESTARTING
             with anyio.move_on_after(pause):
-                await self.ending.asked.wait()
+                await child.leaving.wait()
 
     def _is_over(self, child: Child) -> bool:
         return self.ending.asked.is_set() or child.is_leaving
@@ -319,6 +412,10 @@ class Supervisor:
         child.send(StartInstance())
 
     def _fail(self, failure: Failure) -> None:
+        if self._lasting:
+            trace = f"\n{failure.traceback}" if failure.traceback else ""
+            logger.error("%s; it starts again when a file changes%s", failure.message, trace)
+            return
         if self.failure is None and not self.ending.asked.is_set():
             self.failure = failure
             if failure.code != exit_codes.ESCALATED:

@@ -45,9 +45,11 @@ from dynbus.bus.telemetry.logs import configure_logging
 from . import group_guard
 from .child_messages import (
     ActorLoaded,
+    CollectFiles,
     CollectMetrics,
     Command,
     DrainInstance,
+    FilesCollected,
     HealthChanged,
     InstanceFailed,
     InstanceReady,
@@ -66,6 +68,7 @@ from .in_process import (
     problems_of,
     serve,
 )
+from .loaded_files import loaded_files
 from .loader import resolve
 
 BLOCKED_SECONDS: Final = 3.0
@@ -145,6 +148,9 @@ class Channel:
                     command = decoder.decode(line)
                     if isinstance(command, CollectMetrics):
                         self._metrics_asked()
+                        continue
+                    if isinstance(command, CollectFiles):
+                        self.send(FilesCollected(loaded_files()))
                         continue
                     if isinstance(command, DrainInstance | StopInstance):
                         self._end_asked()

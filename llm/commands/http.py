@@ -145,7 +145,7 @@ async def _serve(config: BusConfig, settings: HttpSettings, routing: Any, policy
     ending = anyio.Event()
     with anyio.CancelScope() as scope:
         # The watchdog of the second signal allows for what is shielded.
-        with Interrupts(ending.set, scope.cancel, within=5.0, told=True):
+        with Interrupts(ending.set, scope.cancel, within=5.0):
             async with (
                 embedded_if_local(config, fresh=False),
                 await Runtime.over(await Bus.connect(config, name="dynbus-http")) as runtime,

@@ -201,9 +201,9 @@ def _line(process: psutil.Process) -> str:
 
 
 @contextmanager
-def project_folder(path: Path) -> Generator[Folder, None, None]:
+def project_folder(path: Path, kind: type[Folder] = Folder) -> Generator[Folder, None, None]:
     """A project folder; at the end nothing that was started in it may be left."""
-    project = Folder(path)
+    project = kind(path)
     try:
         yield project
     finally:

@@ -347,7 +347,7 @@ def _interrupts(
     # Only programs need it, and none that imports these names for its clients.
     from dynbus.actors.commands.interrupts import Interrupts
 
-    return Interrupts(drain, stop, within=5.0, told=True)
+    return Interrupts(drain, stop, within=5.0)
 
 
 @asynccontextmanager

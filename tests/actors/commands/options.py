@@ -23,8 +23,6 @@ def run_options(**changed: Any) -> RunOptions:
         "otlp_endpoint": None,
         "health": None,
         "health_public": False,
-        "parent_fd": None,
         "node_options": [],
-        "arguments": [],
     }
     return RunOptions(**(options | changed))

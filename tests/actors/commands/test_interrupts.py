@@ -1,9 +1,8 @@
-"""A run hears its signals, and the death of the process that it belongs to."""
+"""A run hears its signals."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from typing import Any
 
@@ -12,11 +11,11 @@ import pytest
 from dynbus.actors.commands.interrupts import Interrupts
 
 
-async def heard(*numbers: signal.Signals, told: bool = False) -> list[str]:
+async def heard(*numbers: signal.Signals) -> list[str]:
     """What the signals call, each sent to this process."""
     calls: list[str] = []
     interrupts = Interrupts(
-        lambda: calls.append("drain"), lambda: calls.append("stop"), within=60.0, told=told
+        lambda: calls.append("drain"), lambda: calls.append("stop"), within=60.0
     )
     with interrupts:
         for number in numbers:
@@ -50,7 +49,7 @@ async def test_the_first_signal_drains_and_says_so(
 ) -> None:
     caplog.set_level("INFO", logger="dynbus")
 
-    assert await heard(number, told=True) == ["drain"]
+    assert await heard(number) == ["drain"]
 
     assert caplog.messages == ["draining: taking no more calls; press Ctrl-C again to stop at once"]
 
@@ -63,10 +62,10 @@ async def test_a_person_is_told_of_a_drain_where_the_log_has_warnings_alone(
 ) -> None:
     caplog.set_level("WARNING", logger="dynbus")
 
-    await heard(signal.SIGINT, told=True)
+    await heard(signal.SIGINT)
     to_a_file = capsys.readouterr().err
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    await heard(signal.SIGINT, told=True)
+    await heard(signal.SIGINT)
     to_a_person = capsys.readouterr().err
 
     assert to_a_file == ""
@@ -92,25 +91,3 @@ async def test_signals_are_as_before_afterwards() -> None:
     await heard(signal.SIGTERM)
 
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-@pytest.mark.anyio
-async def test_the_end_of_the_owner_stops_at_once_and_is_said(
-    no_watchdog: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
-    calls: list[str] = []
-    stopped = asyncio.Event()
-    ours, theirs = os.pipe()
-
-    with Interrupts(lambda: calls.append("drain"), stopped.set, within=60.0, told=True) as heard:
-        heard.stop_when_closed(ours)
-        os.close(theirs)
-        async with asyncio.timeout(60):
-            await stopped.wait()
-        signal.raise_signal(signal.SIGTERM)
-        await asyncio.sleep(0)
-    os.close(ours)
-
-    assert calls == []
-    assert no_watchdog == [60.0]
-    assert caplog.messages == ["the process that this run belongs to has died: stopping at once"]

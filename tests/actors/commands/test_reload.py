@@ -1,27 +1,15 @@
-"""A reloading run watches the right folders, and repeats its command line without itself."""
+"""A run that reloads watches the right folders, and notices what changes in them."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dynbus.actors.commands import reload
-from dynbus.actors.commands.reload import (
-    check_arguments,
-    inner_arguments,
-    watch_and_run,
-    watched_folders,
-)
-from dynbus.bus import exit_codes
+from dynbus.actors.commands.reload import watched_folders, watching
 from dynbus.bus.errors import ConfigError
-
-from .options import run_options
 
 
 def test_the_folders_of_targets_and_of_the_settings_are_watched_once_each(
@@ -41,45 +29,33 @@ def test_targets_in_no_folder_that_exists_are_refused(tmp_path: Path) -> None:
         watched_folders(["/missing/x.py"], [])
 
 
-def test_the_inner_run_is_the_same_without_reload_and_fresh() -> None:
-    arguments = ["actors.py", "--reload", "--fresh", "--A.b=c", "-f", "x.yaml"]
-
-    assert inner_arguments(arguments, 7) == [
-        "run", "--parent-fd=7", "actors.py", "--A.b=c", "-f", "x.yaml",
-    ]  # fmt: skip
-
-
-def test_a_change_is_checked_by_a_dry_run_of_the_same() -> None:
-    assert check_arguments(["actors.py", "--reload", "--A.b=c"]) == [
-        "run", "--dry-run", "actors.py", "--A.b=c",
-    ]  # fmt: skip
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, whose settings name a server that is not embedded."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("NATS_URL", raising=False)
-    (tmp_path / "config.yaml").write_text("bus: {servers: 'nats://192.0.2.1:4222'}\n")
-    return tmp_path
-
-
-def test_a_signal_while_the_run_is_being_spawned_ends_it(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.anyio
+async def test_changes_are_noticed_below_the_targets_and_beside_what_was_loaded_elsewhere(
+    tmp_path: Path,
 ) -> None:
-    spawned: list[asyncio.subprocess.Process] = []
+    project, library = tmp_path / "project", tmp_path / "library"
+    for folder in (project / "inner", library / "inner"):
+        folder.mkdir(parents=True)
+    (project / "known.py").touch()
+    changed: dict[str, bool] = {}
+    heard = asyncio.Event()
 
-    async def spawn(arguments: Any, **options: Any) -> asyncio.subprocess.Process:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.05)  # now it has been heard
-        command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-        spawned.append(await asyncio.create_subprocess_exec(*command))
-        return spawned[-1]
+    def listen(told: Mapping[str, bool]) -> None:
+        changed.update(told)
+        heard.set()
 
-    monkeypatch.setattr(reload, "_dynbus", spawn)
+    async with asyncio.timeout(60), watching([str(project / "known.py")], []) as watch:
+        (project / "known.py").write_text("1")
+        (project / "notes.txt").write_text("1")
+        watch.cover([str(library / "shared.py"), str(project / "inner" / "x.py")])
+        watch.tell(listen)
+        while len(changed) < 3:
+            heard.clear()
+            (project / "inner" / "new.py").write_text("1")
+            (library / "shared.py").write_text("1")
+            (library / "inner" / "far.py").write_text("1")
+            await heard.wait()
 
-    code = watch_and_run(run_options(targets=["actors.py"], config_files=["config.yaml"]))
-
-    assert code == exit_codes.OK
-    assert [process.returncode for process in spawned] == [-signal.SIGTERM]
-    assert sorted(path.name for path in elsewhere.iterdir()) == ["config.yaml"]
+    names = {str(Path(path).relative_to(tmp_path)): new for path, new in changed.items()}
+    assert names.keys() == {"project/known.py", "project/inner/new.py", "library/shared.py"}
+    assert names["project/known.py"] is False

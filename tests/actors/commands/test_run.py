@@ -52,9 +52,7 @@ def test_without_options_everything_has_its_default(given: list[RunOptions]) -> 
         otlp_endpoint=None,
         health=None,
         health_public=False,
-        parent_fd=None,
         node_options=[],
-        arguments=["actors.py"],
     )
 
 
@@ -67,7 +65,6 @@ def test_options_of_actors_may_stand_anywhere(given: list[RunOptions]) -> None:
     assert options.node_options == [NodeOption("A", "b", "c"), NodeOption("A", "d", "--e")]
     assert options.targets == ("actors.py", "other.py")
     assert (options.nats, options.reload) == ("nats://h:1", True)
-    assert options.arguments == words
 
 
 @pytest.mark.parametrize(

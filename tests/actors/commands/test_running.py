@@ -139,11 +139,14 @@ def test_a_health_port_that_is_taken_ends_the_run_with_one_line_and_the_remedy(
     assert line.endswith("give another port, or port 0 for any free one")
 
 
-@pytest.mark.parametrize(("parent_fd", "told"), [(None, True), (3, False)])
-def test_a_run_that_is_reloaded_leaves_it_to_its_parent_to_say_that_it_ends(
-    parent_fd: int | None, told: bool
-) -> None:
-    assert run_options(parent_fd=parent_fd).tells_drain == told
+def test_a_run_in_one_process_cannot_reload(capsys: pytest.CaptureFixture[str]) -> None:
+    code = execute(run_options(dry_run=False, reload=True, in_process=True))
+
+    assert code == exit_codes.CONFIG_ERROR
+    assert capsys.readouterr().err == (
+        "dynbus: --reload replaces the processes of single instances, and --in-process has one "
+        "for all: leave one of the two out\n"
+    )
 
 
 def test_the_log_of_a_server_that_does_not_start_is_shown_below_the_reason(
