@@ -127,16 +127,6 @@ class Actor(DeclaredActor, abstract=True):
         """Make the object of the instance `name`, which will be served by `runtime`."""
         return cls(**arguments)
 
-    def __dynbus_address__(self, dependency: Dependency[Any], /) -> ComponentName:
-        """Where a dependency of this instance is on the bus.
-
-        Raises:
-            NotLinked: the links of the class leave it out.
-            ConfigError: it is no class, or one without a namespace.
-            RuntimeError: before `on_start`.
-        """
-        return self.__dynbus_instance__.address_of(dependency)
-
     def __dynbus_endpoint__(self, endpoint: Endpoint) -> Endpoint:
         """What serves a handler: the endpoint made of it, or another in its place."""
         return endpoint
@@ -226,8 +216,13 @@ class ActorInstance(ServedInstance):
         )
         self.actor._dynbus_instance = self  # pyright: ignore[reportPrivateUsage]
 
-    def address_of(self, dependency: Dependency[Any]) -> ComponentName:
-        """See `Actor.__dynbus_address__`."""
+    def address_of(self, dependency: Dependency[Any], /) -> ComponentName:
+        """Where a dependency of this instance is on the bus.
+
+        Raises:
+            NotLinked: the links of the class leave it out.
+            ConfigError: its class does not exist, or its node.
+        """
         actor, name = type(self.actor), dependency.name
         if name not in kept_dependencies(actor):
             raise NotLinked(actor, name)

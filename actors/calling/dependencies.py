@@ -15,13 +15,20 @@ from .routing import Routing
 A = TypeVar("A", bound=DeclaredActor)
 
 
-class _Started(Protocol):
-    """An object with dependencies, once it runs."""
+class _Instance(Protocol):
+    """What runs an object with dependencies."""
 
     @property
     def runtime(self) -> ClientSide: ...
 
-    def __dynbus_address__(self, dependency: Dependency[Any], /) -> ComponentName: ...
+    def address_of(self, dependency: Dependency[Any], /) -> ComponentName: ...
+
+
+class _Started(Protocol):
+    """An object with dependencies, once it runs."""
+
+    @property
+    def __dynbus_instance__(self) -> _Instance: ...
 
 
 class ClientDependency(Dependency[A], Generic[A]):
@@ -41,9 +48,9 @@ class ClientDependency(Dependency[A], Generic[A]):
     def __get__(self, instance: _Started | None, owner: type[Any]) -> ClientDependency[A] | A:
         if instance is None:
             return self
-        side = instance.runtime
-        address = instance.__dynbus_address__(self)
-        client = typed_client(side, self.actor, address, self.routing, self._options)
+        served = instance.__dynbus_instance__
+        address = served.address_of(self)
+        client = typed_client(served.runtime, self.actor, address, self.routing, self._options)
         # From now on the instance's own attribute is found first.
         instance.__dict__[self.name] = client
         return client

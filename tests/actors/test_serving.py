@@ -118,23 +118,29 @@ async def serve_until_ready(
         then(runtime, ending)
 
     assignments = [Assignment(actor, {"events": events}) for actor in actors]
+    addresses = {f"{__name__}:Below": ["staging.below"]}
     async with asyncio.timeout(WITHIN):
-        await serve(assignments, {"servers": server.url}, ending, started=started)
+        await serve(
+            assignments, {"servers": server.url}, ending, started=started, addresses=addresses
+        )
     return events
 
 
 @pytest.mark.anyio
 async def test_what_depends_on_others_is_stopped_before_them(nats_server: RunningServer) -> None:
     problems: list[dict[str, str]] = []
+    addresses: list[str] = []
 
     def then(runtime: Runtime, ending: Ending) -> None:
         problems.append(problems_of(runtime))
+        addresses.append(str(runtime.address_of(Below)))
         ending.drain(1.0)
 
     events = await serve_until_ready(nats_server, Below, Above, then=then)
 
     assert events == ["stop Above", "stop Below"]
     assert problems == [{}]
+    assert addresses == ["staging.below"]  # as the run says
 
 
 @pytest.mark.anyio

@@ -72,6 +72,30 @@ prefill: {class: Engine, phase: prefilled, workers: 2}
 decode: {phase: wrong}
 """
 
+GRAPH = """
+from dynbus import Actor, depends, handler
+
+class Front(Actor, namespace="demo"):
+    engine = depends("Engine")
+    spare = depends("not_installed_anywhere:Spare")
+
+    @handler
+    async def ask(self) -> list[str]:
+        asked = self.runtime.client(Engine)
+        return [await self.engine.where(), await asked.where(), str(hasattr(self, "spare"))]
+
+class Engine(Actor, namespace="demo"):
+    @handler
+    async def where(self) -> str:
+        return str(self.__dynbus_name__)
+"""
+
+LINKED = """
+from graph_actors import Engine, Front
+
+Front.link(Engine)
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Folder]:
@@ -80,6 +104,30 @@ def folder(tmp_path: Path) -> Iterator[Folder]:
 
 
 # Starting ----------------------------------------------------------------------------------
+
+
+def test_a_file_runs_twice_side_by_side_and_each_graph_calls_its_own(folder: Folder) -> None:
+    (folder.path / "graph_actors.py").write_text(GRAPH)
+    (folder.path / "linked.py").write_text(LINKED)
+    folder.start_ready("linked.py:Front", "--in-process", instances=2)
+    # Its workers import graph_actors alone: what is linked they know from the plan.
+    folder.start_ready("linked.py:Front", "--namespace", "staging", instances=4)
+
+    answers = {
+        namespace: json.loads(folder.dynbus("call", f"{namespace}.Front.ask").stdout)
+        for namespace in ("demo", "staging")
+    }
+    rows = json.loads(folder.dynbus("ps", "--json").stdout)
+    restarted = folder.dynbus("restart", "staging.Engine")
+
+    engines = {
+        row["namespace"]: f"{row['namespace']}.Engine@{row['instance_id']}"
+        for row in rows
+        if row["component"] == "Engine"
+    }
+    assert len(rows) == 4
+    assert answers == {name: [engine, engine, "False"] for name, engine in engines.items()}
+    assert restarted.stdout == "staging.Engine: restarted\n", restarted.stderr
 
 
 def test_an_actor_and_what_it_depends_on_are_served_with_an_embedded_server(
