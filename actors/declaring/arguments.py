@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias, cast
@@ -25,6 +26,9 @@ _NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYW
 
 
 _Path: TypeAlias = tuple[str, ...]
+
+
+_MSGSPEC_PLACE: Final = re.compile(r" - at `\$\.([\w.-]+)`$")
 
 
 class Text(str):
@@ -267,13 +271,14 @@ def _place_of(error: Exception, name: str, sources: Mapping[str, str]) -> _Path:
 
 
 def _remedy(name: str, value: Any, annotation: Any, error: Exception) -> str:
+    hides = holds_secret(name, value)
     if isinstance(error, pydantic.ValidationError):
         details = error.errors(include_url=False, include_context=False, include_input=False)
         plain = len(details) == 1 and not details[0]["loc"]
-        hides = holds_secret(name, value)
         why = details[0]["msg"] if plain and not hides else explain(error, quoting=not hides)
     else:
-        why = str(error)  # which quotes no value
+        # msgspec quotes a text that is none of several.
+        why = "it is refused" if hides else str(error)
     return f"give {inspect.formatannotation(annotation)}: {why}"
 
 
@@ -384,7 +389,8 @@ def _misfits(reader: _Reader, value: Any) -> list[_Path] | None:
 
 def _locations(error: Exception) -> list[_Path]:
     if not isinstance(error, pydantic.ValidationError):
-        return []
+        found = _MSGSPEC_PLACE.search(str(error))
+        return [tuple(found[1].split("."))] if found else []
     details = error.errors(include_url=False, include_context=False, include_input=False)
     return [tuple(map(str, detail["loc"])) for detail in details]
 
