@@ -86,7 +86,7 @@ def graph(
     *,
     targets: tuple[str, ...],
     config_files: tuple[str, ...],
-    namespace: str,
+    namespace: str | None,
     kind: str,
     as_json: bool,
 ) -> None:

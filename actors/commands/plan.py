@@ -52,7 +52,6 @@ file_option = click.option(
 namespace_option = click.option(
     "--namespace",
     metavar="NAME",
-    default="",
     help="Run all actors in this namespace, instead of those that their classes name.",
 )
 
@@ -68,7 +67,7 @@ class RunOptions:
     targets: Sequence[str]
     config_files: Sequence[str]
     nats: str | None
-    namespace: str
+    namespace: str | None
     in_process: bool
     reload: bool
     fresh: bool

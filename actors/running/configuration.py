@@ -144,7 +144,7 @@ def node_settings(
     files: Sequence[ConfigFile],
     options: Sequence[NodeOption],
     environment: Mapping[str, str],
-    namespace: str = "",
+    namespace: str | None = None,
 ) -> dict[Node, NodeSettings]:
     """What each node of a run gets, checked against its constructor.
 
@@ -166,7 +166,7 @@ def node_settings(
         if found is not None:
             node, key = found
             given[node].take_text(key.replace("__", "."), value, variable_name)
-    if namespace:
+    if namespace is not None:
         for each in given.values():
             each.take_service({"namespace": namespace}, lambda _: "--namespace")
     for option in options:

@@ -22,14 +22,14 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
         config_files: YAML files, each before what overrides it.
         options: those of single actors.
         nats: the servers of `--nats`.
-        namespace: that of `--namespace`; empty for none.
+        namespace: that of `--namespace`; None for none.
     """
 
     targets: list[str]
     config_files: list[str] = []
     options: list[NodeOption] = []
     nats: str | None = None
-    namespace: str = ""
+    namespace: str | None = None
 
 
 class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):

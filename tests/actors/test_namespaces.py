@@ -61,11 +61,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def load(*words: str, yaml: str = "", **environment: str) -> LoadedRun:
     """The run of a command line, with a file and variables."""
     options, rest = split_options(words)
-    namespace = rest.pop().partition("=")[2] if rest[-1].startswith("--namespace=") else ""
+    namespace = rest.pop().partition("=")[2] if rest[-1].startswith("--namespace=") else None
     given: dict[str, Any] = {"options": options, "namespace": namespace}
     if yaml:
         Path("config.yaml").write_text(yaml)
-        given["config_file"] = "config.yaml"
+        given["config_files"] = ["config.yaml"]
     return load_run(PlanRequest(targets=rest, **given), environment)
 
 
@@ -131,6 +131,19 @@ def test_a_class_without_a_namespace_runs_where_the_run_gives_it_one() -> None:
     )
     run = load("space_one.py", *OWN, "--Homeless.ServiceArgs.namespace=home")
     assert addresses(run)[-1] == "home.Homeless"
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "a b", "-a", "a" * 64])
+def test_a_namespace_that_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="^--namespace .* is not a valid name: use 1 to 63 "):
+        load("space_one.py:Engine", f"--namespace={name}")
+    with pytest.raises(ConfigError, match="^--Engine.ServiceArgs.namespace .* is not a valid na"):
+        load("space_one.py:Engine", f"--Engine.ServiceArgs.namespace={name}", "--namespace=x")
+    yaml = f"Engine: {{ServiceArgs: {{namespace: '{name}'}}}}"
+    with pytest.raises(
+        ConfigError, match=r"^config\.yaml: Engine\.ServiceArgs\.namespace .* is no"
+    ):
+        load("space_one.py:Engine", yaml=yaml)
 
 
 def test_a_node_that_runs_elsewhere_is_called_by_the_same_rules() -> None:

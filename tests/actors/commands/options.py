@@ -12,7 +12,7 @@ def run_options(**changed: Any) -> RunOptions:
         "targets": ["planned_actors.py"],
         "config_files": [],
         "nats": None,
-        "namespace": "",
+        "namespace": None,
         "in_process": False,
         "reload": False,
         "fresh": False,

@@ -41,7 +41,7 @@ def test_without_options_everything_has_its_default(given: list[RunOptions]) -> 
         targets=("actors.py",),
         config_files=(),
         nats=None,
-        namespace="",
+        namespace=None,
         in_process=False,
         reload=False,
         fresh=False,
