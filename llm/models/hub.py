@@ -27,8 +27,11 @@ _REMEDIES: Final = {
 }
 
 
-def repository_folder(source: HubSource, download: Download) -> Path:
+def repository_folder(source: HubSource, download: Download, *, weights: bool) -> Path:
     """The folder with the needed files of a repository; what the hub's cache has is not got again.
+
+    Args:
+        weights: whether they are needed where the hub cannot be asked.
 
     Raises:
         ModelUnavailable: it cannot be had.
@@ -38,7 +41,12 @@ def repository_folder(source: HubSource, download: Download) -> Path:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ModelUnavailable(f"{name} is of a hub: {how_to_install('llm')}")
     download.tell(Progress(f"looking for {name}", 0, 0))
-    request = {"repository": name, "revision": source.revision, "file": source.file}
+    request = {
+        "repository": name,
+        "revision": source.revision,
+        "file": source.file,
+        "weights": weights,
+    }
     command = [sys.executable, "-P", hub_process.__file__, json.dumps(request)]
     with tempfile.TemporaryDirectory() as working:
         output = Path(working) / "output"

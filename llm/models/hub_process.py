@@ -1,8 +1,9 @@
 """The process that gets a repository of a hub by `huggingface_hub`, so that it can be ended.
 
-Its argument is JSON: `repository`, `revision` and `file`. What it says to others are lines of JSON
-with the key `dynbus`: what is downloaded, unless all is here already; then the folder, or why there
-is none. It is run by its path and imports nothing of dynbus, so that it starts fast.
+Its argument is JSON: `repository`, `revision`, `file` and `weights`. What it says to others are
+lines of JSON with the key `dynbus`: what is downloaded, unless all is here already; then the
+folder, or why there is none. It is run by its path and imports nothing of dynbus, so that it
+starts fast.
 """
 
 from __future__ import annotations
@@ -103,8 +104,26 @@ def _check_parts(folder: Path, names: list[str]) -> None:
         raise ValueError("some of its weights are not there")
 
 
-def get(hub: Any, repository: str, revision: str | None, file: str) -> Path:
+def described(hub: Any, repository: str, revision: str | None) -> Path | None:
+    """The folder in the cache with what describes a repository's model; None without one."""
+    try:
+        # Newer versions of the library refuse folders that lack what the repository has.
+        names = ["config.json", "tokenizer.json"]
+        folder = Path(
+            hub.snapshot_download(
+                repository, revision=revision, local_files_only=True, allow_patterns=names
+            )
+        )
+    except Exception:  # noqa: BLE001 - whatever it says: the cache does not have it
+        return None
+    return folder if all((folder / name).is_file() for name in names) else None
+
+
+def get(hub: Any, repository: str, revision: str | None, file: str, weights: bool) -> Path:
     """The folder with the needed files of a repository.
+
+    Args:
+        weights: whether they are needed where nothing more can be got.
 
     Raises:
         Exception: they cannot be had.
@@ -113,8 +132,14 @@ def get(hub: Any, repository: str, revision: str | None, file: str) -> Path:
         return cached(hub, repository, revision, file)
     except Exception as error:  # noqa: BLE001 - whatever it says: the cache does not have it
         print(f"{repository} is not in the hub's cache: {error}", flush=True)
-    tree = hub.HfApi().list_repo_tree(repository, revision=revision, recursive=True)
-    files = {one.path: one for one in tree if hasattr(one, "blob_id")}
+    try:
+        tree = hub.HfApi().list_repo_tree(repository, revision=revision, recursive=True)
+        files = {one.path: one for one in tree if hasattr(one, "blob_id")}
+    except Exception:
+        folder = None if weights or file else described(hub, repository, revision)
+        if folder is not None:
+            return folder
+        raise
     wanted = wanted_files(files, file)
     blobs = Path(hub.constants.HF_HUB_CACHE).expanduser()
     blobs /= f"models--{repository.replace('/', '--')}/blobs"
@@ -140,7 +165,7 @@ def main(argument: str) -> None:
 
     request = json.loads(argument)
     try:
-        folder = get(huggingface_hub, request["repository"], request["revision"], request["file"])
+        folder = get(huggingface_hub, **request)
     except Exception as error:  # noqa: BLE001 - network, disk, tokens: the library has many
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         kind = type(error).__name__

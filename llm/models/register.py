@@ -149,7 +149,7 @@ async def register_llm(
     if model_input is ModelInput.Text:
         name = model_name if model_name is not None else _name_of(model_path)
     else:
-        model = await resolve(model_path, progress=progress)
+        model = await resolve(model_path, weights=False, progress=progress)
         name = model_name if model_name is not None else model.name
         description = await asyncio.to_thread(describe, model)
         chosen = _with(description.sampling, sampling)

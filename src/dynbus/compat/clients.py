@@ -52,23 +52,11 @@ class Annotated:
 
 
 class Responses:
-    """The items of an answer, in order and once.
+    """The items of an answer, in order and once; the only one of an endpoint that is no stream."""
 
-    Where the endpoint answers with one value in place of a stream, that is its only item, and the
-    fields of that value can be read from here: `(await client.generate(request)).text`.
-    """
-
-    def __init__(self, items: AsyncGenerator[Any, None], annotated: bool, only: Any = None) -> None:
+    def __init__(self, items: AsyncGenerator[Any, None], annotated: bool) -> None:
         self._items = items
         self._annotated = annotated
-        self._only = only
-
-    def __getattr__(self, name: str) -> Any:
-        # Asked for by copying too, before there is anything.
-        only = self.__dict__.get("_only")
-        if isinstance(only, dict) and name in only:
-            return cast("dict[str, Any]", only)[name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __aiter__(self) -> Self:
         return self
@@ -163,8 +151,7 @@ async def _responses(
     answer = await call.raw()
     if isinstance(answer, Stream):
         return Responses(_items_of(cast("Stream[bytes]", answer)), annotated)
-    only = _decoded(answer)
-    return Responses(_only(only), annotated, only)
+    return Responses(_only(_decoded(answer)), annotated)
 
 
 def _within(context: Context, make: Callable[[Any], Call], request: Any) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import aclosing
@@ -9,7 +10,11 @@ from typing import Any, Final, Protocol, cast
 
 from dynbus import Context as CallContext
 from dynbus import handler
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import ConfigError
+
+HELD: Final = 0.005
+"""Seconds for which a handler may hold the loop between two items; then all others have a turn."""
 
 _NOT_ASYNC: Final = "write `async def`, and yield or return what is answered"
 
@@ -98,9 +103,14 @@ def streaming_handler(
             yield answer if translated is None else translated.answer(answer)
             return
         given = cast("Any", answer)
+        turned = monotonic()
         async with aclosing(_closable(given)) as items:
             async for item in items:
                 yield item if translated is None else translated.answer(item)
+                if monotonic() - turned > HELD:
+                    # Engines of the guides are plain generators, which hold the loop as they work.
+                    await asyncio.sleep(0)
+                    turned = monotonic()
 
     return serve
 
