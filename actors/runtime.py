@@ -224,7 +224,7 @@ class ActorInstance(ServedInstance):
             ConfigError: its class does not exist, or its node.
         """
         actor, name = type(self.actor), dependency.name
-        if name not in kept_dependencies(actor):
+        if name in actor.__dynbus_dependencies__.keys() - kept_dependencies(actor).keys():
             raise NotLinked(actor, name)
         called = dependency.actor
         # Where nothing says where a class is, it is beside this instance.

@@ -171,6 +171,28 @@ def test_a_process_keeps_what_the_plan_keeps_without_the_module_that_links() -> 
     assert list(kept_dependencies(Processor)) == ["router", "cache"]
 
 
+def test_a_dependency_that_a_class_is_given_later_calls_as_any_other() -> None:
+    class Late(Actor, namespace="graph"):
+        cache = depends(Cache)
+
+        @handler
+        async def ask(self) -> str:
+            changed: Any = self
+            answer: str = await changed.added.name()
+            return answer
+
+    changing: Any = Late
+    changing.added = depends(Engine)
+    Late.link(Cache)
+
+    async def story(kit: TestKit) -> str:
+        await kit.start(Engine)
+        await kit.start(Late)
+        return await kit.client(Late).ask()
+
+    assert on_a_kit(story) == "graph.Engine"
+
+
 # Names in place of classes ------------------------------------------------------------------
 
 

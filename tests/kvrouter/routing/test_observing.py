@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from dynbus import Actor, Runtime, call_options, handler
 from dynbus.bus.commands.survey import parse_answer
 from dynbus.bus.drops import DropReason
+from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.transport import Message
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.kvrouter.routing.cost import Candidate
@@ -76,8 +77,10 @@ def watch(kit: TestKit, index: HandIndex | None) -> tuple[KvRouter, RouterWatch]
     return router, RouterWatch(kit.caller.bus, "llm", "Engine", router)
 
 
-async def ask(runtime: Runtime, data: bytes, *, quiet: float = 0.2) -> list[Any]:
-    """The answers of all routers of llm.Engine."""
+async def ask(
+    runtime: Runtime, data: bytes, *, quiet: float = 0.2, component: str = "Engine"
+) -> list[Any]:
+    """The answers of all routers of the component."""
     answers: list[Any] = []
     inbox = f"{runtime.bus.replies.base}.test"
     connection = runtime.bus.data
@@ -88,7 +91,7 @@ async def ask(runtime: Runtime, data: bytes, *, quiet: float = 0.2) -> list[Any]
 
     subscription = connection.subscribe(inbox, take)
     await connection.barrier()
-    connection.publish(why_subject("llm", "Engine"), data, reply=inbox)
+    connection.publish(why_subject("llm", component), data, reply=inbox)
     await asyncio.sleep(quiet)
     subscription.unsubscribe()
     return answers
@@ -319,6 +322,17 @@ def test_every_open_router_answers_for_a_request_whether_it_knows_it_or_not() ->
     assert decision["ago_s"] >= 0
     assert (knowing["kept"], knowing["limit"], knowing["target"]) == (1, 512, "llm.Engine")
     assert (unknowing["decisions"], unknowing["kept"], unknowing["oldest_s"]) == ([], 0, None)
+
+
+def test_a_router_in_a_run_is_for_the_node_of_that_run() -> None:
+    async def story() -> list[Any]:
+        async with TestKit() as kit:
+            name = f"{Engine.__module__}:{Engine.__qualname__}"
+            kit.caller.run_addresses = {name: [ComponentName("llm", "staging")]}
+            async with open_router(kit.caller, Engine, exact=False, share=False):
+                return await ask(await kit.runtime(), question("asked"), component="staging")
+
+    assert [answer["target"] for answer in run(story())] == ["llm.staging"]
 
 
 def test_a_question_that_is_none_or_has_no_inbox_is_dropped_and_counted() -> None:
