@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from dynbus.actors.declaring.actor_config import SERVICE_KEY
-from dynbus.actors.declaring.arguments import build_arguments, defaults, extra_keys
+from dynbus.actors.declaring.arguments import build_arguments, defaults, extra_keys, is_from_file
 from dynbus.actors.declaring.redaction import shown
 from dynbus.actors.running.configuration import NodeOption, split_options
 from dynbus.actors.running.in_process import Assignment
@@ -21,7 +21,7 @@ from dynbus.bus.config import is_loopback, variable
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.extras import has_extra, how_to_install
 from dynbus.bus.telemetry.health import parse_address
-from dynbus.bus.telemetry.logs import LogFormat, redact_url
+from dynbus.bus.telemetry.logs import HIDDEN, LogFormat, redact_url
 
 
 class TargetsCommand(click.Command):
@@ -160,12 +160,12 @@ def print_plan(run: LoadedRun, environment: Mapping[str, str], *, as_json: bool)
             "on_crash": a.service.on_crash,
             "endpoints": {spec.name: spec.kind for spec in a.actor.__dynbus_handlers__.values()},
             "service": shown("", a.service),
-            "arguments": {name: shown(name, value) for name, value in _effective(a).items()},
-            "extra": {
-                name: shown(name, a.arguments[name]) for name in extra_keys(a.actor, a.arguments)
-            },
+            "arguments": _shown(_effective(a), origins),
+            "extra": _shown(
+                {name: a.arguments[name] for name in extra_keys(a.actor, a.arguments)}, origins
+            ),
         }
-        for a in run.assignments
+        for a, origins in zip(run.assignments, run.origins, strict=True)
     ]
     settings = [list(_settings(*each)) for each in zip(rows, run.origins, strict=True)]
     bus = {name: getattr(run.config, name) for name in run.config.__struct_fields__}
@@ -217,6 +217,13 @@ def _effective(assignment: Assignment) -> dict[str, Any]:
     """All constructor arguments, as the constructor gets them."""
     given = build_arguments(assignment.actor, assignment.arguments)
     return defaults(assignment.actor) | given
+
+
+def _shown(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        name: HIDDEN if is_from_file(name, origins.get(name, "")) else shown(name, value)
+        for name, value in values.items()
+    }
 
 
 def _settings(row: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[_Setting]:

@@ -16,6 +16,7 @@ import pydantic
 
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.telemetry.logs import HIDDEN
 
 from .codec import explain, holds_struct
 from .handlers import resolve_annotations
@@ -27,6 +28,9 @@ _NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYW
 
 _Path: TypeAlias = tuple[str, ...]
 
+
+FILE_SUFFIX: Final = "_FILE"
+"""Behind the name of an argument: its value is what the file holds, as Docker's images have it."""
 
 _MSGSPEC_PLACE: Final = re.compile(r" - at `\$\.([\w.-]+)`$")
 
@@ -67,6 +71,11 @@ def read_text(text: str, source: str) -> Any:
         raise ConfigError(f"{source}: {error}") from None
     except (ValueError, RecursionError):
         return str(text)
+
+
+def is_from_file(name: str, origin: str) -> bool:
+    """Whether a value was read from a file, so that it is hidden whatever its name is."""
+    return origin.endswith(f"{name}{FILE_SUFFIX}")
 
 
 def how_to_give(called: str, key: str) -> str:
@@ -251,8 +260,10 @@ def _validate(name: str, value: Any, annotation: Any, sources: Mapping[str, str]
             part = part[key]
         source = sources[".".join((name, *path))]
         last = path[-1] if path else name
+        hides = holds_secret(name, value) or is_from_file(name, source)
+        told = HIDDEN if is_from_file(name, source) else shown(last, part)
         raise ConfigError(
-            f"{source} = {shown(last, part)!r}: {_remedy(name, value, annotation, error)}"
+            f"{source} = {told!r}: {_remedy(annotation, error, hides=hides)}"
         ) from None
 
 
@@ -270,8 +281,7 @@ def _place_of(error: Exception, name: str, sources: Mapping[str, str]) -> _Path:
     return max(within, key=len, default=())
 
 
-def _remedy(name: str, value: Any, annotation: Any, error: Exception) -> str:
-    hides = holds_secret(name, value)
+def _remedy(annotation: Any, error: Exception, *, hides: bool) -> str:
     if isinstance(error, pydantic.ValidationError):
         details = error.errors(include_url=False, include_context=False, include_input=False)
         plain = len(details) == 1 and not details[0]["loc"]

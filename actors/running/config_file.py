@@ -110,8 +110,10 @@ def read_variable(name: str, text: str) -> ConfigFile:
         raise ConfigError(
             f"{name} is no JSON: {where}: {error.msg}: write an object, for example {example}"
         ) from None
-    except (RecursionError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"{name} is no JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is deeper than {MAX_DEPTH} mappings and lists") from None
     return _checked(name, loaded, example)
 
 

@@ -16,8 +16,11 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from dynbus.actors.declaring.actor_config import SERVICE_KEY
 from dynbus.actors.declaring.arguments import (
+    FILE_SUFFIX,
     Text,
     build_arguments,
     default_mapping,
@@ -44,8 +47,6 @@ CLASS_KEY: Final = "class"
 WORKERS: Final = "workers"
 GUIDES_KEY: Final = "dynamo"
 """In the guides of Dynamo, `ServiceArgs` has `namespace` and `enabled` under this key."""
-FILE_SUFFIX: Final = "_FILE"
-"""Behind the name of an argument: its value is what the file holds, as Docker's images have it."""
 MAX_SECRET_BYTES: Final = 64 * 1024
 _OPTION = re.compile(r"--((?:[\w.]+:)?\w[\w-]*)\.([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 _VARIABLE = re.compile(r"DYNBUS_(\w+?)__\w+")
@@ -161,11 +162,8 @@ def node_settings(
     given = {node: _Given(node) for node in nodes}
     for file in files:
         _take_file(file, names, given)
-    for variable_name, value in environment.items():
-        found = names.of_variable(variable_name)
-        if found is not None:
-            node, key = found
-            given[node].take_text(key.replace("__", "."), value, variable_name)
+    for variable_name, node, key in _variables(names, environment):
+        given[node].take_text(key, environment[variable_name], variable_name)
     if namespace is not None:
         for each in given.values():
             each.take_service({"namespace": namespace}, lambda _: "--namespace")
@@ -173,6 +171,23 @@ def node_settings(
         node = names.find(option.node, str(option))
         given[node].take_text(option.key, option.value, str(option))
     return {node: each.settings(names.name_of(node)) for node, each in given.items()}
+
+
+def _variables(names: _Names, environment: Mapping[str, str]) -> Iterator[tuple[str, Node, str]]:
+    """The variables of actors of the run, each with what it gives: whole mappings before their
+    parts."""
+    taken: dict[tuple[Node, str], str] = {}
+    for variable_name in sorted(environment, key=lambda name: (name.count("__"), name)):
+        found = names.of_variable(variable_name)
+        if found is None:
+            continue
+        node, key = found
+        other = taken.setdefault((node, key.removesuffix(FILE_SUFFIX)), variable_name)
+        if other != variable_name:
+            raise ConfigError(
+                f"{other} and {variable_name} are both set and give the same value: unset one"
+            )
+        yield variable_name, node, key.replace("__", ".")
 
 
 def _take_file(file: ConfigFile, names: _Names, given: Mapping[Node, _Given]) -> None:
@@ -296,7 +311,7 @@ def bus_settings(
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for file in files:
-        section = mapping(file.keys.get(BUS_KEY) or {})
+        section = _section(file.keys.get(BUS_KEY))
         if section is None:
             raise ConfigError(
                 f"{file.place(BUS_KEY)} must have fields as its keys, for example "
@@ -324,17 +339,17 @@ class _Given:
 
     def take_section(self, section: Any, place: str) -> None:
         """Take what a file has under the node's key."""
-        given = mapping({} if section is None else section)
+        given = _section(section)
         if given is None:
             raise ConfigError(f"{place} must have constructor arguments as its keys")
         given.pop(CLASS_KEY, None)
         service_place = f"{place}.{SERVICE_KEY}"
-        service = mapping(given.pop(SERVICE_KEY, None) or {})
+        service = _section(given.pop(SERVICE_KEY, None))
         if service is None:
             raise ConfigError(f"{service_place} must be a mapping, for example {{{WORKERS}: 2}}")
         if self._is_short_for_service(WORKERS) and WORKERS in given:
             self.take_service({WORKERS: given.pop(WORKERS)}, lambda key: f"{place}.{key}")
-        guides = mapping(service.pop(GUIDES_KEY, None) or {})
+        guides = _section(service.pop(GUIDES_KEY, None))
         if guides is None:
             raise ConfigError(
                 f"{service_place}.{GUIDES_KEY} must be a mapping, for example {{namespace: prod}}"
@@ -399,6 +414,13 @@ class _Given:
                 whole = merge(merge(Section({}, ""), _of_constructor(name, default)), whole)
         from_where = sources(whole)
         arguments = settled(self._actor, plain(whole), from_where)
+        for name, value in arguments.items():
+            try:
+                msgspec.json.encode(None if isinstance(value, Text) else value)
+            except (ValueError, RecursionError) as error:  # a lone half of a surrogate pair
+                raise ConfigError(
+                    f"{from_where[name]} cannot be written as JSON: {error}"
+                ) from None
         build_arguments(self._actor, arguments, from_where, node=called)
         absent = [name for name in defaults(self._actor) if name not in arguments]
         origins = from_where | dict.fromkeys(absent, "constructor") | self._origins
@@ -417,6 +439,11 @@ class _Given:
         if not name or name == key or key in taken:
             return None
         return name if name in taken or extra_keys(self._actor, {name: None}) else None
+
+
+def _section(value: Any) -> dict[str, Any] | None:
+    """A copy of a mapping; nothing is an empty one, and None anything else."""
+    return {} if value is None else mapping(value)
 
 
 def _of_constructor(name: str, default: Mapping[str, Any]) -> Section:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dynbus.actors.commands.plan import print_plan
 from dynbus.actors.declaring.arguments import build_arguments
 from dynbus.actors.running.configuration import split_options
 from dynbus.actors.running.plan import PlanRequest
@@ -117,7 +118,7 @@ def load(
     *words: str,
     files: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    namespace: str = "",
+    namespace: str | None = None,
 ) -> LoadedRun:
     """A run of one actor; each file is given as its text."""
     names = [f"{number}.yaml" for number, _ in enumerate(files, 1)]
@@ -222,10 +223,10 @@ def test_each_place_goes_over_those_before(highest: int) -> None:
 @pytest.mark.parametrize(
     ("words", "namespace", "files", "environment", "expected"),
     [
-        ([], "", [], {}, "demo"),
-        ([], "", ["Typed: {ServiceArgs: {namespace: file}}"], {}, "file"),
-        ([], "", [], {"DYNBUS_Typed__ServiceArgs__namespace": "variable"}, "variable"),
-        ([], "", [], {"DYNBUS_Typed__ServiceArgs__dynamo__namespace": "variable"}, "variable"),
+        ([], None, [], {}, "demo"),
+        ([], None, ["Typed: {ServiceArgs: {namespace: file}}"], {}, "file"),
+        ([], None, [], {"DYNBUS_Typed__ServiceArgs__namespace": "variable"}, "variable"),
+        ([], None, [], {"DYNBUS_Typed__ServiceArgs__dynamo__namespace": "variable"}, "variable"),
         ([], "run", [], {"DYNBUS_Typed__ServiceArgs__namespace": "variable"}, "run"),
         (["--Typed.ServiceArgs.namespace=option"], "run", [], {}, "option"),
         (["--Typed.ServiceArgs.dynamo.namespace=option"], "run", [], {}, "option"),
@@ -233,7 +234,7 @@ def test_each_place_goes_over_those_before(highest: int) -> None:
 )
 def test_the_namespace_has_its_own_order(
     words: list[str],
-    namespace: str,
+    namespace: str | None,
     files: list[str],
     environment: dict[str, str],
     expected: str,
@@ -386,6 +387,36 @@ def test_an_extra_key_may_come_from_a_file_and_stays_text(folder: Path) -> None:
     assert arguments(load("Typed", "--Typed.lib_token_FILE=secret")) == {"lib_token": "0123"}
 
 
+def test_what_was_read_from_a_file_is_hidden_whatever_its_name(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "licence").write_text("hidden")
+    words = ("--Typed.lib_licence_FILE=licence", "--Typed.untyped_FILE=licence")
+
+    print_plan(load("Typed", *words), {}, as_json=True)
+    print_plan(load("Typed", *words), {}, as_json=False)
+    with pytest.raises(ConfigError) as caught:
+        load("Typed", "--Typed.whole_FILE=licence")
+
+    assert "hidden" not in capsys.readouterr().out
+    assert "hidden" not in str(caught.value)
+    assert str(caught.value).startswith("--Typed.whole_FILE = '***': give int: ")
+
+
+def test_variables_give_whole_mappings_before_their_parts() -> None:
+    environment = {
+        "DYNBUS_Typed__options__depth": "3",
+        "DYNBUS_Typed__options": '{"depth": 9, "width": 8}',
+    }
+
+    found = [
+        arguments(load("Typed", environment=dict(order)))["options"]
+        for order in (environment.items(), reversed(environment.items()))
+    ]
+
+    assert found == [{"depth": 3, "width": 8}] * 2
+
+
 def test_a_secret_that_cannot_be_read_is_refused_without_waiting(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     (folder / "large").write_bytes(b"x" * 70_000)
@@ -518,6 +549,28 @@ ARGUMENTS = "limits, sides, pool, options, texts, api_key, untyped, number, whol
         (
             {"words": ["--Typed.whole.a=1"]},
             "--Typed.whole.a = {'a': 1}: give int: Input should be a valid integer",
+        ),
+        (
+            {"files": ["Typed: {ServiceArgs: []}"]},
+            "1.yaml: Typed.ServiceArgs must be a mapping, for example {workers: 2}",
+        ),
+        (
+            {"environment": {"DYNBUS_CONFIG": '{"bus": []}'}},
+            "DYNBUS_CONFIG: bus must have fields as its keys, for example `bus: {drain_grace: 10}`",
+        ),
+        (
+            {"environment": {"DYNBUS_CONFIG": "[" * 20_000}},
+            "DYNBUS_CONFIG is deeper than 32 mappings and lists",
+        ),
+        (
+            {"environment": {"DYNBUS_CONFIG": '{"Typed": {"lib_x": "\\ud800"}}'}},
+            "DYNBUS_CONFIG: Typed.lib_x cannot be written as JSON: 'utf-8' codec can't encode "
+            "character '\\ud800' in position 0: surrogates not allowed",
+        ),
+        (
+            {"environment": {"DYNBUS_Typed__api_key": "x", "DYNBUS_Typed__api_key_FILE": "y"}},
+            "DYNBUS_Typed__api_key and DYNBUS_Typed__api_key_FILE are both set and give the same "
+            "value: unset one",
         ),
         ({"words": ["--Typed.options..a=1"]}, "--Typed.options..a: a part of the key is empty"),
         ({"words": ["--Typed.options.=1"]}, "--Typed.options.: a part of the key is empty"),
