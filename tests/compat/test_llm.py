@@ -13,6 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from tests.conditions import eventually
+from tests.guides.hub_cache import make_hub_cache
 from tests.llm.models.tiny_model import tiny_folder
 from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
@@ -134,13 +135,15 @@ async def test_a_worker_of_tokens_is_asked_in_text(
 
 
 async def test_the_earlier_form_stands_for_the_same(
-    nats_server: RunningServer, name: str, tmp_path: Path
+    nats_server: RunningServer, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = str(tiny_folder(tmp_path / "tiny"))
+    make_hub_cache(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     async with served(nats_server) as one:
         endpoint = await one.worker()
 
-        backend = await register_llm(ModelType.Backend, endpoint, folder, name)
+        backend = await register_llm(ModelType.Backend, endpoint, "hf://Qwen/Qwen3-0.6B", name)
         named = await register_llm(
             model_type=ModelType.Chat,
             endpoint=endpoint,

@@ -187,6 +187,41 @@ def test_an_endpoint_that_is_served_later_is_an_instance_of_its_own_and_found() 
     assert answers == [[{"load": 0.5}]] * 4
 
 
+def test_components_of_a_pipeline_call_each_other_and_no_other_pipeline() -> None:
+    async def story() -> tuple[list[Any], list[str]]:
+        async with TestKit() as kit, asyncio.TaskGroup() as tasks:
+            workers = [DistributedRuntime(await kit.runtime()) for _ in range(4)]
+
+            async def prefill(request: Any) -> Any:
+                yield {"prefilled": request}
+
+            async def decode(request: Any) -> Any:
+                path = "deepseek-distill-llama8b.prefill.generate"
+                client = await workers[2].endpoint(path).client()
+                await client.wait_for_instances()
+                async for item in await client.round_robin(request):
+                    yield {"decoded": item.data()}
+
+            for worker, path, function in (
+                (workers[0], "deepseek-distill-llama8b.prefill.generate", prefill),
+                (workers[1], "deepseek-distill-llama8b.prefill.generate", prefill),
+                (workers[2], "deepseek-distill-llama8b.decode.generate", decode),
+                (workers[3], "llama3-1-8b.prefill.generat", counting),
+            ):
+                tasks.create_task(worker.endpoint(path).serve_endpoint(function))
+            caller = DistributedRuntime(kit.caller)
+            client = await caller.endpoint("deepseek-distill-llama8b.decode.generate").client()
+            await client.wait_for_instances()
+            answer = await items(client, 7)
+            other = await caller.endpoint("llama3-1-8b.prefill.generate").client()
+            found = other.instance_ids()
+            for worker in workers:
+                worker.shutdown()
+            return answer, found
+
+    assert run(story()) == ([{"decoded": {"prefilled": 7}}], [])
+
+
 def test_calls_are_spread_over_the_instances_of_a_component() -> None:
     counts = [0, 0]
 
