@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Self, TypeVar, Unpack, cast, overload
 
 import anyio
@@ -49,6 +49,10 @@ from .serving.instance import (
 )
 
 logger = logging.getLogger(__name__)
+
+_index_of_constructed: contextvars.ContextVar[int] = contextvars.ContextVar(
+    "the worker index of the actor whose constructor runs", default=0
+)
 
 A = TypeVar("A", bound="Actor")
 S = TypeVar("S", bound=ServedInstance)
@@ -102,6 +106,15 @@ class Actor(DeclaredActor, abstract=True):
     def instance_id(self) -> str:
         """The id of this instance; empty before it is started."""
         return self._dynbus_instance.id if self._dynbus_instance is not None else ""
+
+    @property
+    def worker_index(self) -> int:
+        """Which of the instances of its node in `dynbus run` this is, from 0; also in the
+        constructor. The one that replaces an instance has the same. 0 in a program of your own.
+        """
+        if self._dynbus_instance is not None:
+            return self._dynbus_instance.worker_index
+        return _index_of_constructed.get()
 
     @property
     def __dynbus_instance__(self) -> ActorInstance:
@@ -161,6 +174,15 @@ class Actor(DeclaredActor, abstract=True):
         self.__dynbus_instance__.report_broken(reason)
 
 
+@contextmanager
+def _constructing(worker_index: int) -> Generator[None]:
+    token = _index_of_constructed.set(worker_index)
+    try:
+        yield
+    finally:
+        _index_of_constructed.reset(token)
+
+
 class ActorInstance(ServedInstance):
     """A started actor. Made by `Runtime.start`; `stop` ends it gracefully.
 
@@ -170,6 +192,7 @@ class ActorInstance(ServedInstance):
         node: the name under which it is called; the class's component unless given.
         namespace: where it runs; the class's own unless given.
         enabled: whether it is announced; as its class says unless given.
+        worker_index: which of the instances of its node it is, from 0.
 
     Attributes:
         actor: the user's object.
@@ -187,9 +210,11 @@ class ActorInstance(ServedInstance):
         node: str = "",
         namespace: str = "",
         enabled: bool | None = None,
+        worker_index: int = 0,
     ) -> None:
         check_startable(actor, namespace=namespace)
         self.runtime = runtime
+        self.worker_index = worker_index
         name = address_of(actor, node=node, namespace=namespace).instance(
             instance_id or new_instance_id()
         )
@@ -198,7 +223,7 @@ class ActorInstance(ServedInstance):
             node or actor.__name__, {key: built.get(key, arguments[key]) for key in arguments}
         )
         publish_config(config, actor.__name__, name.component)
-        with inside_instance(name):
+        with inside_instance(name), _constructing(worker_index):
             with constructing(actor, config):
                 self.actor = actor.__dynbus_construct__(runtime, name, built)
             self.actor._dynbus_config = config  # pyright: ignore[reportPrivateUsage]

@@ -31,6 +31,9 @@ MAX_SERVERS: Final = 5
 _PREFIX: Final = "DYNBUS_"
 GRAPH_VARIABLE: Final = f"{_PREFIX}CONFIG"
 """The variable that configures a graph, which `dynbus run` reads; no field of the bus."""
+WORKER_INDEX: Final = f"{_PREFIX}WORKER_INDEX"
+WORKER_CORES: Final = f"{_PREFIX}WORKER_CORES"
+"""What `dynbus run` tells the processes of its instances, and so what those start."""
 _SCHEMES: Final = ("nats", "tls", "ws", "wss")
 _LISTS: Final = ("servers", "reply_prefixes")
 _BYTES: Final = (
@@ -195,7 +198,7 @@ def _unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
         f"{', '.join(known)}, and {_PREFIX}<Actor>__<argument> for an actor's argument"
         for name in environment
         if name.startswith(_PREFIX)
-        and name not in known
+        and name not in (*known, WORKER_INDEX, WORKER_CORES)
         and not _SERVICE_LINK.fullmatch(name)
         and ("__" not in name or name.replace("__", "_") in known)
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, cast
 
 import click
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from dynbus.actors.declaring.actor_config import SERVICE_KEY
 from dynbus.actors.declaring.arguments import build_arguments, defaults, extra_keys, is_from_file
 from dynbus.actors.declaring.redaction import shown
+from dynbus.actors.placing.allotment import Place
 from dynbus.actors.running.configuration import NodeOption, split_options
 from dynbus.actors.running.in_process import Assignment
 from dynbus.actors.running.plan import PlanRequest
@@ -22,6 +24,8 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.extras import has_extra, how_to_install
 from dynbus.bus.telemetry.health import parse_address
 from dynbus.bus.telemetry.logs import HIDDEN, LogFormat, redact_url
+
+_NOWHERE: Final[Mapping[str, Place]] = MappingProxyType({})
 
 
 class TargetsCommand(click.Command):
@@ -149,9 +153,19 @@ class _Setting(NamedTuple):
     origin: str
 
 
-def print_plan(run: LoadedRun, environment: Mapping[str, str], *, as_json: bool) -> None:
+def print_plan(
+    run: LoadedRun,
+    environment: Mapping[str, str],
+    *,
+    as_json: bool,
+    places: Mapping[str, Place] = _NOWHERE,
+) -> None:
     """Print what would be started, with every value as it would be used, defaults included, and
-    where it came from."""
+    where it came from.
+
+    Args:
+        places: of the instances, by label.
+    """
     rows: list[dict[str, Any]] = [
         {
             "address": str(a.address),
@@ -168,6 +182,11 @@ def print_plan(run: LoadedRun, environment: Mapping[str, str], *, as_json: bool)
         for a, origins in zip(run.assignments, run.origins, strict=True)
     ]
     settings = [list(_settings(*each)) for each in zip(rows, run.origins, strict=True)]
+    placed = {label: place for label, place in places.items() if str(place)}
+    for label, place in placed.items():
+        for row in rows:
+            if row["address"] == label.rpartition("/")[0]:
+                row.setdefault("placement", {})[label] = place
     bus = {name: getattr(run.config, name) for name in run.config.__struct_fields__}
     bus["servers"] = tuple(map(redact_url, run.config.servers))
     bus_origins = {name: _bus_origin(name, run, environment) for name in bus}
@@ -197,6 +216,12 @@ def print_plan(run: LoadedRun, environment: Mapping[str, str], *, as_json: bool)
             for row in rows
         ],
     )
+    if placed:
+        click.echo("")
+        print_table(
+            ("INSTANCE", "HAS"),
+            [(plain(label), plain(str(place))) for label, place in placed.items()],
+        )
     click.echo("")
     print_table(
         ("ACTOR", "SETTING", "VALUE", "ORIGIN"),

@@ -213,7 +213,11 @@ class Reloader:
         self._loads = True
         for warning in plan.warnings:
             logger.warning("%s", warning)
-        self._supervisor.use(plan.nodes, self._settings(plan), drain_grace=config.drain_grace)
+        self._supervisor.use(
+            *(plan.nodes, self._settings(plan)),
+            drain_grace=config.drain_grace,
+            machine=plan.machine,
+        )
         self._outdated.take(plan, self._files, loaded, self._failed())
         self._files.clear()
         self._watch.cover([*plan.files, *itertools.chain.from_iterable(loaded.values())])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from dynbus.actors.placing.allotment import Machine
 from dynbus.actors.running.child_messages import WorkerSettings
 from dynbus.actors.running.control import controlled
 from dynbus.actors.running.in_process import (
@@ -165,21 +166,27 @@ def execute(options: RunOptions) -> int:
 def _execute(options: RunOptions) -> tuple[Failure | None, int]:
     check_options(options)
     if options.dry_run:
-        run = load_run(options.request, os.environ)
-        for warning in run.warnings:
-            notice(f"dynbus: {warning}")
-        print_plan(run, os.environ, as_json=options.as_json)
+        _show_plan(options)
         return None, exit_codes.OK
     if options.in_process:
         run = load_run(options.request, os.environ)
         configure_logging(options.log_format, options.log_level)
-        _warn(run.warnings)
+        _warn([*run.warnings, *run.not_in_process()])
         return _in_process(run, options)
     configure_logging(options.log_format, options.log_level)
     if sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
         # Imports take seconds, of which a log that tells of more than warnings shows something.
         notice(f"dynbus: starting the actors of {', '.join(options.targets)}")
     return asyncio.run(_run_in_children(options))
+
+
+def _show_plan(options: RunOptions) -> None:
+    run = load_run(options.request, os.environ)
+    placed = None if options.in_process else run.placed(os.environ)
+    for warning in [*run.warnings, *(run.not_in_process() if placed is None else placed.warnings)]:
+        notice(f"dynbus: {warning}")
+    places = {} if placed is None else placed.places
+    print_plan(run, os.environ, as_json=options.as_json, places=places)
 
 
 def _warn(warnings: Sequence[str]) -> None:
@@ -230,6 +237,7 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
             settings(plan) if plan is not None else WorkerSettings([], {}),
             *(forks, ending),
             drain_grace=config.drain_grace,
+            machine=plan.machine if plan is not None else Machine(),
             lasting=options.reload,
         )
         await stack.enter_async_context(

@@ -26,6 +26,7 @@ PUBLIC_ATTRIBUTES: Final = (
     "on_stop",
     "report_broken",
     "runtime",
+    "worker_index",
 )
 """The names that `Actor` and its clients have for themselves."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, Final
 
@@ -94,6 +94,11 @@ class Resources:
         except ValueError as error:
             raise ConfigError(f"{source} = {brief_repr(value)}: {error}") from None
         return replace(self, **changed)
+
+    def declared(self) -> dict[str, Any]:
+        """Those that are declared, by their keys; memory in bytes."""
+        values = asdict(self).items()
+        return {key: each for key, each in values if each is not None and each is not False}
 
     def __str__(self) -> str:
         texts: list[str] = []

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from dynbus.actors.declaring.resources import Resources, memory_text
+from dynbus.bus.config import WORKER_CORES, WORKER_INDEX
 
 THREADS: Final = (
     "OMP_NUM_THREADS",
@@ -24,8 +25,6 @@ THREADS: Final = (
     "RAYON_NUM_THREADS",
 )
 """Variables by which libraries learn how many threads they may compute with."""
-WORKER_INDEX: Final = "DYNBUS_WORKER_INDEX"
-WORKER_CORES: Final = "DYNBUS_WORKER_CORES"
 INDEX: Final = "{index}"
 """In a declared variable: the index of the instance."""
 MAX_TOLD: Final = 8
@@ -39,7 +38,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         gpus: as `gpu_variable` names them.
         gpu_variable: what tells a process which GPUs it may use.
-        gpu_source: where the list of them comes from, or why there are none.
+        gpu_source: what tells the list of them, or why there are none.
         gpu_environment: further variables that a process needs to understand their names.
         cores: numbers of the cores that a process may use, those that share least with others
             first.
@@ -58,7 +57,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     limits_memory: bool = True
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one instance has; None leaves it as it is for the run.
 
     Attributes:
@@ -76,9 +75,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         texts: list[str] = []
         if self.gpus is not None:
-            texts.append(f"GPUs {', '.join(self.gpus)}" if self.gpus else "no GPU")
+            some = f"GPU{'s' * (len(self.gpus) > 1)} {', '.join(self.gpus)}"
+            texts.append(some if self.gpus else "no GPU")
         if self.cores is not None:
-            texts.append(f"cores {', '.join(map(str, sorted(self.cores)))}")
+            texts.append(
+                f"core{'s' * (len(self.cores) > 1)} {', '.join(map(str, sorted(self.cores)))}"
+            )
         elif self.threads is not None:
             texts.append(f"threads {self.threads}")
         if self.memory is not None:
@@ -97,15 +99,24 @@ class Wanted(NamedTuple):
     resources: Resources
 
 
+def all_of(address: str, resources: Resources, count: int) -> list[Wanted]:
+    """What the first `count` instances of a node are to have; they are numbered from 1."""
+    return [Wanted(f"{address}/{number}", resources) for number in range(1, count + 1)]
+
+
 class NoRoom(Exception):
     """Raised when the GPUs of the machine do not suffice; tells who has them."""
 
 
 class Allotment:
-    """Gives the GPUs and cores of a machine to instances."""
+    """Gives the GPUs and cores of a machine to instances.
+
+    Attributes:
+        machine: what there is; one that takes its place changes nothing of what was given.
+    """
 
     def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+        self.machine = machine
         self._places: dict[str, Place] = {}
         self._sharing: set[str] = set()
 
@@ -145,15 +156,6 @@ class Allotment:
         self._hold(wanted, place)
         return place
 
-    def hand_over(self, label: str, to: str) -> Place:
-        """Give the place of an instance that is gone to the one that replaces it."""
-        place = self._places.pop(label)
-        self._places[to] = place
-        if label in self._sharing:
-            self._sharing.remove(label)
-            self._sharing.add(to)
-        return place
-
     def free(self, label: str) -> None:
         """An instance is gone; one that has no place changes nothing."""
         self._places.pop(label, None)
@@ -170,16 +172,16 @@ class Allotment:
         if resources.cpu is not None:
             count = _whole_cores(resources)
             free = self._free_cores()
-            if pin and self._machine.pins and 0 < count <= len(free):
+            if pin and self.machine.pins and 0 < count <= len(free):
                 cores = free[:count]
-            usable = len(self._machine.cores) or 1
+            usable = len(self.machine.cores) or 1
             threads = min(math.ceil(resources.cpu), usable)
-        memory = resources.memory if self._machine.limits_memory else None
+        memory = resources.memory if self.machine.limits_memory else None
         return Place(gpus=gpus, cores=cores, threads=threads, memory=memory)
 
     def _free_cores(self) -> list[int]:
         taken = {core for place in self._places.values() for core in place.cores or ()}
-        return [core for core in self._machine.cores if core not in taken]
+        return [core for core in self.machine.cores if core not in taken]
 
     def _choose_gpus(self, wanted: Wanted) -> list[str] | None:
         count = wanted.resources.gpu
@@ -192,7 +194,7 @@ class Allotment:
             users.update(place.gpus or ())
             if label not in self._sharing:
                 exclusive.update(place.gpus or ())
-        free = [gpu for gpu in self._machine.gpus if gpu not in exclusive]
+        free = [gpu for gpu in self.machine.gpus if gpu not in exclusive]
         if shared:
             free.sort(key=lambda gpu: users[gpu])  # stable: the first of those used least
         else:
@@ -200,10 +202,10 @@ class Allotment:
         if len(free) < count:
             raise NoRoom(self._refusal(wanted, free))
         chosen = set(free[:count])
-        return [gpu for gpu in self._machine.gpus if gpu in chosen]
+        return [gpu for gpu in self.machine.gpus if gpu in chosen]
 
     def _refusal(self, wanted: Wanted, free: Sequence[str]) -> str:
-        machine, count = self._machine, wanted.resources.gpu
+        machine, count = self.machine, wanted.resources.gpu
         needs = f"{wanted.label} needs {count} GPU{'s' * (count != 1)}"
         if not machine.gpus:
             return (
@@ -212,7 +214,7 @@ class Allotment:
             )
         have = f"there {'is' if len(machine.gpus) == 1 else 'are'} {_listed(machine.gpus)}"
         if machine.gpu_source:
-            have += f" ({machine.gpu_source})"
+            have += f", by {machine.gpu_source}"
         taken = [
             f"{label} has {', '.join(place.gpus)}"
             for label, place in self._places.items()

@@ -14,9 +14,17 @@ from typing import Final
 
 import msgspec
 
+from dynbus.actors.declaring.resources import memory_text
 from dynbus.bus.errors import ConfigError
 
 from .allotment import CUDA, Machine
+
+NEARLY_FULL: Final = 0.9
+LEAKED: Final = 0.75
+"""Parts of a memory limit."""
+RAISE: Final = "raise ServiceArgs.resources.memory if it needs more"
+_REFUSALS: Final = ("cannot allocate memory", "can't allocate memory", "can't start new thread")
+"""In what PyTorch and the system raise that is no `MemoryError`."""
 
 VARIABLES: Final = (CUDA, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """What may say which GPUs there are, the one that counts first."""
@@ -48,6 +56,46 @@ def this_machine(environment: Mapping[str, str], *, with_gpus: bool) -> Machine:
     )
 
 
+class MemoryLimit:
+    """What is known of the limit of this process, while it serves.
+
+    Args:
+        count: bytes; see `limit_memory`.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __str__(self) -> str:
+        return f"the memory limit of {memory_text(self._count)}"
+
+    def explain(self, error: BaseException) -> str:
+        """What a message about the error is to say beside it; nothing where it is another."""
+        return f"; its process has {self}: {RAISE}" if _is_out_of_memory(error) else ""
+
+    def detail(self) -> str:
+        """How much of it is in use, where that is most of it."""
+        used = memory_in_use() / self._count
+        return f"{used:.0%} of {self}" if used >= NEARLY_FULL else ""
+
+    def reason_to_end(self) -> str:
+        """Why a process cannot go on in which a handler was refused memory: what it holds leaves no
+        room for others. Nothing where that one alone wanted too much."""
+        used = memory_in_use() / self._count
+        return f"{used:.0%} of {self} is in use: {RAISE}" if used >= LEAKED else ""
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        text = str(error).lower()
+        if isinstance(error, MemoryError) or any(each in text for each in _REFUSALS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def limit_memory(count: int) -> None:
     """Have the system refuse this process and those that it starts more memory of their own than
     `count` bytes, each; what then asks for more gets a `MemoryError`.
@@ -74,11 +122,9 @@ def _gpus(environment: Mapping[str, str]) -> Machine:
     for variable in VARIABLES:
         if variable in environment:
             text = environment[variable]
-            return Machine(
-                gpus=gpus_of_variable(variable, text),
-                gpu_variable=variable,
-                gpu_source=f"{variable}={text}",
-            )
+            gpus = gpus_of_variable(variable, text)
+            source = variable if gpus else f"{variable}={text}"
+            return Machine(gpus=gpus, gpu_variable=variable, gpu_source=source)
     numbers, source = _listed_gpus()
     # CUDA numbers GPUs by their speed unless told otherwise; nvidia-smi does not.
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if numbers else {}
@@ -131,12 +177,12 @@ def _listed_gpus() -> tuple[list[str], str]:
         else:
             gpus = gpus_of_listing(listed.stdout)
             if gpus:
-                return gpus, "by nvidia-smi"
+                return gpus, "nvidia-smi"
             lines = (listed.stdout + listed.stderr).split("\n")
             why = f"nvidia-smi -L finds none: {lines[0].strip()[:200]}"
     # The program is not in every container that has GPUs.
     count = len(list(NVIDIA.iterdir())) if NVIDIA.is_dir() else 0
-    return [str(number) for number in range(count)], f"by {NVIDIA}" if count else why
+    return [str(number) for number in range(count)], str(NVIDIA) if count else why
 
 
 # Cores ----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import contextlib
 import enum
 import logging
 import os
+import signal
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any, Final
 import anyio
 import msgspec
 
+from dynbus.actors.declaring.resources import memory_text
+from dynbus.actors.placing.allotment import Placement
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
@@ -48,6 +51,9 @@ GROUP_SECONDS: Final = 3.0
 """Seconds that what a process started has to be gone after it: its guard kills it."""
 GROUP_POLL: Final = 0.02
 
+_OUT_OF_MEMORY: Final = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+"""How programs end that are refused memory and cannot say so."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -67,6 +73,8 @@ class Child:
     Attributes:
         label: `namespace.component/number`, as messages and the process list name it.
         node: what it is an instance of.
+        placed: what its process has of the machine.
+        index: which of its instances it is, from 0; the one that replaces it has it too.
         required: whether the run ends where it does not start.
         keeping: cancelled to end it now.
         settled: set when it has been ready, or has ended.
@@ -83,10 +91,13 @@ class Child:
         number: int,
         settings: WorkerSettings,
         *,
+        placed: Placement = Placement(),  # noqa: B008 - nothing can change it
         required: bool = False,
     ) -> None:
         self.node = node
         self.number = number
+        self.placed = placed
+        self.index = placed.index
         self.required = required
         self.keeping = anyio.CancelScope()
         self.label = f"{node.address}/{number}"
@@ -107,6 +118,7 @@ class Child:
             *(node.actor, node.values, node.texts, settings),
             dependencies=list(node.dependencies),
             enabled=node.enabled,
+            placed=placed,
         )
         self._process: Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -144,6 +156,7 @@ class Child:
             OSError: there is no process, since none could be made.
         """
         self.state, self.failure, self.ready_at = ChildState.LOADING, None, None
+        self.details = {}
         process, reader, writer = await forks.open(ForkProcess("worker", self.label))
         self._process, self._writer, heard = process, writer, asyncio.Event()
         self.send(self._load)
@@ -187,6 +200,17 @@ class Child:
                 with anyio.move_on_after(STOP_SECONDS, shield=True):
                     await ended()
             raise
+
+    def memory_note(self, code: int | None) -> str:
+        """What is to be said of the memory limit of a process that has ended so."""
+        limit = self.node.resources.memory
+        if limit is None:
+            return ""
+        if "memory" in self.details:
+            return f"; {self.details['memory']} was in use"
+        if code in _OUT_OF_MEMORY:
+            return f"; its memory limit is {memory_text(limit)}"
+        return ""
 
     def collect_metrics(self) -> asyncio.Future[str]:
         """Ask the process for its metrics page; cancelled when it ends before it answers.

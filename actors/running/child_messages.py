@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from dynbus.actors.placing.allotment import Placement
 from dynbus.bus.telemetry.logs import LogFormat
 
 
@@ -45,6 +46,7 @@ class LoadActor(msgspec.Struct, frozen=True, tag="load_actor"):
     settings: WorkerSettings
     enabled: bool = True
     dependencies: list[str] = []
+    placed: Placement = Placement()
 
 
 class StartInstance(msgspec.Struct, frozen=True, tag="start_instance"):

@@ -60,6 +60,7 @@ class Assignment(NamedTuple):
         service: how it is served; its namespace is the class's own where that is empty.
         instance_id: of its only worker, where it is known before; it must be random.
         node: the name under which it is called; the class's component unless given.
+        worker_index: of its first worker among those of the node.
     """
 
     actor: type[Actor]
@@ -67,17 +68,19 @@ class Assignment(NamedTuple):
     service: ServiceArgs = ServiceArgs()
     instance_id: str = ""
     node: str = ""
+    worker_index: int = 0
 
     @property
     def address(self) -> ComponentName:
         """Where its instances are on the bus."""
         return address_of(self.actor, node=self.node, namespace=self.service.namespace)
 
-    def instance(self, runtime: Runtime, instance_id: str = "") -> ActorInstance:
+    def instance(self, runtime: Runtime, instance_id: str = "", *, index: int = 0) -> ActorInstance:
         """A further instance, which is not started yet.
 
         Args:
             instance_id: one that nobody else can have.
+            index: which of the instances of this process it is, from 0.
         """
         return ActorInstance(
             runtime,
@@ -88,6 +91,7 @@ class Assignment(NamedTuple):
             node=self.node,
             namespace=self.service.namespace,
             enabled=self.service.enabled,
+            worker_index=self.worker_index + index,
         )
 
 
@@ -216,9 +220,9 @@ async def _start_all(
 ) -> list[tuple[Assignment, ActorInstance]]:
     instances: list[tuple[Assignment, ActorInstance]] = []
     for assignment in assignments:
-        for _ in range(assignment.service.workers):
+        for index in range(assignment.service.workers):
             try:
-                instance = assignment.instance(runtime, assignment.instance_id)
+                instance = assignment.instance(runtime, assignment.instance_id, index=index)
                 await runtime.serve(instance)
                 instances.append((assignment, instance))
             except (ConfigError, PermissionDenied, Unavailable):
@@ -251,6 +255,7 @@ async def _keep(
 ) -> None:
     """Restart an actor whenever it has reported that it is broken."""
     address, policy = assignment.address, RestartPolicy()
+    index = instance.worker_index - assignment.worker_index
     began = monotonic()
     await instance.stopped.wait()
     error: Exception = InstanceBroken(instance)
@@ -268,7 +273,7 @@ async def _keep(
         await anyio.sleep(pause)
         began = monotonic()
         try:
-            instance = await runtime.serve(assignment.instance(runtime))
+            instance = await runtime.serve(assignment.instance(runtime, index=index))
         except Exception as failure:
             logger.exception("%s failed to restart", address)
             error, began = failure, monotonic()

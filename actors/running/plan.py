@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from dynbus.actors.declaring.resources import Resources
 from dynbus.actors.declaring.restart_policy import OnCrash
+from dynbus.actors.placing.allotment import Machine
 
 from .configuration import NodeOption
 
@@ -44,6 +46,8 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
         endpoints: `unary` or `stream`, by name.
         workers: the number of its instances.
         enabled: whether they are announced.
+        resources: what each of them needs of the machine.
+        environment: variables of their processes.
         values, texts: constructor arguments; the texts are still to be read.
     """
 
@@ -55,6 +59,8 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: dict[str, Literal["stream", "unary"]] = {}
     on_crash: OnCrash = "restart"
     enabled: bool = True
+    resources: Resources = Resources()
+    environment: dict[str, str] = {}
     values: dict[str, Any] = {}
     texts: dict[str, str] = {}
 
@@ -69,6 +75,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         sources: where they came from, for messages.
         warnings: what is probably a mistake and does not keep the run from starting.
         files: those of the user's that were loaded to find all this out, as real paths.
+        machine: what the instances are placed on; nothing until that was looked at.
     """
 
     nodes: list[PlannedNode]
@@ -77,6 +84,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     sources: dict[str, str]
     warnings: list[str]
     files: list[str] = []
+    machine: Machine = Machine()
 
     @property
     def addresses(self) -> dict[str, list[str]]:

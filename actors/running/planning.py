@@ -13,11 +13,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Final, NamedTuple
 
 import msgspec
 
 from dynbus.actors.declaring.actor import address_of
 from dynbus.actors.declaring.arguments import Text
+from dynbus.actors.declaring.service_args import ServiceArgs
+from dynbus.actors.placing.allotment import (
+    Allotment,
+    Machine,
+    NoRoom,
+    Place,
+    all_of,
+    warnings_of,
+)
+from dynbus.actors.placing.machine import this_machine
 from dynbus.bus import exit_codes
 from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import ConfigError
@@ -40,6 +51,9 @@ from .loader import load_targets, reference
 from .plan import Plan, PlannedNode, PlanRequest
 from .processes import ForkProcess, ForkServer, exit_text
 from .worker import guard_group
+
+READ_AT_START: Final = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "PYTHONPATH"}
+"""Variables that the process of an instance has read before it is told its own."""
 
 
 class PlanFailed(Exception):
@@ -95,6 +109,52 @@ class LoadedRun:
             warnings=self.warnings,
             files=loaded_files(),
         )
+
+    def placed(self, environment: Mapping[str, str]) -> PlacedRun:
+        """Where its instances are on this machine.
+
+        Raises:
+            ConfigError: the machine has too few GPUs, or a node sets the variable that names them.
+        """
+        services = {str(each.address): each.service for each in self.assignments}
+        wants_gpus = any(service.resources.gpu is not None for service in services.values())
+        machine = this_machine(environment, with_gpus=wants_gpus)
+        variable = machine.gpu_variable
+        for address, service in services.items():
+            if service.resources.gpu is not None and variable in service.environment:
+                raise ConfigError(
+                    f"{address} declares gpu {service.resources.gpu} and sets {variable} in its "
+                    "environment: leave one of them out"
+                )
+        counts = [(address, each.resources, each.workers) for address, each in services.items()]
+        try:
+            places = Allotment(machine).take_all(wanted for c in counts for wanted in all_of(*c))
+        except NoRoom as error:
+            raise ConfigError(str(error)) from None
+        late = [
+            f"{address} sets {name}, which only programs that it starts will notice: its own "
+            "process runs already"
+            for address, service in services.items()
+            for name in sorted(READ_AT_START & service.environment.keys())
+        ]
+        return PlacedRun(machine, places, [*warnings_of(machine, counts, places), *late])
+
+    def not_in_process(self) -> list[str]:
+        """A warning for each actor that declares what only a process of its own can have."""
+        return [
+            f"--in-process: {each.address} runs without {' and '.join(left)}, for which it would "
+            "need a process of its own"
+            for each in self.assignments
+            if (left := _declared(each.service))
+        ]
+
+
+class PlacedRun(NamedTuple):
+    """Where the instances of a run are, by label, on which machine, and what is not in force."""
+
+    machine: Machine
+    places: dict[str, Place]
+    warnings: list[str]
 
 
 def load_run(request: PlanRequest, environment: Mapping[str, str]) -> LoadedRun:
@@ -167,10 +227,18 @@ def planned(
         },
         endpoints={spec.name: spec.kind for spec in actor.__dynbus_handlers__.values()},
         on_crash=assignment.service.on_crash,
+        resources=assignment.service.resources,
+        environment=dict(assignment.service.environment),
         enabled=assignment.service.enabled,
         values={name: value for name, value in given.items() if not isinstance(value, Text)},
         texts={name: str(value) for name, value in given.items() if isinstance(value, Text)},
     )
+
+
+def _declared(service: ServiceArgs) -> list[str]:
+    resources, names = str(service.resources), ", ".join(sorted(service.environment))
+    found = [f"its resources ({resources})"] if resources else []
+    return [*found, f"its environment ({names})"] if names else found
 
 
 def _bus(
@@ -244,7 +312,13 @@ def main() -> None:
     configure_logging(asked.log_format, asked.log_level)
     told: PlanMade | PlanRefused
     try:
-        told = PlanMade(load_run(asked.request, os.environ).plan())
+        run = load_run(asked.request, os.environ)
+        machine, _, warnings = run.placed(os.environ)
+        told = PlanMade(
+            msgspec.structs.replace(
+                run.plan(), machine=machine, warnings=[*run.warnings, *warnings]
+            )
+        )
     except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the parent
         told = PlanRefused(*failure_of(error))
     connection.sendall(msgspec.json.encode(told) + b"\n")

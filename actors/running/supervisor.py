@@ -22,6 +22,14 @@ import anyio
 from anyio.abc import TaskGroup
 
 from dynbus.actors.declaring.restart_policy import RestartPolicy
+from dynbus.actors.placing.allotment import (
+    Allotment,
+    Machine,
+    NoRoom,
+    Wanted,
+    all_of,
+    placement,
+)
 from dynbus.actors.serving.instance import CANCEL_TIMEOUT, STOP_TIMEOUT
 from dynbus.bus import exit_codes
 from dynbus.bus.background import task_group
@@ -64,6 +72,7 @@ class Supervisor:
         drain_grace: seconds that all children together have to end tidily.
         lasting: whether the run goes on when an instance does not start or ends for good: it
             waits for a change that mends it.
+        machine: what the instances are placed on; it has enough GPUs for those of the nodes.
 
     Attributes:
         nodes: what can be started, by address, dependencies first.
@@ -83,13 +92,22 @@ class Supervisor:
         *,
         drain_grace: float,
         lasting: bool = False,
+        machine: Machine = Machine(),  # noqa: B008 - nothing can change it
         policy: Callable[[], RestartPolicy] = RestartPolicy,
     ) -> None:
         self.nodes = {node.address: node for node in nodes}
+        self._machine = machine
+        self._allotment = Allotment(machine)
+        wanted = {n.address: all_of(n.address, n.resources, n.workers) for n in nodes}
+        places = self._allotment.take_all(itertools.chain.from_iterable(wanted.values()))
         self.children = [
-            Child(node, number, settings, required=True)
+            Child(
+                *(node, index + 1, settings),
+                placed=placement(machine, places[each.label], index, node.environment),
+                required=True,
+            )
             for node in nodes
-            for number in range(1, node.workers + 1)
+            for index, each in enumerate(wanted[node.address])
         ]
         self._settings = settings
         self._changing = asyncio.Lock()
@@ -215,14 +233,15 @@ class Supervisor:
             await self._forget_ended(address)
             children = self.instances(address)
             if len(children) < count:
-                await self._add(self.nodes[address], count - len(children))
+                await self._add(await self._more(self.nodes[address], count - len(children)))
             await self._part_with(children[count:], overlap)
 
     async def restart(
         self, address: str, count: int | None = None, *, overlap: bool = False
     ) -> None:
         """Replace the instances of a node, one after the other: each is drained when the one that
-        replaces it is ready. When this is cancelled, those that are not replaced go on.
+        replaces it is ready, or before that one starts where it needs the GPUs of the former. When
+        this is cancelled, those that are not replaced go on.
 
         Args:
             count: how many there are to be afterwards; as many as before when None.
@@ -232,19 +251,26 @@ class Supervisor:
             ChangeFailed: an instance did not start; those that are not replaced go on.
         """
         async with self._changing:
-            old = self.instances(address)
+            node, old = self.nodes[address], self.instances(address)
             count = len(old) if count is None else count
-            for number in range(count):
-                await self._add(self.nodes[address], 1)
-                await self._part_with(old[number : number + 1], overlap)
+            for former in old[:count]:
+                await self._replace(former, node, overlap)
+            for _ in range(count - len(old)):
+                await self._add(await self._more(node, 1))
             await self._part_with(old[count:], overlap)
 
     def use(
-        self, nodes: Sequence[PlannedNode], settings: WorkerSettings, *, drain_grace: float
+        self,
+        nodes: Sequence[PlannedNode],
+        settings: WorkerSettings,
+        *,
+        drain_grace: float,
+        machine: Machine,
     ) -> None:
         """Start what follows by another plan; the instances that are there stay as they are."""
         self.nodes = {node.address: node for node in nodes}
         self._settings = settings
+        self._machine = self._allotment.machine = machine
         if not self.ending.asked.is_set():
             self._grace = drain_grace
         for child in self.children:
@@ -280,18 +306,90 @@ class Supervisor:
         """Give up instances that have ended and do not restart: others take their place."""
         await self._retire([child for child in self.instances(address) if child.ended.is_set()])
 
-    async def _add(self, node: PlannedNode, count: int) -> None:
-        """Start further instances of a node, and wait until they are ready.
+    async def _replace(self, former: Child, node: PlannedNode, overlap: bool) -> None:
+        """Start what replaces an instance, and drain that; first where its GPUs are needed.
+
+        Raises:
+            ChangeFailed: the new one did not start.
+        """
+        try:
+            added = await self._new_child(node, former.index)
+        except NoRoom:
+            logger.info("%s is drained first: what replaces it needs its GPUs", former.label)
+            await self._retire([former])
+            await self._add(await self._more(node, 1))
+        else:
+            await self._add([added])
+            await self._part_with([former], overlap)
+
+    async def _more(self, node: PlannedNode, count: int) -> list[Child]:
+        """Further instances of a node, with the lowest indices that are free.
+
+        Raises:
+            ChangeFailed: there is no room for one of them.
+        """
+        used = {child.index for child in self.instances(node.address)}
+        free = (index for index in itertools.count() if index not in used)
+        made: list[Child] = []
+        try:
+            for _ in range(count):
+                made.append(await self._new_child(node, next(free), beside=made))
+        except NoRoom as error:
+            self._give_up(made)
+            raise ChangeFailed(str(error)) from None
+        except asyncio.CancelledError:
+            self._give_up(made)
+            raise
+        return made
+
+    async def _new_child(
+        self, node: PlannedNode, index: int, *, beside: Sequence[Child] = ()
+    ) -> Child:
+        """A further instance of a node, which has a place and is not started yet.
+
+        Instances that are leaving are waited for where they have the GPUs that it needs.
+
+        Args:
+            beside: others that were made and are not the run's yet.
+
+        Raises:
+            NoRoom: there are too few GPUs.
+        """
+        there = [*self.children, *beside]
+        taken = {child.number for child in there if child.node.address == node.address}
+        number = next(number for number in itertools.count(1) if number not in taken)
+        while True:
+            try:
+                place = self._allotment.take(Wanted(f"{node.address}/{number}", node.resources))
+                break
+            except NoRoom:
+                leaving = [c for c in self.children if c.is_leaving and not c.ended.is_set()]
+                holding = [child for child in leaving if child.placed.place.gpus]
+                if not holding:
+                    raise
+                await holding[0].ended.wait()
+        placed = placement(self._machine, place, index, node.environment)
+        return Child(node, number, self._settings, placed=placed)
+
+    def _give_up(self, children: Sequence[Child]) -> None:
+        """Forget instances that were made and are not started."""
+        for child in children:
+            self._allotment.free(child.label)
+
+    async def _add(self, added: Sequence[Child]) -> None:
+        """Start new instances, and wait until they are ready.
 
         Raises:
             ChangeFailed: one did not start; those that did are drained again.
         """
-        taken = {child.number for child in self.children if child.node.address == node.address}
-        free = (number for number in itertools.count(1) if number not in taken)
-        added = [Child(node, next(free), self._settings) for _ in range(count)]
-        await self._runs.wait()
+        try:
+            await self._runs.wait()
+        except asyncio.CancelledError:
+            self._give_up(added)
+            raise
         assert self._tasks is not None
         if self.ending.asked.is_set():
+            self._give_up(added)
             raise ChangeFailed("the run is ending")
         self.children += added
         for child in added:
@@ -354,6 +452,7 @@ class Supervisor:
             self._fail(Failure(exit_codes.FAILURE, text, failure_of(error).traceback))
         finally:
             child.state = ChildState.ENDED
+            self._allotment.free(child.label)
             child.settled.set()
             child.ended.set()
 
@@ -362,7 +461,8 @@ class Supervisor:
         policy = self._policy()
         while not self._is_over(child):
             try:
-                why = exit_text(await child.run(self.forks, partial(self._start, child)))
+                code = await child.run(self.forks, partial(self._start, child))
+                why = exit_text(code) + child.memory_note(code)
             except OSError as error:
                 why = f"its process could not be started: {error}"
             if self._is_over(child):

@@ -35,6 +35,8 @@ from dynbus.actors.declaring.actor import check_servable, keep_dependencies
 from dynbus.actors.declaring.actor_config import ActorConfig, publish_config
 from dynbus.actors.declaring.arguments import Text
 from dynbus.actors.declaring.service_args import ServiceArgs
+from dynbus.actors.placing.applying import take_place
+from dynbus.actors.placing.machine import MemoryLimit
 from dynbus.actors.runtime import Runtime
 from dynbus.actors.serving.instance import InstanceBroken, new_instance_id
 from dynbus.bus import exit_codes
@@ -180,6 +182,7 @@ class Worker:
         self._shut_telemetry: Callable[[], object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: Ending | None = None
+        self._memory: MemoryLimit | None = None
 
     def run(self) -> int:
         """Serve until told to end; returns the exit code.
@@ -221,6 +224,7 @@ class Worker:
         configure_logging(
             settings.log_format, settings.log_level, actor=address, instance=self._instance_id
         )
+        self._memory = take_place(self._label, load.placed)
         namespace, _, component = address.partition(".")
         given = load.values | {name: Text(text) for name, text in load.texts.items()}
         # The module may read it while it is imported.
@@ -251,6 +255,7 @@ class Worker:
             ServiceArgs(namespace=namespace, enabled=load.enabled),
             instance_id=self._instance_id,
             node=component,
+            worker_index=load.placed.index,
         )
 
     async def _serve(self, assignment: Assignment, load: LoadActor) -> int:
@@ -263,7 +268,7 @@ class Worker:
                 started=self._started,
                 addresses=load.settings.addresses,
             )
-        except _FAILURES as error:
+        except (*_FAILURES, MemoryError) as error:
             return self._fail(error)
         return exit_codes.OK
 
@@ -282,11 +287,22 @@ class Worker:
         known: dict[str, str] = {}
         told: dict[str, str] = {}
         while True:
-            found, details = problems_of(runtime), runtime.bus.status.read()
+            found, details = problems_of(runtime), dict(runtime.bus.status.read())
+            if self._memory is not None:
+                self._watch_memory(self._memory, runtime, details)
             if found.keys() != known.keys() or details != told:
                 known, told = found, details
                 self._channel.send(HealthChanged(found, details))
             await anyio.sleep(HEALTH_INTERVAL)
+
+    def _watch_memory(self, limit: MemoryLimit, runtime: Runtime, details: dict[str, str]) -> None:
+        if detail := limit.detail():
+            details["memory"] = detail
+        for instance in list(runtime.instances.values()):
+            execution = instance.server.execution
+            refused, execution.memory_refused = execution.memory_refused, False
+            if refused and (reason := limit.reason_to_end()):
+                instance.report_broken(reason)
 
     def _obey(self, command: Command) -> None:
         assert self._ending is not None
@@ -325,6 +341,9 @@ class Worker:
 
     def _fail(self, error: BaseException) -> int:
         failure = failure_of(error)
+        if self._memory is not None:
+            message = failure.message + self._memory.explain(error)
+            failure = failure._replace(message=message)
         self._channel.send(InstanceFailed(*failure))
         return failure.code
 

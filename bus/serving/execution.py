@@ -62,6 +62,7 @@ class Execution:
     Attributes:
         draining: whether new calls are refused.
         load: calls that run or wait.
+        memory_refused: whether a handler was refused memory since whoever watches looked last.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Execution:
         self._retired = retired
         self.draining = False
         self.load = 0
+        self.memory_refused = False
         self._instance_id = instance_id
         # Handlers start from the variables of whoever started the instance: those of the
         # message that happens to be read would leak one caller's into another's call.
@@ -293,6 +295,7 @@ class Execution:
             call.reply.fail(Draining("the instance was stopped"))
             return False
         else:
+            self.memory_refused = self.memory_refused or isinstance(error, MemoryError)
             logger.exception(
                 "%s raised in request %s", call.served.address, call.context.id, exc_info=whole
             )
