@@ -28,6 +28,7 @@ DEFAULT_URL: Final = "nats://127.0.0.1:4222"
 MAX_BYTES: Final = 2**40
 """A terabyte: more than the memory of any machine that would hold it."""
 MAX_SERVERS: Final = 5
+SCHEMA_CHECKS: Final = ("refuse", "warn", "off")
 _PREFIX: Final = "DYNBUS_"
 GRAPH_VARIABLE: Final = f"{_PREFIX}CONFIG"
 """The variable that configures a graph, which `dynbus run` reads; no field of the bus."""
@@ -78,6 +79,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         drain_grace: seconds that calls have to finish when an instance goes away.
         reply_prefixes: where plain NATS clients may ask to be answered.
         debug: send a handler's traceback to its caller.
+        schema_check: what a typed client does about an instance of another version of its class
+            that cannot serve it: `refuse` to call it, `warn`, or `off`.
     """
 
     servers: tuple[str, ...] = (DEFAULT_URL,)
@@ -96,6 +99,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     drain_grace: float = 30.0
     reply_prefixes: tuple[str, ...] = DEFAULT_REPLY_PREFIXES
     debug: bool = False
+    schema_check: str = SCHEMA_CHECKS[0]
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "servers", tuple(map(_with_scheme, self.servers)))
@@ -268,6 +272,8 @@ def _problem(name: str, value: Any) -> str:
         return f"it must be 1 to {MAX_SERVERS}, which is what JetStream takes"
     if name == "drain_grace" and not 0 <= value <= MAX_SECONDS:
         return f"it must be 0 to {MAX_SECONDS:g} seconds"
+    if name == "schema_check" and value not in SCHEMA_CHECKS:
+        return f"write one of {', '.join(SCHEMA_CHECKS)}"
     return ""
 
 

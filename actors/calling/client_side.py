@@ -13,18 +13,25 @@ from dynbus.bus.protocol.names import ComponentName
 from dynbus.bus.records.discovery import Discovery
 from dynbus.bus.transport import ConnectionState
 
+from .schema_check import SchemaCheck
+
 
 class ClientSide:
     """One process as the caller of others: its calls, and the instances that it knows.
 
     Attributes:
         bus: the connections, which belong to somebody else.
+        schema_check: None where the classes of clients and instances are not compared.
     """
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.caller = Caller(bus)
         self.discovery = Discovery(bus, self.caller.is_heard)
+        check = bus.config.schema_check
+        self.schema_check = (
+            None if check == "off" else SchemaCheck(self.caller, refuses=check == "refuse")
+        )
         self._connected = asyncio.Event()
         self._connected.set()
         self._closed = False

@@ -436,6 +436,7 @@ def _invoker(spec: HandlerSpec) -> Callable[..., Invocation]:
     default = spec.default
     has_default = default is not Parameter.empty
     streaming, timeout, idempotent = spec.streaming, spec.timeout, spec.idempotent
+    migration_limit, schemas = spec.migration_limit, spec.schemas
 
     def invoke(client: ActorClient, request: tuple[Any, ...], named: dict[str, Any]) -> Invocation:
         # A client's own attributes are private: every other name is a handler's.
@@ -467,7 +468,8 @@ def _invoker(spec: HandlerSpec) -> Callable[..., Invocation]:
             streaming=streaming,
             timeout=timeout,
             idempotent=idempotent,
-            migration_limit=spec.migration_limit,
+            migration_limit=migration_limit,
+            schemas=schemas,
             options=combined(
                 current_options(),
                 client._options,  # pyright: ignore[reportPrivateUsage]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynbus.actors.declaring.codec import Misfit
+from dynbus.actors.declaring.schemas import HandlerSchemas
 from dynbus.bus.calling.pending_call import CallHead, PendingCall
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, current_context
@@ -63,6 +64,8 @@ class Invocation:
     Args:
         streaming: None when only the instances' records can tell (untyped calls).
         timeout: seconds used when neither options nor parent give less; None for no limit.
+        schemas: of the client's class, to be compared with those of instances; None for a client
+            that has none.
         options: of this very call.
     """
 
@@ -81,6 +84,7 @@ class Invocation:
         "_parent",
         "_priority",
         "_retry_policy",
+        "_schemas",
         "_selection",
         "_wait_until",
         "data",
@@ -104,6 +108,7 @@ class Invocation:
         timeout: float | None = DEFAULT_TIMEOUT,
         idempotent: bool = False,
         migration_limit: int = 0,
+        schemas: HandlerSchemas | None = None,
         options: CallOptions,
         parent: Context | None = None,
     ) -> None:
@@ -119,6 +124,7 @@ class Invocation:
         self._idempotent = idempotent or bool(options.get("idempotency_key"))
         self._migration_limit = migration_limit
         self._parent = parent
+        self._schemas = schemas
         self._attempt: Attempt | None = None
         self._attempts = 0
         self._left = False
@@ -202,13 +208,36 @@ class Invocation:
         self.instance_id = attempt.instance_id
         self._attempts += 1
         streaming = bool(self.streaming)
-        selection.check_kind(attempt.instance_id, streaming=streaming, declared=self._declared)
+        chosen_hash = selection.check_kind(
+            attempt.instance_id, streaming=streaming, declared=self._declared
+        )
+        own = self._schemas
+        if own is not None and chosen_hash and chosen_hash != own.hash:
+            await self._check_schemas(own, chosen_hash)
         if attempt.metadata is not None:
             fields = {**fields, headers.METADATA: attempt.metadata}
         head = CallHead(
             self.endpoint, self.request_id, self._deadline, self._attempts, streaming, fields
         )
         return attempt.send(side.caller, head, self.data, self._parent)
+
+    async def _check_schemas(self, own: HandlerSchemas, theirs: str) -> None:
+        """See to it that the chosen instance can serve, although its class is another version.
+
+        Raises:
+            InvalidRequest: it cannot; another instance may.
+            DeadlineExceeded: that was not found out in time.
+            Cancelled: the call was left.
+        """
+        check = self.side.schema_check
+        if check is None or not own.hash:
+            return
+        await check.check(
+            *(self.endpoint, self.instance_id, own, theirs),
+            left=self._time_left(),
+            request_id=self.request_id,
+        )
+        self._check_not_left()
 
     async def unary(self, decode: Callable[[bytes], Any]) -> Any:
         """The result of a unary call, over as many attempts as are safe.

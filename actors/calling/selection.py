@@ -161,8 +161,9 @@ class Selection:
         known = [named, *others] if named is not None else others
         return first_kind(known, self._endpoint) == "stream"
 
-    def check_kind(self, instance_id: str, *, streaming: bool, declared: bool) -> None:
-        """Refuse a call whose result would be lost, or never come.
+    def check_kind(self, instance_id: str, *, streaming: bool, declared: bool) -> str:
+        """The hash of what the endpoint reads and writes there, empty where it is not known, of
+        an instance that a call may go to: its result would not be lost, and comes.
 
         Args:
             streaming: how the call is made.
@@ -174,11 +175,11 @@ class Selection:
         """
         instance = self._find(instance_id)
         if instance is None:
-            return
-        endpoints = instance.record.endpoints
-        if endpoints.get(self._endpoint.endpoint) == ("stream" if streaming else "unary"):
+            return ""
+        record, name = instance.record, self._endpoint.endpoint
+        if record.endpoints.get(name) == ("stream" if streaming else "unary"):
             # As nearly every call finds it.
-            return
+            return record.schemas.get(name, "")
         refusal = wrong_kind(
             instance,
             self._endpoint,
@@ -188,6 +189,7 @@ class Selection:
         )
         if refusal is not None:
             raise refusal
+        return ""
 
     # Routers of users ------------------------------------------------------------------------
 

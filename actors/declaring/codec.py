@@ -23,6 +23,7 @@ import msgspec
 import pydantic
 import pydantic_core
 from pydantic.dataclasses import is_pydantic_dataclass
+from pydantic.json_schema import GenerateJsonSchema
 
 from .brief_repr import brief_repr
 from .finite import (
@@ -47,6 +48,16 @@ _STRUCT_REFUSALS: Final = (msgspec.MsgspecError, TypeError, ValueError, Recursio
 Unicode."""
 
 
+class _Written(GenerateJsonSchema):
+    """Makes the schema of what is written: fields with a default are, and are in `required`."""
+
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        if field["type"] == "typed-dict-field":
+            return super().field_is_required(field, total)
+        excluded = field.get("serialization_exclude") or "serialization_exclude_if" in field
+        return not excluded
+
+
 class Codec:
     """Encodes and validates values of one annotation.
 
@@ -59,9 +70,11 @@ class Codec:
 
     __slots__ = (
         "_adapter",
+        "_aliased",
         "_changeable",
         "_list_adapter",
         "_marks",
+        "_schemas",
         "_to_json",
         "_total",
         "_type",
@@ -75,6 +88,7 @@ class Codec:
         self._adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(annotation)
         self._validate_json: Callable[[bytes], Any] = self._adapter.validator.validate_json
         self._list_adapter: pydantic.TypeAdapter[list[Any]] | None = None
+        self._schemas: dict[bool, dict[str, Any]] = {}
         refuse_bytes(self._adapter.core_schema)
         parts = list(parts_of(self._adapter.core_schema))
         self._type: Any = annotation if _is_data_class(annotation) else None
@@ -83,9 +97,9 @@ class Codec:
         self._changeable = any(part.get("type") in ("model", "dataclass") for part in parts)
         to_json = self._adapter.serializer.to_json
         # What is read by an alias has to be written by it.
-        aliased = any("validation_alias" in part for part in parts)
+        self._aliased = any("validation_alias" in part for part in parts)
         self._to_json: Callable[..., bytes] = (
-            partial(to_json, by_alias=True) if aliased else to_json
+            partial(to_json, by_alias=True) if self._aliased else to_json
         )
         self._marks = marks_of_floats(self._adapter.core_schema)
         self._total = total_of(self._adapter.core_schema) if self._marks else None
@@ -191,9 +205,22 @@ class Codec:
             raise Misfit("an item is not one JSON value")
         return list(values)
 
-    def schema(self) -> dict[str, Any]:
-        """The JSON schema."""
-        return self._adapter.json_schema()
+    def schema(self, *, written: bool = False) -> dict[str, Any]:
+        """The JSON schema of what is read; or of what is `written`, computed fields included.
+
+        It is made once, and not to be changed.
+        """
+        made = self._schemas.get(written)
+        if made is None:
+            adapter = self._adapter
+            made = self._schemas[written] = (
+                adapter.json_schema(
+                    mode="serialization", by_alias=self._aliased, schema_generator=_Written
+                )
+                if written
+                else adapter.json_schema()
+            )
+        return made
 
     def _check_finite(self, value: Any, data: bytes) -> None:
         if not self._marks:
@@ -270,7 +297,7 @@ class StructCodec:
     def decode_many(self, items: Sequence[bytes]) -> list[Any]:
         return [self.decode(item) for item in items]
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self, *, written: bool = False) -> dict[str, Any]:
         return msgspec.json.schema(self.annotation)
 
 
@@ -315,7 +342,7 @@ class WholeCodec:
     def decode_many(self, items: Sequence[bytes]) -> list[Any]:
         return list(items) if self.annotation is bytes else [self.decode(item) for item in items]
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self, *, written: bool = False) -> dict[str, Any]:
         # Any JSON value, or what is no JSON at all.
         binary = {"contentMediaType": "application/octet-stream"}
         return binary if self.annotation is bytes else {}

@@ -23,6 +23,7 @@ from .codec import AnyCodec, Misfit, codec_for
 from .raw_bytes import HoldsBytes
 from .reply import PARAMETER as REPLY
 from .reply import HandlerDecorator, Replies, RepliesTo, is_reply, is_typed_as_reply, takes_reply
+from .schemas import HandlerSchemas, schemas_of
 from .shapes import describe_request
 
 A = TypeVar("A")
@@ -117,6 +118,12 @@ class HandlerSpec:
                 raise ConfigError(f"{self.label}: annotate what it yields, for example {example}")
             annotation = arguments[0]
         return self._codec(annotation, "the result")
+
+    @cached_property
+    def schemas(self) -> HandlerSchemas:
+        """The JSON schemas of request and result, and their hash."""
+        has_default = self.default is not inspect.Parameter.empty
+        return schemas_of(self.request_codec, self.result_codec, request_has_default=has_default)
 
     def _codec(self, annotation: Any, what: str) -> AnyCodec:
         try:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from dynbus.actors.declaring.brief_repr import brief_repr
-from dynbus.actors.declaring.codec import AnyCodec
 from dynbus.actors.declaring.handlers import HandlerSpec, spec_of
 from dynbus.actors.declaring.reply import Reply
+from dynbus.actors.declaring.schemas import encode_schemas, schema_of
 from dynbus.bus.context import context
 from dynbus.bus.errors import ConfigError, InvalidResponse
-from dynbus.bus.protocol.endpoint import Endpoint
+from dynbus.bus.protocol.endpoint import Contract, Endpoint
 from dynbus.bus.protocol.reply_port import ReplyPort
-
-logger = logging.getLogger(__name__)
 
 
 def endpoints_of_object(served: object, specs: Mapping[str, HandlerSpec]) -> list[Endpoint]:
@@ -51,7 +48,8 @@ def make_endpoint(method: Callable[..., Any], spec: HandlerSpec) -> Endpoint:
     """The endpoint of a handler that is bound to its object."""
     request_codec, result_codec = spec.request_codec, spec.result_codec
     encode = result_codec.encoder(InvalidResponse)
-    schemas: dict[str, Any] = {"response": schema_of(result_codec)}
+    # What a caller is to send, and what it gets.
+    schemas: dict[str, Any] = {"response": schema_of(result_codec, written=True)}
     if request_codec is not None:
         schemas["request"] = schema_of(request_codec)
     return Endpoint(
@@ -66,16 +64,8 @@ def make_endpoint(method: Callable[..., Any], spec: HandlerSpec) -> Endpoint:
         timeout=spec.timeout,
         idle_timeout=spec.idle_timeout,
         schemas=schemas,
+        contract=Contract(spec.schemas.hash, lambda: encode_schemas(spec.schemas)),
     )
-
-
-def schema_of(codec: AnyCodec) -> dict[str, Any]:
-    """The JSON schema of a codec's annotation; empty for one that has none."""
-    try:
-        return codec.schema()
-    except (TypeError, ValueError) as error:
-        logger.debug("no JSON schema for %r: %s", codec.annotation, error)
-        return {}
 
 
 def _invoker(method: Callable[..., Any], spec: HandlerSpec) -> Callable[[Any], Any]:

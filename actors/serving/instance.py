@@ -47,6 +47,8 @@ CANCEL_TIMEOUT: Final = 1.0
 MAX_METADATA: Final = 32
 MAX_METADATA_BYTES: Final = 4096
 """Of what an instance announces: it is in every renewal of its record."""
+MAX_SCHEMAS_BYTES: Final = 16 * 1024
+"""Names and hashes of some hundred endpoints."""
 
 inside_on_stop: ContextVar[bool] = ContextVar("dynbus_inside_on_stop", default=False)
 """Whether this code runs within an `on_stop`, which must not wait for its own end."""
@@ -402,6 +404,7 @@ class ServedInstance:
             endpoints={name: served.endpoint.kind for name, served in self.server.served.items()},
             started=unix_time(),
             address=f"{socket.gethostname()}:{os.getpid()}",
+            schemas=_announced_schemas(one.endpoint for one in self.server.served.values()),
         )
         connection = bus.lane.connection
         keeper = LeaseKeeper(
@@ -623,6 +626,14 @@ async def stop_all(instances: Iterable[ServedInstance], grace: float | None = No
     async with anyio.create_task_group() as tasks:
         for instance in list(instances):
             tasks.start_soon(stop, instance)
+
+
+def _announced_schemas(endpoints: Iterable[Endpoint]) -> dict[str, str]:
+    """The hashes of what endpoints read and write; none where they would make the record large."""
+    contracts = ((one.name, one.contract) for one in endpoints)
+    hashes = {name: known.hash for name, known in contracts if known is not None and known.hash}
+    size = sum(len(name) + len(value) for name, value in hashes.items())
+    return hashes if size <= MAX_SCHEMAS_BYTES else {}
 
 
 def _announced_metadata(served: Served) -> dict[str, str]:

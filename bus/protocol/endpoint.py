@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 DEFAULT_CONCURRENCY: Final = 256
 DEFAULT_QUEUE: Final = 1024
@@ -12,6 +12,18 @@ DEFAULT_TIMEOUT: Final = 60.0
 DEFAULT_IDLE_TIMEOUT: Final = 30.0
 MAX_SECONDS: Final = 1e9
 """The longest time that may be asked for, about 32 years; for no limit there is None."""
+
+
+class Contract(NamedTuple):
+    """What an endpoint reads and writes, for clients that know another version of it.
+
+    Attributes:
+        hash: the same for endpoints that read and write the same; empty where that is not known.
+        schemas: makes the schemas, as JSON.
+    """
+
+    hash: str
+    schemas: Callable[[], bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +42,7 @@ class Endpoint:
         timeout: seconds for a whole call; None for no limit.
         idle_timeout: seconds that a stream may be without an item; None for no limit.
         schemas: JSON schemas by `request` and `response`.
+        contract: None where clients are not to ask for it.
     """
 
     name: str
@@ -43,6 +56,7 @@ class Endpoint:
     timeout: float | None = DEFAULT_TIMEOUT
     idle_timeout: float | None = DEFAULT_IDLE_TIMEOUT
     schemas: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    contract: Contract | None = None
 
     @property
     def kind(self) -> str:

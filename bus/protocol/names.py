@@ -16,6 +16,7 @@ TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 MAX_SUBJECT_BYTES: Final = 255
 
 CONTROL: Final = "_ctl"
+SCHEMA: Final = "_schema"
 REPLY_ROOT: Final = "_R"
 ANONYMOUS: Final = "-"
 

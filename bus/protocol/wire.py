@@ -229,6 +229,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Attributes:
         endpoints: endpoint name to its kind, `unary` or `stream`.
+        schemas: endpoint name to the hash of what it reads and writes; without those for which
+            that is not known.
         started: Unix time of the start, in seconds.
         address: host name and process id, for people.
     """
@@ -244,6 +246,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     counter: int = 0
     draining: bool = False
     metadata: dict[str, str] = {}
+    schemas: dict[str, str] = {}
 
     @property
     def name(self) -> InstanceName:

@@ -30,6 +30,7 @@ from dynbus.bus.protocol.stream_writer import StreamWriter
 from dynbus.bus.transport import ConnectionState, Message, Subscription
 
 from .calls import Call, ServedEndpoint
+from .contracts import contracts_endpoint
 from .control import ServerControl
 from .execution import Execution, calls_told
 from .ledger import (
@@ -84,6 +85,12 @@ class InstanceServer:
             )
             for endpoint in endpoints
         }
+        contracts = contracts_endpoint(
+            {name: served.endpoint for name, served in self.served.items()}
+        )
+        # Clients' own tokens never begin with `_`.
+        subject = EndpointName(name.namespace, name.component, contracts.name)
+        self._contracts = ServedEndpoint(subject, contracts, name.instance_id)
         self._outbox = Outbox(
             bus, name.instance_id, lambda: self.execution.load, self._does_not_fit
         )
@@ -125,6 +132,8 @@ class InstanceServer:
         """
         data = self.bus.data
         await self.control.start()
+        ask = self._contracts.address.at(self.name.instance_id)
+        self._subscriptions.append(data.subscribe(ask, partial(self._receive, self._contracts)))
         for served in self.served.values():
             receive = partial(self._receive, served)
             self._subscriptions.append(

@@ -256,7 +256,7 @@ def test_whatever_a_validator_raises_is_told_of_a_result_as_of_an_item() -> None
             await kit.client(Mistyped).count()
         return caught.value
 
-    error = on_a_kit(story)
+    error = on_a_kit(story, schema_check="off")
 
     assert error.message == "the result of kinds.Service.count: LookupError: no such count"
     assert isinstance(error.__cause__, LookupError)
@@ -334,7 +334,7 @@ def test_a_request_that_one_instance_refuses_as_wrong_is_sent_to_no_other() -> N
             await kit.client(Mistaken, routing=router).where(True)
         return caught.value
 
-    assert not on_a_kit(story).started
+    assert not on_a_kit(story, schema_check="off").started
     assert router.asked == 1
 
 
@@ -385,7 +385,9 @@ class Watched:
         tracers.add_span_processor(SimpleSpanProcessor(self._exporter))
         self._reader = InMemoryMetricReader()
         meters = MeterProvider([self._reader], shutdown_on_exit=False)
-        self.kit = TestKit(telemetry=Telemetry(tracers, meters), connect_timeout=0.5)
+        self.kit = TestKit(
+            telemetry=Telemetry(tracers, meters), connect_timeout=0.5, schema_check="off"
+        )
 
     def sent(self) -> list[tuple[str, str]]:
         """Each client span with its error type."""

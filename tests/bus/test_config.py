@@ -33,6 +33,7 @@ def test_every_field_has_an_environment_variable() -> None:
         "DYNBUS_DRAIN_GRACE": "0",
         "DYNBUS_REPLY_PREFIXES": "_R.,_INBOX.",
         "DYNBUS_DEBUG": "true",
+        "DYNBUS_SCHEMA_CHECK": "warn",
     }
 
     config = load_config({}, environment)
@@ -55,6 +56,7 @@ def test_every_field_has_an_environment_variable() -> None:
         drain_grace=0.0,
         reply_prefixes=("_R.", "_INBOX."),
         debug=True,
+        schema_check="warn",
     )
 
 
