@@ -105,6 +105,7 @@ def graph(
                     "address": node.address,
                     "class": node.actor,
                     "instances": node.workers,
+                    "resources": node.resources.declared(),
                     "endpoints": node.endpoints,
                     "calls": called_by(node),
                 }

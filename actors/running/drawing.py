@@ -61,7 +61,9 @@ def called_by(node: PlannedNode) -> list[str]:
 
 
 def _title(node: PlannedNode) -> str:
-    return node.address if node.workers == 1 else f"{node.address} x{node.workers}"
+    times = "" if node.workers == 1 else f" x{node.workers}"
+    needs = str(node.resources)
+    return f"{node.address}{times}{f': {needs}' if needs else ''}"
 
 
 def _endpoints(node: PlannedNode) -> str:

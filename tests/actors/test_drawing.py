@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 
+import msgspec
 import pytest
 
+from dynbus.actors.declaring.resources import Resources
 from dynbus.actors.running.drawing import dot, mermaid, tree
 from dynbus.actors.running.plan import PlannedNode
 
@@ -39,6 +41,14 @@ def test_a_tree_begins_with_what_nobody_calls_and_writes_each_node_out_once() ->
         "└── auth.Keys (runs elsewhere)",
         "llm.alone  (ask, read*)",
     ]
+
+
+def test_what_each_instance_needs_stands_beside_the_number_of_them() -> None:
+    needs = Resources(cpu=2.0, gpu=1)
+    nodes = [msgspec.structs.replace(NODES[0], resources=needs)]
+
+    assert tree(nodes) == "llm.engine-1 x2: cpu 2, gpu 1  (ask, read*)"
+    assert 'n0["llm.engine-1 x2: cpu 2, gpu 1"]' in mermaid(nodes)
 
 
 def test_mermaid_has_a_box_for_each_node_and_an_arrow_for_each_call_within_the_run() -> None:

@@ -176,6 +176,44 @@ async def test_an_instance_that_is_to_stop_is_left_out_until_the_last_one_breaks
     assert why.endswith("no memory")
 
 
+class Numbered(Actor, namespace="served"):
+    def __init__(self, events: Any) -> None:
+        self.events = events
+        events.append(self.worker_index)
+
+    async def on_start(self) -> None:
+        self.events.append(self.worker_index)
+
+    @handler
+    async def call(self) -> str:
+        return ""
+
+
+@pytest.mark.anyio
+async def test_each_instance_knows_its_index_from_its_constructor_on_and_keeps_it(
+    nats_server: RunningServer,
+) -> None:
+    ending, events = Ending(), list[int]()
+
+    async def break_one(runtime: Runtime) -> None:
+        list(runtime.instances.values())[1].report_broken("once")
+        await eventually(lambda: len(events) == 6)
+        ending.stop()
+
+    async def started(runtime: Runtime) -> None:
+        tasks.append(asyncio.create_task(break_one(runtime)))
+
+    tasks: list[asyncio.Task[None]] = []
+    assignments = [Assignment(Numbered, {"events": events}, ServiceArgs(workers=2))]
+    async with asyncio.timeout(WITHIN):
+        await serve(
+            assignments, {"servers": nats_server.url}, ending, started=started, restart=True
+        )
+        await tasks[0]
+
+    assert events == [0, 0, 1, 1, 1, 1]
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("actors", "name"), [((Below,), "served.Below"), ((Below, Above), "dynbus-run")]

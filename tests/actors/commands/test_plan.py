@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -216,3 +217,75 @@ def test_a_plan_for_people_has_the_same(capsys: pytest.CaptureFixture[str]) -> N
     assert "planned.Splitter ServiceArgs.workers 1 class" in lines
     assert "drain_grace 7.0 DYNBUS_DRAIN_GRACE" in lines
     assert "reply_prefixes _R.,_INBOX.,_R_.,_GR_. default" in lines
+
+
+PLACED = """
+from dynbus import Actor, handler
+
+class Large(Actor, namespace="planned", workers=2, resources={"gpu": 2, "memory": "1Gi"}):
+    @handler
+    async def ask(self) -> str:
+        return ""
+
+class Setting(Actor, namespace="planned", environment={"MODE": "a", "LD_PRELOAD": "x.so"}):
+    @handler
+    async def ask(self) -> str:
+        return ""
+"""
+
+
+def test_a_plan_shows_what_each_instance_has(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "planned_actors.py").write_text(PLACED)
+    run = plan_of()
+    placed = run.placed({"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+
+    print_plan(run, {}, as_json=True, places=placed.places)
+    rows = json.loads(capsys.readouterr().out)["actors"]
+    print_plan(run, {}, as_json=False, places=placed.places)
+    table = capsys.readouterr().out
+
+    assert rows[0]["placement"] == {
+        "planned.Large/1": {"gpus": ["4", "5"], "memory": 2**30},
+        "planned.Large/2": {"gpus": ["6", "7"], "memory": 2**30},
+    }
+    assert "placement" not in rows[1]
+    assert re.search(r"planned\.Large/2 +GPUs 6, 7; memory 1Gi", table)
+    assert placed.warnings == [
+        "planned.Setting sets LD_PRELOAD, which only programs that it starts will notice: its own "
+        "process runs already"
+    ]
+
+
+def test_a_run_that_needs_more_gpus_than_there_are_is_refused_before_it_starts(
+    folder: Path,
+) -> None:
+    (folder / "planned_actors.py").write_text(PLACED)
+    run = plan_of()
+
+    with pytest.raises(ConfigError, match=r"^planned\.Large/2 needs 2 GPUs: there are 3 \(0, 1"):
+        run.placed({"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    with pytest.raises(ConfigError, match=r"^planned\.Large/1 needs 2 GPUs, and there is none: C"):
+        run.placed({"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_an_actor_with_gpus_that_sets_their_variable_itself_is_refused(folder: Path) -> None:
+    (folder / "planned_actors.py").write_text(PLACED)
+    run = plan_of(
+        node_options=[NodeOption("Large", "ServiceArgs.environment.CUDA_VISIBLE_DEVICES", "0")]
+    )
+
+    with pytest.raises(ConfigError, match=r"declares gpu 2 and sets CUDA_VISIBLE_DEVICES in its"):
+        run.placed({"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+
+
+def test_one_process_for_all_warns_of_what_it_cannot_give_each(folder: Path) -> None:
+    (folder / "planned_actors.py").write_text(PLACED)
+
+    assert plan_of().not_in_process() == [
+        "--in-process: planned.Large runs without its resources (memory 1Gi, gpu 2), for which it "
+        "would need a process of its own",
+        "--in-process: planned.Setting runs without its environment (LD_PRELOAD, MODE), for which "
+        "it would need a process of its own",
+    ]
