@@ -33,14 +33,17 @@ def svg(nodes: Sequence[PlannedNode]) -> str:
             "--format svg needs Graphviz, whose program dot is not on the path: install the "
             "package graphviz, or use --format mermaid"
         )
-    drawn = subprocess.run(
-        [program, "-Tsvg"],
-        input=dot(nodes),
-        capture_output=True,
-        text=True,
-        timeout=GRAPHVIZ_SECONDS,
-        check=False,
-    )
+    try:
+        drawn = subprocess.run(
+            [program, "-Tsvg"],
+            input=dot(nodes),
+            capture_output=True,
+            text=True,
+            timeout=GRAPHVIZ_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"Graphviz failed: {error}") from None
     if drawn.returncode != 0:
         raise ConfigError(f"Graphviz failed: {drawn.stderr.strip()}")
     return drawn.stdout

@@ -18,12 +18,11 @@ def tree(nodes: Sequence[PlannedNode]) -> str:
     told: set[str] = set()
 
     def tell(address: str, head: str, below: str) -> None:
-        node = by_address.get(address)
-        again = address in told
-        told.add(address)
-        if node is None or again:
-            lines.append(f"{head}{address}{' (see above)' if again else ' (runs elsewhere)'}")
+        node = by_address[address]
+        if address in told:
+            lines.append(f"{head}{address} (see above)")
             return
+        told.add(address)
         lines.append(f"{head}{_title(node)}{_endpoints(node)}")
         calls = called_by(node)
         for number, dependency in enumerate(calls, 1):
@@ -42,7 +41,7 @@ def mermaid(nodes: Sequence[PlannedNode]) -> str:
     names = _names(nodes)
     lines = ["flowchart LR"]
     lines += [f'    {names[node.address]}["{_title(node)}"]' for node in nodes]
-    lines += [f"    {names[a]} --> {names[b]}" for a, b in _edges(nodes, names)]
+    lines += [f"    {names[a]} --> {names[b]}" for a, b in _edges(nodes)]
     return "\n".join(lines)
 
 
@@ -51,7 +50,7 @@ def dot(nodes: Sequence[PlannedNode]) -> str:
     names = _names(nodes)
     lines = ["digraph run {", "    rankdir=LR", '    node [shape=box, fontname="sans-serif"]']
     lines += [f'    {names[node.address]} [label="{_title(node)}"]' for node in nodes]
-    lines += [f"    {names[a]} -> {names[b]}" for a, b in _edges(nodes, names)]
+    lines += [f"    {names[a]} -> {names[b]}" for a, b in _edges(nodes)]
     return "\n".join([*lines, "}"])
 
 
@@ -61,6 +60,8 @@ def called_by(node: PlannedNode) -> list[str]:
 
 
 def _title(node: PlannedNode) -> str:
+    if node.workers == 0:
+        return f"{node.address} (runs elsewhere)"
     times = "" if node.workers == 1 else f" x{node.workers}"
     needs = str(node.resources)
     return f"{node.address}{times}{f': {needs}' if needs else ''}"
@@ -76,7 +77,5 @@ def _names(nodes: Sequence[PlannedNode]) -> Mapping[str, str]:
     return {node.address: f"n{number}" for number, node in enumerate(nodes)}
 
 
-def _edges(nodes: Sequence[PlannedNode], known: Mapping[str, str]) -> list[tuple[str, str]]:
-    return [
-        (node.address, address) for node in nodes for address in called_by(node) if address in known
-    ]
+def _edges(nodes: Sequence[PlannedNode]) -> list[tuple[str, str]]:
+    return [(node.address, address) for node in nodes for address in called_by(node)]

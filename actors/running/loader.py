@@ -100,7 +100,7 @@ class Target(NamedTuple):
         if not found:
             if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
                 raise ConfigError(_is_folder(self.text, Path(next(iter(module.__path__)))))
-            raise ConfigError(f"{self.text!r} defines no actor{_imported(module)}")
+            raise ConfigError(f"{self.text!r} defines no actor{self._imported(module)}")
         return found
 
     def _import(self) -> ModuleType:
@@ -134,6 +134,22 @@ class Target(NamedTuple):
         if name not in sys.stdlib_module_names or not (self.folder / f"{name}{_SUFFIX}").is_file():
             return ""
         return f"; {name!r} is a module of Python's own too: rename your file {name}{_SUFFIX}"
+
+    def _imported(self, module: ModuleType) -> str:
+        """What the message says about actors that a module only imports."""
+        found = [
+            value
+            for value in vars(module).values()
+            if isinstance(value, type) and issubclass(value, Actor) and value is not Actor
+        ]
+        if not found:
+            return ": write class Name(Actor, namespace=...) with a @handler"
+        # A module that links others is to be run with what it has linked.
+        one = max(found, key=lambda actor: len(actor.__dynbus_links__))
+        return (
+            f" of its own; {one.__name__} comes from {one.__module__}: run "
+            f"{self.text}:{one.__name__}"
+        )
 
     def _named(self, module: ModuleType) -> type[Actor]:
         found: object = module
@@ -261,17 +277,6 @@ def _check_told_apart(nodes: Sequence[Node]) -> None:
                 f"{full_name(other.actor)} and {full_name(node.actor)} have the same name "
                 f"{node.name!r}: rename one of them"
             )
-
-
-def _imported(module: ModuleType) -> str:
-    """What the message says about actors that a module only imports."""
-    for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, Actor) and value is not Actor:
-            return (
-                f" of its own; {value.__name__} comes from {value.__module__}: run "
-                f"{value.__module__}:{value.__name__}"
-            )
-    return ": write class Name(Actor, namespace=...) with a @handler"
 
 
 def _not_a_target(text: str) -> str:

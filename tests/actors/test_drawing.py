@@ -29,6 +29,7 @@ NODES = [
     node("llm.router", "llm.engine-1"),
     node("llm.front", "llm.router", "llm.engine-1", "auth.Keys"),
     node("llm.alone"),
+    node("auth.Keys", workers=0),
 ]
 
 
@@ -38,7 +39,7 @@ def test_a_tree_begins_with_what_nobody_calls_and_writes_each_node_out_once() ->
         "├── llm.router  (ask, read*)",
         "│   └── llm.engine-1 x2  (ask, read*)",
         "├── llm.engine-1 (see above)",
-        "└── auth.Keys (runs elsewhere)",
+        "└── auth.Keys (runs elsewhere)  (ask, read*)",
         "llm.alone  (ask, read*)",
     ]
 
@@ -51,16 +52,18 @@ def test_what_each_instance_needs_stands_beside_the_number_of_them() -> None:
     assert 'n0["llm.engine-1 x2: cpu 2, gpu 1"]' in mermaid(nodes)
 
 
-def test_mermaid_has_a_box_for_each_node_and_an_arrow_for_each_call_within_the_run() -> None:
+def test_mermaid_has_a_box_for_each_node_and_an_arrow_for_each_call() -> None:
     assert mermaid(NODES).splitlines() == [
         "flowchart LR",
         '    n0["llm.engine-1 x2"]',
         '    n1["llm.router"]',
         '    n2["llm.front"]',
         '    n3["llm.alone"]',
+        '    n4["auth.Keys (runs elsewhere)"]',
         "    n1 --> n0",
         "    n2 --> n1",
         "    n2 --> n0",
+        "    n2 --> n4",
     ]
 
 
@@ -73,6 +76,7 @@ def test_dot_has_the_same_and_graphviz_reads_it() -> None:
         "n1 -> n0",
         "n2 -> n1",
         "n2 -> n0",
+        "n2 -> n4",
     ]
     program = shutil.which("dot")
     if program is None:

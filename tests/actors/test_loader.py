@@ -205,7 +205,7 @@ def test_a_shared_dependency_comes_once() -> None:
         ("good.py:handler", "handler is not an actor"),
         ("good.py:Base", "Base is abstract"),
         ("empty.py", "defines no actor: write class Name"),
-        ("imports.py", "defines no actor of its own; One comes from good: run good:One"),
+        ("imports.py", "defines no actor of its own; One comes from good: run imports.py:One"),
         ("mute.py", "Mute has no handler"),
         ("random.py", "the name 'random' belongs to another module"),
     ],

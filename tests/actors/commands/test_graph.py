@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -85,3 +86,31 @@ def test_a_picture_needs_graphviz_and_says_so(
 
     assert code == exit_codes.CONFIG_ERROR
     assert "install the package graphviz, or use --format mermaid" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "out", "err"),
+    [
+        ("#!/bin/sh\ncat; echo drawn", 0, "digraph run {", ""),
+        ("#!/bin/sh\necho no font >&2; exit 1", exit_codes.CONFIG_ERROR, "", "Graphviz failed: no"),
+        ("", exit_codes.CONFIG_ERROR, "", "Graphviz failed: [Errno 8] Exec format error"),
+    ],
+)
+def test_a_picture_is_what_graphviz_makes_of_it(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: str,
+    code: int,
+    out: str,
+    err: str,
+) -> None:
+    (folder / "dot").write_text(script)
+    (folder / "dot").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    assert run("--format", "svg") == code
+
+    told = capsys.readouterr()
+    assert out in told.out
+    assert err in told.err
