@@ -50,9 +50,9 @@ class Good(Actor, namespace="demo"):
 NODES = """
 from dynbus import Actor, depends, handler
 
-class Engine(Actor, namespace="demo"):
+class Engine(Actor, namespace="demo", extra_config=("lib_",)):
     def __init__(self, phase: str) -> None:
-        self.phase = phase
+        self.phase = " ".join([phase, *self.config.as_args(prefix="lib_")])
 
     @handler
     async def step(self, text: str) -> str:
@@ -156,11 +156,13 @@ def test_each_instance_has_a_process_and_the_file_says_how_many(folder: Folder) 
 
 @pytest.mark.parametrize("in_process", [False, True])
 def test_one_class_runs_as_two_nodes_with_settings_of_their_own(
-    in_process: bool, folder: Folder
+    in_process: bool, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder.path / "nodes.py").write_text(NODES)
     (folder.path / "config.yaml").write_text(NODE_SETTINGS)
-    words = ["nodes.py", "-f", "config.yaml", "--decode.phase=decoded"]
+    (folder.path / "more.yaml").write_text("decode: {lib_step: -2, lib_other: 1}")
+    monkeypatch.setenv("DYNBUS_CONFIG", '{"decode": {"lib_other": false}}')
+    words = ["nodes.py", "-f", "config.yaml", "-f", "more.yaml", "--decode.phase=decoded"]
 
     planned = json.loads(folder.dynbus_in_a_process("run", *words, "--dry-run", "--json").stdout)[
         "actors"
@@ -181,7 +183,7 @@ def test_one_class_runs_as_two_nodes_with_settings_of_their_own(
         for name in ("prefill", "decode")
     }
     assert answer.stdout in [
-        f'"a, prefilled by {first}, decoded by {second}"\n'
+        f'"a, prefilled by {first}, decoded --step=-2 by {second}"\n'
         for first in ids["prefill"]
         for second in ids["decode"]
     ], answer.stderr
