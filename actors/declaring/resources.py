@@ -16,8 +16,8 @@ from .brief_repr import brief_repr
 
 MIN_CORES: Final = Fraction(1, 1000)
 MAX_CORES: Final = 8192
-MIN_MEMORY: Final = 64 * 1024**2
-"""Bytes; about what a process needs that has imported dynbus alone."""
+MIN_MEMORY: Final = 100 * 1000**2
+"""Bytes; a process that serves an actor which does nothing has 65 MB."""
 MAX_MEMORY: Final = 1024**5
 MAX_GPUS: Final = 1024
 
