@@ -193,7 +193,9 @@ def default_mapping(actor: type[Any], name: str) -> dict[str, Any] | None:
         return None
     try:
         if isinstance(default, pydantic.BaseModel):
-            written = default.model_dump(mode="json", by_alias=True, exclude_unset=True)
+            written = default.model_dump(mode="json", exclude_unset=True)
+            if written != default.model_dump(mode="json", exclude_unset=True, by_alias=True):
+                return None  # what is given may have either name
         elif isinstance(default, Mapping | msgspec.Struct) or dataclasses.is_dataclass(default):
             written = msgspec.json.decode(msgspec.json.encode(default))
         else:
@@ -316,7 +318,10 @@ class _Reader:
                 value = read_text(value, source)
             if not isinstance(value, Mapping | list | str | int | float | None):
                 return value  # given in a program, which need not build it of plain values
-            return msgspec.convert(value, self._annotation, strict=False)
+            try:
+                return msgspec.convert(value, self._annotation, strict=False)
+            except TypeError:  # a union with a type that only code can make
+                return value
         if isinstance(value, Text):
             return _read_text(self._adapter, value)
         return self._adapter.validate_python(value)

@@ -39,7 +39,7 @@ from dynbus.bus.protocol.names import check_token
 
 from .config_file import MAX_DEPTH, ConfigFile, mapping
 from .graph import Node, full_key
-from .layers import Section, entry_at, entry_of, merge, plain, sources
+from .layers import Section, entry_at, entry_of, merge, over_default, plain, sources
 from .loader import DeclaredNode
 
 BUS_KEY: Final = "bus"
@@ -411,7 +411,7 @@ class _Given:
         for name, entry in self._arguments.entries.items():
             default = default_mapping(self._actor, name) if isinstance(entry, Section) else None
             if default is not None:
-                whole = merge(merge(Section({}, ""), _of_constructor(name, default)), whole)
+                whole = over_default(entry_at([name], default, "constructor"), whole)
         from_where = sources(whole)
         arguments = settled(self._actor, plain(whole), from_where)
         for name, value in arguments.items():
@@ -444,10 +444,6 @@ class _Given:
 def _section(value: Any) -> dict[str, Any] | None:
     """A copy of a mapping; nothing is an empty one, and None anything else."""
     return {} if value is None else mapping(value)
-
-
-def _of_constructor(name: str, default: Mapping[str, Any]) -> Section:
-    return entry_at([name], default, "constructor")
 
 
 def _content(path: Any, source: str) -> str:

@@ -5,7 +5,7 @@ Mappings merge, key by key at any depth; everything else, lists too, is replaced
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -73,16 +73,36 @@ def merge(lower: Section, upper: Section) -> Section:
         ConfigError: one has a mapping where the other has something else. Null is nothing: it
             takes a mapping away.
     """
+    return _merge(lower, upper, _of_one_kind)
+
+
+def over_default(default: Section, given: Section) -> Section:
+    """What is given over a default, which it may replace by anything."""
+    return _merge(default, given, lambda lower, upper, key: upper)
+
+
+def _merge(
+    lower: Section, upper: Section, resolve: Callable[[Entry, Entry, str], Entry]
+) -> Section:
     merged = dict(lower.entries)
     for key, entry in upper.entries.items():
-        merged[key] = _merge_entries(merged[key], entry, key) if key in merged else entry
+        below = merged.get(key)
+        if below is not None:
+            below, entry = _as_mapping(below, entry), _as_mapping(entry, below)
+            if isinstance(below, Section) and isinstance(entry, Section):
+                entry = _merge(below, entry, resolve)
+            else:
+                entry = resolve(below, entry, key)
+        merged[key] = entry
     return Section(merged, upper.source)
 
 
-def _merge_entries(lower: Entry, upper: Entry, key: str) -> Entry:
-    lower, upper = _as_mapping(lower, upper), _as_mapping(upper, lower)
-    if isinstance(lower, Section) and isinstance(upper, Section):
-        return merge(lower, upper)
+def _of_one_kind(lower: Entry, upper: Entry, key: str) -> Entry:
+    """The upper of two of which at most one is a mapping.
+
+    Raises:
+        ConfigError: one is a mapping, and the other is something.
+    """
     if isinstance(lower, Leaf) and isinstance(upper, Leaf):
         return upper
     if isinstance(upper, Leaf):

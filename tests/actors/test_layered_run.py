@@ -25,7 +25,7 @@ import dataclasses
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from dynbus import Actor, handler
 
@@ -62,6 +62,13 @@ class Pool(msgspec.Struct):
     high: int = 8
 
 
+class Renamed(BaseModel):
+    model_config = ConfigDict(populate_by_name=True)
+
+    size: int = Field(1, alias="SIZE")
+    depth: int = 2
+
+
 class Typed(Actor, namespace="demo", extra_config=("lib_",)):
     def __init__(
         self,
@@ -74,6 +81,7 @@ class Typed(Actor, namespace="demo", extra_config=("lib_",)):
         untyped=None,
         number: float = 0.0,
         whole: int = 0,
+        renamed: Renamed = Renamed(SIZE=3, depth=4),
     ) -> None: ...
 
     @handler
@@ -294,6 +302,18 @@ def test_parts_of_models_dataclasses_and_structs_go_over_their_defaults() -> Non
     assert run.origins[0]["limits.depth"] == "constructor"
 
 
+def test_a_default_may_be_replaced_by_something_of_another_kind() -> None:
+    run = load("Typed", files=["Typed: {options: {depth: {bits: 4}}}"])
+
+    assert arguments(run)["options"] == {"depth": {"bits": 4}, "width": 2}
+
+
+def test_a_default_whose_fields_have_two_names_is_replaced_whole() -> None:
+    run = load("Typed", "--Typed.renamed.size=5")
+
+    assert arguments(run)["renamed"].model_dump() == {"size": 5, "depth": 2}
+
+
 def test_a_whole_mapping_given_as_json_is_merged_too() -> None:
     run = load(
         "Typed",
@@ -439,7 +459,7 @@ def test_a_secret_that_cannot_be_read_is_refused_without_waiting(folder: Path) -
 # What is refused -----------------------------------------------------------------------------
 
 EXTRA = "and takes keys that begin with lib_"
-ARGUMENTS = "limits, sides, pool, options, texts, api_key, untyped, number, whole"
+ARGUMENTS = "limits, sides, pool, options, texts, api_key, untyped, number, whole, renamed"
 
 
 @pytest.mark.parametrize(

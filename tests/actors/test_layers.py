@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynbus.actors.declaring.arguments import Text
-from dynbus.actors.running.layers import Section, entry_at, entry_of, merge, plain, sources
+from dynbus.actors.running.layers import (
+    Section,
+    entry_at,
+    entry_of,
+    merge,
+    over_default,
+    plain,
+    sources,
+)
 from dynbus.bus.errors import ConfigError
 
 # Below one key lies a mapping and below the other does not, so that no two layers contradict.
@@ -82,6 +90,13 @@ def test_each_value_knows_the_layer_that_it_came_from(
 @given(LAYERS)
 def test_a_layer_over_itself_and_over_nothing_changes_nothing(layer: dict[str, Any]) -> None:
     assert merged(layer, layer) == merged({}, layer) == merged(layer, {}) == layer
+
+
+@given(LAYERS, LAYERS)
+def test_a_default_is_merged_like_any_layer(low: dict[str, Any], high: dict[str, Any]) -> None:
+    one, two = section(low, "1"), section(high, "2")
+
+    assert over_default(one, two) == merge(one, two)
 
 
 def test_lists_are_replaced_and_mappings_merged() -> None:
