@@ -19,6 +19,7 @@ import yaml
 from dynbus.actors.declaring.arguments import DuplicateKey, parse_json
 from dynbus.bus.config import GRAPH_VARIABLE
 from dynbus.bus.errors import ConfigError
+from dynbus.bus.telemetry.logs import HIDDEN
 
 MAX_FILE_BYTES: Final = 1024 * 1024
 MAX_VARIABLE_BYTES: Final = 64 * 1024
@@ -122,6 +123,15 @@ def mapping(value: Any) -> dict[str, Any] | None:
     return dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else None
 
 
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can hold it; halves of surrogate pairs it cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _checked(name: str, loaded: object, example: str) -> ConfigFile:
     if loaded is None:
         return ConfigFile(name)
@@ -146,6 +156,8 @@ def _plain(value: Any, name: str, path: tuple[str, ...]) -> Any:
                 raise ConfigError(
                     f"{place} has a key that YAML reads as {written}: write it in quotes"
                 )
+            if not is_text(str(key)):
+                raise ConfigError(f"{place} has the key {key!a}, which is no whole text")
             if str(key) in found:
                 raise ConfigError(f"{place}: the key {str(key)!r} is there twice")
             found[str(key)] = _plain(each, name, (*path, str(key)))
@@ -155,6 +167,8 @@ def _plain(value: Any, name: str, path: tuple[str, ...]) -> Any:
         return [_plain(each, name, (*path, str(at))) for at, each in enumerate(elements)]
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{place} = {value}: write a finite number")
+    if isinstance(value, str) and not is_text(value):
+        raise ConfigError(f"{place} = {HIDDEN}: it is no whole text: half of a surrogate pair")
     return value.isoformat() if isinstance(value, date) else value
 
 

@@ -37,7 +37,7 @@ from dynbus.bus.config import check_field, suggestion, variable
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import check_token
 
-from .config_file import MAX_DEPTH, ConfigFile, mapping
+from .config_file import MAX_DEPTH, ConfigFile, is_text, mapping
 from .graph import Node, full_key
 from .layers import Section, entry_at, entry_of, merge, over_default, plain, sources
 from .loader import DeclaredNode
@@ -375,10 +375,8 @@ class _Given:
             raise ConfigError(f"{source}: a part of the key is empty")
         if len(path) > MAX_DEPTH:
             raise ConfigError(f"{source}: the key has more than {MAX_DEPTH} parts")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"{source}: the value is not UTF-8") from None
+        if not is_text(text):
+            raise ConfigError(f"{source}: the value is not UTF-8")
         if key == CLASS_KEY:
             raise ConfigError(
                 f"{source}: only the YAML file gives a node its class: NAME: {{class: {text}}}"
@@ -453,8 +451,8 @@ def _content(path: Any, source: str) -> str:
         ConfigError: it cannot be read as a short text.
     """
     remedy = "give the path of a file that holds the value"
-    if not isinstance(path, str) or "\0" in path:
-        raise ConfigError(f"{source} = {shown('', path)!r}: {remedy}")
+    if not isinstance(path, str) or not is_text(path) or "\0" in path:
+        raise ConfigError(f"{source} = {shown('', path)!a}: {remedy}")
     try:
         # A pipe without a writer would keep us waiting.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:

@@ -145,13 +145,13 @@ def plain(entry: Entry) -> Any:
     return entry.value
 
 
-def sources(entry: Entry, path: str = "") -> dict[str, str]:
+def sources(entry: Entry, path: str | None = None) -> dict[str, str]:
     """Where each value came from, by its dotted path; of mappings, where their parts did.
 
     A mapping has a source of its own too, which is that of the latest layer which has it.
     """
-    found = {path: entry.source} if path else {}
+    found = {} if path is None else {path: entry.source}
     if isinstance(entry, Section):
         for key, each in entry.entries.items():
-            found |= sources(each, f"{path}.{key}" if path else key)
+            found |= sources(each, key if path is None else f"{path}.{key}")
     return found

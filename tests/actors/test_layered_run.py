@@ -584,8 +584,20 @@ ARGUMENTS = "limits, sides, pool, options, texts, api_key, untyped, number, whol
         ),
         (
             {"environment": {"DYNBUS_CONFIG": '{"Typed": {"lib_x": "\\ud800"}}'}},
-            "DYNBUS_CONFIG: Typed.lib_x cannot be written as JSON: 'utf-8' codec can't encode "
-            "character '\\ud800' in position 0: surrogates not allowed",
+            "DYNBUS_CONFIG: Typed.lib_x = ***: it is no whole text: half of a surrogate pair",
+        ),
+        (
+            {"environment": {"DYNBUS_CONFIG": '{"Typed": {"\\ud800": 1}}'}},
+            "DYNBUS_CONFIG: Typed has the key '\\ud800', which is no whole text",
+        ),
+        (
+            {"words": ['--Typed.lib_x="\\ud800"']},
+            "--Typed.lib_x cannot be written as JSON: 'utf-8' codec can't encode character "
+            "'\\ud800' in position 0: surrogates not allowed",
+        ),
+        (
+            {"files": ["Typed: {'': 1}"]},
+            f"1.yaml: Typed.: Typed has no argument '': it has {ARGUMENTS}, {EXTRA}",
         ),
         (
             {"environment": {"DYNBUS_Typed__api_key": "x", "DYNBUS_Typed__api_key_FILE": "y"}},
