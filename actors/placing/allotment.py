@@ -146,13 +146,20 @@ class Allotment:
             self._places[each.label] = self._place(each.resources, gpus[each.label], pin=enough)
         return {each.label: self._places[each.label] for each in wanted}
 
-    def take(self, wanted: Wanted) -> Place:
+    def take(self, wanted: Wanted, *, instead_of: str = "") -> Place:
         """Give a place to a further instance.
+
+        Args:
+            instead_of: the label of one that it will replace, with which it may share cores for
+                that while.
 
         Raises:
             NoRoom: there are too few GPUs.
         """
         place = self._place(wanted.resources, self._choose_gpus(wanted), pin=True)
+        former = self._places.get(instead_of, Place()).cores
+        if place.cores is None and former and len(former) == _whole_cores(wanted.resources):
+            place = msgspec.structs.replace(place, cores=former)
         self._hold(wanted, place)
         return place
 

@@ -313,11 +313,13 @@ class Supervisor:
             ChangeFailed: the new one did not start.
         """
         try:
-            added = await self._new_child(node, former.index)
+            added = await self._new_child(node, former.index, instead_of=former.label)
         except NoRoom:
             logger.info("%s is drained first: what replaces it needs its GPUs", former.label)
-            await self._retire([former])
-            await self._add(await self._more(node, 1))
+            # Whoever gives up here would leave the node with one instance less.
+            with anyio.CancelScope(shield=True):
+                await self._retire([former])
+                await self._add(await self._more(node, 1))
         else:
             await self._add([added])
             await self._part_with([former], overlap)
@@ -343,7 +345,12 @@ class Supervisor:
         return made
 
     async def _new_child(
-        self, node: PlannedNode, index: int, *, beside: Sequence[Child] = ()
+        self,
+        node: PlannedNode,
+        index: int,
+        *,
+        beside: Sequence[Child] = (),
+        instead_of: str = "",
     ) -> Child:
         """A further instance of a node, which has a place and is not started yet.
 
@@ -351,6 +358,7 @@ class Supervisor:
 
         Args:
             beside: others that were made and are not the run's yet.
+            instead_of: the label of the one that it replaces.
 
         Raises:
             NoRoom: there are too few GPUs.
@@ -360,7 +368,8 @@ class Supervisor:
         number = next(number for number in itertools.count(1) if number not in taken)
         while True:
             try:
-                place = self._allotment.take(Wanted(f"{node.address}/{number}", node.resources))
+                wanted = Wanted(f"{node.address}/{number}", node.resources)
+                place = self._allotment.take(wanted, instead_of=instead_of)
                 break
             except NoRoom:
                 leaving = [c for c in self.children if c.is_leaving and not c.ended.is_set()]

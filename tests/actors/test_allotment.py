@@ -155,6 +155,19 @@ def test_a_later_instance_is_pinned_to_cores_that_are_left() -> None:
     assert allotment.take(Wanted("m.B/2", Resources(cpu=1.0))).cores == [3]
 
 
+def test_what_replaces_an_instance_has_its_cores_where_no_others_are_left() -> None:
+    allotment = Allotment(FOUR)
+    former = allotment.take_all([Wanted("m.A/1", Resources(cpu=3.0))])["m.A/1"]
+
+    place = allotment.take(Wanted("m.A/2", Resources(cpu=3.0)), instead_of="m.A/1")
+    larger = allotment.take(Wanted("m.A/3", Resources(cpu=4.0)), instead_of="m.A/1")
+    allotment.free("m.A/1")
+
+    assert place.cores == former.cores
+    assert larger.cores is None
+    assert allotment.take(Wanted("m.B/1", Resources(cpu=2.0))).cores is None
+
+
 def test_a_system_without_limits_says_so() -> None:
     needs = Resources(cpu=1.0, memory=2**30)
     machine = Machine(cores=[0, 1], pins=False, limits_memory=False)
