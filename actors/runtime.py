@@ -257,6 +257,18 @@ class ActorInstance(ServedInstance):
         found = self.runtime.find_in_run(called, dependency.node)
         return found or address_of(called, node=dependency.node, namespace=own)
 
+    def add_endpoints(self, functions: Mapping[str, Any]) -> None:
+        """Serve functions beside the actor's handlers; to be called from its `on_start`.
+
+        Args:
+            functions: see `Runtime.serve_endpoints`.
+
+        Raises:
+            ConfigError: one of them, or its name, is not usable.
+            RuntimeError: it can be called already.
+        """
+        self.serve_also(endpoints_of_functions(functions))
+
 
 class _Endpoints:
     """What stands behind endpoints that are served without a class."""

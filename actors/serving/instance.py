@@ -220,6 +220,18 @@ class ServedInstance:
         self._object.hurry()
         self.server.end_all("the instance was stopped")
 
+    def serve_also(self, endpoints: Iterable[Endpoint]) -> None:
+        """Serve further endpoints, while it starts.
+
+        Raises:
+            ConfigError: there is one of that name already.
+            RuntimeError: it does not start.
+        """
+        if self._state is not InstanceState.STARTING:
+            raise RuntimeError(f"{self!r} does not start: endpoints are added in its on_start")
+        for endpoint in endpoints:
+            self.server.add(endpoint)
+
     def report_broken(self, reason: str) -> None:
         """Say that the instance cannot serve any longer; it is withdrawn at once.
 
@@ -301,7 +313,12 @@ class ServedInstance:
             await self._claim_id(keeper)
         await self._object.start(variables)
         self._check_not_refused()
-        keeper.describe(_announced_metadata(self._served))
+        endpoints = {name: served.endpoint for name, served in self.server.served.items()}
+        keeper.describe(
+            _announced_metadata(self._served),
+            {name: endpoint.kind for name, endpoint in endpoints.items()},
+            _announced_schemas(endpoints.values()),
+        )
         await self.server.start()
         self._end_listening.append(self._bus.data.on_state(self._on_state))
         self._services = ServiceResponder(self.server, self._service_metadata())
@@ -401,10 +418,9 @@ class ServedInstance:
             component=self.name.component,
             instance_id=self.id,
             incarnation=bus.incarnation,
-            endpoints={name: served.endpoint.kind for name, served in self.server.served.items()},
+            endpoints={},  # told when the object has started, which may add some
             started=unix_time(),
             address=f"{socket.gethostname()}:{os.getpid()}",
-            schemas=_announced_schemas(one.endpoint for one in self.server.served.values()),
         )
         connection = bus.lane.connection
         keeper = LeaseKeeper(

@@ -252,9 +252,13 @@ class LeaseKeeper:
         await self._count()
         self._work = self._background.start(self._keep, name=f"lease of {self._record.instance_id}")
 
-    def describe(self, metadata: dict[str, str]) -> None:
+    def describe(
+        self, metadata: dict[str, str], endpoints: dict[str, str], schemas: dict[str, str]
+    ) -> None:
         """Set what the instance says of itself, before its first write."""
-        self._record = msgspec.structs.replace(self._record, metadata=metadata)
+        self._record = msgspec.structs.replace(
+            self._record, metadata=metadata, endpoints=endpoints, schemas=schemas
+        )
 
     def change(self, *, draining: bool) -> None:
         """Say something else from the next write on, which comes at once."""

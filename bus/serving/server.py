@@ -18,6 +18,7 @@ import anyio
 from dynbus.bus.clock import monotonic
 from dynbus.bus.drops import DropReason
 from dynbus.bus.errors import (
+    ConfigError,
     Draining,
     DynbusError,
     InvalidRequest,
@@ -77,17 +78,11 @@ class InstanceServer:
     ) -> None:
         self.bus = bus
         self.name = name
-        self.served = {
-            endpoint.name: ServedEndpoint(
-                EndpointName.of(name.namespace, name.component, endpoint.name),
-                endpoint,
-                name.instance_id,
-            )
-            for endpoint in endpoints
-        }
-        contracts = contracts_endpoint(
-            {name: served.endpoint for name, served in self.served.items()}
-        )
+        self.served: dict[str, ServedEndpoint] = {}
+        self._endpoints: dict[str, Endpoint] = {}
+        for endpoint in endpoints:
+            self.add(endpoint)
+        contracts = contracts_endpoint(self._endpoints)
         # Clients' own tokens never begin with `_`.
         subject = EndpointName(name.namespace, name.component, contracts.name)
         self._contracts = ServedEndpoint(subject, contracts, name.instance_id)
@@ -123,6 +118,18 @@ class InstanceServer:
         return (
             f"<InstanceServer {self.name} [{state} | calls: {running} running, {waiting} waiting]>"
         )
+
+    def add(self, endpoint: Endpoint) -> None:
+        """Serve an endpoint from the start on.
+
+        Raises:
+            ConfigError: there is one of that name already.
+        """
+        if endpoint.name in self.served:
+            raise ConfigError(f"{self.name} has two endpoints {endpoint.name!r}")
+        address = EndpointName.of(self.name.namespace, self.name.component, endpoint.name)
+        self.served[endpoint.name] = ServedEndpoint(address, endpoint, self.name.instance_id)
+        self._endpoints[endpoint.name] = endpoint
 
     async def start(self) -> None:
         """Subscribe; when this returns the server knows all of it.

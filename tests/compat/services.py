@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# pyright: basic, reportReturnType=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportReturnType=false, reportIndexIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 """Services as programs of Dynamo have them, which no type checker reads."""
 
 from __future__ import annotations
@@ -114,3 +114,33 @@ class Caller:
             "asked": await depends(Words).count({"text": "a b"}),
             "address": list(Words.dynamo_address()),
         }
+
+
+@service(dynamo={"namespace": "demo"})
+class Early:
+    @dynamo_endpoint()
+    async def ask(self, request: Prompt) -> AsyncIterator[str]:
+        yield await self.later.ask(request)
+
+    later = depends("Later")
+
+
+class Later:
+    @dynamo_endpoint()
+    async def ask(self, request: Prompt) -> str:
+        return f"{request.text}!"
+
+
+PLAIN = Later
+
+
+@service(dynamo={"namespace": "demo"})
+class Plainly:
+    later = depends(PLAIN)
+
+    @dynamo_endpoint()
+    async def ask(self, request: Prompt) -> str:
+        return await self.later.ask(request)
+
+
+Later = service(dynamo={"namespace": "demo"})(Later)

@@ -6,12 +6,13 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from tests.compat.services import Caller, Prompt, Tools, Words
+from tests.compat.services import Caller, Early, Later, Plainly, Prompt, Tools, Words
 from tests.story import on_a_kit
 
-from dynbus import Actor, ConfigError, NoInstances, Runtime, call_options, handler
+from dynbus import Actor, ConfigError, NoInstances, call_options, handler
 from dynbus.actors.runtime import ActorInstance
 from dynbus.bus.nats.server_process import RunningServer
+from dynbus.compat.runtime import DistributedRuntime
 from dynbus.compat.sdk import (
     async_on_shutdown,
     async_on_start,
@@ -218,15 +219,27 @@ def test_a_method_that_is_not_async_is_refused() -> None:
                 return request.text
 
 
+def test_a_dependency_may_be_decorated_later() -> None:
+    async def story(kit: TestKit) -> None:
+        for one in (Later, Early, Plainly):
+            await start(kit, one)
+
+        assert await kit.client(cast(Any, Plainly)).ask(Prompt(text="a")) == "a!"
+        found = [item async for item in kit.client(cast(Any, Early)).ask(Prompt(text="b"))]
+        assert found == ["b!"]
+
+    on_a_kit(story)
+
+
 def test_a_program_without_a_service_gets_a_runtime_that_ends_with_its_loop(
     nats_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NATS_URL", nats_server.url)
-    known: list[Runtime] = []
+    known: list[DistributedRuntime] = []
 
     async def program() -> bool:
         known.append(await get_runtime())
         return await get_runtime() is known[0]
 
     assert asyncio.run(program())
-    assert "closed" in repr(known[0])
+    assert "closed" in repr(known[0].runtime)

@@ -31,7 +31,7 @@ DOCUMENTS: Final = {
 }
 """The guides by what the names of their programs begin with."""
 
-OPEN: Final = frozenset({"...", "pass", "# ..."})
+OPEN: Final = frozenset({"...", "pass", "# ...", "# Your logic here"})
 """Lines that stand for what a user fills in."""
 
 _FENCE: Final = re.compile(r"^ *```\w*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)

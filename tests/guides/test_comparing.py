@@ -41,7 +41,11 @@ class Engine:
 run(worker)
 """
 
-FRAGMENTS = {"workers_guide_4", "workers_guide_5"}
+FRAGMENTS = {
+    *("workers_guide_4", "workers_guide_5"),
+    *("sdk_guide_6", "sdk_guide_9", "sdk_guide_10"),
+    *(f"sdk_documentation_{number}" for number in (2, 4, 5, 6, 7, 11, 12, 13, 15, 19, 20)),
+}
 """Blocks that something has to call."""
 
 

@@ -1,4 +1,5 @@
-"""`dynamo.llm`: a worker tells front ends which model its endpoint serves."""
+"""`dynamo.llm`: a worker tells front ends which model its endpoint serves, and routers what its
+cache holds."""
 
 from __future__ import annotations
 
@@ -11,10 +12,30 @@ from dynbus.llm import ModelInput, ModelType
 from dynbus.llm import register_llm as register
 from dynbus.llm.models.card import ModelCard
 
+from .kv_routing import (
+    AggregatedMetrics,
+    EndpointKvMetrics,
+    KvEventPublisher,
+    KvIndexer,
+    KvMetricsAggregator,
+    KvMetricsPublisher,
+    OverlapScores,
+)
 from .runtime import Endpoint
 from .tokens import TokenTranslation
 
-__all__ = ["ModelInput", "ModelType", "register_llm"]
+__all__ = [
+    "AggregatedMetrics",
+    "EndpointKvMetrics",
+    "KvEventPublisher",
+    "KvIndexer",
+    "KvMetricsAggregator",
+    "KvMetricsPublisher",
+    "ModelInput",
+    "ModelType",
+    "OverlapScores",
+    "register_llm",
+]
 
 
 class _Options(TypedDict, total=False):

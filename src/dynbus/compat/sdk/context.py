@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from dynbus import Runtime
+from dynbus import Actor, Runtime
 from dynbus.bus.context import current_instance
 from dynbus.bus.protocol.names import InstanceName
-
-_runtimes: Final[WeakValueDictionary[InstanceName, Runtime]] = WeakValueDictionary()
-"""Those of the services that have been made in this process, each by the name of its instance."""
+from dynbus.compat.runtime import DistributedRuntime
 
 
-def remember(name: InstanceName, runtime: Runtime) -> None:
-    """The code of this instance runs in `runtime`."""
-    _runtimes[name] = runtime
+class Place:
+    """Where the code of one service runs.
+
+    Attributes:
+        endpoints: those that its class declares.
+        service: None while it is constructed.
+    """
+
+    def __init__(self, name: InstanceName, runtime: Runtime, endpoints: Sequence[str]) -> None:
+        self.name = name
+        self.runtime = DistributedRuntime(runtime)
+        self.endpoints = endpoints
+        self.service: Actor | None = None
 
 
-def current_service() -> tuple[InstanceName, Runtime] | None:
-    """The instance of a service whose code is running, and its runtime; None outside of one.
+_places: Final[WeakValueDictionary[InstanceName, Place]] = WeakValueDictionary()
+"""Those of this process, each of which its service keeps."""
+
+
+def make_place(name: InstanceName, runtime: Runtime, endpoints: Sequence[str]) -> Place:
+    """Where the code of the instance `name` runs from now on, as long as somebody keeps it."""
+    made = _places[name] = Place(name, runtime, endpoints)
+    return made
+
+
+def current_place() -> Place | None:
+    """That of the service whose code is running; None outside of one.
 
     On threads that nobody told, it is that of the process where there is only one.
     """
     name = current_instance()
-    if name is None:
-        known = list(_runtimes)
-        name = known[0] if len(known) == 1 else None
-    runtime = _runtimes.get(name) if name is not None else None
-    return (name, runtime) if name is not None and runtime is not None else None
+    if name is not None:
+        return _places.get(name)
+    known = list(_places.values())
+    return known[0] if len(known) == 1 else None
 
 
 class DynamoContext(Mapping[str, Any]):
@@ -41,13 +58,13 @@ class DynamoContext(Mapping[str, Any]):
     """
 
     def __getitem__(self, key: str) -> Any:
-        found = current_service()
-        if found is None:
+        place = current_place()
+        if place is None:
             raise KeyError(
                 f"{key!r}: dynamo_context is only known inside a service; elsewhere use "
                 "`await get_runtime()`"
             )
-        name, runtime = found
+        name, runtime = place.name, place.runtime
         match key:
             case "runtime":
                 return runtime
@@ -59,21 +76,24 @@ class DynamoContext(Mapping[str, Any]):
                 return name.instance_id
             case "component":
                 return runtime.namespace(name.namespace).component(name.component)
+            case "endpoints":
+                component = runtime.namespace(name.namespace).component(name.component)
+                return [component.endpoint(each) for each in place.endpoints]
             case _:
                 raise KeyError(f"{key!r}: dynamo_context has {', '.join(_KEYS)}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_KEYS if current_service() is not None else ())
+        return iter(_KEYS if current_place() is not None else ())
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def __repr__(self) -> str:
-        found = current_service()
-        return f"<dynamo_context of {found[0]}>" if found else "<dynamo_context outside a service>"
+        place = current_place()
+        return f"<dynamo_context of {place.name}>" if place else "<dynamo_context, no service>"
 
 
-_KEYS: Final = ("runtime", "namespace", "service_name", "component", "instance_id")
+_KEYS: Final = ("runtime", "namespace", "service_name", "component", "endpoints", "instance_id")
 
 dynamo_context: Final = DynamoContext()
 
@@ -82,13 +102,14 @@ class _Opened:
     """The runtime of a loop that has no service, closed with the loop."""
 
     def __init__(self) -> None:
-        self.runtime: asyncio.Future[Runtime] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.runtime: asyncio.Future[DistributedRuntime] = loop.create_future()
         self._task = asyncio.create_task(self._keep(), name="the runtime of get_runtime")
 
     async def _keep(self) -> None:
         try:
             async with Runtime.connect() as runtime:
-                self.runtime.set_result(runtime)
+                self.runtime.set_result(DistributedRuntime(runtime))
                 # Until `asyncio.run` cancels what is left.
                 await asyncio.Event().wait()
         except Exception as error:
@@ -100,7 +121,7 @@ class _Opened:
 _opened: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, _Opened]] = WeakKeyDictionary()
 
 
-async def get_runtime() -> Runtime:
+async def get_runtime() -> DistributedRuntime:
     """The runtime of the running service; elsewhere one for the loop, connected at the first call.
 
     The latter is closed when `asyncio.run` ends.
@@ -108,9 +129,9 @@ async def get_runtime() -> Runtime:
     Raises:
         Unavailable: the bus cannot be used.
     """
-    found = current_service()
-    if found is not None:
-        return found[1]
+    place = current_place()
+    if place is not None:
+        return place.runtime
     loop = asyncio.get_running_loop()
     opened = _opened.get(loop)
     if opened is None:

@@ -35,15 +35,16 @@ def dynamo_endpoint(name: Any = None) -> Any:
         ConfigError: the method or the name is not usable; the message says what to do.
     """
     if isinstance(name, str | None):
-
-        def decorate(function: Any) -> Any:
-            return handler(name=name)(_annotated(function))
-
-        return decorate
-    return handler(_annotated(name))
+        return functools.partial(_endpoint, name=name)
+    return _endpoint(name)
 
 
 endpoint = dynamo_endpoint
+
+
+def _endpoint(function: Any, name: str | None = None) -> Any:
+    declare: Any = handler(name=name)
+    return declare(_annotated(function))
 
 
 def async_on_start(hook: F) -> F:

@@ -14,7 +14,7 @@ from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.bus.config import suggestion
 from dynbus.bus.protocol.names import InstanceName
 
-from .context import current_service, remember
+from .context import Place, current_place, make_place
 from .endpoints import ON_SHUTDOWN, ON_START, hooks, run_hook
 
 P = ParamSpec("P")
@@ -154,24 +154,32 @@ class Service(Actor, abstract=True):
     runtime: Any = _Own("runtime")
     instance_id: Any = _Own("instance_id")
 
+    _dynamo_place: Place | None = None
+
     @classmethod
     def dynamo_address(cls) -> tuple[str, str]:
         """The namespace and the component under which the service is called.
 
         Raises:
-            ConfigError: the service is not enabled.
+            ConfigError: the service is not enabled, or the run has several nodes of it.
         """
         if not cls.__dynbus_service__.enabled:
             raise ConfigError(f"{cls.__name__} is not enabled, and so has no address")
-        return address_of(cls)
+        place = current_place()
+        # A run may have it in another namespace.
+        return address_of(cls) if place is None else place.runtime.runtime.address_of(cls)
 
     @classmethod
     def __dynbus_construct__(
         cls, runtime: Runtime, name: InstanceName, arguments: Mapping[str, Any]
     ) -> Self:
-        # Its constructor may ask for them.
-        remember(name, runtime)
-        return super().__dynbus_construct__(runtime, name, arguments)
+        endpoints = [spec.name for spec in cls.__dynbus_handlers__.values()]
+        # Its constructor may ask for it.
+        place = make_place(name, runtime, endpoints)
+        made = super().__dynbus_construct__(runtime, name, arguments)
+        made._dynamo_place = place
+        place.service = made
+        return made
 
     async def on_start(self) -> None:
         """Run the hooks of the start."""
@@ -199,10 +207,10 @@ class ServiceDependency(ClientDependency[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or vars(self).get("name"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        found = current_service()
-        if found is None:
+        place = current_place()
+        if place is None:
             raise RuntimeError("depends() gives a client in a class, or in the code of a service")
-        return getattr(found[1].client(self.actor), name)
+        return getattr(place.runtime.runtime.client(self.actor), name)
 
 
 @overload

@@ -1,0 +1,281 @@
+"""KV routing as programs of Dynamo have it: what workers say of their caches and load, and what a
+router of their own asks before its cost function chooses.
+
+dynbus's own routers do all of that by themselves: see docs/guides/kv-routing.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+import anyio
+
+from dynbus import DynbusError, call_options
+from dynbus.kvrouter import KvEventPublisher as EventPublisher
+from dynbus.kvrouter import block_hashes
+from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
+from dynbus.kvrouter.stream import IndexFollower, warm_follower
+
+from .runtime import Component, DistributedRuntime
+from .sdk.context import current_place
+
+METRICS_ENDPOINT: Final = "load_metrics"
+METRICS_TIMEOUT: Final = 1.0
+"""Seconds after which the figures of a worker that does not answer are left out."""
+
+
+@dataclass(frozen=True)
+class OverlapScores:
+    """How much of a prompt workers hold.
+
+    Attributes:
+        scores: blocks of the prompt, from its beginning, by the id of the instance; those that hold
+            none are left out.
+    """
+
+    scores: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True)
+class EndpointKvMetrics:
+    """What one worker said of itself last.
+
+    Attributes:
+        worker_id: the id of its instance.
+        gpu_cache_usage_perc, gpu_prefix_cache_hit_rate: from 0 to 1.
+    """
+
+    worker_id: str
+    request_active_slots: int = 0
+    request_total_slots: int = 0
+    kv_active_blocks: int = 0
+    kv_total_blocks: int = 0
+    num_requests_waiting: int = 0
+    gpu_cache_usage_perc: float = 0.0
+    gpu_prefix_cache_hit_rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class AggregatedMetrics:
+    """What the workers of a component said of themselves last."""
+
+    endpoints: Sequence[EndpointKvMetrics] = ()
+
+
+class KvMetricsPublisher:
+    """What a worker says of its load, in an endpoint `load_metrics` of its component."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Any] = {}
+
+    async def create_endpoint(self, component: Component) -> None:
+        """Serve the endpoint: by the service whose hook calls this, else by an instance beside.
+
+        Raises:
+            RuntimeError: the service can be called already.
+        """
+        place = current_place()
+        if place is not None and place.service is not None:
+            place.service.__dynbus_instance__.add_endpoints({METRICS_ENDPOINT: self._answer})
+            return
+        endpoint = component.endpoint(METRICS_ENDPOINT)
+        runtime = endpoint.runtime.runtime
+        runtime.background.start(
+            endpoint.serve_endpoint, self._answer, name=f"the metrics of {component.name}"
+        )
+
+    def publish(
+        self,
+        request_active_slots: int,
+        request_total_slots: int,
+        kv_active_blocks: int,
+        kv_total_blocks: int,
+        num_requests_waiting: int = 0,
+        gpu_cache_usage_perc: float = 0.0,
+        gpu_prefix_cache_hit_rate: float = 0.0,
+    ) -> None:
+        """What is answered from now on; see `EndpointKvMetrics`."""
+        self._latest = {
+            "request_active_slots": request_active_slots,
+            "request_total_slots": request_total_slots,
+            "kv_active_blocks": kv_active_blocks,
+            "kv_total_blocks": kv_total_blocks,
+            "num_requests_waiting": num_requests_waiting,
+            "gpu_cache_usage_perc": gpu_cache_usage_perc,
+            "gpu_prefix_cache_hit_rate": gpu_prefix_cache_hit_rate,
+        }
+
+    async def _answer(self, request: Any = None) -> dict[str, Any]:
+        return self._latest
+
+
+class KvMetricsAggregator:
+    """Asks all workers of a component for what they say of their load."""
+
+    def __init__(self, component: Component) -> None:
+        self._endpoint = component.endpoint(METRICS_ENDPOINT)
+
+    async def get_metrics(self) -> AggregatedMetrics:
+        """What they say now; a worker that does not answer in time is left out.
+
+        Raises:
+            Unavailable: the instances cannot be read.
+        """
+        client = await self._endpoint.client()
+        found: dict[str, EndpointKvMetrics] = {}
+
+        async def ask(worker_id: str) -> None:
+            try:
+                with call_options(timeout=METRICS_TIMEOUT):
+                    async for item in await client.direct(None, worker_id, annotated=False):
+                        known = {name: item[name] for name in _FIGURES if name in item}
+                        found[worker_id] = EndpointKvMetrics(worker_id, **known)
+            except DynbusError:
+                return
+
+        workers = client.instance_ids()
+        async with anyio.create_task_group() as tasks:
+            for worker_id in workers:
+                tasks.start_soon(ask, worker_id)
+        return AggregatedMetrics([found[each] for each in workers if each in found])
+
+
+_FIGURES: Final = tuple(each.name for each in fields(EndpointKvMetrics) if each.name != "worker_id")
+
+
+class KvEventPublisher:
+    """Publishes what the cache of a worker's engine holds.
+
+    Args:
+        component: of the worker.
+        worker_id: the id of its instance; inside a service its own unless given.
+        kv_block_size: tokens of a block.
+    """
+
+    def __init__(
+        self, component: Component, worker_id: str | None = None, kv_block_size: int = 16
+    ) -> None:
+        address = component.endpoint(METRICS_ENDPOINT).address
+        name = address.name
+        place = current_place()
+        if worker_id is None:
+            if place is None:
+                raise ValueError("give worker_id: only a service knows its own")
+            worker_id = place.name.instance_id
+        self._block_size = kv_block_size
+        side = address.side
+        self._publisher = EventPublisher(
+            side.bus.data,
+            name.namespace,
+            name.component,
+            worker_id,
+            process_status=side.bus.status,
+            background=side.bus.background,
+        )
+        self._is_open = False
+        self._early: list[KvEvent] = []
+        runtime = _runtime_of(component)
+        runtime.runtime.background.start(self._run, name=f"{self._publisher!r}")
+
+    def publish_stored(
+        self,
+        event_id: int,
+        token_ids: Sequence[int],
+        num_block_tokens: Sequence[int],
+        block_hashes: Sequence[int],
+        lora_id: int,
+        parent_hash: int | None = None,
+    ) -> None:
+        """Blocks that follow each other were stored.
+
+        Args:
+            event_id: is not used: dynbus numbers the events.
+            token_ids: of all blocks.
+            num_block_tokens: how many of them each block has; those that are not full are left out.
+            block_hashes: the engine's own hashes of the blocks.
+            lora_id: 0 for none.
+            parent_hash: the engine's hash of the block before the first.
+        """
+        full = 0
+        while full < len(num_block_tokens) and num_block_tokens[full] == self._block_size:
+            full += 1
+        if full:
+            tokens = token_ids[: full * self._block_size]
+            own = _hashes(tokens, self._block_size, lora_id)
+            self._publish(BlockStored(parent_hash, list(block_hashes[:full]), own))
+
+    def publish_removed(self, event_id: int, block_hashes: Sequence[int]) -> None:
+        """Blocks were removed, in any order."""
+        self._publish(BlockRemoved(list(block_hashes)))
+
+    def _publish(self, event: KvEvent) -> None:
+        if self._is_open:
+            self._publisher.publish([event])
+        else:
+            self._early.append(event)
+
+    async def _run(self) -> None:
+        async with self._publisher:
+            self._is_open = True
+            self._publisher.publish(self._early)
+            self._early = []
+            await anyio.sleep_forever()
+
+
+class KvIndexer:
+    """Follows the events of a component's workers.
+
+    Args:
+        kv_block_size: tokens of a block.
+    """
+
+    def __init__(self, component: Component, kv_block_size: int) -> None:
+        self._component = component
+        self._block_size = kv_block_size
+        self._follower: asyncio.Future[IndexFollower] | None = None
+
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._block_size
+
+    async def find_matches_for_request(
+        self, token_ids: Sequence[int], lora_id: int = 0
+    ) -> OverlapScores:
+        """Which workers hold how much of a prompt.
+
+        Raises:
+            ConfigError: the stream of events has other settings.
+            Unavailable: JetStream does not answer.
+        """
+        if self._follower is None:
+            self._follower = asyncio.get_running_loop().create_future()
+            runtime = _runtime_of(self._component).runtime
+            follow = functools.partial(self._follow, self._follower)
+            runtime.background.start(follow, name=f"the indexer of {self._component.name}")
+        follower = await asyncio.shield(self._follower)
+        return OverlapScores(follower.lookup(_hashes(token_ids, self._block_size, lora_id)))
+
+    async def _follow(self, opened: asyncio.Future[IndexFollower]) -> None:
+        name = self._component.endpoint(METRICS_ENDPOINT).address.name
+        runtime = _runtime_of(self._component).runtime
+        try:
+            async with warm_follower(runtime, name.namespace, name.component) as follower:
+                opened.set_result(follower)
+                await anyio.sleep_forever()
+        except DynbusError as error:
+            if opened.done():
+                raise
+            self._follower = None
+            opened.set_exception(error)
+
+
+def _runtime_of(component: Component) -> DistributedRuntime:
+    return component.endpoint(METRICS_ENDPOINT).runtime
+
+
+def _hashes(tokens: Sequence[int], block_size: int, lora_id: int) -> Any:
+    return block_hashes(tokens, block_size, lora_name=str(lora_id) if lora_id else None)
