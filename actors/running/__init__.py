@@ -1,5 +1,5 @@
 """`dynbus run`: configuration, processes, and what happens when they end."""
 
-from . import loader
+from . import config_file, loader
 
-__all__ = ["loader"]
+__all__ = ["config_file", "loader"]

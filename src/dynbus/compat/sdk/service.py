@@ -71,7 +71,8 @@ def service(
     """Make an actor class of a plain one, of the same module and name.
 
     Its methods with `@dynamo_endpoint` are called under `namespace.Name.method`. Without an
-    endpoint, it is started and kept all the same.
+    endpoint, it is started and kept all the same. Its configuration may have keys that are no
+    arguments of its constructor: `ServiceConfig` and `config` have them.
 
     Args:
         dynamo: `namespace`, "default" unless given; `name`, the class's own unless given; and
@@ -118,6 +119,7 @@ def _dynamo_arguments(inner: Any, dynamo: Mapping[str, Any] | None) -> dict[str,
         "namespace": known.get("namespace", DEFAULT_NAMESPACE),
         "component": known.get("name"),
         "enabled": known.get("enabled", True),
+        "extra_config": True,
     }
 
 
