@@ -28,6 +28,7 @@ OWN: Final[Mapping[str, str]] = {
     "bench": "Measure your own server.",
     "call": "Call an endpoint.",
     "chat": "Talk to a model.",
+    "docs": "Document what actors read and write.",
     "doctor": "Check the server and this machine.",
     "graph": "Draw who calls whom.",
     "http": "Answer OpenAI's requests over HTTP.",

@@ -1,0 +1,131 @@
+"""`dynbus docs`: write what actors read and write as AsyncAPI and JSON Schema."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
+from dynbus.actors.documents.schemas import schema_file
+from dynbus.actors.running.plan import PlanRequest
+from dynbus.actors.running.planning import load_run
+from dynbus.bus.commands.terminal import json_option
+from dynbus.bus.errors import ConfigError
+
+from .plan import TargetsCommand, file_option, namespace_option, targets_argument
+
+
+def as_yaml(document: Any) -> str:
+    """A document as YAML, in its own order and without anchors."""
+    import yaml
+
+    class Plain(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: Plain, value: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Plain.add_representer(str, text)
+    return yaml.dump(document, Dumper=Plain, sort_keys=False, allow_unicode=True, width=100)
+
+
+def as_json_text(document: Any) -> str:
+    """A document as JSON, in its own order."""
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from None
+
+
+@click.command(
+    cls=TargetsCommand,
+    help="""Document the actors of TARGETs: an AsyncAPI 3.0 document of all endpoints, as YAML.
+
+    Nothing is started. TARGETs and options are those of `dynbus run`. The document is the same for
+    the same actors, so that it can be committed and compared.
+
+    \b
+    dynbus docs actors.py -o asyncapi.yaml
+    dynbus docs actors.py --json
+    dynbus docs actors.py -o asyncapi.yaml --schemas schemas/
+    """,
+)
+@targets_argument
+@file_option
+@namespace_option
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the document there instead of printing it.",
+)
+@click.option(
+    "--schemas",
+    "folder",
+    metavar="FOLDER",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write a JSON Schema file for each request, reply and item there, too.",
+)
+@click.option("--title", metavar="TEXT", help="Of the document. Default: the names of the actors.")
+@click.option(
+    "--api-version",
+    metavar="TEXT",
+    default="1.0.0",
+    show_default=True,
+    help="Of what is documented.",
+)
+@json_option
+@click.pass_context
+def docs(
+    ctx: click.Context,
+    /,
+    *,
+    targets: tuple[str, ...],
+    config_files: tuple[str, ...],
+    namespace: str | None,
+    output: Path | None,
+    folder: Path | None,
+    title: str | None,
+    api_version: str,
+    as_json: bool,
+) -> None:
+    """`dynbus docs`."""
+    request = PlanRequest(
+        targets=list(targets),
+        config_files=list(config_files),
+        options=ctx.meta["dynbus.options"],
+        namespace=namespace,
+    )
+    run = load_run(request, os.environ)
+    actors = [DocumentedActor(each.address, each.actor) for each in run.assignments]
+    schemas = message_schemas(actors)
+    names = ", ".join(sorted(str(one.address) for one in actors))
+    document = asyncapi(actors, schemas, title=title or names, version=api_version)
+    text = (as_json_text if as_json else as_yaml)(document)
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--schemas {folder} cannot be made: {error}") from None
+        for place, schema in schemas.items():
+            write(folder / f"{place}.json", schema_file(schema))
+    if output is not None:
+        write(output, text)
+    else:
+        click.echo(text, nl=False)

@@ -1,0 +1,1 @@
+"""Actors as documents: AsyncAPI and JSON Schema, made of their classes alone."""

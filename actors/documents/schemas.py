@@ -1,0 +1,228 @@
+"""The JSON schemas of a document: each class written once, under a name that nothing else has.
+
+AsyncAPI understands what JSON Schema's draft 7 does; pydantic and msgspec write a later draft.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+from dynbus.actors.declaring.codec import AnyCodec
+from dynbus.actors.declaring.redaction import shown
+from dynbus.actors.declaring.schemas import (
+    ALTERNATIVES,
+    ONE_SCHEMA,
+    SCHEMAS_BY_NAME,
+    schema_of,
+)
+from dynbus.bus.errors import ConfigError
+
+DRAFT: Final = "https://json-schema.org/draft/2020-12/schema"
+COMPONENTS: Final = "#/components/schemas/"
+_LOCAL: Final = "#/$defs/"
+_SCHEMA_LISTS: Final = ALTERNATIVES | {"prefixItems"}
+
+
+class Place(NamedTuple):
+    """Where a schema is used.
+
+    Attributes:
+        address: `namespace.component`.
+        role: `request`, `reply` or `item`.
+    """
+
+    address: str
+    endpoint: str
+    role: str
+
+    def __str__(self) -> str:
+        return f"{self.address}.{self.endpoint}.{self.role}"
+
+
+def whole_schema(codec: AnyCodec, place: Place) -> dict[str, Any]:
+    """The schema of a message as a document of its own, without secrets.
+
+    Raises:
+        ConfigError: it holds what JSON does not have.
+    """
+    made = schema_of(codec, written=place.role != "request")
+    try:
+        plain = cast("dict[str, Any]", _mapped(json.loads(json.dumps(made)), _public))
+        json.dumps(plain, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: its JSON schema cannot be written: {error}") from None
+    return plain
+
+
+def schema_file(schema: Mapping[str, Any]) -> str:
+    """A schema as the text of a file."""
+    return json.dumps({"$schema": DRAFT, **schema}, indent=2, ensure_ascii=False) + "\n"
+
+
+class Components:
+    """The schemas of all messages, with their classes apart from them.
+
+    Args:
+        schemas: those of the messages, each a document of its own.
+        names: what the class of a message's schema is called; missing for one without a class.
+    """
+
+    def __init__(
+        self, schemas: Mapping[Place, Mapping[str, Any]], names: Mapping[Place, str]
+    ) -> None:
+        self._roots: dict[Place, Any] = {}
+        self._scopes: dict[Place, dict[str, Any]] = {}
+        for place, schema in schemas.items():
+            self._add(place, schema, names.get(place, ""))
+        self._meanings = {
+            place: {name: _closure(name, scope) for name in scope}
+            for place, scope in self._scopes.items()
+        }
+
+    def payload(self, place: Place) -> Any:
+        """The schema of a message, with references to its classes."""
+        return self._translated(self._roots[place], place)
+
+    def all(self) -> dict[str, Any]:
+        """The classes by name, in order."""
+        found = {
+            self._name(name, place): self._translated(schema, place)
+            for place, scope in self._scopes.items()
+            for name, schema in scope.items()
+        }
+        return dict(sorted(found.items()))
+
+    def _add(self, place: Place, schema: Mapping[str, Any], name: str) -> None:
+        root = {key: value for key, value in schema.items() if key != "$defs"}
+        scope = dict(schema.get("$defs", {}))
+        if name and name not in scope and "$ref" not in root:
+            scope[name] = root
+            root = {"$ref": _LOCAL + name}
+        self._roots[place] = root
+        self._scopes[place] = scope
+
+    def _name(self, name: str, place: Place) -> str:
+        """What a class of a message is called in the whole document: its own name, and as much of
+        the place before it as tells it from others that are called so."""
+        plain = _legal(name)
+        meaning = self._meanings[place][name]
+        others = {
+            (other, text)
+            for other, meanings in self._meanings.items()
+            for each, text in meanings.items()
+            if _legal(each) == plain and text != meaning
+        }
+        if not others:
+            return plain
+        if not any(other.address == place.address for other, _ in others):
+            return f"{place.address}.{plain}"
+        return f"{place}.{plain}"
+
+    def _translated(self, schema: Any, place: Place) -> Any:
+        def translate(given: dict[str, Any]) -> dict[str, Any]:
+            return _draft_7(given, lambda name: COMPONENTS + self._name(name, place))
+
+        return _mapped(schema, translate)
+
+
+def _closure(name: str, scope: Mapping[str, Any]) -> str:
+    """What a name means: its schema, and those that it refers to."""
+    found: dict[str, Any] = {}
+    waiting = [name]
+    while waiting:
+        one = waiting.pop()
+        if one not in found and one in scope:
+            found[one] = scope[one]
+            waiting += _references(scope[one])
+    return json.dumps([name, found], sort_keys=True)
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, list):
+        for one in cast("Sequence[Any]", schema):
+            yield from _references(one)
+    elif isinstance(schema, dict):
+        for key, value in cast("dict[str, Any]", schema).items():
+            if key == "$ref" and isinstance(value, str) and value.startswith(_LOCAL):
+                yield value.removeprefix(_LOCAL)
+            else:
+                yield from _references(value)
+
+
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
+    """A schema with `change` applied to it and to every schema within, the innermost first."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made: dict[str, Any] = {}
+    for keyword, value in cast("Mapping[str, Any]", schema).items():
+        if keyword in SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            named = cast("Mapping[str, Any]", value)
+            if keyword == "properties":
+                named = {name: _without_secret(name, one) for name, one in named.items()}
+            made[keyword] = {name: _mapped(one, change) for name, one in named.items()}
+        elif keyword in _SCHEMA_LISTS and isinstance(value, list):
+            made[keyword] = [_mapped(one, change) for one in cast("Sequence[Any]", value)]
+        elif keyword in ONE_SCHEMA:
+            made[keyword] = _mapped(value, change)
+        else:
+            made[keyword] = value
+    return change(made)
+
+
+def _without_secret(name: str, schema: Any) -> Any:
+    """The schema of a property, without a default or examples that would tell a secret."""
+    if not isinstance(schema, Mapping):
+        return schema
+    given = dict(cast("Mapping[str, Any]", schema))
+    for keyword in ("default", "examples", "const"):
+        value = given.get(keyword)
+        if value is not None and shown(name, value) != value:
+            del given[keyword]
+    return given
+
+
+def _public(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose defaults are the same each time, and JSON."""
+    default = schema.get("default")
+    if schema.get("uniqueItems") and isinstance(default, list):
+        # It comes from a set, whose order is another in each process.
+        schema["default"] = sorted(cast("Sequence[Any]", default), key=json.dumps)
+    try:
+        json.dumps(default, allow_nan=False)
+    except ValueError:
+        # A number that is not finite, which JSON does not have.
+        del schema["default"]
+    return schema
+
+
+def _draft_7(schema: dict[str, Any], reference: Callable[[str], str]) -> dict[str, Any]:
+    """A schema in the words of draft 7.
+
+    Args:
+        reference: the reference to a name of the schema's own definitions.
+    """
+    schema.pop("$defs", None)
+    schema.pop("$schema", None)
+    if "prefixItems" in schema:
+        rest = schema.pop("items", None)
+        schema["items"] = schema.pop("prefixItems")
+        if rest is not None:
+            schema["additionalItems"] = rest
+    discriminator = schema.get("discriminator")
+    if isinstance(discriminator, Mapping):
+        schema["discriminator"] = cast("Mapping[str, Any]", discriminator).get("propertyName", "")
+    target = schema.get("$ref")
+    if isinstance(target, str):
+        if target.startswith(_LOCAL):
+            schema["$ref"] = reference(target.removeprefix(_LOCAL))
+        if len(schema) > 1:
+            # What stands beside a reference is not read there.
+            schema["allOf"] = [{"$ref": schema.pop("$ref")}]
+    return schema
+
+
+def _legal(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)

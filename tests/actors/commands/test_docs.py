@@ -1,0 +1,124 @@
+"""`dynbus docs` writes what a file's actors read and write, and starts nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dynbus import ConfigError, cli
+from dynbus.bus import exit_codes
+
+ACTORS = '''
+from collections.abc import AsyncGenerator
+from pydantic import BaseModel
+from dynbus import Actor, depends, handler
+
+class Prompt(BaseModel):
+    text: str
+    words: set[str] = {"a", "b", "c", "d", "e"}
+
+class Splitter(Actor, namespace="written"):
+    @handler
+    async def split(self, prompt: Prompt) -> AsyncGenerator[str, None]:
+        """Split a text.
+
+        At its blanks.
+        """
+        yield prompt.text
+
+class Shouter(Actor, namespace="written"):
+    splitter = depends(Splitter)
+
+    @handler
+    async def shout(self, text: str) -> str:
+        return text
+'''
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "written_actors.py").write_text(ACTORS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "written_actors", raising=False)
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["docs", "written_actors.py", *arguments])
+    return int(end.value.code or 0)
+
+
+def test_the_document_is_yaml_of_all_actors_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--namespace", "staging", "--title", "Mine", "--api-version", "3") == 0
+
+    text = capsys.readouterr().out
+    document = yaml.safe_load(text)
+    assert text.startswith("asyncapi: 3.0.0\n")
+    assert (document["info"]["title"], document["info"]["version"]) == ("Mine", "3")
+    assert [name for name in document["operations"] if not name.endswith(".instance")] == [
+        "staging.Shouter.shout",
+        "staging.Splitter.split",
+    ]
+    assert "    description: |-\n      Split a text.\n\n      At its blanks.\n" in text
+
+
+def test_programs_get_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    run()
+    written = yaml.safe_load(capsys.readouterr().out)
+    run("--json")
+
+    assert json.loads(capsys.readouterr().out) == written
+
+
+def test_files_are_the_same_each_time(folder: Path) -> None:
+    found = [
+        subprocess.run(
+            [sys.executable, "-m", "dynbus", "docs", "written_actors.py", "--schemas", f"s{seed}"],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+
+    assert found[0] == found[1] != b""
+    for path in (folder / "s1").iterdir():
+        assert path.read_bytes() == (folder / "s2" / path.name).read_bytes()
+
+
+def test_documents_and_schemas_are_written_to_files(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("-o", "api.yaml", "--schemas", "all/schemas") == 0
+
+    assert capsys.readouterr().out == ""
+    assert (folder / "api.yaml").read_text().startswith("asyncapi: 3.0.0\n")
+    assert sorted(path.name for path in (folder / "all/schemas").iterdir()) == [
+        "written.Shouter.shout.reply.json",
+        "written.Shouter.shout.request.json",
+        "written.Splitter.split.item.json",
+        "written.Splitter.split.request.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-o", "none/api.yaml"), "none/api.yaml cannot be written"),
+        (("--schemas", "written_actors.py/x"), "--schemas written_actors.py/x cannot be made"),
+    ],
+)
+def test_a_place_that_cannot_be_written_to_is_named(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == exit_codes.exit_code(ConfigError(message))
+
+    assert message in capsys.readouterr().err
