@@ -107,6 +107,12 @@ class Processes:
         """The same, not awaited; `pause` is the seconds between two items of a stream."""
         return self._start("caller_process", url, actor, str(streams), str(pause))
 
+    async def version(self, url: str, version: str, instance_id: str) -> Process:
+        """A process that serves one of `versions.VERSIONS`, once it is announced."""
+        process = self._start("versions", url, version, instance_id)
+        await process.says("ready")
+        return process
+
     def end_all(self) -> None:
         """End them all.
 
