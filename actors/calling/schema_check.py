@@ -129,8 +129,10 @@ class SchemaCheck:
             pending = self._caller.begin(head, instance_id, msgspec.json.encode(endpoint.endpoint))
             told = decode_schemas(await pending.result(), endpoint.endpoint)
         except DynbusError as error:
-            # The call itself says what is wrong with the instance.
-            self._ask_later(pair)
+            # The call itself says what is wrong with the instance. One that is going away is not
+            # the only one with its hash.
+            if not error.retryable:
+                self._ask_later(pair)
             logger.info("%s: instance %s did not tell its schema: %s", endpoint, instance_id, error)
             return None
         problem = self._conclude(endpoint, instance_id, differences(own, told))

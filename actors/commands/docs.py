@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import click
 
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
-from dynbus.actors.documents.schemas import schema_file
+from dynbus.actors.documents.schemas import json_text, schema_file
 from dynbus.actors.running.plan import PlanRequest
 from dynbus.actors.running.planning import load_run
 from dynbus.bus.commands.terminal import json_option
@@ -27,17 +26,12 @@ def as_yaml(document: Any) -> str:
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
-    def text(dumper: Plain, value: str) -> yaml.ScalarNode:
+    def text(dumper: Any, value: str) -> Any:
         style = "|" if "\n" in value else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Plain.add_representer(str, text)
     return yaml.dump(document, Dumper=Plain, sort_keys=False, allow_unicode=True, width=100)
-
-
-def as_json_text(document: Any) -> str:
-    """A document as JSON, in its own order."""
-    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 
 def write(path: Path, text: str) -> None:
@@ -106,6 +100,8 @@ def docs(
     as_json: bool,
 ) -> None:
     """`dynbus docs`."""
+    if output is not None and output.suffix == ".py":
+        raise ConfigError(f"-o {output} is a Python file: name the document asyncapi.yaml")
     request = PlanRequest(
         targets=list(targets),
         config_files=list(config_files),
@@ -117,7 +113,7 @@ def docs(
     schemas = message_schemas(actors)
     names = ", ".join(sorted(str(one.address) for one in actors))
     document = asyncapi(actors, schemas, title=title or names, version=api_version)
-    text = (as_json_text if as_json else as_yaml)(document)
+    text = (json_text if as_json else as_yaml)(document)
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -121,7 +121,7 @@ def _class_names(actors: Sequence[DocumentedActor]) -> dict[Place, str]:
                 (_result(spec), spec.result_codec),
             ):
                 kind: Any = codec.annotation if codec is not None else None
-                if isinstance(kind, type) and kind.__module__ != "builtins":
+                if isinstance(kind, type) and kind.__module__ not in ("builtins", "typing"):
                     found[Place(str(one.address), spec.name, role)] = kind.__name__
     return found
 

@@ -59,7 +59,28 @@ def whole_schema(codec: AnyCodec, place: Place) -> dict[str, Any]:
 
 def schema_file(schema: Mapping[str, Any]) -> str:
     """A schema as the text of a file."""
-    return json.dumps({"$schema": DRAFT, **schema}, indent=2, ensure_ascii=False) + "\n"
+    return json_text({"$schema": DRAFT, **schema})
+
+
+def json_text(value: Any) -> str:
+    """JSON for people, in its own order; what is no Unicode is escaped."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _side(place: Place) -> str:
+    return "Input" if place.role == "request" else "Output"
+
+
+_NAMINGS: Final[Sequence[Callable[[str, Place], str]]] = (
+    lambda name, _: name,
+    # A field with a default may be left out of what is read, and is always written.
+    lambda name, place: f"{name}-{_side(place)}",
+    lambda name, place: f"{place.address}.{name}",
+    lambda name, place: f"{place.address}.{name}-{_side(place)}",
+    lambda name, place: f"{place}.{name}",
+)
+"""How classes of one name are told apart, the shortest first; the last always does."""
 
 
 class Components:
@@ -77,10 +98,7 @@ class Components:
         self._scopes: dict[Place, dict[str, Any]] = {}
         for place, schema in schemas.items():
             self._add(place, schema, names.get(place, ""))
-        self._meanings = {
-            place: {name: _closure(name, scope) for name in scope}
-            for place, scope in self._scopes.items()
-        }
+        self._names = dict(self._named())
 
     def payload(self, place: Place) -> Any:
         """The schema of a message, with references to its classes."""
@@ -89,7 +107,7 @@ class Components:
     def all(self) -> dict[str, Any]:
         """The classes by name, in order."""
         found = {
-            self._name(name, place): self._translated(schema, place)
+            self._names[place, name]: self._translated(schema, place)
             for place, scope in self._scopes.items()
             for name, schema in scope.items()
         }
@@ -104,26 +122,27 @@ class Components:
         self._roots[place] = root
         self._scopes[place] = scope
 
-    def _name(self, name: str, place: Place) -> str:
-        """What a class of a message is called in the whole document: its own name, and as much of
-        the place before it as tells it from others that are called so."""
-        plain = _legal(name)
-        meaning = self._meanings[place][name]
-        others = {
-            (other, text)
-            for other, meanings in self._meanings.items()
-            for each, text in meanings.items()
-            if _legal(each) == plain and text != meaning
-        }
-        if not others:
-            return plain
-        if not any(other.address == place.address for other, _ in others):
-            return f"{place.address}.{plain}"
-        return f"{place}.{plain}"
+    def _named(self) -> Iterator[tuple[tuple[Place, str], str]]:
+        """What each class of each message is called in the whole document: its own name, and as
+        much besides as tells it from others that are called so."""
+        uses: dict[str, list[tuple[Place, str, str]]] = {}
+        for place, scope in self._scopes.items():
+            for name in scope:
+                uses.setdefault(_legal(name), []).append((place, name, _closure(name, scope)))
+        for plain, found in uses.items():
+            for naming in _NAMINGS:
+                keys = [naming(plain, place) for place, _, _ in found]
+                meanings = {(key, use[2]) for key, use in zip(keys, found, strict=True)}
+                if len(meanings) == len(set(keys)):
+                    yield from (
+                        ((place, name), key)
+                        for key, (place, name, _) in zip(keys, found, strict=True)
+                    )
+                    break
 
     def _translated(self, schema: Any, place: Place) -> Any:
         def translate(given: dict[str, Any]) -> dict[str, Any]:
-            return _draft_7(given, lambda name: COMPONENTS + self._name(name, place))
+            return _draft_7(given, lambda name: COMPONENTS + self._names[place, name])
 
         return _mapped(schema, translate)
 

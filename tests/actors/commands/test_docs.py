@@ -112,6 +112,7 @@ def test_documents_and_schemas_are_written_to_files(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("-o", "written_actors.py"), "-o written_actors.py is a Python file: name the document"),
         (("-o", "none/api.yaml"), "none/api.yaml cannot be written"),
         (("--schemas", "written_actors.py/x"), "--schemas written_actors.py/x cannot be made"),
     ],
