@@ -253,11 +253,12 @@ class Supervisor:
         async with self._changing:
             node, old = self.nodes[address], self.instances(address)
             count = len(old) if count is None else count
+            surplus = old[count:]
             for former in old[:count]:
-                await self._replace(former, node, overlap)
+                await self._replace(former, node, surplus, overlap)
             for _ in range(count - len(old)):
                 await self._add(await self._more(node, 1))
-            await self._part_with(old[count:], overlap)
+            await self._part_with(surplus, overlap)
 
     def use(
         self,
@@ -306,8 +307,13 @@ class Supervisor:
         """Give up instances that have ended and do not restart: others take their place."""
         await self._retire([child for child in self.instances(address) if child.ended.is_set()])
 
-    async def _replace(self, former: Child, node: PlannedNode, overlap: bool) -> None:
+    async def _replace(
+        self, former: Child, node: PlannedNode, surplus: list[Child], overlap: bool
+    ) -> None:
         """Start what replaces an instance, and drain that; first where its GPUs are needed.
+
+        Args:
+            surplus: others that are to go; those that went are taken out.
 
         Raises:
             ChangeFailed: the new one did not start.
@@ -315,10 +321,13 @@ class Supervisor:
         try:
             added = await self._new_child(node, former.index, instead_of=former.label)
         except NoRoom:
-            logger.info("%s is drained first: what replaces it needs its GPUs", former.label)
+            going = [former, *surplus]
+            surplus.clear()
+            for child in going:
+                logger.info("%s is drained first: its GPUs are needed", child.label)
             # Whoever gives up here would leave the node with one instance less.
             with anyio.CancelScope(shield=True):
-                await self._retire([former])
+                await self._retire(going)
                 await self._add(await self._more(node, 1))
         else:
             await self._add([added])

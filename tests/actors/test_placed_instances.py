@@ -13,9 +13,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.conditions import eventually
 
+from dynbus.actors.declaring.resources import Resources
 from dynbus.actors.placing.allotment import Machine
 from dynbus.actors.running.child import Child
 from dynbus.actors.running.child_messages import WorkerSettings
@@ -89,6 +91,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def settings(server: RunningServer) -> WorkerSettings:
+    return WorkerSettings(sys.path, {"servers": server.url}, "json", "warning")
+
+
 @asynccontextmanager
 async def supervised(
     server: RunningServer, folder: Path, *names: str
@@ -99,7 +105,7 @@ async def supervised(
     ]
     supervisor = Supervisor(
         nodes,
-        WorkerSettings(sys.path, {"servers": server.url}, "json", "warning"),
+        settings(server),
         *(ForkServer(), Ending()),
         drain_grace=5.0,
         machine=TWO_GPUS,
@@ -162,6 +168,16 @@ async def test_instances_keep_gpus_of_their_own_through_every_change(
         await supervisor.scale("placed.Large", 0, overlap=True)
         await supervisor.scale("placed.Other", 2)
         at_last = gpus(folder, supervisor)
+        # By another plan: one with two GPUs in place of two with one each.
+        nodes = [
+            msgspec.structs.replace(node, resources=Resources(gpu=2))
+            if node.address == "placed.Other"
+            else node
+            for node in supervisor.nodes.values()
+        ]
+        supervisor.use(nodes, settings(nats_server), drain_grace=5.0, machine=TWO_GPUS)
+        await supervisor.restart("placed.Other", 1, overlap=True)
+        by_another_plan = gpus(folder, supervisor)
 
     assert (one["CUDA_VISIBLE_DEVICES"], two["CUDA_VISIBLE_DEVICES"]) == ("4", "5")
     assert (one["indices"], two["indices"]) == ([0, 0], [1, 1])
@@ -178,6 +194,7 @@ async def test_instances_keep_gpus_of_their_own_through_every_change(
     assert after_scale == {"Large/1": "4", "Other/1": "5", "Plain/1": None}
     assert (beside.label, beside_index) == ("placed.Plain/2", [0, 0])
     assert at_last == {"Other/1": "5", "Other/2": "4", "Plain/2": None}
+    assert by_another_plan == {"Other/1": "4,5", "Plain/2": None}
 
 
 @pytest.mark.anyio

@@ -86,6 +86,8 @@ def test_arguments_go_before_the_environment() -> None:
     [
         "DYNBUS_Splitter__separator",
         "PATH",
+        "DYNBUS_WORKER_INDEX",
+        "DYNBUS_WORKER_CORES",
         "DYNBUS_SERVICE_HOST",
         "DYNBUS_SERVICE_PORT_CLIENT",
         "DYNBUS_PORT",
