@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from dynbus.bus.background import task_group
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import TOKEN, InstanceName
 from dynbus.bus.protocol.wire import InstanceRecord
@@ -30,6 +31,27 @@ QUIET_SECONDS: Final = 0.4
 READ_SECONDS: Final = 3.0
 """Seconds within which all records must have been read."""
 
+
+class Counts(NamedTuple):
+    """What an instance has counted since its start, and how it is now.
+
+    Attributes:
+        at: when it was asked, on the monotonic clock.
+        streams: calls of streaming endpoints that run.
+        items: those that streams have sent.
+        seconds: that handlers ran, of the calls that are over.
+        figures: what it says of itself, as `ProcessStatus.figures`.
+    """
+
+    at: float
+    calls: int
+    errors: int
+    streams: int
+    items: int
+    seconds: float
+    figures: Mapping[str, float]
+
+
 NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 
@@ -42,6 +64,7 @@ class Row(NamedTuple):
         answers: whether `running` and `waiting` are known.
         metadata: what its record says; empty without one.
         status: what its process says of how it is; empty without an answer.
+        counts: None without an answer.
     """
 
     namespace: str
@@ -56,6 +79,7 @@ class Row(NamedTuple):
     address: str = ""
     metadata: Mapping[str, str] = NOTHING
     status: Mapping[str, str] = NOTHING
+    counts: Counts | None = None
 
     def to_json(self, now: float) -> dict[str, Any]:
         """The row for programs; `age` is in seconds."""
@@ -64,7 +88,7 @@ class Row(NamedTuple):
         fields["age"] = round(max(0.0, now - self.started), 1) if self.started else None
         if not self.answers:
             fields["running"] = fields["waiting"] = None
-        del fields["answers"]
+        del fields["answers"], fields["counts"]
         return fields
 
 
@@ -96,7 +120,7 @@ async def survey(server: Server) -> Survey:
         answers = await server.ask(
             ("$SRV.STATS",),
             b"",
-            lambda message: parse_answer(message.data),
+            lambda message: parse_answer(message.data, monotonic()),
             seconds=ANSWER_SECONDS,
             quiet=QUIET_SECONDS,
         )
@@ -119,9 +143,13 @@ def join(records: Iterable[InstanceRecord], answers: Iterable[Row]) -> list[Row]
     return sorted(rows.values(), key=lambda row: (row.namespace, row.component, row.started))
 
 
-def parse_answer(data: bytes) -> Row | None:
+def parse_answer(data: bytes, now: float = 0.0) -> Row | None:
     """What an instance that answers `$SRV.STATS` says of itself, as one that no record lists; None
-    when it is not a dynbus instance."""
+    when it is not a dynbus instance.
+
+    Args:
+        now: on the monotonic clock.
+    """
     try:
         found = msgspec.json.decode(data, type=_Stats)
         started = datetime.fromisoformat(found.started).timestamp()
@@ -143,6 +171,15 @@ def parse_answer(data: bytes) -> Row | None:
         sum(load.waiting for load in loads),
         tuple(endpoint.name for endpoint in found.endpoints),
         status=next((load.status for load in loads if load.status), NOTHING),
+        counts=Counts(
+            now,
+            calls=sum(endpoint.num_requests for endpoint in found.endpoints),
+            errors=sum(endpoint.num_errors for endpoint in found.endpoints),
+            streams=sum(load.running for load in loads if load.items is not None),
+            items=sum(load.items or 0 for load in loads),
+            seconds=sum(endpoint.processing_time for endpoint in found.endpoints) / 1e9,
+            figures=next((load.figures for load in loads if load.figures), {}),
+        ),
     )
 
 
@@ -154,11 +191,16 @@ class _Load(msgspec.Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     draining: bool = False
+    items: int | None = None
     status: dict[str, str] = {}
+    figures: dict[str, float] = {}
 
 
 class _Endpoint(msgspec.Struct, frozen=True):
     name: str
+    num_requests: int = 0
+    num_errors: int = 0
+    processing_time: int = 0
     data: _Load = _Load()
 
 

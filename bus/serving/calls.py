@@ -33,6 +33,7 @@ class Call:
         began_at: when its handler was started; None while it waits.
         task: what runs its handler.
         entered: whether the handler was, or never will be.
+        settled: whether it is accounted for, since it neither runs nor waits any longer.
         deadline_number: of its deadline, as `Deadlines` knows it.
         waiting_bytes: the size of a request that waits, as its account counts it.
     """
@@ -49,6 +50,7 @@ class Call:
         "reply",
         "request",
         "served",
+        "settled",
         "started_at",
         "task",
         "turn_taker",
@@ -73,6 +75,7 @@ class Call:
         self.request: Any = None
         self.task: asyncio.Task[None] | None = None
         self.entered = False
+        self.settled = False
         self.deadline_number: int | None = None
         self.kill_timer: asyncio.TimerHandle | None = None
         self.waiting_bytes = 0
@@ -113,7 +116,11 @@ def no_room(account: ClientUnreadBytes) -> Overloaded | None:
 
 
 class ServedEndpoint:
-    """An endpoint of one instance, with its address, its admission and its figures."""
+    """An endpoint of one instance, with its address, its admission and its figures.
+
+    Attributes:
+        items: what the streams have sent that are over.
+    """
 
     def __init__(self, address: EndpointName, endpoint: Endpoint, instance_id: str) -> None:
         self.address = address
@@ -124,6 +131,7 @@ class ServedEndpoint:
         self.errors = 0
         self.last_error = ""
         self.processing_time = 0.0
+        self.items = 0
 
     def finished(self, seconds: float, error: DynbusError | None) -> None:
         """Count a call that ran for `seconds`, 0 where it never began."""

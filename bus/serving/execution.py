@@ -351,6 +351,9 @@ class Execution:
             call.kill_timer.cancel()
         error = call.reply.error
         call.served.finished(0.0 if call.began_at is None else now - call.began_at, error)
+        call.settled = True
+        if call.served.endpoint.streaming:
+            call.served.items += call.reply.sent_items
         if call.observation is not None:
             call.observation.end(error)
         self._retired(call, now)

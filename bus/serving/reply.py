@@ -185,7 +185,7 @@ class FramedReply(CallReply):
 
     @property
     def sent_items(self) -> int:
-        return self.writer.next_sequence
+        return self.writer.next_sequence - self.writer.ended  # the end is a unit too
 
     def end(self, result: bytes | None = None) -> None:
         if not self.ended:

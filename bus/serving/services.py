@@ -96,7 +96,10 @@ class ServiceResponder:
         """The answer to `$SRV.STATS`; times are in nanoseconds."""
         server = self._server
         status = server.bus.status.read(server.name.address)
-        said = {"status": status} if status else {}
+        figures = server.bus.status.figures(str(server.name))
+        said: dict[str, Any] = {"status": status} if status else {}
+        said |= {"figures": figures} if figures else {}
+        items = self._items()
         return self._identity("stats") | {
             "started": _timestamp(self._started),
             "endpoints": [
@@ -115,12 +118,23 @@ class ServiceResponder:
                         "running": served.admission.running,
                         "waiting": served.admission.waiting,
                         "draining": server.execution.draining,
+                        **({"items": items[name]} if name in items else {}),
                         **said,
                     },
                 }
-                for served in server.served.values()
+                for name, served in server.served.items()
             ],
         }
+
+    def _items(self) -> dict[str, int]:
+        """How many items the streams of each endpoint have sent so far, by its name."""
+        server = self._server
+        found = {n: s.items for n, s in server.served.items() if s.endpoint.streaming}
+        for call in server.ledger.calls():
+            name = call.served.endpoint.name
+            if name in found and not call.settled:
+                found[name] += call.reply.sent_items
+        return found
 
     def _identity(self, kind: str) -> dict[str, Any]:
         return {

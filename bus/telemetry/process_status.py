@@ -1,4 +1,5 @@
-"""What a process says of how it is, for people: shown by `dynbus ps`, `$SRV.STATS` and `/ready`."""
+"""What a process says of how it is: texts for people, shown by `dynbus ps`, `$SRV.STATS` and
+`/ready`, and figures of single instances, shown by `dynbus top`."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ class ProcessStatus:
     def __init__(self) -> None:
         self._fields: dict[str, Mapping[str, str]] = {}
         self._of: dict[str, str] = {}
+        self._figures: dict[str, Mapping[str, float]] = {}
+        self._instances: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -37,11 +40,35 @@ class ProcessStatus:
             self._fields[source] = {key: text[:MAX_TEXT] for key, text in fields.items()}
             self._of[source] = about
 
+    def put_figures(self, source: str, instance: str, figures: Mapping[str, float]) -> None:
+        """Replace the figures that a source gives of an instance.
+
+        Args:
+            source: as `put` takes it; `remove` removes both.
+            instance: `namespace.component@instance`.
+            figures: counters, or values as they are now, by names that say which.
+        """
+        with self._lock:
+            self._figures[source] = dict(figures)
+            self._instances[source] = instance
+
+    def figures(self, instance: str) -> dict[str, float]:
+        """All figures of an instance; those of several sources add up."""
+        found: dict[str, float] = {}
+        with self._lock:
+            for source, figures in self._figures.items():
+                if self._instances[source] == instance:
+                    for key, value in figures.items():
+                        found[key] = found.get(key, 0) + value
+        return found
+
     def remove(self, source: str) -> None:
         """A source says nothing any longer."""
         with self._lock:
             self._fields.pop(source, None)
             self._of.pop(source, None)
+            self._figures.pop(source, None)
+            self._instances.pop(source, None)
 
     def read(self, speaker: str = "") -> dict[str, str]:
         """All keys with their texts, of several that differ each with what it is about.

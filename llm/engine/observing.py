@@ -33,6 +33,7 @@ class EngineWatch(Openable):
         namespace, component, instance_id = name
         # Not the component alone: its own instances show what is about others.
         self._name = f"{namespace}.{component}/{instance_id}"
+        self._instance = str(name)
         self._bus = bus
         self._runner = runner
         metrics = bus.telemetry.metrics if bus.telemetry is not None else None
@@ -67,6 +68,14 @@ class EngineWatch(Openable):
         runner = self._runner
         load, limits = runner.load, runner.engine.limits
         self._bus.status.put(self._name, self._name, {STATUS_KEY: _text(load, limits)})
+        figures = {
+            "kv_blocks": limits.blocks,
+            "kv_blocks_used": load.active_blocks,
+            "prompt_tokens": load.prompt_tokens,
+            "cached_tokens": load.cached_tokens,
+            "output_tokens": runner.output_tokens,
+        }
+        self._bus.status.put_figures(self._name, self._instance, figures)
         if self._metrics is not None:
             self._metrics.put(load, limits, runner)
 

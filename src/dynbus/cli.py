@@ -40,6 +40,7 @@ OWN: Final[Mapping[str, str]] = {
     "run": "Serve the actors of files and modules.",
     "scale": "Change how many instances a run has.",
     "stop": "End a run.",
+    "top": "Show what the instances do.",
     "version": "Print the versions that matter.",
     "why": "Say why a request went where it went.",
 }

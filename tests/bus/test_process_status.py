@@ -55,6 +55,18 @@ def test_what_is_about_the_component_that_speaks_is_left_out() -> None:
     assert status.read("llm.Engine") == {"mode": "fast"}
 
 
+def test_figures_are_of_one_instance_and_go_with_their_source() -> None:
+    status = ProcessStatus()
+    status.put_figures("1", "llm.Engine@a", {"tokens": 3, "blocks": 5})
+    status.put_figures("2", "llm.Engine@b", {"tokens": 4})
+
+    before = status.figures("llm.Engine@a"), status.figures("llm.Engine@b")
+    status.remove("1")
+
+    assert before == ({"tokens": 3, "blocks": 5}, {"tokens": 4})
+    assert (status.figures("llm.Engine@a"), status.read()) == ({}, {})
+
+
 def test_a_text_is_cut_to_what_an_answer_can_carry() -> None:
     status = ProcessStatus()
 

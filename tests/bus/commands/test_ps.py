@@ -107,7 +107,10 @@ def stats(**changes: Any) -> bytes:
 
 
 def test_an_answer_is_summed_over_its_endpoints() -> None:
-    assert parse_answer(stats()) == Row(
+    found = parse_answer(stats())
+
+    assert found is not None
+    assert found._replace(counts=None) == Row(
         "my_space", "Hello", "i1", "draining", 1767225600.0, True, 4, 2, ("a", "b")
     )
 

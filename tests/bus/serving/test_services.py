@@ -196,9 +196,15 @@ async def test_stats_count_what_really_happened(
     await caller.generate({"text": "abc"})
     with pytest.raises(HandlerError):
         await caller.generate({"text": ""})
+    streamer = await instance.actor.runtime.endpoint(
+        instance.server.served["split"].address
+    ).client()
+    for _ in range(2):
+        assert len([item async for item in streamer.generate({"text": "a b c"})]) == 3
 
-    count = (await ask(client, f"$SRV.STATS.{namespace}_Splitter"))["endpoints"][0]
+    count, split = (await ask(client, f"$SRV.STATS.{namespace}_Splitter"))["endpoints"][:2]
 
+    assert (split["num_requests"], split["data"]["items"]) == (2, 6)
     assert (count["num_requests"], count["num_errors"]) == (2, 1)
     assert count["last_error"] == "HandlerError: RuntimeError: nothing to count"
     assert isinstance(count["processing_time"], int)

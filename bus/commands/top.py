@@ -1,0 +1,263 @@
+"""`dynbus top`: what all instances do, refreshed in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+
+import click
+
+from dynbus.bus import exit_codes
+
+from .rates import Activity, SortKey, activities, columns, counted, fitting
+from .terminal import console, json_option, nats_option, notice, plain, print_json, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.table import Table
+
+    from dynbus.bus.config import BusConfig
+    from dynbus.bus.protocol.names import InstanceName
+
+    from .survey import Counts
+
+_STYLES: Final = {"draining": "yellow", "silent": "red", "unlisted": "yellow"}
+_LEFT: Final = ("COMPONENT", "INSTANCE", "STATE")
+FEWEST_ROWS: Final = 3
+
+_HELP: Final = """Show what all instances do, again and again.
+
+    \b
+    STATE    as of `dynbus ps`; a frozen instance is silent
+    CALLS/S  calls that ended, of which ERRORS/S failed
+    RUN      calls that run, of which STREAMS are streams; QUEUE: calls that wait
+    ITEMS/S  items that streams sent; of an engine, the tokens that it made
+    LATENCY  how long the calls that ended took, on average
+    KV       how much of an engine's KV cache is in use
+    HITS     how much of the prompts was in it
+
+    Columns without room are left out. Where the output is no terminal, or with --once, it is shown
+    once.
+
+    \b
+    dynbus top --namespace demo --sort calls
+    dynbus top --once
+    dynbus top --json -n 5
+    """
+
+
+class View(NamedTuple):
+    """What is shown at one moment.
+
+    Attributes:
+        notice: what a user should know about how complete it is.
+    """
+
+    time: float
+    shown: list[Activity]
+    notice: str
+
+
+@click.command(help=_HELP, epilog=exit_codes.GENERAL)
+@click.option("--namespace", metavar="NAME", help="Only instances of this namespace.")
+@click.option(
+    "-n",
+    "--interval",
+    type=click.FloatRange(0.2, 3600),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two looks.",
+)
+@click.option(
+    "--sort",
+    type=click.Choice(get_args(SortKey)),
+    default="name",
+    show_default=True,
+    help="What is highest comes first.",
+)
+@click.option("--once", is_flag=True, help="Show it once, after one interval.")
+@json_option
+@nats_option
+@click.pass_context
+def top(
+    ctx: click.Context,
+    /,
+    *,
+    namespace: str | None,
+    interval: float,
+    sort: SortKey,
+    once: bool,
+    as_json: bool,
+    nats: str | None,
+) -> None:
+    import anyio
+
+    from .server import prepare
+
+    config = prepare(nats)
+    terminal = console()
+    is_live = terminal.is_terminal and not (terminal.is_dumb_terminal or once or as_json)
+    screen: AbstractContextManager[object] | None = None
+    draw: Callable[[View], object]
+    if is_live:
+        screen, draw = _screen(terminal, config)
+    elif as_json:
+        draw = partial(_print_json, indent=2 if once else 0)
+    else:
+        draw = _print_once
+
+    async def run() -> int:
+        with anyio.CancelScope() as scope:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, scope.cancel)
+            await show(
+                config,
+                draw,
+                screen=screen,
+                namespace=namespace,
+                interval=interval,
+                sort=sort,
+                once=once or not (is_live or as_json),
+                at_once=is_live,
+            )
+            return exit_codes.OK
+        return exit_codes.TERMINATED
+
+    ctx.exit(asyncio.run(run()))
+
+
+async def show(
+    config: BusConfig,
+    draw: Callable[[View], object],
+    *,
+    screen: AbstractContextManager[object] | None = None,
+    namespace: str | None = None,
+    interval: float = 1.0,
+    sort: SortKey = "name",
+    once: bool = False,
+    at_once: bool = False,
+) -> None:
+    """Look at all instances every `interval` seconds, and draw a view of them each time.
+
+    Args:
+        screen: entered once the server has been reached.
+        namespace: of the instances that are shown; None for all.
+        once: whether one view is enough.
+        at_once: whether to draw one before anything is known of rates.
+
+    Raises:
+        PermissionDenied: the server refuses the credentials, or to be asked.
+        Unavailable: no server can be reached at first, or where one view is enough.
+    """
+    import anyio
+
+    from dynbus.bus.clock import monotonic, unix_time
+    from dynbus.bus.errors import Unavailable
+
+    from .server import connected
+    from .survey import survey
+
+    before: dict[InstanceName, Counts] | None = None
+    shown: list[Activity] = []
+    async with connected(config, "dynbus-top") as server:
+        with screen or nullcontext():
+            while True:
+                begun = monotonic()
+                try:
+                    found = await survey(server)
+                except Unavailable as error:
+                    if once:
+                        raise
+                    text = f"the server is lost: {error}; connecting again"
+                    draw(View(unix_time(), shown, text))
+                else:
+                    rows = [row for row in found.rows if namespace in (None, row.namespace)]
+                    shown = activities(before or {}, rows, sort)
+                    if at_once or before is not None:
+                        draw(View(unix_time(), shown, found.notice))
+                        if once:
+                            return
+                    before = counted(rows)
+                await anyio.sleep(max(0.0, begun + interval - monotonic()))
+
+
+def _print_json(view: View, *, indent: int) -> None:
+    value: dict[str, Any] = {
+        "time": round(view.time, 3),
+        "notice": view.notice,
+        "instances": [each.to_json(view.time) for each in view.shown],
+    }
+    print_json(value, indent=indent)
+
+
+def _print_once(view: View) -> None:
+    if view.notice:
+        notice(view.notice)
+    if not view.shown:
+        notice("no instance")
+        return
+    terminal = console()
+    terminal.print(_table(view, terminal.width, len(view.shown)))
+
+
+def _screen(
+    terminal: Console, config: BusConfig
+) -> tuple[AbstractContextManager[object], Callable[[View], object]]:
+    """A screen of its own, and what draws on it; the terminal is as before when it is left."""
+    from rich.live import Live
+
+    from dynbus.bus.telemetry.logs import redact_url
+
+    live = Live(console=terminal, screen=True, auto_refresh=False)
+    servers = redact_url(", ".join(config.servers))
+
+    def draw(view: View) -> None:
+        live.update(_page(view, servers, terminal), refresh=True)
+
+    return live, draw
+
+
+def _page(view: View, servers: str, terminal: Console) -> Group:
+    from rich.console import Group
+    from rich.text import Text
+
+    calls = sum(each.calls or 0 for each in view.shown)
+    count = len(view.shown)
+    head = (
+        f"{time.strftime('%H:%M:%S', time.localtime(view.time))}  {servers}  "
+        f"{count} instance{'s' * (count != 1)}  {calls:.0f} calls/s"
+    )
+    lines: list[Any] = [Text(printable(head), style="bold", no_wrap=True, overflow="ellipsis")]
+    if view.notice:
+        lines.append(Text(printable(view.notice), style="red"))
+    room = max(FEWEST_ROWS, terminal.height - len(lines) - 2)
+    most = count if count <= room else room - 1
+    lines.append(_table(view, terminal.width, most))
+    if most < count:
+        lines.append(Text(f"and {count - most} more"))
+    return Group(*lines)
+
+
+def _table(view: View, width: int, most: int) -> Table:
+    """The first `most` rows, with the columns that fit."""
+    from rich.table import Table
+
+    shown = view.shown[:most]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    chosen = fitting(columns(shown, view.time), width)
+    for column in chosen:
+        table.add_column(
+            column.title,
+            justify="left" if column.title in _LEFT else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    for number, each in enumerate(shown):
+        cells = [plain(column.cells[number]) for column in chosen]
+        table.add_row(*cells, style=_STYLES.get(each.row.state, ""))
+    return table
