@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conditions import eventually
+from tests.conditions import eventually, wait_until
 from tests.guides.comparing import PROGRAMS
 from tests.story import on_a_kit
 
@@ -15,6 +18,7 @@ from dynbus import HandlerError
 from dynbus.actors.running.graph import with_dependencies
 from dynbus.actors.running.loader import Target
 from dynbus.actors.runtime import Actor, ActorInstance
+from dynbus.bus.nats.server_process import RunningServer
 from dynbus.testing import TestKit
 
 
@@ -180,3 +184,32 @@ def test_a_router_of_ones_own_sends_a_prompt_where_it_lies() -> None:
         assert sorted(metrics.instance_ids()) == sorted(worker.id for worker in workers)
 
     on_a_kit(story)
+
+
+def test_a_run_serves_programs_and_the_guides_client_asks_one(
+    nats_server: RunningServer, tmp_path: Path
+) -> None:
+    environment = os.environ | {"NATS_URL": nats_server.url, "CUDA_VISIBLE_DEVICES": "0"}
+    targets = [str(PROGRAMS / f"{name}.py") for name in ("sdk_guide_4", "sdk_documentation_3")]
+    client = [sys.executable, "-W", "error", str(PROGRAMS / "sdk_guide_5.py")]
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "dynbus", "run", *targets, "--nats", nats_server.url],
+            cwd=tmp_path,
+            env=environment,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        wait_until(lambda: log.read_text().count(" is ready") == 3, what=log.read_text)
+        asked = subprocess.run(
+            client, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+
+        assert (asked.stdout, asked.stderr) == ("Response: Processed: Hello, Dynamo!\n", "")
+        assert "ServiceA initialized with" in log.read_text()
+    finally:
+        run.terminate()
+        assert run.wait(60) == 0, log.read_text()
+    assert "ServiceA engine shut down" in log.read_text()

@@ -9,7 +9,7 @@ from typing import Any, Final, Self, cast
 import anyio
 import msgspec
 
-from dynbus import Call, EndpointClient, Stream
+from dynbus import Call, EndpointClient, JsonObject, Stream
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import enter_context
 from dynbus.bus.errors import InvalidResponse
@@ -52,7 +52,7 @@ class Annotated:
 
 
 class Responses:
-    """The items of an answer, in order and once; the only one of an endpoint that is no stream."""
+    """The items of an answer, in order and once."""
 
     def __init__(self, items: AsyncGenerator[Any, None], annotated: bool) -> None:
         self._items = items
@@ -68,6 +68,25 @@ class Responses:
     async def aclose(self) -> None:
         """Leave the answer; the far side stops."""
         await self._items.aclose()
+
+
+class Answer(Responses):
+    """The only item of an endpoint that is no stream, whose fields may be read from here as well:
+    `(await client.generate(request)).text`."""
+
+    def __init__(self, item: Any, annotated: bool) -> None:
+        super().__init__(_only(item), annotated)
+        self._item = item
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked for by copying too, before there is an item.
+        item = self.__dict__.get("_item")
+        if name.startswith("_") or not isinstance(item, dict):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(JsonObject(cast("dict[str, Any]", item)), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._item[key]
 
 
 class Client:
@@ -151,7 +170,7 @@ async def _responses(
     answer = await call.raw()
     if isinstance(answer, Stream):
         return Responses(_items_of(cast("Stream[bytes]", answer)), annotated)
-    return Responses(_only(_decoded(answer)), annotated)
+    return Answer(_decoded(answer), annotated)
 
 
 def _within(context: Context, make: Callable[[Any], Call], request: Any) -> Call:
