@@ -314,14 +314,13 @@ class _Reader:
             pydantic.ValidationError, msgspec.ValidationError: it does not fit.
         """
         if self._adapter is None:
-            if isinstance(value, Text):
-                value = read_text(value, source)
+            plain: Any = read_text(value, source) if isinstance(value, Text) else value
             if not isinstance(value, Mapping | list | str | int | float | None):
-                return value  # given in a program, which need not build it of plain values
+                return plain  # given in a program, which need not build it of plain values
             try:
-                return msgspec.convert(value, self._annotation, strict=False)
+                return msgspec.convert(plain, self._annotation, strict=False)
             except TypeError:  # a union with a type that only code can make
-                return value
+                return plain
         if isinstance(value, Text):
             return _read_text(self._adapter, value)
         return self._adapter.validate_python(value)
