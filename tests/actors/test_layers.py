@@ -38,7 +38,7 @@ def mappings(deeper: int) -> st.SearchStrategy[dict[str, Any]]:
     return st.builds(joined, values, below)
 
 
-LAYERS = mappings(3)
+LAYERS = mappings(2)
 
 
 def section(value: dict[str, Any], source: str = "x") -> Section:
