@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from dynbus import Actor, ConfigError, Draining, HandlerError, Migrate, handler
+from dynbus import Actor, ConfigError, Draining, HandlerError, Migrate, Unavailable, handler
 from dynbus.compat.runtime import (
     Client,
     Context,
@@ -185,6 +185,45 @@ def test_an_endpoint_that_is_served_later_is_an_instance_of_its_own_and_found() 
 
     assert generating.isdisjoint(loaded)
     assert answers == [[{"load": 0.5}]] * 4
+
+
+@pytest.mark.parametrize("cancelled", [0, 1])
+@pytest.mark.parametrize("turns", [1, 50])
+def test_an_instance_ends_with_the_first_of_its_endpoints_that_is_cancelled(
+    cancelled: int, turns: int
+) -> None:
+    async def story() -> str:
+        async with TestKit() as kit:
+            component = DistributedRuntime(kit.caller).namespace("a").component("b")
+            serving = [
+                asyncio.ensure_future(component.endpoint(name).serve_endpoint(counting))
+                for name in ("first", "second")
+            ]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            serving[cancelled].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await serving[cancelled]
+            with pytest.raises(Unavailable) as raised:
+                await serving[1 - cancelled]
+            assert not kit.caller.instances
+            return str(raised.value)
+
+    name = ("first", "second")[cancelled]
+    told = f"serve_endpoint of a.b.{name} was cancelled, and with it the instance that served it"
+
+    assert run(story()) == told
+
+
+def test_labels_that_are_no_pairs_are_refused() -> None:
+    async def story() -> None:
+        async with TestKit() as kit:
+            endpoint = DistributedRuntime(kit.caller).endpoint("a.b.c")
+            labels: Any = {"model": "llama"}
+            with pytest.raises(ConfigError, match="give pairs"):
+                await endpoint.serve_endpoint(counting, metrics_labels=labels)
+
+    run(story())
 
 
 def test_components_of_a_pipeline_call_each_other_and_no_other_pipeline() -> None:

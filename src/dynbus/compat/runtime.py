@@ -123,9 +123,7 @@ class DistributedRuntime:
             self._serving.add(serving)
         serving.add(name, function, graceful, metadata)
         if not leads:
-            await serving.ended.wait()
-            if serving.failure is not None:
-                raise serving.failure
+            await serving.wait(name)
             return
         try:
             try:
@@ -136,6 +134,9 @@ class DistributedRuntime:
             await self._serve(component, serving)
         except Exception as error:
             serving.failure = error
+            raise
+        except asyncio.CancelledError:
+            serving.leave(name)
             raise
         finally:
             self._serving.discard(serving)
@@ -151,16 +152,15 @@ class DistributedRuntime:
             ) as instance,
             anyio.create_task_group() as tasks,
         ):
-            tasks.start_soon(self._cancel_at_shutdown, tasks.cancel_scope)
+            for end in (self._ending, serving.left):
+                tasks.start_soon(_cancel_when, end, tasks.cancel_scope)
             await instance.stopped.wait()
             tasks.cancel_scope.cancel()
         self.runtime.bus.check()
         if instance.broken:
             raise Unavailable(f"{instance.name} is broken: {instance.broken}")
-
-    async def _cancel_at_shutdown(self, wait: anyio.CancelScope) -> None:
-        await self._ending.wait()
-        wait.cancel()
+        if serving.failure is not None:
+            raise serving.failure
 
     async def drained(self) -> None:
         """Wait until nothing is served any longer."""
@@ -168,14 +168,26 @@ class DistributedRuntime:
             await serving.ended.wait()
 
 
+async def _cancel_when(event: asyncio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
+
+
 class _Serving:
-    """What one instance of a component serves."""
+    """What one instance of a component serves, for each `serve_endpoint` that waits for its end.
+
+    Attributes:
+        failure: with which it ends.
+        left: set when one of those was cancelled, which ends the instance for all.
+        ended: set when it has ended.
+    """
 
     def __init__(self) -> None:
         self.endpoints: dict[str, Callable[..., Any]] = {}
         self.metadata: dict[str, str] = {}
         self.is_graceful = False
         self.failure: Exception | None = None
+        self.left = asyncio.Event()
         self.ended = asyncio.Event()
 
     def add(
@@ -190,6 +202,27 @@ class _Serving:
         self.endpoints[name.endpoint] = function
         self.metadata |= metadata
         self.is_graceful = self.is_graceful or graceful
+
+    async def wait(self, name: EndpointName) -> None:
+        """Wait for the end of the instance; whoever is cancelled meanwhile ends it.
+
+        Raises:
+            Exception: with which it ended.
+        """
+        try:
+            await self.ended.wait()
+        except asyncio.CancelledError:
+            self.leave(name)
+            raise
+        if self.failure is not None:
+            raise self.failure
+
+    def leave(self, name: EndpointName) -> None:
+        """`serve_endpoint` of this endpoint was cancelled."""
+        self.failure = self.failure or Unavailable(
+            f"serve_endpoint of {name} was cancelled, and with it the instance that served it"
+        )
+        self.left.set()
 
 
 class Namespace:
@@ -251,7 +284,8 @@ class Endpoint:
         """Serve it, until the runtime shuts down.
 
         Endpoints of one component that are served at the same time, as by `asyncio.gather`, are
-        those of one instance. One that is served later gets an instance of its own.
+        those of one instance, which ends when one of these calls is cancelled. One that is served
+        later gets an instance of its own.
 
         Args:
             handler: `async def`, with a request, and `context` if it wants; it yields items, or
@@ -268,7 +302,7 @@ class Endpoint:
         function = streaming_handler(
             name.endpoint, handler, lambda: self.runtime.translations.get(name)
         )
-        labels = {f"label.{label}": value for label, value in metrics_labels or ()}
+        labels = _labels(metrics_labels or ())
         await self.runtime.serve(name, function, graceful=graceful_shutdown, metadata=labels)
 
     async def client(self) -> Client:
@@ -279,6 +313,20 @@ class Endpoint:
         """
         client = await self.address.client(migration_limit=MIGRATION_LIMIT)
         return Client(client, self.runtime.runtime.discovery)
+
+
+def _labels(given: Any) -> dict[str, str]:
+    """What an instance announces for labels.
+
+    Raises:
+        ConfigError: they are no pairs.
+    """
+    try:
+        return {f"label.{label}": value for label, value in given}
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f'metrics_labels {given!r} are not usable: give pairs, such as [("model", "llama")]'
+        ) from None
 
 
 _runtimes: Final[WeakSet[DistributedRuntime]] = WeakSet()
