@@ -245,7 +245,10 @@ class Reloader:
         for address, count in list(outdated.nodes.items()):
             restart = supervisor.restart(address, count, overlap=True)
             whole = await self._is_done(address, restart) and whole
-        for address, count in resized.items():
+        # Those that shrink come first: what they leave may be what others need.
+        for address, count in sorted(
+            resized.items(), key=lambda each: each[1] - len(supervisor.instances(each[0]))
+        ):
             scale = supervisor.scale(address, count, overlap=True)
             whole = await self._is_done(address, scale) and whole
         supervisor.remove(removed)
