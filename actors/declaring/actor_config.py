@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final, cast
+from weakref import WeakValueDictionary
 
 import msgspec
 import pydantic
@@ -109,14 +110,14 @@ def configs() -> Mapping[str, ActorConfig]:
 
     A process of `dynbus run` serves one actor, whose configuration is here before its module is
     imported; texts of constructor arguments are read as their types once it is constructed. With
-    `--in-process`, and in programs, each actor is here from its construction on, and the latest of
-    a name is the one that is found.
+    `--in-process`, and in programs, each actor is here from its construction on and for as long as
+    it is kept, and the latest of a name is the one that is found.
     """
     return MappingProxyType(_configs)
 
 
 def publish_config(config: ActorConfig, *names: str) -> None:
-    """Have `configs` give a configuration by these names."""
+    """Have `configs` give a configuration by these names, while somebody else keeps it."""
     for name in names:
         _configs[name] = config
 
@@ -124,7 +125,8 @@ def publish_config(config: ActorConfig, *names: str) -> None:
 _constructing: ContextVar[tuple[type[Any], ActorConfig] | None] = ContextVar(
     "dynbus_constructing", default=None
 )
-_configs: Final[dict[str, ActorConfig]] = {}
+# An actor that is gone is not kept by what it was given, which may be a whole model.
+_configs: Final[WeakValueDictionary[str, ActorConfig]] = WeakValueDictionary()
 
 
 def _words(flag: str, value: Any) -> list[str]:

@@ -179,6 +179,7 @@ class Worker:
         self._label = label
         self._instance_id = new_instance_id()
         self._announced = False
+        self._config: ActorConfig | None = None
         self._shut_telemetry: Callable[[], object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: Ending | None = None
@@ -229,7 +230,8 @@ class Worker:
         given = load.values | {name: Text(text) for name, text in load.texts.items()}
         # The module may read it while it is imported.
         class_name = load.actor.rpartition(":")[2].rpartition(".")[2]
-        publish_config(ActorConfig(component, given), component, class_name)
+        self._config = ActorConfig(component, given)
+        publish_config(self._config, component, class_name)
         actor = resolve(load.actor)
         # The links may have been made by a module that this process does not import.
         keep_dependencies(actor, load.dependencies)

@@ -4,7 +4,9 @@ libraries as command lines."""
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,28 @@ async def test_a_constructor_and_a_handler_see_extra_keys_and_given_arguments() 
     assert actor.seen == told == {"temperature": 0.9, "cache_size": 10000, "flag": True}
     assert actor.cache_size == 10000
     assert dict(configs()["Service"]) == told
+
+
+async def test_an_actor_that_is_gone_leaves_nothing_of_what_it_was_given() -> None:
+    class Brief(Actor, namespace="demo"):
+        def __init__(self, model: object) -> None: ...
+
+        @handler
+        async def ask(self) -> str:
+            return ""
+
+    class Model: ...
+
+    model = Model()
+    kept = weakref.ref(model)
+    async with TestKit() as kit:
+        await kit.start(Brief, model=model)
+        assert configs()["Brief"]["model"] is model
+
+    del kit, model
+    gc.collect()
+    assert kept() is None
+    assert "Brief" not in configs()
 
 
 async def test_an_actor_that_assigns_a_config_of_its_own_has_that() -> None:
