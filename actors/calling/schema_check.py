@@ -11,6 +11,7 @@ import asyncio
 import logging
 from typing import Any, Final
 
+import anyio
 import msgspec
 
 from dynbus.actors.declaring.schema_difference import (
@@ -103,11 +104,14 @@ class SchemaCheck:
         """Ask, once for all calls that meet the pair now; why the instance cannot serve."""
         pair = (own.hash, theirs)
         lock = self._asking.setdefault(pair, asyncio.Lock())
+        problem: str | None = None
         try:
-            async with lock:
-                problem = self._verdicts.get(pair)
-                if problem is None and self._not_before.get(pair, 0.0) <= monotonic():
-                    problem = await self._ask(endpoint, instance_id, own, theirs, left)
+            # Whoever asks now may have more time than this call.
+            with anyio.move_on_after(left):
+                async with lock:
+                    problem = self._verdicts.get(pair)
+                    if problem is None and self._not_before.get(pair, 0.0) <= monotonic():
+                        problem = await self._ask(endpoint, instance_id, own, theirs, left)
         finally:
             if not lock.locked():
                 self._asking.pop(pair, None)

@@ -107,7 +107,7 @@ def schemas_of(
             for codec in (request, reply)
             for written in (False, True)
         ]
-        data = msgspec.json.encode(canonical, order="sorted")
+        data = msgspec.json.encode([*canonical, request_has_default], order="sorted")
     except Exception as error:  # noqa: BLE001 - types of users make their schemas themselves
         logger.debug("no schema hash for %r: %s", reply.annotation, error)
         return UNKNOWN

@@ -12,9 +12,10 @@ import pytest
 from pydantic import BaseModel
 from tests.story import on_a_kit
 
-from dynbus import Actor, InvalidRequest, call_options, handler
+from dynbus import Actor, DeadlineExceeded, InvalidRequest, call_options, handler, with_options
 from dynbus.actors.calling import schema_check
 from dynbus.bus.calling.pending_call import CallHead
+from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.protocol.wire import decode_record, encode_record
@@ -279,6 +280,26 @@ def test_a_caller_that_leaves_while_the_instance_is_asked_leaves_the_others_aski
         return " ".join(one.text for one in results if isinstance(one, Result))
 
     assert on_a_kit(story) == "1 by a 2 by a"
+
+
+def test_no_call_waits_for_schemas_beyond_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: Any) -> None:
+        await asyncio.sleep(60.0)
+
+    monkeypatch.setattr(schema_check.SchemaCheck, "_ask", never)
+
+    async def story(kit: TestKit) -> list[float]:
+        await kit.start(Newer, instance_id="a")
+
+        async def seconds(timeout: float) -> float:
+            begun = monotonic()
+            with pytest.raises(DeadlineExceeded):
+                await with_options(kit.client(Worker), timeout=timeout).work(Job(text="x"))
+            return monotonic() - begun
+
+        return await asyncio.gather(seconds(0.4), seconds(0.1))
+
+    assert on_a_kit(story) == pytest.approx([0.4, 0.1], abs=0.05)
 
 
 def test_every_client_may_ask_an_instance_what_its_endpoints_read_and_write() -> None:
