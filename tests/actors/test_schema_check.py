@@ -297,7 +297,7 @@ def test_no_call_waits_for_schemas_beyond_its_deadline(monkeypatch: pytest.Monke
                 await with_options(kit.client(Worker), timeout=timeout).work(Job(text="x"))
             return monotonic() - begun
 
-        return await asyncio.gather(seconds(0.4), seconds(0.1))
+        return list(await asyncio.gather(seconds(0.4), seconds(0.1)))
 
     assert on_a_kit(story) == pytest.approx([0.4, 0.1], abs=0.05)
 
