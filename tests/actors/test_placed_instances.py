@@ -19,6 +19,7 @@ from tests.conditions import eventually
 
 from dynbus.actors.declaring.resources import Resources
 from dynbus.actors.placing.allotment import Machine
+from dynbus.actors.placing.machine import this_machine
 from dynbus.actors.running.child import Child
 from dynbus.actors.running.child_messages import WorkerSettings
 from dynbus.actors.running.in_process import Assignment, Ending
@@ -78,7 +79,9 @@ class Greedy(Seeing, resources={"memory": "256Mi"}):
     async def on_start(self) -> None:
         bytearray(1 << 30)
 """
-TWO_GPUS = Machine(gpus=["4", "5"], gpu_source="a test", cores=[0])
+TWO_GPUS = Machine(
+    gpus=["4", "5"], gpu_source="a test", cores=this_machine({}, with_gpus=False).cores[:1]
+)
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ async def supervised(
         task = asyncio.create_task(supervisor.run())
         supervisor.begin()
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(150):
                 yield supervisor, task
         finally:
             task.cancel()

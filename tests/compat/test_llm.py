@@ -33,7 +33,9 @@ Handler = Callable[..., Any]
 class Served:
     """A front end, and workers behind it, in one namespace."""
 
-    def __init__(self, url: str, stack: AsyncExitStack, front: HttpFrontEnd) -> None:
+    def __init__(
+        self, url: str, stack: AsyncExitStack, runtime: Runtime, front: HttpFrontEnd
+    ) -> None:
         self.client = AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
         self.namespace = f"compat{secrets.token_hex(4)}"
         self.workers: list[DistributedRuntime] = []
@@ -41,6 +43,7 @@ class Served:
         self._front = front
         self._url = url
         self._stack = stack
+        self._runtime = runtime
 
     async def worker(self) -> Endpoint:
         """The endpoint of one more process."""
@@ -51,7 +54,10 @@ class Served:
     def serve(self, endpoint: Endpoint, handler: Handler) -> None:
         self.tasks.append(asyncio.ensure_future(endpoint.serve_endpoint(handler)))
 
-    async def until_served(self, name: str) -> None:
+    async def until_served(self, name: str, workers: int = 1) -> None:
+        """Until the front end knows the model, and so many that serve it."""
+        client = await self._runtime.endpoint(f"{self.namespace}.backend.generate").client()
+        await client.wait_for_instances(count=workers)
         await eventually(lambda: name in self._front.shared.models.names, what=name)
 
     async def end(self) -> None:
@@ -68,7 +74,7 @@ async def served(server: RunningServer) -> AsyncGenerator[Served]:
         catalog = await stack.enter_async_context(Catalog(runtime))
         settings = HttpSettings(port=0, grace=1.0)
         front = await stack.enter_async_context(HttpFrontEnd(runtime, catalog, settings))
-        made = Served(server.url, stack, front)
+        made = Served(server.url, stack, runtime, front)
         try:
             yield made
         finally:
@@ -225,10 +231,7 @@ async def test_a_request_that_is_given_back_goes_to_another_worker(
                 ModelInput.Text, ModelType.Chat, endpoint, "org/any", name, migration_limit=1
             )
             one.serve(endpoint, handler)
-        await one.until_served(name)
-        [front] = {endpoint.runtime.runtime for endpoint in [await one.worker()]}
-        client = await front.endpoint(f"{one.namespace}.backend.generate").client()
-        await client.wait_for_instances(count=2)
+        await one.until_served(name, workers=2)
 
         texts = [await streamed(one.client, **chat(name)) for _ in range(10)]
 

@@ -80,12 +80,16 @@ class Project(Folder):
         self.wait_for(lambda: self.output().count('"reloaded"') >= self.reloads)
         return self.pids()
 
-    def pids(self) -> dict[str, int | None]:
-        """The process of each instance that serves, by the name of its component."""
+    def instances(self) -> list[tuple[str, int | None]]:
+        """The component and the process of each instance that serves."""
         with contextlib.chdir(self.path):
             (shown,) = (a for a in ask(self.runs[0].pid, ShowRun()) if isinstance(a, RunShown))
         serving = (each for each in shown.instances if each.state == "ready")
-        return {each.label.partition(".")[2].partition("/")[0]: each.pid for each in serving}
+        return [(each.label.partition(".")[2].partition("/")[0], each.pid) for each in serving]
+
+    def pids(self) -> dict[str, int | None]:
+        """The process of each instance that serves, by the name of its component."""
+        return dict(self.instances())
 
     def answer(self, component: str) -> str:
         return self.dynbus("call", f"demo.{component}.call").stdout.strip()
@@ -113,7 +117,10 @@ def test_a_change_replaces_the_instances_that_it_affects_and_no_others(project: 
     added = project.change(lone=LONE + FURTHER)
     (project.path / "notes.py").write_text("")
     project.wait_for(lambda: "notes.py changed: nothing that runs" in project.output())
-    removed = project.change(lone=LONE, config="Lone: {ServiceArgs: {workers: 2}}\n")
+    project.change(lone=LONE, config="Lone: {ServiceArgs: {workers: 2}}\n")
+    # Two files: the run may have seen, and reloaded, one before the other.
+    project.wait_for(lambda: [name for name, _ in project.instances()].count("Lone") == 2)
+    removed = project.pids()
     last = project.answer("Above"), project.answer("Lone")
     stopped = project.dynbus("stop")
 
