@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -278,3 +278,4 @@ class Changes(RuleBasedStateMachine):
 
 
 TestChanges = Changes.TestCase
+TestChanges.settings = settings(max_examples=40, stateful_step_count=30)
