@@ -211,13 +211,23 @@ def find_run(pid: int | None = None) -> int:
         pid: the one that is meant; needed where there are several.
 
     Raises:
-        ConfigError: there is none, or there are several.
+        ConfigError: there is none, there are several, or it is another user's.
     """
-    running = [int(path.stem.partition("-")[2]) for path in sorted(FOLDER.glob("run-*.sock"))]
-    running = [each for each in running if _answers(each)]
+    running: list[int] = []
+    foreign: list[int] = []
+    numbers = (path.stem.removeprefix("run-") for path in sorted(FOLDER.glob("run-*.sock")))
+    for number in filter(str.isdecimal, numbers):
+        try:
+            running += [int(number)] if _answers(int(number)) else []
+        except PermissionError:
+            foreign.append(int(number))
     if pid is not None and pid in running:
         return pid
     here = f"in {Path.cwd()}"
+    if foreign and (pid in foreign or (pid is None and not running)):
+        raise ConfigError(
+            f"dynbus run {pid or foreign[0]} {here} belongs to another user, who alone can ask it"
+        )
     if pid is not None:
         raise ConfigError(f"--run {pid}: no dynbus run with this process id runs {here}")
     if not running:
@@ -260,12 +270,17 @@ def _path(pid: int) -> Path:
 
 
 def _answers(pid: int) -> bool:
-    """Whether a run is behind its socket; that of one that was killed is taken away."""
+    """Whether a run is behind its socket; that of one that was killed is taken away.
+
+    Raises:
+        PermissionError: it is another user's.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(_path(pid)))
         except ConnectionRefusedError:
-            _path(pid).unlink(missing_ok=True)
+            with suppress(OSError):  # it may be another user's, in a folder of theirs
+                _path(pid).unlink()
             return False
         except FileNotFoundError:
             return False

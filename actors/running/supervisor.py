@@ -500,7 +500,10 @@ class Supervisor:
                 self._fail(Failure(exit_codes.ESCALATED, text, trace))
                 return
             if child.node.on_crash == "stop":
-                logger.warning("%s ended: %s; its on_crash is stop", child.label, why)
+                logger.warning(
+                    "%s ended: %s; its on_crash is stop: it stays away until asked for%s",
+                    *(child.label, why, f"\n{trace}" if trace else ""),
+                )
                 child.crash = why
                 if all(other.ended.is_set() for other in self.children if other is not child):
                     text = f"{child.label} ended, and no other instance is left: {why}"

@@ -1,16 +1,18 @@
-"""A run goes on where nobody can be let to steer it."""
+"""Only its owner can steer a run, and it goes on where nobody can."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from dynbus.actors.running.child_messages import WorkerSettings
-from dynbus.actors.running.control import controlled
+from dynbus.actors.running.control import controlled, find_run
 from dynbus.actors.running.in_process import Ending
 from dynbus.actors.running.processes import ForkServer
 from dynbus.actors.running.supervisor import Supervisor
+from dynbus.bus.errors import ConfigError
 
 
 @pytest.mark.anyio
@@ -30,3 +32,32 @@ async def test_a_run_in_a_folder_that_cannot_be_written_to_warns_and_goes_on(
     (message,) = caplog.messages
     assert message.startswith("dynbus stop, restart and scale do not reach this run: its socket ")
     assert message.endswith(": File exists")
+
+
+def test_a_run_of_another_user_is_named_as_such_and_stands_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = socket.socket.connect
+
+    def connect_or_refuse(connection: socket.socket, path: str) -> None:
+        if path.endswith("run-7.sock"):
+            raise PermissionError(13, "Permission denied")
+        connect(connection, path)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket.socket, "connect", connect_or_refuse)
+    (tmp_path / ".dynbus").mkdir()
+    for name in ("run-7.sock", "run-mine.sock"):
+        (tmp_path / ".dynbus" / name).touch()
+    belongs = "^dynbus run 7 in .* belongs to another user, who alone can ask it$"
+
+    with pytest.raises(ConfigError, match=belongs):
+        find_run()
+    with pytest.raises(ConfigError, match=belongs):
+        find_run(7)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(".dynbus/run-8.sock")
+        listener.listen()
+        mine = find_run()
+
+    assert mine == 8
