@@ -21,7 +21,7 @@ Direction = Literal["request", "reply"]
 
 MAX_DEPTH: Final = 64
 """Of nested schemas; what is deeper is not compared."""
-MAX_STEPS: Final = 5_000
+MAX_STEPS: Final = 2_000
 """Pairs of schemas that are compared: what an instance says is not to hold its clients up."""
 MAX_ALTERNATIVES: Final = 64
 MAX_DIFFERENCES: Final = 100
