@@ -257,17 +257,18 @@ class ActorInstance(ServedInstance):
         found = self.runtime.find_in_run(called, dependency.node)
         return found or address_of(called, node=dependency.node, namespace=own)
 
-    def add_endpoints(self, functions: Mapping[str, Any]) -> None:
-        """Serve functions beside the actor's handlers; to be called from its `on_start`.
+    async def add_endpoints(self, functions: Mapping[str, Any]) -> None:
+        """Serve functions beside the actor's handlers, from its start on or while it runs.
 
         Args:
             functions: see `Runtime.serve_endpoints`.
 
         Raises:
             ConfigError: one of them, or its name, is not usable.
-            RuntimeError: it can be called already.
+            RuntimeError: it neither starts nor runs.
+            Unavailable: the bus does not answer.
         """
-        self.serve_also(endpoints_of_functions(functions))
+        await self.serve_also(endpoints_of_functions(functions))
 
 
 class _Endpoints:

@@ -135,6 +135,7 @@ class ServedInstance:
         self._id_was_given = id_was_given
         self._on_end = ended
         self._keeper: LeaseKeeper | None = None
+        self._metadata: dict[str, str] | None = None
         self._services: ServiceResponder | None = None
         self._resuming: Work | None = None
         self._end_listening: list[Callable[[], None]] = []
@@ -220,17 +221,21 @@ class ServedInstance:
         self._object.hurry()
         self.server.end_all("the instance was stopped")
 
-    def serve_also(self, endpoints: Iterable[Endpoint]) -> None:
-        """Serve further endpoints, while it starts.
+    async def serve_also(self, endpoints: Iterable[Endpoint]) -> None:
+        """Serve further endpoints, while it starts or runs.
 
         Raises:
             ConfigError: there is one of that name already.
-            RuntimeError: it does not start.
+            RuntimeError: it does neither.
+            Unavailable: it runs, and the server does not confirm the subscriptions.
         """
-        if self._state is not InstanceState.STARTING:
-            raise RuntimeError(f"{self!r} does not start: endpoints are added in its on_start")
+        if self._state not in (InstanceState.STARTING, InstanceState.READY):
+            raise RuntimeError(f"{self!r} neither starts nor runs: it takes no more endpoints")
         for endpoint in endpoints:
             self.server.add(endpoint)
+        if self._keeper is not None and self._metadata is not None:
+            await self._bus.data.barrier()
+            await self._bus.lane.run(self._describe(self._keeper, self._metadata))
 
     def report_broken(self, reason: str) -> None:
         """Say that the instance cannot serve any longer; it is withdrawn at once.
@@ -313,17 +318,22 @@ class ServedInstance:
             await self._claim_id(keeper)
         await self._object.start(variables)
         self._check_not_refused()
-        endpoints = {name: served.endpoint for name, served in self.server.served.items()}
-        keeper.describe(
-            _announced_metadata(self._served),
-            {name: endpoint.kind for name, endpoint in endpoints.items()},
-            _announced_schemas(endpoints.values()),
-        )
+        metadata = self._metadata = _announced_metadata(self._served)
         await self.server.start()
         self._end_listening.append(self._bus.data.on_state(self._on_state))
         self._services = ServiceResponder(self.server, self._service_metadata())
         await self._services.start()
+        await self._bus.lane.run(self._describe(keeper, metadata))
         await self._bus.lane.run(keeper.announce())
+
+    async def _describe(self, keeper: LeaseKeeper, metadata: dict[str, str]) -> None:
+        """Have the record say what the instance has now; to be called on the control lane."""
+        endpoints = {name: served.endpoint for name, served in list(self.server.served.items())}
+        keeper.describe(
+            metadata,
+            {name: endpoint.kind for name, endpoint in endpoints.items()},
+            _announced_schemas(endpoints.values()),
+        )
 
     async def _close(self) -> None:
         try:
@@ -418,7 +428,7 @@ class ServedInstance:
             component=self.name.component,
             instance_id=self.id,
             incarnation=bus.incarnation,
-            endpoints={},  # told when the object has started, which may add some
+            endpoints={},  # those that there are when it is announced
             started=unix_time(),
             address=f"{socket.gethostname()}:{os.getpid()}",
         )

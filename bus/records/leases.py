@@ -255,10 +255,12 @@ class LeaseKeeper:
     def describe(
         self, metadata: dict[str, str], endpoints: dict[str, str], schemas: dict[str, str]
     ) -> None:
-        """Set what the instance says of itself, before its first write."""
+        """Set what the instance says of itself, from the next write on, which comes at once."""
         self._record = msgspec.structs.replace(
             self._record, metadata=metadata, endpoints=endpoints, schemas=schemas
         )
+        if self._work is not None:
+            self._now.set()
 
     def change(self, *, draining: bool) -> None:
         """Say something else from the next write on, which comes at once."""

@@ -78,6 +78,7 @@ class InstanceServer:
     ) -> None:
         self.bus = bus
         self.name = name
+        self._has_subscribed = False
         self.served: dict[str, ServedEndpoint] = {}
         self._endpoints: dict[str, Endpoint] = {}
         for endpoint in endpoints:
@@ -120,7 +121,7 @@ class InstanceServer:
         )
 
     def add(self, endpoint: Endpoint) -> None:
-        """Serve an endpoint from the start on.
+        """Serve an endpoint: from the start on, or from now on where that is over.
 
         Raises:
             ConfigError: there is one of that name already.
@@ -128,8 +129,11 @@ class InstanceServer:
         if endpoint.name in self.served:
             raise ConfigError(f"{self.name} has two endpoints {endpoint.name!r}")
         address = EndpointName.of(self.name.namespace, self.name.component, endpoint.name)
-        self.served[endpoint.name] = ServedEndpoint(address, endpoint, self.name.instance_id)
+        served = ServedEndpoint(address, endpoint, self.name.instance_id)
+        self.served[endpoint.name] = served
         self._endpoints[endpoint.name] = endpoint
+        if self._has_subscribed:
+            self._subscribe(served)
 
     async def start(self) -> None:
         """Subscribe; when this returns the server knows all of it.
@@ -141,18 +145,23 @@ class InstanceServer:
         await self.control.start()
         ask = self._contracts.address.at(self.name.instance_id)
         self._subscriptions.append(data.subscribe(ask, partial(self._receive, self._contracts)))
+        self._has_subscribed = True
         for served in self.served.values():
-            receive = partial(self._receive, served)
-            self._subscriptions.append(
-                data.subscribe(served.address.at(self.name.instance_id), receive)
-            )
-            self._queue_subscriptions.append(
-                data.subscribe(str(served.address), receive, queue=self.name.component)
-            )
+            self._subscribe(served)
         await data.barrier()
         self.ledger.note_subscribed(monotonic())
         self._stop_listening = data.on_state(self._on_state)
         self._sweeper = self.bus.loop.call_later(SWEEP_INTERVAL, self._sweep)
+
+    def _subscribe(self, served: ServedEndpoint) -> None:
+        data = self.bus.data
+        receive = partial(self._receive, served)
+        self._subscriptions.append(
+            data.subscribe(served.address.at(self.name.instance_id), receive)
+        )
+        self._queue_subscriptions.append(
+            data.subscribe(str(served.address), receive, queue=self.name.component)
+        )
 
     def _open_outbox(self, key: str, base: str) -> ClientOutbox:
         bounce = self.bus.replies.bounce(self.control.registry.bounce_token(key))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from tests.conditions import eventually
 from tests.story import on_a_kit
 
 from dynbus import (
@@ -483,5 +484,37 @@ def test_an_instance_that_is_not_enabled_is_started_and_stopped_and_nobody_finds
 
         assert isinstance(beside.actor, Beside)
         assert beside.actor.log == ["start", "announced: False", "stop"]
+
+    on_a_kit(story)
+
+
+def test_functions_are_served_beside_handlers_from_the_start_and_later() -> None:
+    async def double(number: int) -> int:
+        return 2 * number
+
+    class Growing(Logging):
+        async def on_start(self) -> None:
+            await self.__dynbus_instance__.add_endpoints({"early": double})
+
+    async def story(kit: TestKit) -> None:
+        growing = await kit.start(Growing)
+        early = await kit.caller.endpoint("instance.Growing.early").client()
+        assert await early.generate(2) == 4
+
+        late = await kit.caller.endpoint("instance.Growing.late").client()
+        await growing.add_endpoints({"late": double})
+        await eventually(
+            lambda: (
+                [sorted(each.record.endpoints) for each in kit.caller.discovery.view.everything()]
+                == [["ask", "early", "late", "nap", "ping"]]
+            )
+        )
+
+        assert await late.generate(3) == 6
+        with pytest.raises(ConfigError, match="has two endpoints 'late'"):
+            await growing.add_endpoints({"late": double})
+        await growing.stop()
+        with pytest.raises(RuntimeError, match="neither starts nor runs"):
+            await growing.add_endpoints({"later": double})
 
     on_a_kit(story)

@@ -73,14 +73,14 @@ class KvMetricsPublisher:
         self._latest: dict[str, Any] = {}
 
     async def create_endpoint(self, component: Component) -> None:
-        """Serve the endpoint: by the service whose hook calls this, else by an instance beside.
+        """Serve the endpoint: by the service whose code calls this, else by an instance beside.
 
         Raises:
-            RuntimeError: the service can be called already.
+            RuntimeError: the service is going away.
         """
         place = current_place()
         if place is not None and place.service is not None:
-            place.service.__dynbus_instance__.add_endpoints({METRICS_ENDPOINT: self._answer})
+            await place.service.__dynbus_instance__.add_endpoints({METRICS_ENDPOINT: self._answer})
             return
         endpoint = component.endpoint(METRICS_ENDPOINT)
         runtime = endpoint.runtime.runtime
