@@ -29,7 +29,7 @@ SHOWN_FRAMES: Final = 12
 logger = logging.getLogger(__name__)
 
 OWN_FOLDERS: Final = tuple(
-    f"{Path(__file__).parents[1] / folder}{os.sep}" for folder in ("actors", "bus")
+    f"{Path(__file__).parents[1] / folder}{os.sep}" for folder in ("actors", "bus", "compat")
 )
 """Where our own code is: what a user is shown begins with the first line elsewhere."""
 
