@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dynbus.actors.running.control import RunShown, ShowRun, ask
+from dynbus.actors.running.control import InstanceShown, RunShown, ShowRun, ask
 
 from .project import Folder, project_folder
 
@@ -71,20 +71,30 @@ class Project(Folder):
 
     def write(self, **files: str) -> None:
         for name, text in files.items():
-            (self.path / f"{name}.{'yaml' if name == 'config' else 'py'}").write_text(text)
+            # At once, as editors do: half of a file might be loaded too.
+            (self.path / "new").write_text(text)
+            (self.path / "new").replace(
+                self.path / f"{name}.{'yaml' if name == 'config' else 'py'}"
+            )
 
     def change(self, **files: str) -> dict[str, int | None]:
         """Change files; returns the process of each instance once the run has reloaded."""
         self.write(**files)
         self.reloads += 1
         self.wait_for(lambda: self.output().count('"reloaded"') >= self.reloads)
+        # Until the former ones have heard of it, they answer too.
+        self.wait_for(lambda: {each.state for each in self.shown()} == {"ready"})
         return self.pids()
+
+    def shown(self) -> list[InstanceShown]:
+        """What the run says of its instances."""
+        with contextlib.chdir(self.path):
+            (shown,) = (a for a in ask(self.runs[0].pid, ShowRun()) if isinstance(a, RunShown))
+        return shown.instances
 
     def instances(self) -> list[tuple[str, int | None]]:
         """The component and the process of each instance that serves."""
-        with contextlib.chdir(self.path):
-            (shown,) = (a for a in ask(self.runs[0].pid, ShowRun()) if isinstance(a, RunShown))
-        serving = (each for each in shown.instances if each.state == "ready")
+        serving = (each for each in self.shown() if each.state == "ready")
         return [(each.label.partition(".")[2].partition("/")[0], each.pid) for each in serving]
 
     def pids(self) -> dict[str, int | None]:
