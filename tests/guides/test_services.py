@@ -208,8 +208,9 @@ def test_a_run_serves_programs_and_the_guides_client_asks_one(
         )
 
         assert (asked.stdout, asked.stderr) == ("Response: Processed: Hello, Dynamo!\n", "")
-        assert "ServiceA initialized with" in log.read_text()
     finally:
         run.terminate()
         assert run.wait(60) == 0, log.read_text()
+    # What is printed to a file is written in blocks, at the end at the latest.
+    assert "ServiceA initialized with" in log.read_text()
     assert "ServiceA engine shut down" in log.read_text()
