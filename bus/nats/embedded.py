@@ -45,6 +45,9 @@ from .server_process import (
 logger = logging.getLogger(__name__)
 
 _NAME_PREFIX: Final = "dynbus-embedded-"
+_INHERITED: Final = ("PATH", "HOME", "TMPDIR", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
+"""What guard and server have of the environment of the program that starts them. They outlive it
+where others share the server, and the rest may hold its secrets."""
 _ANNOUNCED_WITHIN: Final = 2.0
 """Seconds after its first answer in which the server of another folder is noted as such."""
 _WATCH: Final = 1.0
@@ -329,6 +332,7 @@ class _User:
                 stdout=output,
                 stderr=output,
                 cwd="/",
+                env={name: os.environ[name] for name in _INHERITED if name in os.environ},
                 timeout=STOP_TIMEOUT,
                 check=False,
             )

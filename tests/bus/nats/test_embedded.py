@@ -66,6 +66,17 @@ async def test_the_server_ends_with_its_only_user(url: str, tmp_path: Path) -> N
     assert await probe(url) is None
 
 
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
+async def test_the_server_keeps_no_secrets_of_the_program_that_started_it(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNBUS_Splitter__api_key", "sk-secret")
+    async with embedded_server(url, data_dir=tmp_path) as server:
+        process = psutil.Process(server.pid)
+        for each in (process, psutil.Process(process.ppid())):
+            assert "sk-secret" not in each.environ().values()
+
+
 async def test_the_second_user_joins_and_the_last_one_ends_it(url: str, tmp_path: Path) -> None:
     async with embedded_server(url, data_dir=tmp_path) as first:
         async with embedded_server(url, data_dir=tmp_path) as second:
