@@ -111,6 +111,11 @@ class Neighbourhood:
         await asyncio.sleep(max(0.0, min(seconds, self._until - time.monotonic())))
 
 
+def of_a_busy_machine(warning: str) -> bool:
+    """Whether it says that a new thread, which `Thread.start` waits for, got no processor."""
+    return "has been blocked" in warning and "self._started.wait()" in warning
+
+
 SHORT = ((1, 7, 25.0), (4, 8, 35.0))
 AN_HOUR = ((4, time.time_ns(), 3600.0),)
 
@@ -142,4 +147,5 @@ async def test_ordinary_use_sees_no_error_and_no_warning(
         print(f"{life}: {dict(neighbourhood.ended)}")
         assert neighbourhood.failed == []
         assert neighbourhood.ended["short"] > 0
-    assert [record.getMessage() for record in caplog.records] == []
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [warning for warning in warnings if not of_a_busy_machine(warning)] == []
