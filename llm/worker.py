@@ -7,22 +7,19 @@ import logging
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
 from dynbus.bus.errors import ConfigError
 
 from .engine.interface import Engine
-from .engine.worker import EngineWorker
 from .generation import GenerateRequest
 from .mock.engine import MockConfig, MockEngine
 from .mock.text_model import CONTEXT_LENGTH, END_ID, MOCK_TOKENS, write_mock_model
 from .mock.timing import Timing
-from .models.card import ModelInput, ModelType
-from .models.origins import Progress
-from .models.register import register_llm
-from .models.source import LocalModel, resolve
+from .models.source import LocalModel
+from .named import NamedWorker
 from .small.engine import BackendName, SmallConfig, SmallEngine
 from .small.torch_backend import DType
 
@@ -35,7 +32,7 @@ MOCK_NAME: Final = "mock"
 """What a mock is called unless its user says otherwise."""
 
 
-class ModelWorker(EngineWorker, abstract=True):
+class ModelWorker(NamedWorker, abstract=True):
     """Serves a model under its name by tokens: completions, and chats where it has a template.
 
     A subclass gives it a namespace: `class Engine(ModelWorker, namespace="llm")`.
@@ -86,10 +83,8 @@ class ModelWorker(EngineWorker, abstract=True):
         kv_events: bool = True,
         speedup_ratio: float = 1.0,
     ) -> None:
+        super().__init__(model, model_name, default_sampling)
         self.engine = engine
-        self.model = model
-        self.model_name = model_name
-        self._default_sampling = default_sampling
         of_mock = blocks or BLOCKS
         try:
             self._small = SmallConfig(
@@ -119,64 +114,32 @@ class ModelWorker(EngineWorker, abstract=True):
             )
         except ValueError as error:
             raise ConfigError(f"{type(self).__name__}: {error}") from None
-        self._path: Path | None = None
-        self._found: LocalModel | None = None
+        self._exits = ExitStack()
 
-    async def find_model(self) -> LocalModel | None:
-        """The files of the model; None for a mock, which needs none.
-
-        Raises:
-            ConfigError, ModelUnavailable: it cannot be had.
-        """
-        if self.engine == "mock":
-            return None
-        return await resolve(self.model, progress=self.downloading)
-
-    def downloading(self, progress: Progress) -> None:
-        """So much of the model is here; called from any thread, for subclasses."""
+    async def find_model(self) -> LocalModel:
+        if self.engine != "mock":
+            return await super().find_model()
+        folder = Path(self._exits.enter_context(tempfile.TemporaryDirectory(prefix="dynbus-mock-")))
+        await asyncio.to_thread(write_mock_model, folder)
+        return LocalModel(folder, "folder", MOCK_NAME, MOCK_NAME)
 
     def loading(self, done: int, total: int) -> None:
         """So many of the model's layers are loaded; called from any thread, for subclasses."""
 
     async def on_start(self) -> None:
-        found = await self.find_model()
-        with ExitStack() as exits:
-            if found is None:
-                folder = exits.enter_context(tempfile.TemporaryDirectory(prefix="dynbus-mock-"))
-                await asyncio.to_thread(write_mock_model, Path(folder))
-                found = LocalModel(Path(folder), "folder", MOCK_NAME, MOCK_NAME)
-            else:
-                self._path = found.path
-            self._found = found
+        # Once the model is registered, what is read of it is in JetStream.
+        with self._exits:
             await super().on_start()
 
-    async def on_engine(self, engine: Engine) -> None:
-        found = self._found
-        assert found is not None, "the model is had before the engine is made"
-        sampling: Any = self._default_sampling
-        if sampling != "openai":
-            # What its path alone says of it, the registration cannot know.
-            own = msgspec.to_builtins(found.sampling)
-            sampling = own if sampling == "model" else {**own, **sampling}
-        await register_llm(
-            ModelInput.Tokens,
-            ModelType.Backend,
-            self.generate,
-            found.path,
-            self.model_name or found.name,
-            context_length=engine.limits.context_length,
-            kv_cache_block_size=engine.limits.block_size,
-            default_sampling=sampling,
-        )
-
     def make_engine(self) -> Engine:
-        if self._path is None:
+        if self.engine == "mock":
             return _TalkingMock(self._mock)
+        path = self.found.path
         try:
-            engine = SmallEngine(self._path, self._small, progress=self.loading)
+            engine = SmallEngine(path, self._small, progress=self.loading)
         except (ImportError, OSError, ValueError) as error:
             raise ConfigError(f"the model {self.model!r} cannot be served: {error}") from error
-        logger.info("%s computes %s", engine.backend, self._path.name)
+        logger.info("%s computes %s", engine.backend, path.name)
         return engine
 
 

@@ -13,7 +13,7 @@ import uvloop
 
 from dynbus import Runtime
 from dynbus.llm import ModelInput, ModelType, register_llm
-from dynbus.llm.engine.interface import Engine
+from dynbus.llm.engine.interface import Engine, EngineLimits
 from dynbus.llm.engine.worker import EngineWorker
 from dynbus.llm.mock import MockConfig, MockEngine, Timing
 
@@ -96,7 +96,7 @@ class BenchWorker(EngineWorker, namespace=NAMESPACE):
     def make_engine(self) -> Engine:
         return self._settings.engine()
 
-    async def on_engine(self, engine: Engine) -> None:
+    async def on_engine(self, limits: EngineLimits) -> None:
         await register_llm(
             ModelInput.Tokens,
             ModelType.Chat | ModelType.Completions,

@@ -96,7 +96,7 @@ class _Listener:
             if item.finish_reason is not None:
                 self.done.set()
 
-    def on_refused(self, request_id: str, error: ValueError) -> None:
+    def on_refused(self, request_id: str, error: Exception) -> None:
         raise error
 
     def on_idle(self, taken: int) -> None:

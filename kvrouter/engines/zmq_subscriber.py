@@ -55,23 +55,40 @@ class ZmqSource:
         endpoint: of its PUB socket, as an address to connect to.
         replay_endpoint: of its ROUTER socket; without it a gap can only end in a reset.
         topic: what the topics of its messages begin with.
-        ranks: its data-parallel ranks. Each has sockets of its own, whose ports are those of
-            the endpoints plus the rank. None for an engine of one rank: its ports are those of
-            the endpoints, its rank is the one that its events name.
+        ranks: its data-parallel ranks. Each has sockets of its own: those of the endpoints, where
+            they are lists in the order of the ranks, else with the rank added to their ports. None
+            for an engine of one rank: its endpoints are as given, its rank is the one that its
+            events name.
         receive_limit: messages that wait here; the engine drops what is beyond, which is a gap.
         connect_timeout: seconds until a connection that does not come about is tried anew.
         replay_timeout: seconds that a whole replay may take.
         heartbeat_interval: seconds; a connection that is silent for three of them is dead.
     """
 
-    endpoint: str
-    replay_endpoint: str | None = None
+    endpoint: str | Sequence[str]
+    replay_endpoint: str | Sequence[str] | None = None
     topic: str = ""
     ranks: Sequence[int] | None = None
     receive_limit: int = 10_000
     connect_timeout: float = 5.0
     replay_timeout: float = 10.0
     heartbeat_interval: float = 5.0
+
+    def endpoints(self, rank: int) -> tuple[str, str | None]:
+        """Where a rank publishes, and where it is asked for what it published.
+
+        Raises:
+            ValueError: nobody can connect there, or it has no port for that rank.
+        """
+        place = 0 if self.ranks is None else list(self.ranks).index(rank)
+
+        def of(endpoint: str | Sequence[str]) -> str:
+            if isinstance(endpoint, str):
+                return rank_endpoint(endpoint, rank)
+            return rank_endpoint(endpoint[place], 0)
+
+        replay = self.replay_endpoint
+        return of(self.endpoint), None if replay is None else of(replay)
 
 
 def rank_endpoint(endpoint: str, rank: int) -> str:
@@ -103,9 +120,7 @@ def check_source(source: ZmqSource) -> None:
         ValueError: one cannot, and what to give.
     """
     for rank in (0,) if source.ranks is None else source.ranks:
-        for endpoint in (source.endpoint, source.replay_endpoint):
-            if endpoint is not None:
-                rank_endpoint(endpoint, rank)
+        source.endpoints(rank)
 
 
 async def follow_engine(source: ZmqSource, bridge: EngineBridge) -> NoReturn:
@@ -182,10 +197,7 @@ class _RankReader:
         self._context = context
         self._source = source
         self._stream = stream
-        self._endpoint = rank_endpoint(source.endpoint, rank)
-        self._replay_endpoint = (
-            None if source.replay_endpoint is None else rank_endpoint(source.replay_endpoint, rank)
-        )
+        self._endpoint, self._replay_endpoint = source.endpoints(rank)
 
     async def run(self) -> NoReturn:
         shortest, longest = _BACKOFF

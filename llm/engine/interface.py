@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
@@ -167,3 +168,62 @@ class Engine(Protocol):
                 this step; if there are none, all that have had a token.
         """
         ...
+
+
+class Listener(Protocol):
+    """Who hears what an engine does, on the event loop."""
+
+    def on_step(self, step: Step, load: EngineLoad, began: float) -> None:
+        """A step has ended, or requests were taken in or cancelled.
+
+        Args:
+            began: when the step did, on the monotonic clock.
+        """
+        ...
+
+    def on_refused(self, request_id: str, error: Exception) -> None:
+        """The engine has not taken in a request: `ValueError`, or an error for its caller."""
+        ...
+
+    def on_idle(self, taken: int) -> None:
+        """The engine has no work left, after it was given so many requests."""
+        ...
+
+
+class Stepper(Protocol):
+    """Steps an engine. `add` and `cancel` are called on the event loop."""
+
+    def add(self, request_id: str, request: GenerateRequest) -> None:
+        """Have the engine take in a request before its next step."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Have the engine forget a request before its next step."""
+        ...
+
+    async def run(self) -> None:
+        """Step until cancelled.
+
+        Raises:
+            StepFailed: the engine raised.
+            Exception: what the listener raised, or why the engine is gone.
+        """
+        ...
+
+
+class RunningEngine(ABC):
+    """An engine that steps itself, in processes of its own.
+
+    Attributes:
+        limits: do not change.
+    """
+
+    limits: EngineLimits
+
+    @abstractmethod
+    def stepper(self, listener: Listener) -> Stepper:
+        """What gives it requests and hears what it makes; asked for once."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End its processes."""

@@ -66,7 +66,7 @@ class EngineWatch(Openable):
     def look(self) -> None:
         """Show how the engine is now."""
         runner = self._runner
-        load, limits = runner.load, runner.engine.limits
+        load, limits = runner.load, runner.limits
         self._bus.status.put(self._name, self._name, {STATUS_KEY: _text(load, limits)})
         figures = {
             "kv_blocks": limits.blocks,

@@ -21,11 +21,17 @@ import anyio
 from dynbus import Reply, push_each
 from dynbus.bus.background import Openable
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import HandlerError, InvalidRequest, Unavailable, describe_exception
+from dynbus.bus.errors import (
+    DynbusError,
+    HandlerError,
+    InvalidRequest,
+    Unavailable,
+    describe_exception,
+)
 from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
 
-from .interface import Engine, EngineLoad, Step, StepFailed
+from .interface import Engine, EngineLoad, RunningEngine, Step, StepFailed
 from .stepping import stepper_of
 from .tracing import EngineTrace
 
@@ -143,7 +149,7 @@ class EngineRunner(Openable):
             sends them to another engine; after it the others, with `Unavailable`.
 
     Attributes:
-        engine: not to be used by others.
+        limits: of the engine, which nobody else may use.
         load: of the engine after its last step.
         output_tokens: that it has made.
         failed_requests: how many ended since they could not go on, or may have made it fail.
@@ -151,7 +157,7 @@ class EngineRunner(Openable):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | RunningEngine,
         sink: EventSink | None = None,
         *,
         trace: EngineTrace | None = None,
@@ -159,7 +165,8 @@ class EngineRunner(Openable):
         failed: Callable[[str], object] | None = None,
     ) -> None:
         super().__init__()
-        self.engine = engine
+        self.limits = engine.limits
+        self._engine = engine
         self.load = EngineLoad(0, 0, 0)
         self.output_tokens = self.failed_requests = 0
         self._sink = sink
@@ -174,7 +181,7 @@ class EngineRunner(Openable):
         self._failure: Exception | None = None
 
     def __repr__(self) -> str:
-        return f"<EngineRunner [{len(self._streams)} streams] {self.engine!r}>"
+        return f"<EngineRunner [{len(self._streams)} streams] {self._engine!r}>"
 
     @asynccontextmanager
     async def _open(self) -> AsyncGenerator[None]:
@@ -274,10 +281,11 @@ class EngineRunner(Openable):
 
     # What the engine made -------------------------------------------------------------
 
-    def on_refused(self, request_id: str, error: ValueError) -> None:
+    def on_refused(self, request_id: str, error: Exception) -> None:
         stream = self._forget(request_id)
         if stream is not None:
-            stream.reply.fail(InvalidRequest(str(error)))
+            refusal = error if isinstance(error, DynbusError) else InvalidRequest(str(error))
+            stream.reply.fail(refusal)
 
     def on_step(self, step: Step, load: EngineLoad, began: float) -> None:
         """Send what a step made."""

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Collection
-from typing import Final, Protocol
+from typing import Final
 
 import anyio
 
@@ -15,7 +15,15 @@ from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import describe_exception
 from dynbus.llm.generation import GenerateRequest
 
-from .interface import Engine, EngineLoad, Step, StepFailed
+from .interface import (
+    Engine,
+    EngineLoad,
+    Listener,
+    RunningEngine,
+    Step,
+    StepFailed,
+    Stepper,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,49 +35,10 @@ STOP_TIMEOUT: Final = 10.0
 """Seconds that a step in a thread may take to end; then it is left alone."""
 
 
-class Listener(Protocol):
-    """Who hears what an engine does, on the event loop."""
-
-    def on_step(self, step: Step, load: EngineLoad, began: float) -> None:
-        """A step has ended, or requests were taken in or cancelled.
-
-        Args:
-            began: when the step did, on the monotonic clock.
-        """
-        ...
-
-    def on_refused(self, request_id: str, error: ValueError) -> None:
-        """The engine has not taken in a request."""
-        ...
-
-    def on_idle(self, taken: int) -> None:
-        """The engine has no work left, after it was given so many requests."""
-        ...
-
-
-class Stepper(Protocol):
-    """Steps an engine. `add` and `cancel` are called on the event loop."""
-
-    def add(self, request_id: str, request: GenerateRequest) -> None:
-        """Have the engine take in a request before its next step."""
-        ...
-
-    def cancel(self, request_id: str) -> None:
-        """Have the engine forget a request before its next step."""
-        ...
-
-    async def run(self) -> None:
-        """Step until cancelled.
-
-        Raises:
-            StepFailed: the engine raised.
-            Exception: what the listener raised.
-        """
-        ...
-
-
-def stepper_of(engine: Engine, listener: Listener) -> Stepper:
+def stepper_of(engine: Engine | RunningEngine, listener: Listener) -> Stepper:
     """What steps this engine."""
+    if isinstance(engine, RunningEngine):
+        return engine.stepper(listener)
     kind = _ThreadStepper if engine.computes else _LoopStepper
     return kind(engine, listener)
 

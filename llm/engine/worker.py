@@ -17,7 +17,7 @@ from dynbus.kvrouter.routing import profiles
 from dynbus.kvrouter.stream import KvEventPublisher
 from dynbus.llm.generation import Generated, GenerateRequest
 
-from .interface import Engine
+from .interface import Engine, EngineLimits, RunningEngine
 from .observing import EngineWatch
 from .runner import EngineRunner, EventSink
 from .tracing import EngineTrace
@@ -37,7 +37,7 @@ class EngineWorker(Actor, abstract=True):
     _engine_exits: AsyncExitStack | None = None
     _engine_numbers: count[int]
 
-    def make_engine(self) -> Engine:
+    def make_engine(self) -> Engine | RunningEngine:
         """The engine, ready for its first request. Called once, in a thread: it may take its time.
 
         Raises:
@@ -45,12 +45,16 @@ class EngineWorker(Actor, abstract=True):
         """
         raise NotImplementedError(f"{type(self).__name__} has no make_engine")
 
-    def event_sink(self) -> AbstractAsyncContextManager[EventSink]:
-        """Where its KV events go; for subclasses that send them elsewhere."""
+    def event_sink(self) -> AbstractAsyncContextManager[EventSink | None]:
+        """Where its KV events go, for subclasses that send them elsewhere; None where its steps
+        have none."""
         return KvEventPublisher.of(self)
 
-    async def on_engine(self, engine: Engine) -> None:
+    async def on_engine(self, limits: EngineLimits) -> None:
         """The engine runs, and nobody calls it yet; for subclasses, to register its model.
+
+        Args:
+            limits: of the engine.
 
         Raises:
             Exception: it cannot be served; that stops the engine and the instance.
@@ -61,6 +65,8 @@ class EngineWorker(Actor, abstract=True):
         # Who stops the start does not wait for the thread: loading may take minutes.
         engine = await anyio.to_thread.run_sync(self.make_engine, abandon_on_cancel=True)
         async with AsyncExitStack() as exits:
+            if isinstance(engine, RunningEngine):
+                exits.push_async_callback(engine.aclose)
             sink: EventSink | None = None
             if engine.limits.has_events:
                 sink = await exits.enter_async_context(self.event_sink())
@@ -78,7 +84,7 @@ class EngineWorker(Actor, abstract=True):
             self._engine_runner = runner
             self._engine_exits = exits.pop_all()
         try:
-            await self.on_engine(engine)
+            await self.on_engine(engine.limits)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await EngineWorker.on_stop(self)
@@ -90,7 +96,7 @@ class EngineWorker(Actor, abstract=True):
                 await self._engine_exits.aclose()
 
     def instance_metadata(self) -> Mapping[str, str]:
-        limits = self._running().engine.limits
+        limits = self._running().limits
         return {
             profiles.BLOCK_SIZE_KEY: str(limits.block_size),
             profiles.TOTAL_BLOCKS_KEY: str(limits.blocks),

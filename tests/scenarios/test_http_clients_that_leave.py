@@ -162,7 +162,7 @@ class Stack:
 
     def engines_work(self) -> bool:
         """Whether an engine has a request."""
-        return any(runner.engine.has_work for runner in self.runners)
+        return any(runner.load.running or runner.load.waiting for runner in self.runners)
 
     def holdings(self) -> dict[str, int]:
         """What is held by this process, which is the same whenever nothing is asked."""

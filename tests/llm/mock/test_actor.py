@@ -41,6 +41,11 @@ class RecordedWorker(MockWorker, namespace="mock"):
     """A worker whose events stay here."""
 
     recorder: Recorder
+    made: MockEngine
+
+    def make_engine(self) -> MockEngine:
+        self.made = super().make_engine()
+        return self.made
 
     def event_sink(self) -> AbstractAsyncContextManager[EventSink]:
         self.recorder = Recorder()
@@ -59,10 +64,7 @@ def actor_of(kit: TestKit) -> RecordedWorker:
 
 
 def engine_of(kit: TestKit) -> MockEngine:
-    runner = actor_of(kit)._engine_runner  # pyright: ignore[reportPrivateUsage]
-    assert runner is not None
-    assert isinstance(runner.engine, MockEngine)
-    return runner.engine
+    return actor_of(kit).made
 
 
 async def tokens_of(client: MockWorker, request: GenerateRequest) -> list[int]:

@@ -1,0 +1,75 @@
+"""`NamedWorker`: an engine whose model has files, and a name by which requests ask for it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from .engine.interface import EngineLimits
+from .engine.worker import EngineWorker
+from .models.card import ModelInput, ModelType
+from .models.origins import Progress
+from .models.register import register_llm
+from .models.source import LocalModel, resolve
+
+
+class NamedWorker(EngineWorker, abstract=True):
+    """Has a model's files here before its engine is made, and registers the model when it is.
+
+    Args:
+        model: where it is: a folder, a `.gguf` file, a repository, or what else `register_llm`
+            takes.
+        model_name: by which requests ask for it; unless given, what its files are called.
+        default_sampling: for what requests do not say: see `register_llm`; `model` takes what the
+            model's files recommend.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        model_name: str = "",
+        default_sampling: dict[str, float] | Literal["model", "openai"] = "model",
+    ) -> None:
+        self.model = model
+        self.model_name = model_name
+        self._default_sampling = default_sampling
+        self._found: LocalModel | None = None
+
+    async def find_model(self) -> LocalModel:
+        """The files of the model.
+
+        Raises:
+            ConfigError, ModelUnavailable: it cannot be had.
+        """
+        return await resolve(self.model, progress=self.downloading)
+
+    @property
+    def found(self) -> LocalModel:
+        """The files of the model, once they are here."""
+        assert self._found is not None, "the model is had before the engine is made"
+        return self._found
+
+    def downloading(self, progress: Progress) -> None:
+        """So much of the model is here; called from any thread, for subclasses."""
+
+    async def on_start(self) -> None:
+        self._found = await self.find_model()
+        await super().on_start()
+
+    async def on_engine(self, limits: EngineLimits) -> None:
+        sampling: Any = self._default_sampling
+        if sampling != "openai":
+            # What its path alone says of it, the registration cannot know.
+            own = msgspec.to_builtins(self.found.sampling)
+            sampling = own if sampling == "model" else {**own, **sampling}
+        await register_llm(
+            ModelInput.Tokens,
+            ModelType.Backend,
+            self.generate,
+            self.found.path,
+            self.model_name or self.found.name,
+            context_length=limits.context_length,
+            kv_cache_block_size=limits.block_size,
+            default_sampling=sampling,
+        )
