@@ -83,6 +83,38 @@ _OWNED: Final = {
 """Arguments of vLLM's that the worker itself sets, and what to give instead."""
 
 
+class LoadMetrics(msgspec.Struct, frozen=True):
+    """How busy an engine is, by the names that routers of Dynamo's workers know.
+
+    Attributes:
+        request_active_slots, num_requests_waiting: requests that run, and that wait.
+        request_total_slots: how many may run.
+        kv_active_blocks, kv_total_blocks: blocks of the cache that requests use, and all.
+        gpu_cache_usage_perc: their ratio, from 0 to 1.
+        gpu_prefix_cache_hit_rate: share of all prompt tokens so far that were found in the cache.
+    """
+
+    request_active_slots: int
+    request_total_slots: int
+    num_requests_waiting: int
+    kv_active_blocks: int
+    kv_total_blocks: int
+    gpu_cache_usage_perc: float
+    gpu_prefix_cache_hit_rate: float
+
+    @classmethod
+    def of(cls, load: EngineLoad, limits: EngineLimits) -> LoadMetrics:
+        return cls(
+            load.running,
+            limits.max_num_seqs,
+            load.waiting,
+            load.active_blocks,
+            limits.blocks,
+            load.active_blocks / limits.blocks,
+            load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0,
+        )
+
+
 class AdapterAt(msgspec.Struct, frozen=True):
     """A LoRA adapter to load.
 
@@ -195,6 +227,11 @@ class VllmWorker(NamedWorker, namespace="llm"):
         # An idle engine says so only with its next step.
         if self._events is not None:
             self._events.cleared()
+
+    @handler
+    async def load_metrics(self) -> LoadMetrics:
+        """How busy the engine is."""
+        return LoadMetrics.of(self._running().load, self._engine().limits)
 
     @handler
     async def reset_prefix_cache(self) -> bool:

@@ -1,0 +1,134 @@
+"""A vLLM on this machine's CPUs, with a model of random weights, under `dynbus run`.
+
+Without vLLM these tests are skipped. `.ci/run` makes an environment that has it, where
+`DYNBUS_NEEDS_VLLM` says that they have to run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+from tests.conditions import PATIENCE
+
+from dynbus.bus.nats.server_process import RunningServer
+
+ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # Several engines share the cores: none may take one for itself.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+START_TIMEOUT: Final = 240.0
+
+ACTORS: Final = """
+    from dynbus.llm.vllm import VllmWorker
+
+    class Engine(VllmWorker, namespace="vllm"):
+        pass
+"""
+OPTIONS: Final = (
+    "--Engine.dtype=float32",
+    "--Engine.max_model_len=1024",
+    "--Engine.enforce_eager=true",
+    "--Engine.max_num_seqs=16",
+    "--Engine.block_size=32",
+    "--Engine.num_gpu_blocks_override=96",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("vllm") is not None:
+        return
+    if os.environ.get("DYNBUS_NEEDS_VLLM"):
+        raise pytest.UsageError("DYNBUS_NEEDS_VLLM is set, and vLLM is not installed here")
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(
+                pytest.mark.skip(reason="vLLM is not installed: see docs/guides/vllm.md")
+            )
+
+
+class Run:
+    """A `dynbus run`.
+
+    Attributes:
+        log: what it has written.
+    """
+
+    def __init__(self, folder: Path, url: str, options: Sequence[str]) -> None:
+        (folder / "actors.py").write_text(textwrap.dedent(ACTORS))
+        self.log = folder / "run.log"
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "dynbus", "run", "actors.py", "--nats", url, *options],
+                cwd=folder,
+                env=os.environ | ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def stop(self) -> int:
+        """End it tidily; returns its exit code."""
+        self.process.terminate()
+        try:
+            return self.process.wait(PATIENCE)
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def running(folder: Path, url: str, model: Path, *options: str) -> Generator[Run]:
+    """A run of engines of this model, once they are ready."""
+    run = Run(
+        folder, url, [*OPTIONS, f"--Engine.model={model}", "--Engine.model_name=tiny", *options]
+    )
+    try:
+        yield run
+    finally:
+        run.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model."""
+    folder = tmp_path_factory.mktemp("tiny")
+    # In a process of its own: this one stays without torch.
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"from tests.vllm.tiny_model import *; write_tiny_model({str(folder)!r})",
+        ],
+        check=True,
+        timeout=START_TIMEOUT,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    tmp_path_factory: pytest.TempPathFactory, nats_server: RunningServer, tiny_model: Path
+) -> Iterator[Run]:
+    """Two engines, which tests may use and do not break."""
+    folder = tmp_path_factory.mktemp("fleet")
+    with running(folder, nats_server.url, tiny_model, "--Engine.workers=2") as run:
+        yield run

@@ -1,0 +1,268 @@
+"""vLLM as an actor: what it serves, what it refuses, what routers know of it, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+from tests.conditions import eventually, wait_until
+from tests.vllm.conftest import START_TIMEOUT, Run, running
+
+from dynbus import Draining, Runtime, UnknownOutcome
+from dynbus.bus.errors import InvalidRequest, StreamLost
+from dynbus.bus.nats.server_process import RunningServer
+from dynbus.kvrouter import KvRouter, open_router
+from dynbus.llm.generation import Generated, GenerateRequest, Sampling
+from dynbus.llm.vllm import AdapterAt, VllmWorker
+
+pytestmark = pytest.mark.anyio
+
+
+class Engine(VllmWorker, namespace="vllm"):
+    """The engines of the fleet, as the tests call them."""
+
+
+@asynccontextmanager
+async def calling(url: str, count: int) -> AsyncGenerator[tuple[Runtime, Engine]]:
+    async with Runtime.connect(url) as runtime:
+        ready = lambda: len(runtime.instance_ids(Engine)) == count  # noqa: E731
+        engine = runtime.client(Engine)
+        await eventually(ready, START_TIMEOUT, what="the engines are announced")
+        yield runtime, engine
+
+
+def prompt(name: str, length: int) -> list[int]:
+    random = Random(name)
+    return [random.randrange(3, 500) for _ in range(length)]
+
+
+async def items_of(engine: Engine, request: GenerateRequest) -> list[Generated]:
+    return [item async for item in engine.generate(request)]
+
+
+GREEDY = Sampling(temperature=0)
+
+
+async def test_tokens_are_those_of_the_model(
+    fleet: Run, nats_server: RunningServer, tiny_model: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    asked = prompt("reference", 70)
+    async with calling(nats_server.url, 2) as (_, engine):
+        request = GenerateRequest(asked, 12, sampling=GREEDY, ignore_eos=True)
+        items = await items_of(engine, request)
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model.generate(
+            torch.tensor([asked]), max_new_tokens=12, do_sample=False, eos_token_id=None
+        )
+    assert [token for item in items for token in item.token_ids] == expected[0, 70:].tolist()
+    assert items[0].cached_tokens == 0
+    assert items[-1].finish_reason == "length"
+
+
+async def test_continuations_end_each_with_its_index_and_log_probabilities(
+    fleet: Run, nats_server: RunningServer
+) -> None:
+    request = GenerateRequest(
+        prompt("several", 40), 6, n=3, sampling=Sampling(seed=7, logprobs=2), ignore_eos=True
+    )
+    async with calling(nats_server.url, 2) as (_, engine):
+        first, again = await items_of(engine, request), await items_of(engine, request)
+
+    def texts(items: list[Generated]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for item in items:
+            found.setdefault(item.index, []).extend(item.token_ids)
+        return found
+
+    assert texts(first) == texts(again)
+    assert {index: len(tokens) for index, tokens in texts(first).items()} == {0: 6, 1: 6, 2: 6}
+    logprobs = [one for item in first for one in item.logprobs or ()]
+    assert len(logprobs) == 18
+    assert all(len(one.top) == 2 and one.logprob <= one.top[0][1] for one in logprobs)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (GenerateRequest([512], 4), "512"),
+        (GenerateRequest(prompt("long", 1100), 4), "1024"),
+        (GenerateRequest([5], 4, lora_name="legal"), "'legal'"),
+        (GenerateRequest([5], 4, n=2, sampling=Sampling(top_p=0.0)), "top_p"),
+    ],
+    ids=["token", "length", "adapter", "sampling"],
+)
+async def test_what_cannot_be_computed_is_the_callers_mistake(
+    fleet: Run, nats_server: RunningServer, request_: GenerateRequest, reason: str
+) -> None:
+    async with calling(nats_server.url, 2) as (_, engine):
+        with pytest.raises(InvalidRequest, match=reason):
+            await items_of(engine, request_)
+
+
+async def test_a_request_that_is_left_is_aborted(fleet: Run, nats_server: RunningServer) -> None:
+    async with calling(nats_server.url, 2) as (_, engine):
+        for number in range(8):
+            endless = GenerateRequest(prompt(f"left {number}", 40), 900, ignore_eos=True)
+            async for _ in engine.generate(endless):
+                break
+
+        async def is_idle() -> bool:
+            loads = [await engine.load_metrics() for _ in range(2)]
+            return not any(load.request_active_slots or load.kv_active_blocks for load in loads)
+
+        await eventually(is_idle, what="nothing runs in the engines")
+
+
+async def test_routers_know_what_vllm_holds(fleet: Run, nats_server: RunningServer) -> None:
+    """Prompts with shared beginnings, more than the caches hold: what the router expects to be
+    reused is what vLLM says that it reused."""
+    async with (
+        calling(nats_server.url, 2) as (runtime, _),
+        open_router(runtime, Engine) as router,
+    ):
+        engine = runtime.client(Engine, routing=router)
+        differing = await ask_in_turn(engine, router, 60)
+    assert not differing
+
+
+async def ask_in_turn(engine: Engine, router: KvRouter, count: int) -> list[str]:
+    """Where the router was wrong of so many requests."""
+    from dynbus import call_options
+
+    random = Random("documents")
+    differing: list[str] = []
+    for number in range(count):
+        document = prompt(f"document {random.randrange(8)}", 32 * random.randrange(4, 24))
+        request = GenerateRequest([*document, *prompt(f"question {number}", 9)], 2, sampling=GREEDY)
+        with call_options(request_id=f"ask-{number}"):
+            await items_of(engine, request)
+        [decision] = router.decisions(f"ask-{number}")
+        if decision.outcome.reused_tokens != decision.expected_reuse:
+            differing.append(
+                f"{number}: {decision.outcome.reused_tokens}, expected {decision.expected_reuse}"
+            )
+    return differing
+
+
+async def test_a_cache_that_was_reset_is_known_to_be_empty(
+    fleet: Run, nats_server: RunningServer
+) -> None:
+    async with (
+        calling(nats_server.url, 2) as (runtime, engine),
+        open_router(runtime, Engine) as router,
+    ):
+        routed = runtime.client(Engine, routing=router)
+        asked = GenerateRequest(prompt("reset", 128), 2, sampling=GREEDY)
+        await items_of(routed, asked)
+        assert [await engine.reset_prefix_cache() for _ in range(2)] == [True, True]
+        items = await items_of(routed, asked)
+    assert items[0].cached_tokens == 0
+
+
+async def test_an_adapter_that_vllm_cannot_load_is_refused(
+    fleet: Run, nats_server: RunningServer
+) -> None:
+    async with calling(nats_server.url, 2) as (_, engine):
+        with pytest.raises(InvalidRequest, match="enable_lora|LoRA|lora"):
+            await engine.load_adapter(AdapterAt("legal", "/no/such/folder"))
+        assert await engine.adapters() == []
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--Engine.max_modl_len=7", "did you mean max_model_len"),
+        ("--Engine.max_num_seqs=many", "many"),
+        ("--Engine.block_size=16", "a multiple of 32"),
+        ("--Engine.kv_events_config={}", "give kv_events"),
+        ("--Engine.tensor_parallel_size=64", "64"),
+    ],
+)
+async def test_a_start_that_fails_says_why(
+    tmp_path: Path, nats_server: RunningServer, tiny_model: Path, option: str, reason: str
+) -> None:
+    with running(tmp_path, nats_server.url, tiny_model, option) as run:
+        code = await asyncio.to_thread(run.process.wait, START_TIMEOUT)
+    told = run.output.splitlines()[-1]
+    assert code != 0
+    assert reason in told, run.output[-3000:]
+
+
+async def test_an_engine_that_dies_is_withdrawn_and_starts_again(
+    tmp_path: Path, own_server: RunningServer, tiny_model: Path
+) -> None:
+    """First a process of vLLM's is killed, then the worker: nothing of either is left."""
+    with running(tmp_path, own_server.url, tiny_model) as run:
+        async with calling(own_server.url, 1) as (runtime, engine):
+            [first] = runtime.instance_ids(Engine)
+            stream = engine.generate(GenerateRequest(prompt("dies", 40), 900, ignore_eos=True))
+            await anext(stream)
+            core = processes_below(run.process.pid, "EngineCore")
+            assert core
+            os.kill(core[0], signal.SIGKILL)
+            with pytest.raises((Draining, StreamLost, UnknownOutcome)):
+                async for _ in stream:
+                    pass
+            await eventually(
+                lambda: [one for one in runtime.instance_ids(Engine) if one != first],
+                START_TIMEOUT,
+                what="another instance is there",
+            )
+            [second] = runtime.instance_ids(Engine)
+            whole = await items_of(engine, GenerateRequest(prompt("again", 40), 4))
+            assert whole[-1].finish_reason is not None
+
+            [worker] = [pid for pid in processes_below(run.process.pid, "dynbus worker")]
+            of_engine = processes_below(worker, "")
+            assert len(of_engine) >= 2
+            os.kill(worker, signal.SIGKILL)
+            wait_until(lambda: not any(map(is_alive, of_engine)), what="vLLM ends")
+            await eventually(
+                lambda: [one for one in runtime.instance_ids(Engine) if one not in (first, second)],
+                START_TIMEOUT,
+                what="a third instance is there",
+            )
+        last = processes_below(run.process.pid, "")
+        assert run.stop() == 0
+    wait_until(lambda: not any(map(is_alive, last)), what="everything ends")
+
+
+def processes_below(pid: int, title: str) -> list[int]:
+    """Running processes that descend from another one, and have such a title."""
+    found: list[int] = []
+    for line in children_of(pid):
+        found += [line, *processes_below(line, "")]
+    return [one for one in found if title in title_of(one)]
+
+
+def children_of(pid: int) -> Iterator[int]:
+    try:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            yield from map(int, (thread / "children").read_text().split())
+    except OSError:
+        return
+
+
+def title_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,65 @@
+"""A model of 330 KB with random weights and a tokenizer of its own, made without a network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n"
+)
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog ",
+    "hello world, this is a tiny tokenizer 0123456789",
+)
+VOCABULARY = 512
+
+
+def write_tiny_model(folder: Path) -> None:
+    """Write a Qwen 3 of two layers; its heads have 32 values, as vLLM's attention on CPUs wants."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text * 20 for text in CORPUS], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=SPECIAL[2], pad_token=SPECIAL[0]
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=0,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3ForCausalLM(config)
+    for weights in model.parameters():
+        if weights.dim() > 1:
+            # Of the usual spread, greedy output would always be the same token.
+            torch.nn.init.normal_(weights, std=0.2)
+    model.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    write_tiny_model(Path(sys.argv[1]))
