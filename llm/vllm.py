@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 import anyio
 import anyio.to_thread
 import msgspec
+import pydantic
 from anyio.abc import TaskGroup
 
 from dynbus import handler
@@ -331,7 +332,14 @@ class VllmEngine(RunningEngine):
             given = engine_arguments(model, arguments, Path(folder.name) if kv_events else None)
             errors = _errors_kept_in(Path(folder.name))
             try:
-                llm = AsyncLLM.from_engine_args(given, stat_loggers=[_counting(counts)])
+                llm = AsyncLLM.from_vllm_config(
+                    _config(given),
+                    stat_loggers=[_counting(counts)],
+                    enable_log_requests=given.enable_log_requests,
+                    disable_log_stats=given.disable_log_stats,
+                )
+            except ConfigError:
+                raise
             except Exception as error:
                 cause = _first_error(errors)
                 if cause is None:
@@ -693,6 +701,21 @@ def engine_arguments(model: str, arguments: Mapping[str, Any], folder: Path | No
         replay_endpoint=f"ipc://{folder}/replay" if own else "tcp://*:0",
     )
     return given
+
+
+def _config(given: Any) -> Any:
+    """The configuration that follows from vLLM's arguments.
+
+    Raises:
+        ConfigError: they do not fit together, or not this machine.
+    """
+    try:
+        return given.create_engine_config()
+    except pydantic.ValidationError as error:
+        why = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"vLLM does not take its arguments: {why}") from error
+    except ValueError as error:
+        raise ConfigError(f"vLLM does not take its arguments: {error}") from error
 
 
 def _words(arguments: Mapping[str, Any]) -> list[str]:
