@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
-from tests.conditions import eventually, wait_until
+from tests.conditions import PATIENCE, eventually, wait_until
 from tests.vllm.conftest import START_TIMEOUT, Run, running
 
-from dynbus import Draining, Runtime, UnknownOutcome
+from dynbus import Draining, Runtime, UnknownOutcome, call_options
 from dynbus.bus.errors import InvalidRequest, StreamLost
-from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.nats.server_process import RunningServer, free_port
 from dynbus.kvrouter import KvRouter, open_router
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
 from dynbus.llm.vllm import AdapterAt, VllmWorker
@@ -138,8 +141,6 @@ async def test_routers_know_what_vllm_holds(fleet: Run, nats_server: RunningServ
 
 async def ask_in_turn(engine: Engine, router: KvRouter, count: int) -> list[str]:
     """Where the router was wrong of so many requests."""
-    from dynbus import call_options
-
     random = Random("documents")
     differing: list[str] = []
     for number in range(count):
@@ -177,6 +178,50 @@ async def test_an_adapter_that_vllm_cannot_load_is_refused(
         with pytest.raises(InvalidRequest, match="enable_lora|LoRA|lora"):
             await engine.load_adapter(AdapterAt("legal", "/no/such/folder"))
         assert await engine.adapters() == []
+
+
+@pytest.fixture
+def front_end(nats_server: RunningServer, tmp_path: Path) -> Iterator[str]:
+    """The address of a `dynbus http`."""
+    port = free_port()
+    with (tmp_path / "http.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dynbus", "http", "--nats", nats_server.url, f"--port={port}"],
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
+        )
+    try:
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
+
+
+async def test_clients_of_openai_s_api_are_answered(fleet: Run, front_end: str) -> None:
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=front_end, api_key="none", max_retries=50) as client:
+
+        async def is_served() -> bool:
+            return [model.id async for model in client.models.list()] == ["tiny"]
+
+        await eventually(is_served, START_TIMEOUT, what="the model is listed")
+        create = partial(
+            client.chat.completions.create,
+            model="tiny",
+            messages=[{"role": "user", "content": "the quick brown fox " * 9}],
+            max_tokens=9,
+            temperature=0,
+        )
+        answer = await create()
+        stream = await create(stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+    text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+    assert text == answer.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens == 9
+    # It is the same prompt: vLLM has its first block.
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
 
 
 @pytest.mark.parametrize(
