@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast
 
 import anyio
 import anyio.to_thread
@@ -321,7 +322,7 @@ class VllmEngine(RunningEngine):
         # This process has threads, which a fork would leave in the middle of their work.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         try:
-            from vllm.v1.engine.async_llm import AsyncLLM
+            engine = _module("v1.engine.async_llm").AsyncLLM
         except ImportError as error:
             raise ConfigError(
                 f"vLLM cannot be imported: {error}; see the guide of engines"
@@ -332,7 +333,7 @@ class VllmEngine(RunningEngine):
             given = engine_arguments(model, arguments, Path(folder.name) if kv_events else None)
             errors = _errors_kept_in(Path(folder.name))
             try:
-                llm = AsyncLLM.from_vllm_config(
+                llm = engine.from_vllm_config(
                     _config(given),
                     stat_loggers=[_counting(counts)],
                     enable_log_requests=given.enable_log_requests,
@@ -384,10 +385,10 @@ class VllmEngine(RunningEngine):
         Raises:
             InvalidRequest: vLLM does not take it, and why.
         """
-        from vllm.lora.request import LoRARequest
-
         self._adapter_numbers += 1
-        request = LoRARequest(adapter.name, self._adapter_numbers, adapter.path)
+        request = _module("lora.request").LoRARequest(
+            adapter.name, self._adapter_numbers, adapter.path
+        )
         try:
             await self.llm.add_lora(request)
         except Exception as error:
@@ -548,11 +549,10 @@ class _Stepper:
 
     async def _follow(self, request_id: str, asked: _Asked, name: str, index: int) -> None:
         """Read what vLLM makes for one continuation."""
-        from vllm.exceptions import GracefulHTTPError, VLLMClientError
-        from vllm.v1.engine.exceptions import EngineDeadError
-
+        errors: Any = _module("exceptions")
         engine = self._engine
         generate = engine.llm.generate
+        output: Any = None
         try:
             async for output in generate(
                 sampling_params=asked.sampling[name], request_id=name, **asked.options
@@ -562,14 +562,14 @@ class _Stepper:
                 elif not output.finished:
                     # It was cancelled before vLLM had it.
                     self._abort(name)
-            if self._asked.get(request_id) is asked and not output.finished:
+            if self._asked.get(request_id) is asked and (output is None or not output.finished):
                 self._fail(request_id, "vLLM has lost it")
-        except EngineDeadError as error:
+        except _module("v1.engine.exceptions").EngineDeadError as error:
             engine.check()
             raise EngineGone("vLLM has ended") from error
-        except VLLMClientError as error:
+        except errors.VLLMClientError as error:
             self._refuse(request_id, asked, ValueError(str(error)))
-        except GracefulHTTPError as error:
+        except errors.GracefulHTTPError as error:
             self._refuse(request_id, asked, Overloaded(str(error)))
         except Exception as error:  # noqa: BLE001 - of this request alone
             self._fail(request_id, describe_exception(error))
@@ -620,11 +620,8 @@ def _sampling(request: GenerateRequest, number: int, report: str | None) -> Any:
     Raises:
         VLLMClientError: a value is not usable.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    given = request.sampling
-    return SamplingParams(
+    given, module = request.sampling, _module("sampling_params")
+    return module.SamplingParams(
         temperature=given.temperature,
         top_k=given.top_k,
         top_p=given.top_p,
@@ -641,7 +638,7 @@ def _sampling(request: GenerateRequest, number: int, report: str | None) -> Any:
         min_tokens=request.min_tokens,
         # Whoever asks turns tokens into text, and applies stop strings to it.
         detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
+        output_kind=module.RequestOutputKind.DELTA,
         extra_args=None if report is None else {"kv_cache_report_mode": report},
     )
 
@@ -654,6 +651,11 @@ def _logprobs(made: Any, request: GenerateRequest) -> list[TokenLogprob]:
         top = [(one, value.logprob) for one, value in likeliest]
         found.append(TokenLogprob(token_id, each[token_id].logprob, top))
     return found
+
+
+def _module(name: str) -> Any:
+    """A module of vLLM's, which is untyped here, as it may be absent."""
+    return importlib.import_module(f"vllm.{name}" if name else "vllm")
 
 
 # How vLLM is started ------------------------------------------------------------------------
@@ -669,31 +671,29 @@ def engine_arguments(model: str, arguments: Mapping[str, Any], folder: Path | No
     Raises:
         ConfigError: an argument is none of vLLM's, or does not fit.
     """
-    from vllm import AsyncEngineArgs
-    from vllm.config import KVEventsConfig
-    from vllm.platforms import current_platform
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    known = [one.name for one in fields(AsyncEngineArgs)]
+    engine_args = _module("").AsyncEngineArgs
+    known = [one.name for one in fields(engine_args)]
     for name in arguments:
         if name not in known:
             raise ConfigError(
                 f"vLLM has no argument {name!r}{suggestion(name, known)}; see vllm serve --help"
             )
 
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
-        def error(self, message: str) -> NoReturn:
-            raise ConfigError(f"vLLM does not take its arguments: {message}")
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"vLLM does not take its arguments: {message}")
 
-    parser = AsyncEngineArgs.add_cli_args(Parser(add_help=False))
-    given = AsyncEngineArgs.from_cli_args(parser.parse_args(_words({"model": model, **arguments})))
+    parser = _module("utils.argparse_utils").FlexibleArgumentParser(add_help=False)
+    parser = engine_args.add_cli_args(parser)
+    # It would print its usage and end this process.
+    parser.error = refuse
+    given = engine_args.from_cli_args(parser.parse_args(_words({"model": model, **arguments})))
     size = arguments.get("block_size")
-    if size and current_platform.is_cpu() and given.block_size % CPU_BLOCK:
+    if size and _module("platforms").current_platform.is_cpu() and given.block_size % CPU_BLOCK:
         raise ConfigError(f"block_size = {size}: on a CPU vLLM takes a multiple of {CPU_BLOCK}")
     if folder is None or given.enable_prefix_caching is False:
         return given
     own = given.data_parallel_size == 1
-    given.kv_events_config = KVEventsConfig(
+    given.kv_events_config = _module("config").KVEventsConfig(
         enable_kv_cache_events=True,
         publisher="zmq",
         # Sockets of files have no port for each rank: the system gives one.
@@ -731,7 +731,7 @@ def _words(arguments: Mapping[str, Any]) -> list[str]:
         elif value is False or text.lower() == "false":
             words.append("--no-" + flag.removeprefix("--"))
         elif isinstance(value, list | tuple):
-            words += [flag, *map(str, value)]
+            words += [flag, *map(str, cast("list[Any]", value))]
         elif isinstance(value, Mapping):
             words.append(f"{flag}={json.dumps(value)}")
         else:
@@ -751,12 +751,10 @@ _LINE_OF_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*")
 def _errors_kept_in(folder: Path) -> Path:
     """Have the processes of vLLM write their errors into a file too: where one does not start, the
     exception that says so does not say why."""
-    from vllm.logger import DEFAULT_LOGGING_CONFIG
-
     file = folder / _ERRORS
     if "VLLM_LOGGING_CONFIG_PATH" in os.environ or os.environ.get("VLLM_CONFIGURE_LOGGING") == "0":
         return file  # its user has said what becomes of its log
-    config: dict[str, Any] = copy.deepcopy(DEFAULT_LOGGING_CONFIG)
+    config: dict[str, Any] = copy.deepcopy(_module("logger").DEFAULT_LOGGING_CONFIG)
     config["formatters"]["plain"] = {"format": "%(message)s"}
     config["handlers"]["errors"] = {
         "class": "logging.FileHandler",
@@ -803,29 +801,33 @@ class RankLoad:
     preempted: int = 0
 
 
-def _counting(counts: list[RankLoad]) -> Any:
-    """What has vLLM count into `counts`, one for each rank."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
+class _Counter:
+    """Has vLLM say after each step how busy a rank is; see its `StatLoggerBase`."""
 
-    class Counter(StatLoggerBase):  # type: ignore[misc]
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            self._load = RankLoad()
-            counts.append(self._load)
+    counts: list[RankLoad]
 
-        def record(
-            self, scheduler_stats: Any, iteration_stats: Any, *ignored: Any, **named: Any
-        ) -> None:
-            load = self._load
-            if scheduler_stats is not None:
-                load.running = scheduler_stats.num_running_reqs
-                load.waiting = scheduler_stats.num_waiting_reqs
-                load.usage = scheduler_stats.kv_cache_usage
-                load.queries += scheduler_stats.prefix_cache_stats.queries
-                load.hits += scheduler_stats.prefix_cache_stats.hits
-            if iteration_stats is not None:
-                load.preempted += iteration_stats.num_preempted_reqs
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self._load = RankLoad()
+        self.counts.append(self._load)
 
-        def log_engine_initialized(self) -> None:
-            pass
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, *ignored: Any, **named: Any
+    ) -> None:
+        load = self._load
+        if scheduler_stats is not None:
+            load.running = scheduler_stats.num_running_reqs
+            load.waiting = scheduler_stats.num_waiting_reqs
+            load.usage = scheduler_stats.kv_cache_usage
+            load.queries += scheduler_stats.prefix_cache_stats.queries
+            load.hits += scheduler_stats.prefix_cache_stats.hits
+        if iteration_stats is not None:
+            load.preempted += iteration_stats.num_preempted_reqs
 
-    return Counter
+    def log_engine_initialized(self) -> None:
+        """Nothing is to be said."""
+
+
+def _counting(counts: list[RankLoad]) -> type:
+    """What has vLLM count into `counts`, once for each rank."""
+    base: type = _module("v1.metrics.loggers").StatLoggerBase
+    return type("Counter", (_Counter, base), {"counts": counts})

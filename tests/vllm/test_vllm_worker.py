@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from tests.conditions import PATIENCE, eventually, wait_until
@@ -55,15 +57,14 @@ GREEDY = Sampling(temperature=0)
 async def test_tokens_are_those_of_the_model(
     fleet: Run, nats_server: RunningServer, tiny_model: Path
 ) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
+    torch: Any = importlib.import_module("torch")
+    transformers: Any = importlib.import_module("transformers")
     asked = prompt("reference", 70)
     async with calling(nats_server.url, 2) as (_, engine):
         request = GenerateRequest(asked, 12, sampling=GREEDY, ignore_eos=True)
         items = await items_of(engine, request)
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.no_grad():
         expected = model.generate(
             torch.tensor([asked]), max_new_tokens=12, do_sample=False, eos_token_id=None
@@ -207,7 +208,7 @@ async def test_clients_of_openai_s_api_are_answered(fleet: Run, front_end: str) 
             return [model.id async for model in client.models.list()] == ["tiny"]
 
         await eventually(is_served, START_TIMEOUT, what="the model is listed")
-        create = partial(
+        create: Any = partial(
             client.chat.completions.create,
             model="tiny",
             messages=[{"role": "user", "content": "the quick brown fox " * 9}],
@@ -244,6 +245,7 @@ async def test_a_start_that_fails_says_why(
     assert reason in told, run.output[-3000:]
 
 
+@pytest.mark.timeout(900)
 async def test_an_engine_that_dies_is_withdrawn_and_starts_again(
     tmp_path: Path, own_server: RunningServer, tiny_model: Path
 ) -> None:

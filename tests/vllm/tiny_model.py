@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -19,10 +23,8 @@ VOCABULARY = 512
 
 def write_tiny_model(folder: Path) -> None:
     """Write a Qwen 3 of two layers; its heads have 32 values, as vLLM's attention on CPUs wants."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
+    torch: Any = importlib.import_module("torch")
+    transformers: Any = importlib.import_module("transformers")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,13 +35,13 @@ def write_tiny_model(folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator([text * 20 for text in CORPUS], trainer)
-    fast = PreTrainedTokenizerFast(
+    fast: Any = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=SPECIAL[2], pad_token=SPECIAL[0]
     )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
@@ -53,7 +55,7 @@ def write_tiny_model(folder: Path) -> None:
         bos_token_id=None,
         tie_word_embeddings=False,
     )
-    model = Qwen3ForCausalLM(config)
+    model = transformers.Qwen3ForCausalLM(config)
     for weights in model.parameters():
         if weights.dim() > 1:
             # Of the usual spread, greedy output would always be the same token.
