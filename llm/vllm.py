@@ -39,8 +39,7 @@ from dynbus.bus.errors import (
     Unavailable,
     describe_exception,
 )
-from dynbus.kvrouter.routing import profiles
-from dynbus.kvrouter.routing.requests import DP_RANK_KEY
+from dynbus.kvrouter.routing import DP_RANK_KEY, profiles
 
 from .engine.interface import (
     EngineLimits,

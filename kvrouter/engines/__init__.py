@@ -1,13 +1,19 @@
 """KV-cache events of vLLM and SGLang, read from their ZeroMQ streams.
 
-`zmq_subscriber` reads the sockets and needs the extra `dynbus[zmq]`; nothing else here does.
+`zmq_subscriber` reads the sockets and needs the extra `dynbus[zmq]`; so does `engine_events`, and
+nothing else here.
 """
+
+from typing import TYPE_CHECKING
 
 from .bridge import EngineBridge, KvSink, RankStream
 from .extra_keys import multimodal_hash
 from .messages import QuarantineReason
 from .status import BridgeStatus
 from .translation import BlockSizeMismatch
+
+if TYPE_CHECKING:
+    from . import engine_events, zmq_subscriber
 
 __all__ = [
     "BlockSizeMismatch",
@@ -16,5 +22,7 @@ __all__ = [
     "KvSink",
     "QuarantineReason",
     "RankStream",
+    "engine_events",
     "multimodal_hash",
+    "zmq_subscriber",
 ]
