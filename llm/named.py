@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from dynbus.bus.errors import ConfigError
+
 from .engine.interface import EngineLimits
 from .engine.worker import EngineWorker
 from .models.card import ModelInput, ModelType
@@ -36,13 +38,21 @@ class NamedWorker(EngineWorker, abstract=True):
         self._default_sampling = default_sampling
         self._found: LocalModel | None = None
 
-    async def find_model(self) -> LocalModel:
-        """The files of the model.
+    async def find_model(self) -> LocalModel | None:
+        """The files of the model; None where `stand_in` is to take their place.
 
         Raises:
             ConfigError, ModelUnavailable: it cannot be had.
         """
         return await resolve(self.model, progress=self.downloading)
+
+    async def stand_in(self) -> LocalModel:
+        """What is served where `find_model` gives nothing.
+
+        Raises:
+            ConfigError: nothing can be.
+        """
+        raise ConfigError(f"{type(self).__name__} has no files of a model to serve")
 
     @property
     def found(self) -> LocalModel:
@@ -54,7 +64,8 @@ class NamedWorker(EngineWorker, abstract=True):
         """So much of the model is here; called from any thread, for subclasses."""
 
     async def on_start(self) -> None:
-        self._found = await self.find_model()
+        found = await self.find_model()
+        self._found = await self.stand_in() if found is None else found
         await super().on_start()
 
     async def on_engine(self, limits: EngineLimits) -> None:

@@ -116,9 +116,16 @@ class ModelWorker(NamedWorker, abstract=True):
             raise ConfigError(f"{type(self).__name__}: {error}") from None
         self._exits = ExitStack()
 
-    async def find_model(self) -> LocalModel:
-        if self.engine != "mock":
-            return await super().find_model()
+    async def find_model(self) -> LocalModel | None:
+        """The files of the model; None for a mock, which needs none.
+
+        Raises:
+            ConfigError, ModelUnavailable: it cannot be had.
+        """
+        return None if self.engine == "mock" else await super().find_model()
+
+    async def stand_in(self) -> LocalModel:
+        self.engine = "mock"
         folder = Path(self._exits.enter_context(tempfile.TemporaryDirectory(prefix="dynbus-mock-")))
         await asyncio.to_thread(write_mock_model, folder)
         return LocalModel(folder, "folder", MOCK_NAME, MOCK_NAME)

@@ -178,7 +178,7 @@ def parse_answer(data: bytes, now: float = 0.0) -> Row | None:
             streams=sum(load.running for load in loads if load.items is not None),
             items=sum(load.items or 0 for load in loads),
             seconds=sum(endpoint.processing_time for endpoint in found.endpoints) / 1e9,
-            figures=next((load.figures for load in loads if load.figures), {}),
+            figures=next((load.figures for load in loads if load.figures), dict[str, float]()),
         ),
     )
 

@@ -10,6 +10,7 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -150,7 +151,7 @@ async def test_a_server_that_is_lost_is_told_and_looked_at_again_when_it_is_back
         calls += 5
         connection.publish(message.reply, stats(calls))
 
-    async def until(condition: Any) -> View:
+    async def until(condition: Callable[[View], Any]) -> View:
         while not condition(view := await views.get()):
             pass
         return view
