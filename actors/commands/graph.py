@@ -107,8 +107,8 @@ def graph(
                 {
                     "address": node.address,
                     "class": node.actor,
-                    "instances": node.workers,
-                    "resources": node.resources.declared(),
+                    "instances": node.service.workers,
+                    "resources": node.service.resources.declared(),
                     "endpoints": node.endpoints,
                     "calls": called_by(node),
                 }

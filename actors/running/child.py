@@ -114,12 +114,7 @@ class Child:
         self.leaving = asyncio.Event()
         self.ended = asyncio.Event()
         self._last_word: DrainInstance | StopInstance | None = None
-        self._load = LoadActor(
-            *(node.actor, node.values, node.texts, settings),
-            dependencies=list(node.dependencies),
-            enabled=node.enabled,
-            placed=placed,
-        )
+        self._load = LoadActor(node, settings, placed)
         self._process: Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._metrics: asyncio.Future[str] | None = None
@@ -203,7 +198,7 @@ class Child:
 
     def memory_note(self, code: int | None) -> str:
         """What is to be said of the memory limit of a process that has ended so."""
-        limit = self.node.resources.memory
+        limit = self.node.service.resources.memory
         if limit is None:
             return ""
         if "memory" in self.details:

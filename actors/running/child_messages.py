@@ -13,6 +13,8 @@ import msgspec
 from dynbus.actors.placing.allotment import Placement
 from dynbus.bus.telemetry.logs import LogFormat
 
+from .plan import PlannedNode
+
 
 class WorkerSettings(msgspec.Struct, frozen=True):
     """What all children of a run have in common.
@@ -34,18 +36,10 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
 
 class LoadActor(msgspec.Struct, frozen=True, tag="load_actor"):
-    """First: what to import; see `PlannedNode`.
+    """First: of which node to import the class and serve an instance."""
 
-    Attributes:
-        dependencies: the attributes of the class that it calls others by.
-    """
-
-    actor: str
-    values: dict[str, Any]
-    texts: dict[str, str]
+    node: PlannedNode
     settings: WorkerSettings
-    enabled: bool = True
-    dependencies: list[str] = []
     placed: Placement = Placement()
 
 

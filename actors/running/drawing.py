@@ -60,10 +60,11 @@ def called_by(node: PlannedNode) -> list[str]:
 
 
 def _title(node: PlannedNode) -> str:
-    if node.workers == 0:
+    workers = node.service.workers
+    if workers == 0:
         return f"{node.address} (runs elsewhere)"
-    times = "" if node.workers == 1 else f" x{node.workers}"
-    needs = str(node.resources)
+    times = "" if workers == 1 else f" x{workers}"
+    needs = str(node.service.resources)
     return f"{node.address}{times}{f': {needs}' if needs else ''}"
 
 

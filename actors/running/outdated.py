@@ -5,6 +5,7 @@ This decides only; `commands/reload.py` watches the files, plans and carries out
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 
 import msgspec
@@ -55,8 +56,8 @@ class Outdated:
         outdated: dict[str, int | None] = {}
         for node in plan.nodes:
             address, former = node.address, known.get(node.address)
-            if former is None or former.workers != node.workers:
-                self._resized[address] = node.workers
+            if former is None or former.service.workers != node.service.workers:
+                self._resized[address] = node.service.workers
             if (
                 address in self.nodes
                 or former is None
@@ -92,6 +93,10 @@ def _concerns_all(one: Plan, other: Plan) -> bool:
 
 def _is_same(one: PlannedNode, other: PlannedNode) -> bool:
     """Whether the process of an instance would be told the same."""
-    return msgspec.structs.replace(one, workers=0, depth=0) == msgspec.structs.replace(
-        other, workers=0, depth=0
-    )
+    return _without_place(one) == _without_place(other)
+
+
+def _without_place(node: PlannedNode) -> PlannedNode:
+    """A node without what its instances are not told: how many there are, and when they end."""
+    service = dataclasses.replace(node.service, workers=0)
+    return msgspec.structs.replace(node, service=service, depth=0)

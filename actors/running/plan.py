@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynbus.actors.declaring.resources import Resources
-from dynbus.actors.declaring.restart_policy import OnCrash
+from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.placing.allotment import Machine
 
 from .configuration import NodeOption
@@ -44,23 +43,16 @@ class PlannedNode(msgspec.Struct, frozen=True, kw_only=True):
         dependencies: the addresses that it calls, by the attributes of its class. Where the class
             has links, those that they leave out are not among them.
         endpoints: `unary` or `stream`, by name.
-        workers: the number of its instances.
-        enabled: whether they are announced.
-        resources: what each of them needs of the machine.
-        environment: variables of their processes.
+        service: how it is served.
         values, texts: constructor arguments; the texts are still to be read.
     """
 
     address: str
     actor: str
     depth: int
-    workers: int
+    service: ServiceArgs = ServiceArgs()
     dependencies: dict[str, str] = {}
     endpoints: dict[str, Literal["stream", "unary"]] = {}
-    on_crash: OnCrash = "restart"
-    enabled: bool = True
-    resources: Resources = Resources()
-    environment: dict[str, str] = {}
     values: dict[str, Any] = {}
     texts: dict[str, str] = {}
 

@@ -220,16 +220,12 @@ def planned(
         address=str(assignment.address),
         actor=reference(actor),
         depth=dependency_depth(actor),
-        workers=assignment.service.workers,
+        service=assignment.service,
         dependencies={
             name: str(addresses.get(called) or address_of(called.actor, node=called.name))
             for name, called in Node(assignment.node, actor).edges.items()
         },
         endpoints={spec.name: spec.kind for spec in actor.__dynbus_handlers__.values()},
-        on_crash=assignment.service.on_crash,
-        resources=assignment.service.resources,
-        environment=dict(assignment.service.environment),
-        enabled=assignment.service.enabled,
         values={name: value for name, value in given.items() if not isinstance(value, Text)},
         texts={name: str(value) for name, value in given.items() if isinstance(value, Text)},
     )

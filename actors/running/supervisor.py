@@ -98,12 +98,14 @@ class Supervisor:
         self.nodes = {node.address: node for node in nodes}
         self._machine = machine
         self._allotment = Allotment(machine)
-        wanted = {n.address: all_of(n.address, n.resources, n.workers) for n in nodes}
+        wanted = {
+            n.address: all_of(n.address, n.service.resources, n.service.workers) for n in nodes
+        }
         places = self._allotment.take_all(itertools.chain.from_iterable(wanted.values()))
         self.children = [
             Child(
                 *(node, index + 1, settings),
-                placed=placement(machine, places[each.label], index, node.environment),
+                placed=placement(machine, places[each.label], index, node.service.environment),
                 required=True,
             )
             for node in nodes
@@ -377,7 +379,7 @@ class Supervisor:
         number = next(number for number in itertools.count(1) if number not in taken)
         while True:
             try:
-                wanted = Wanted(f"{node.address}/{number}", node.resources)
+                wanted = Wanted(f"{node.address}/{number}", node.service.resources)
                 place = self._allotment.take(wanted, instead_of=instead_of)
                 break
             except NoRoom:
@@ -386,7 +388,7 @@ class Supervisor:
                 if not holding:
                     raise
                 await holding[0].ended.wait()
-        placed = placement(self._machine, place, index, node.environment)
+        placed = placement(self._machine, place, index, node.service.environment)
         return Child(node, number, self._settings, placed=placed)
 
     def _give_up(self, children: Sequence[Child]) -> None:
@@ -495,11 +497,11 @@ class Supervisor:
             if child.failure is not None:
                 why = child.failure.message
             trace = child.failure.traceback if child.failure is not None else ""
-            if child.node.on_crash == "escalate":
+            if child.node.service.on_crash == "escalate":
                 text = f"{child.label} ended: {why}; its on_crash is escalate"
                 self._fail(Failure(exit_codes.ESCALATED, text, trace))
                 return
-            if child.node.on_crash == "stop":
+            if child.node.service.on_crash == "stop":
                 logger.warning(
                     "%s ended: %s; its on_crash is stop: it stays away until asked for%s",
                     *(child.label, why, f"\n{trace}" if trace else ""),

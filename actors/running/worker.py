@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
@@ -34,7 +35,6 @@ import msgspec
 from dynbus.actors.declaring.actor import check_servable, keep_dependencies
 from dynbus.actors.declaring.actor_config import ActorConfig, publish_config
 from dynbus.actors.declaring.arguments import Text
-from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.placing.applying import take_place
 from dynbus.actors.placing.machine import MemoryLimit
 from dynbus.actors.runtime import Runtime
@@ -219,22 +219,21 @@ class Worker:
     def _load(self, load: LoadActor) -> Assignment:
         from dynbus.bus.telemetry import telemetry
 
-        settings = load.settings
+        settings, node = load.settings, load.node
         sys.path[:] = settings.path
-        address = self._label.partition("/")[0]
         configure_logging(
-            settings.log_format, settings.log_level, actor=address, instance=self._instance_id
+            settings.log_format, settings.log_level, actor=node.address, instance=self._instance_id
         )
         self._memory = take_place(self._label, load.placed)
-        namespace, _, component = address.partition(".")
-        given = load.values | {name: Text(text) for name, text in load.texts.items()}
+        namespace, _, component = node.address.partition(".")
+        given = node.values | {name: Text(text) for name, text in node.texts.items()}
         # The module may read it while it is imported.
-        class_name = load.actor.rpartition(":")[2].rpartition(".")[2]
+        class_name = node.actor.rpartition(":")[2].rpartition(".")[2]
         self._config = ActorConfig(component, given)
         publish_config(self._config, component, class_name)
-        actor = resolve(load.actor)
+        actor = resolve(node.actor)
         # The links may have been made by a module that this process does not import.
-        keep_dependencies(actor, load.dependencies)
+        keep_dependencies(actor, list(node.dependencies))
         # Makes its codecs, which takes a while: better now than on the loop.
         check_servable(actor)
         if settings.otlp_endpoint or settings.metrics:
@@ -254,7 +253,7 @@ class Worker:
         return Assignment(
             actor,
             given,
-            ServiceArgs(namespace=namespace, enabled=load.enabled),
+            dataclasses.replace(node.service, namespace=namespace, workers=1),
             instance_id=self._instance_id,
             node=component,
             worker_index=load.placed.index,

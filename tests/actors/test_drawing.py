@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from dynbus.actors.declaring.resources import Resources
+from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.running.drawing import dot, mermaid, tree
 from dynbus.actors.running.plan import PlannedNode
 
@@ -18,7 +19,7 @@ def node(address: str, *calls: str, workers: int = 1) -> PlannedNode:
         address=address,
         actor="a:B",
         depth=0,
-        workers=workers,
+        service=ServiceArgs(workers=workers),
         dependencies={f"_{number}": call for number, call in enumerate(calls)},
         endpoints={"ask": "unary", "read": "stream"},
     )
@@ -46,7 +47,7 @@ def test_a_tree_begins_with_what_nobody_calls_and_writes_each_node_out_once() ->
 
 def test_what_each_instance_needs_stands_beside_the_number_of_them() -> None:
     needs = Resources(cpu=2.0, gpu=1)
-    nodes = [msgspec.structs.replace(NODES[0], resources=needs)]
+    nodes = [msgspec.structs.replace(NODES[0], service=ServiceArgs(workers=2, resources=needs))]
 
     assert tree(nodes) == "llm.engine-1 x2: cpu 2, gpu 1  (ask, read*)"
     assert 'n0["llm.engine-1 x2: cpu 2, gpu 1"]' in mermaid(nodes)

@@ -9,13 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynbus.actors.declaring.restart_policy import OnCrash
+from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.running.outdated import Outdated
 from dynbus.actors.running.plan import Plan, PlannedNode
 
 
-def node(address: str, **given: Any) -> PlannedNode:
-    fields: dict[str, Any] = {"address": address, "actor": f"m:{address}", "depth": 0, "workers": 1}
-    return PlannedNode(**(fields | given))
+def node(
+    address: str, *, workers: int = 1, on_crash: OnCrash = "restart", **given: Any
+) -> PlannedNode:
+    service = ServiceArgs(workers=workers, on_crash=on_crash)
+    fields: dict[str, Any] = {"actor": f"m:{address}", "depth": 0}
+    return PlannedNode(address=address, service=service, **(fields | given))
 
 
 def plan(*nodes: PlannedNode, path: str = "/project", **bus: Any) -> Plan:

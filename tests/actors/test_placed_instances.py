@@ -18,6 +18,7 @@ import pytest
 from tests.conditions import eventually
 
 from dynbus.actors.declaring.resources import Resources
+from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.placing.allotment import Machine
 from dynbus.actors.placing.machine import this_machine
 from dynbus.actors.running.child import Child
@@ -173,7 +174,7 @@ async def test_instances_keep_gpus_of_their_own_through_every_change(
         at_last = gpus(folder, supervisor)
         # By another plan: one with two GPUs in place of two with one each.
         nodes = [
-            msgspec.structs.replace(node, resources=Resources(gpu=2))
+            msgspec.structs.replace(node, service=ServiceArgs(resources=Resources(gpu=2)))
             if node.address == "placed.Other"
             else node
             for node in supervisor.nodes.values()

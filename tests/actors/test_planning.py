@@ -10,6 +10,7 @@ import psutil
 import pytest
 from tests.conditions import eventually
 
+from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.running.configuration import NodeOption
 from dynbus.actors.running.plan import Plan, PlannedNode, PlanRequest
 from dynbus.actors.running.planning import MakePlan, PlanFailed, plan_elsewhere
@@ -67,7 +68,7 @@ async def test_a_plan_names_classes_and_arguments_without_importing_them_here(
             address="planned.Splitter",
             actor="planned_elsewhere:Splitter",
             depth=0,
-            workers=1,
+            service=ServiceArgs(namespace="planned"),
             endpoints={"split": "unary"},
             texts={"separator": ","},
         ),
@@ -75,10 +76,9 @@ async def test_a_plan_names_classes_and_arguments_without_importing_them_here(
             address="planned.Shouter",
             actor="planned_elsewhere:Shouter",
             depth=1,
-            workers=2,
+            service=ServiceArgs(namespace="planned", workers=2, on_crash="escalate"),
             dependencies={"splitter": "planned.Splitter"},
             endpoints={"shout": "unary"},
-            on_crash="escalate",
         ),
     ]
     assert made.path[0] == str(tmp_path)

@@ -288,7 +288,7 @@ def test_a_node_is_found_by_its_address_and_by_a_component_that_it_alone_has() -
     async def story() -> None:
         supervisor = Supervisor(
             [
-                PlannedNode(address=address, actor="a:B", depth=0, workers=0)
+                PlannedNode(address=address, actor="a:B", depth=0, service=ServiceArgs(workers=0))
                 for address in ("a.Splitter", "b.Splitter", "a.Shouter")
             ],
             WorkerSettings([], {}),

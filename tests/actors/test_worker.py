@@ -30,12 +30,17 @@ from dynbus.actors.running.child_messages import (
     StopInstance,
     WorkerSettings,
 )
+from dynbus.actors.running.plan import PlannedNode
 from dynbus.actors.running.worker import Channel
 
 LOAD = LoadActor(
-    actor="actors:Splitter",
-    values={"limits": {"size": 1}},
-    texts={"separator": ","},
+    PlannedNode(
+        address="demo.Splitter",
+        actor="actors:Splitter",
+        depth=0,
+        values={"limits": {"size": 1}},
+        texts={"separator": ","},
+    ),
     settings=WorkerSettings(["/a"], {"servers": "nats://h:1"}, "json"),
 )
 ENDED_WITHIN = 60.0
@@ -197,7 +202,8 @@ def test_a_worker_that_cannot_load_its_actor_says_so_and_ends_with_the_code(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", sys_path())
     settings = msgspec.structs.replace(LOAD.settings, path=sys.path)
-    load = msgspec.structs.replace(LOAD, settings=settings, actor="not_there:Actor")
+    node = msgspec.structs.replace(LOAD.node, actor="not_there:Actor")
+    load = msgspec.structs.replace(LOAD, settings=settings, node=node)
     process, parent_end = start_worker(tmp_path)
 
     try:
