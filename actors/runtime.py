@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Self, TypeVar, Unpack, cast, overload
 
 import anyio
@@ -34,6 +34,8 @@ from .declaring.actor import (
 from .declaring.actor_config import (
     ActorConfig,
     ConfigAttribute,
+    Constructed,
+    constructed,
     constructing,
     publish_config,
 )
@@ -49,10 +51,6 @@ from .serving.instance import (
 )
 
 logger = logging.getLogger(__name__)
-
-_index_of_constructed: contextvars.ContextVar[int] = contextvars.ContextVar(
-    "the worker index of the actor whose constructor runs", default=0
-)
 
 A = TypeVar("A", bound="Actor")
 S = TypeVar("S", bound=ServedInstance)
@@ -114,7 +112,8 @@ class Actor(DeclaredActor, abstract=True):
         """
         if self._dynbus_instance is not None:
             return self._dynbus_instance.worker_index
-        return _index_of_constructed.get()
+        made = constructed(self)
+        return made.worker_index if made is not None else 0
 
     @property
     def __dynbus_instance__(self) -> ActorInstance:
@@ -174,15 +173,6 @@ class Actor(DeclaredActor, abstract=True):
         self.__dynbus_instance__.report_broken(reason)
 
 
-@contextmanager
-def _constructing(worker_index: int) -> Generator[None]:
-    token = _index_of_constructed.set(worker_index)
-    try:
-        yield
-    finally:
-        _index_of_constructed.reset(token)
-
-
 class ActorInstance(ServedInstance):
     """A started actor. Made by `Runtime.start`; `stop` ends it gracefully.
 
@@ -223,9 +213,8 @@ class ActorInstance(ServedInstance):
             node or actor.__name__, {key: built.get(key, arguments[key]) for key in arguments}
         )
         publish_config(config, actor.__name__, name.component)
-        with inside_instance(name), _constructing(worker_index):
-            with constructing(actor, config):
-                self.actor = actor.__dynbus_construct__(runtime, name, built)
+        with inside_instance(name), constructing(Constructed(actor, config, worker_index)):
+            self.actor = actor.__dynbus_construct__(runtime, name, built)
             self.actor._dynbus_config = config  # pyright: ignore[reportPrivateUsage]
             made = endpoints_of_object(self.actor, actor.__dynbus_handlers__)
             endpoints = list(map(self.actor.__dynbus_endpoint__, made))

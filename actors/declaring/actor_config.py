@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -85,23 +85,39 @@ class ConfigAttribute:
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
         if instance is None:
             return self
-        made = _constructing.get()
         if instance._dynbus_config is not None:
             return instance._dynbus_config
-        if made is not None and isinstance(instance, made[0]):
-            return made[1]
-        # Made in a program or a test, without a runtime.
-        return ActorConfig(owner.__name__, {})
+        made = constructed(instance)
+        # Without a runtime it was made in a program or a test.
+        return made.config if made is not None else ActorConfig(owner.__name__, {})
+
+
+class Constructed(NamedTuple):
+    """What an actor knows of itself while its constructor runs.
+
+    Attributes:
+        worker_index: which of the instances of its node it is, from 0.
+    """
+
+    actor: type[Any]
+    config: ActorConfig
+    worker_index: int
 
 
 @contextmanager
-def constructing(actor: type[Any], config: ActorConfig) -> Generator[None]:
-    """Let the constructor of `actor`, which runs in the block, read its configuration."""
-    token = _constructing.set((actor, config))
+def constructing(given: Constructed) -> Generator[None]:
+    """Let the constructor that runs in the block read what it is given."""
+    token = _constructing.set(given)
     try:
         yield
     finally:
         _constructing.reset(token)
+
+
+def constructed(instance: object) -> Constructed | None:
+    """What an actor is given whose constructor is running; None for any other object."""
+    made = _constructing.get()
+    return made if made is not None and isinstance(instance, made.actor) else None
 
 
 def configs() -> Mapping[str, ActorConfig]:
@@ -122,9 +138,7 @@ def publish_config(config: ActorConfig, *names: str) -> None:
         _configs[name] = config
 
 
-_constructing: ContextVar[tuple[type[Any], ActorConfig] | None] = ContextVar(
-    "dynbus_constructing", default=None
-)
+_constructing: ContextVar[Constructed | None] = ContextVar("dynbus_constructing", default=None)
 # An actor that is gone is not kept by what it was given, which may be a whole model.
 _configs: Final[WeakValueDictionary[str, ActorConfig]] = WeakValueDictionary()
 
