@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple, cast
 import click
 import msgspec
 
-from dynbus.actors.declaring.actor_config import SERVICE_KEY
 from dynbus.actors.declaring.arguments import build_arguments, defaults, extra_keys, is_from_file
 from dynbus.actors.declaring.redaction import shown
+from dynbus.actors.declaring.service_args import SERVICE_KEY
 from dynbus.actors.placing.allotment import Place
 from dynbus.actors.running.configuration import NodeOption, split_options
 from dynbus.actors.running.in_process import Assignment

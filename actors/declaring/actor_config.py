@@ -18,8 +18,7 @@ from dynbus.bus.errors import ConfigError
 
 from .arguments import how_to_give
 from .redaction import shown
-
-SERVICE_KEY: Final = "ServiceArgs"
+from .service_args import SERVICE_KEY
 
 
 class ActorConfig(Mapping[str, Any]):

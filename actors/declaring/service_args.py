@@ -21,6 +21,7 @@ from .redaction import shown
 from .resources import Resources
 from .restart_policy import OnCrash, check_on_crash
 
+SERVICE_KEY: Final = "ServiceArgs"
 MAX_WORKERS: Final = 1024
 MAX_VARIABLE: Final = 64 * 1024
 """Characters in the value of an environment variable."""
@@ -71,7 +72,7 @@ class ServiceArgs:
             else:
                 raise ConfigError(
                     f"{source(key)} does not exist{suggestion(key, PARSERS)}; there are: "
-                    f"{', '.join(f'ServiceArgs.{known}' for known in PARSERS)}"
+                    f"{', '.join(f'{SERVICE_KEY}.{known}' for known in PARSERS)}"
                 )
         return dataclasses.replace(self, **changed)
 

@@ -18,7 +18,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from dynbus.actors.declaring.actor_config import SERVICE_KEY
 from dynbus.actors.declaring.arguments import (
     FILE_SUFFIX,
     Text,
@@ -32,7 +31,7 @@ from dynbus.actors.declaring.arguments import (
     settled,
 )
 from dynbus.actors.declaring.redaction import shown
-from dynbus.actors.declaring.service_args import ServiceArgs
+from dynbus.actors.declaring.service_args import SERVICE_KEY, ServiceArgs
 from dynbus.bus.config import check_field, suggestion, variable
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import check_token

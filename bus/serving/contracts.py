@@ -15,12 +15,14 @@ from dynbus.bus.errors import InvalidRequest
 from dynbus.bus.protocol.endpoint import Endpoint
 from dynbus.bus.protocol.names import SCHEMA
 
+from .calls import ServedEndpoint
+
 TIMEOUT: Final = 10.0
 CONCURRENCY: Final = 16
 
 
-def contracts_endpoint(endpoints: Mapping[str, Endpoint]) -> Endpoint:
-    """The endpoint that tells what others read and write.
+def contracts_endpoint(served: Mapping[str, ServedEndpoint]) -> Endpoint:
+    """The endpoint that tells what others read and write, those that are served then.
 
     It takes the name of one, or nothing for all, and answers with an object of them by name.
     """
@@ -30,18 +32,17 @@ def contracts_endpoint(endpoints: Mapping[str, Endpoint]) -> Endpoint:
             name = msgspec.json.decode(data, type=str | None) if data.strip() else None
         except (msgspec.DecodeError, RecursionError):
             raise InvalidRequest("send the name of an endpoint as JSON, or nothing") from None
-        if name is not None and name not in endpoints:
-            raise InvalidRequest(
-                f"there is no endpoint {name!r}; there are: {', '.join(endpoints)}"
-            )
+        if name is not None and name not in served:
+            raise InvalidRequest(f"there is no endpoint {name!r}; there are: {', '.join(served)}")
         return name
 
     async def tell(name: str | None) -> dict[str, msgspec.Raw]:
-        wanted = endpoints if name is None else {name: endpoints[name]}
+        wanted = served if name is None else {name: served[name]}
+        contracts = {each: one.endpoint.contract for each, one in wanted.items()}
         return {
-            each: msgspec.Raw(endpoint.contract.schemas())
-            for each, endpoint in wanted.items()
-            if endpoint.contract is not None
+            each: msgspec.Raw(contract.schemas())
+            for each, contract in contracts.items()
+            if contract is not None
         }
 
     return Endpoint(

@@ -80,10 +80,9 @@ class InstanceServer:
         self.name = name
         self._has_subscribed = False
         self.served: dict[str, ServedEndpoint] = {}
-        self._endpoints: dict[str, Endpoint] = {}
         for endpoint in endpoints:
             self.add(endpoint)
-        contracts = contracts_endpoint(self._endpoints)
+        contracts = contracts_endpoint(self.served)
         # Clients' own tokens never begin with `_`.
         subject = EndpointName(name.namespace, name.component, contracts.name)
         self._contracts = ServedEndpoint(subject, contracts, name.instance_id)
@@ -131,7 +130,6 @@ class InstanceServer:
         address = EndpointName.of(self.name.namespace, self.name.component, endpoint.name)
         served = ServedEndpoint(address, endpoint, self.name.instance_id)
         self.served[endpoint.name] = served
-        self._endpoints[endpoint.name] = endpoint
         if self._has_subscribed:
             self._subscribe(served)
 

@@ -19,10 +19,9 @@ class ProcessStatus:
     """
 
     def __init__(self) -> None:
-        self._fields: dict[str, Mapping[str, str]] = {}
-        self._of: dict[str, str] = {}
-        self._figures: dict[str, Mapping[str, float]] = {}
-        self._instances: dict[str, str] = {}
+        # By source, each with what it is about.
+        self._fields: dict[str, tuple[str, Mapping[str, str]]] = {}
+        self._figures: dict[str, tuple[str, Mapping[str, float]]] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -37,8 +36,7 @@ class ProcessStatus:
                 apart where several say something different.
         """
         with self._lock:
-            self._fields[source] = {key: text[:MAX_TEXT] for key, text in fields.items()}
-            self._of[source] = about
+            self._fields[source] = about, {k: text[:MAX_TEXT] for k, text in fields.items()}
 
     def put_figures(self, source: str, instance: str, figures: Mapping[str, float]) -> None:
         """Replace the figures that a source gives of an instance.
@@ -49,15 +47,14 @@ class ProcessStatus:
             figures: counters, or values as they are now, by names that say which.
         """
         with self._lock:
-            self._figures[source] = dict(figures)
-            self._instances[source] = instance
+            self._figures[source] = instance, dict(figures)
 
     def figures(self, instance: str) -> dict[str, float]:
         """All figures of an instance; those of several sources add up."""
         found: dict[str, float] = {}
         with self._lock:
-            for source, figures in self._figures.items():
-                if self._instances[source] == instance:
+            for about, figures in self._figures.values():
+                if about == instance:
                     for key, value in figures.items():
                         found[key] = found.get(key, 0) + value
         return found
@@ -66,9 +63,7 @@ class ProcessStatus:
         """A source says nothing any longer."""
         with self._lock:
             self._fields.pop(source, None)
-            self._of.pop(source, None)
             self._figures.pop(source, None)
-            self._instances.pop(source, None)
 
     def read(self, speaker: str = "") -> dict[str, str]:
         """All keys with their texts, of several that differ each with what it is about.
@@ -78,11 +73,7 @@ class ProcessStatus:
                 component is said by those who call it, and left out.
         """
         with self._lock:
-            said = [
-                (about, self._fields[source])
-                for source, about in self._of.items()
-                if about != speaker
-            ]
+            said = [each for each in self._fields.values() if each[0] != speaker]
         found: dict[str, list[tuple[str, str]]] = {}
         for about, fields in said:
             for key, text in fields.items():

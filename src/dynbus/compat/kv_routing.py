@@ -7,7 +7,6 @@ dynbus's own routers do all of that by themselves: see docs/guides/kv-routing.md
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
@@ -20,7 +19,7 @@ from dynbus.kvrouter import block_hashes
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
 from dynbus.kvrouter.stream import IndexFollower, warm_follower
 
-from .runtime import Component, DistributedRuntime
+from .runtime import Component
 from .sdk.context import current_place
 
 METRICS_ENDPOINT: Final = "load_metrics"
@@ -83,8 +82,7 @@ class KvMetricsPublisher:
             await place.service.__dynbus_instance__.add_endpoints({METRICS_ENDPOINT: self._answer})
             return
         endpoint = component.endpoint(METRICS_ENDPOINT)
-        runtime = endpoint.runtime.runtime
-        runtime.background.start(
+        component.runtime.runtime.background.start(
             endpoint.serve_endpoint, self._answer, name=f"the metrics of {component.name}"
         )
 
@@ -159,27 +157,23 @@ class KvEventPublisher:
     def __init__(
         self, component: Component, worker_id: str | None = None, kv_block_size: int = 16
     ) -> None:
-        address = component.endpoint(METRICS_ENDPOINT).address
-        name = address.name
         place = current_place()
         if worker_id is None:
             if place is None:
                 raise ValueError("give worker_id: only a service knows its own")
             worker_id = place.name.instance_id
         self._block_size = kv_block_size
-        side = address.side
+        runtime = component.runtime.runtime
         self._publisher = EventPublisher(
-            side.bus.data,
-            name.namespace,
-            name.component,
+            runtime.bus.data,
+            *component.address,
             worker_id,
-            process_status=side.bus.status,
-            background=side.bus.background,
+            process_status=runtime.bus.status,
+            background=runtime.bus.background,
         )
         self._is_open = False
         self._early: list[KvEvent] = []
-        runtime = _runtime_of(component)
-        runtime.runtime.background.start(self._run, name=f"{self._publisher!r}")
+        runtime.background.start(self._run, name=f"{self._publisher!r}")
 
     def publish_stored(
         self,
@@ -253,17 +247,16 @@ class KvIndexer:
         """
         if self._follower is None:
             self._follower = asyncio.get_running_loop().create_future()
-            runtime = _runtime_of(self._component).runtime
-            follow = functools.partial(self._follow, self._follower)
-            runtime.background.start(follow, name=f"the indexer of {self._component.name}")
+            background = self._component.runtime.runtime.background
+            name = f"the indexer of {self._component.name}"
+            background.start(self._follow, self._follower, name=name)
         follower = await asyncio.shield(self._follower)
         return OverlapScores(follower.lookup(_hashes(token_ids, self._block_size, lora_id)))
 
     async def _follow(self, opened: asyncio.Future[IndexFollower]) -> None:
-        name = self._component.endpoint(METRICS_ENDPOINT).address.name
-        runtime = _runtime_of(self._component).runtime
+        component = self._component
         try:
-            async with warm_follower(runtime, name.namespace, name.component) as follower:
+            async with warm_follower(component.runtime.runtime, *component.address) as follower:
                 opened.set_result(follower)
                 await anyio.sleep_forever()
         except DynbusError as error:
@@ -271,10 +264,6 @@ class KvIndexer:
                 raise
             self._follower = None
             opened.set_exception(error)
-
-
-def _runtime_of(component: Component) -> DistributedRuntime:
-    return component.endpoint(METRICS_ENDPOINT).runtime
 
 
 def _hashes(tokens: Sequence[int], block_size: int, lora_id: int) -> Any:

@@ -238,23 +238,27 @@ class Namespace:
 
 
 class Component:
-    """One kind of worker in a namespace."""
+    """One kind of worker in a namespace.
 
-    def __init__(self, runtime: DistributedRuntime, name: ComponentName) -> None:
-        self._runtime = runtime
-        self._name = name
+    Attributes:
+        address: where it is on the bus.
+    """
+
+    def __init__(self, runtime: DistributedRuntime, address: ComponentName) -> None:
+        self.runtime = runtime
+        self.address = address
 
     @property
     def name(self) -> str:
         """Its name in the namespace."""
-        return self._name.component
+        return self.address.component
 
     async def create_service(self) -> None:
         """Nothing is to be done: an instance announces itself when it serves."""
 
     def endpoint(self, name: str) -> Endpoint:
         """One of its endpoints."""
-        return Endpoint(self._runtime, EndpointName.of(*self._name, name))
+        return Endpoint(self.runtime, EndpointName.of(*self.address, name))
 
 
 class Endpoint:

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dynbus.actors.declaring.actor_config import SERVICE_KEY, ActorConfig, configs
+from dynbus.actors.declaring.actor_config import ActorConfig, configs
+from dynbus.actors.declaring.service_args import SERVICE_KEY
 from dynbus.actors.running.config_file import mapping, read_files
 
 
