@@ -1,5 +1,13 @@
 """How an actor is declared: its class, its handlers, and the types that they take and return."""
 
-from . import actor, actor_config, brief_repr, handlers, json_object, reply
+from . import actor, actor_config, brief_repr, handlers, json_object, reply, service_args
 
-__all__ = ["actor", "actor_config", "brief_repr", "handlers", "json_object", "reply"]
+__all__ = [
+    "actor",
+    "actor_config",
+    "brief_repr",
+    "handlers",
+    "json_object",
+    "reply",
+    "service_args",
+]
