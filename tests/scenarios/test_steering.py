@@ -52,6 +52,8 @@ async def call_until(done: asyncio.Event, runtime: Runtime) -> tuple[int, int]:
         unary += 1
         assert [word async for word in split.round_robin("a b c d")] == ["a", "b", "c", "d"]
         streams += 1
+        # So that the run, too, gets a processor.
+        await asyncio.sleep(0.02)
     return unary, streams
 
 
