@@ -8,7 +8,7 @@ import os
 from dynbus.actors.declaring.resources import memory_text
 
 from .allotment import Placement
-from .machine import MemoryLimit, limit_memory
+from .memory_limit import MemoryLimit, limit_memory
 
 logger = logging.getLogger(__name__)
 

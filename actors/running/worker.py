@@ -36,7 +36,7 @@ from dynbus.actors.declaring.actor import check_servable, keep_dependencies
 from dynbus.actors.declaring.actor_config import ActorConfig, publish_config
 from dynbus.actors.declaring.arguments import Text
 from dynbus.actors.placing.applying import take_place
-from dynbus.actors.placing.machine import MemoryLimit
+from dynbus.actors.placing.memory_limit import MemoryLimit
 from dynbus.actors.runtime import Runtime
 from dynbus.actors.serving.instance import InstanceBroken, new_instance_id
 from dynbus.bus import exit_codes
