@@ -29,6 +29,7 @@ from .declaring.actor import (
     NotLinked,
     address_of,
     check_startable,
+    full_name,
     kept_dependencies,
 )
 from .declaring.actor_config import (
@@ -410,7 +411,7 @@ class Runtime(ClientSide):
         Raises:
             ConfigError: no `node` is given, and several are there that the class does not name.
         """
-        there = self.run_addresses.get(f"{actor.__module__}:{actor.__qualname__}", ())
+        there = self.run_addresses.get(full_name(actor), ())
         if not there or (len(there) == 1 and not node):
             return there[0] if there else None
         named = [each for each in there if each.component == (node or actor.__dynbus_component__)]

@@ -10,12 +10,11 @@ import click
 
 from dynbus.actors.documents.asyncapi import DocumentedActor, asyncapi, message_schemas
 from dynbus.actors.documents.schemas import json_text, schema_file
-from dynbus.actors.running.plan import PlanRequest
 from dynbus.actors.running.planning import load_run
 from dynbus.bus.commands.terminal import json_option
 from dynbus.bus.errors import ConfigError
 
-from .plan import TargetsCommand, file_option, namespace_option, targets_argument
+from .plan import TargetsCommand, file_option, namespace_option, plan_request, targets_argument
 
 
 def as_yaml(document: Any) -> str:
@@ -102,13 +101,7 @@ def docs(
     """`dynbus docs`."""
     if output is not None and output.suffix == ".py":
         raise ConfigError(f"-o {output} is a Python file: name the document asyncapi.yaml")
-    request = PlanRequest(
-        targets=list(targets),
-        config_files=list(config_files),
-        options=ctx.meta["dynbus.options"],
-        namespace=namespace,
-    )
-    run = load_run(request, os.environ)
+    run = load_run(plan_request(ctx, targets, config_files, namespace), os.environ)
     actors = [DocumentedActor(each.address, each.actor) for each in run.assignments]
     schemas = message_schemas(actors)
     names = ", ".join(sorted(str(one.address) for one in actors))

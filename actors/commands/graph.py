@@ -11,12 +11,12 @@ from typing import Final
 import click
 
 from dynbus.actors.running.drawing import called_by, dot, mermaid, tree
-from dynbus.actors.running.plan import PlannedNode, PlanRequest
+from dynbus.actors.running.plan import PlannedNode
 from dynbus.actors.running.planning import load_run
 from dynbus.bus.commands.terminal import json_option, print_json
 from dynbus.bus.errors import ConfigError
 
-from .plan import TargetsCommand, file_option, namespace_option, targets_argument
+from .plan import TargetsCommand, file_option, namespace_option, plan_request, targets_argument
 
 GRAPHVIZ_SECONDS: Final = 60.0
 
@@ -94,13 +94,7 @@ def graph(
     as_json: bool,
 ) -> None:
     """`dynbus graph`."""
-    request = PlanRequest(
-        targets=list(targets),
-        config_files=list(config_files),
-        options=ctx.meta["dynbus.options"],
-        namespace=namespace,
-    )
-    nodes = load_run(request, os.environ).plan().nodes
+    nodes = load_run(plan_request(ctx, targets, config_files, namespace), os.environ).plan().nodes
     if as_json:
         print_json(
             [

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, cast
 import click
 import msgspec
 
+from dynbus.actors.declaring.actor import full_name
 from dynbus.actors.declaring.arguments import build_arguments, defaults, extra_keys, is_from_file
 from dynbus.actors.declaring.redaction import shown
 from dynbus.actors.declaring.service_args import SERVICE_KEY
@@ -58,6 +59,18 @@ namespace_option = click.option(
     metavar="NAME",
     help="Run all actors in this namespace, instead of those that their classes name.",
 )
+
+
+def plan_request(
+    ctx: click.Context, targets: Sequence[str], config_files: Sequence[str], namespace: str | None
+) -> PlanRequest:
+    """What the arguments of a `TargetsCommand` ask for, which starts nothing."""
+    return PlanRequest(
+        targets=list(targets),
+        config_files=list(config_files),
+        options=ctx.meta["dynbus.options"],
+        namespace=namespace,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +182,7 @@ def print_plan(
     rows: list[dict[str, Any]] = [
         {
             "address": str(a.address),
-            "class": f"{a.actor.__module__}:{a.actor.__qualname__}",
+            "class": full_name(a.actor),
             "instances": a.service.workers,
             "on_crash": a.service.on_crash,
             "endpoints": {spec.name: spec.kind for spec in a.actor.__dynbus_handlers__.values()},

@@ -242,6 +242,11 @@ def _is_actor(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, DeclaredActor)
 
 
+def full_name(actor: type[Any]) -> str:
+    """`module:Name` of a class."""
+    return f"{actor.__module__}:{actor.__qualname__}"
+
+
 def address_of(actor: type[DeclaredActor], *, node: str = "", namespace: str = "") -> ComponentName:
     """Where a class is on the bus.
 

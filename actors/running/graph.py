@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from dynbus.actors.declaring.actor import DeclaredActor, Dependency, kept_dependencies
+from dynbus.actors.declaring.actor import DeclaredActor, Dependency, full_name, kept_dependencies
 from dynbus.actors.runtime import Actor
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import ComponentName
@@ -155,11 +155,6 @@ def path_to(node: Node, nodes: Iterable[Node]) -> str:
         node = callers[node]
         path.insert(0, node.actor)
     return _arrows(path) if len(path) > 1 else ""
-
-
-def full_name(actor: type[Actor]) -> str:
-    """`module:Name` of a class."""
-    return f"{actor.__module__}:{actor.__qualname__}"
 
 
 def full_key(node: Node) -> str:

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final, NamedTuple, TypeVar
 
-from dynbus.actors.declaring.actor import check_servable
+from dynbus.actors.declaring.actor import check_servable, full_name
 from dynbus.actors.runtime import Actor
 from dynbus.bus.config import suggestion
 from dynbus.bus.errors import ConfigError, DynbusError
 
-from .graph import Node, full_key, full_name, nodes_of, path_to, with_dependencies
+from .graph import Node, full_key, nodes_of, path_to, with_dependencies
 
 _SUFFIX: Final = ".py"
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -81,7 +82,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def addresses(self) -> dict[str, list[str]]:
         """Those of the nodes of each class, by `module:Name`."""
-        found: dict[str, list[str]] = {}
-        for node in self.nodes:
-            found.setdefault(node.actor, []).append(node.address)
-        return found
+        return by_class((node.actor, node.address) for node in self.nodes)
+
+
+def by_class(nodes: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The addresses of nodes by their classes, of pairs of both."""
+    found: dict[str, list[str]] = {}
+    for actor, address in nodes:
+        found.setdefault(actor, []).append(address)
+    return found

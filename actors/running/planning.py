@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from dynbus.actors.declaring.actor import address_of
+from dynbus.actors.declaring.actor import address_of, full_name
 from dynbus.actors.declaring.arguments import Text
 from dynbus.actors.declaring.service_args import ServiceArgs
 from dynbus.actors.placing.allotment import (
@@ -44,11 +44,11 @@ from .configuration import (
     misspelt_variables,
     node_settings,
 )
-from .graph import Node, addresses_of, dependency_depth, full_name
+from .graph import Node, addresses_of, dependency_depth
 from .in_process import Assignment, Failure, failure_of, leave_within
 from .loaded_files import loaded_files
 from .loader import load_targets, reference
-from .plan import Plan, PlannedNode, PlanRequest
+from .plan import Plan, PlannedNode, PlanRequest, by_class
 from .processes import ForkProcess, ForkServer, exit_text
 from .worker import guard_group
 
@@ -89,10 +89,7 @@ class LoadedRun:
     @property
     def addresses(self) -> dict[str, list[str]]:
         """As of `Plan`; also where another process could not find the classes."""
-        found: dict[str, list[str]] = {}
-        for assignment in self.assignments:
-            found.setdefault(full_name(assignment.actor), []).append(str(assignment.address))
-        return found
+        return by_class((full_name(each.actor), str(each.address)) for each in self.assignments)
 
     def plan(self) -> Plan:
         """The same without the classes.

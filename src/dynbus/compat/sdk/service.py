@@ -9,7 +9,7 @@ from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar, cast, overloa
 
 from dynbus import Actor, ConfigError, Runtime
 from dynbus.actors.calling.dependencies import ClientDependency
-from dynbus.actors.declaring.actor import address_of
+from dynbus.actors.declaring.actor import address_of, full_name
 from dynbus.actors.declaring.brief_repr import brief_repr
 from dynbus.bus.config import suggestion
 from dynbus.bus.protocol.names import InstanceName
@@ -231,7 +231,7 @@ def depends(on: Any) -> Any:
     given = on
     if isinstance(given, type) and not issubclass(given, Actor):
         # What has this name by then is a service.
-        given = f"{given.__module__}:{given.__qualname__}"
+        given = full_name(given)
     return ServiceDependency(given, "", None, {})
 
 
