@@ -231,7 +231,7 @@ def depends(on: Any) -> Any:
     given = on
     if isinstance(given, type) and not issubclass(given, Actor):
         # What has this name by then is a service.
-        given = full_name(given)
+        given = full_name(cast("type[Any]", given))
     return ServiceDependency(given, "", None, {})
 
 
