@@ -34,6 +34,8 @@ from dynbus.bus.config import BusConfig, load_config
 from dynbus.bus.errors import ConfigError
 
 PYTHON: Final = ".py"
+NAMED: Final = 8
+"""Files that one line of the log names."""
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +190,7 @@ class Reloader:
             self._current.cancel()
 
     async def _reload(self) -> None:
-        loaded, names = await self._supervisor.loaded_files(), _names(self._files)
+        loaded, names = await self._supervisor.loaded_files(), names_of(self._files)
         is_whole = self._loads and not self._outdated.nodes and not self._failed()
         if is_whole and not self._is_of_run(self._files):
             logger.info("%s changed: no instance has loaded it", names)
@@ -294,8 +296,11 @@ def _real(path: str) -> str:
     return os.path.realpath(path)
 
 
-def _names(files: Iterable[str]) -> str:
-    return ", ".join(sorted({Path(file).name for file in files}))
+def names_of(files: Iterable[str]) -> str:
+    """What the log says of files; a checkout may change thousands."""
+    names = sorted({Path(file).name for file in files})
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def _remove_bytecode(path: str) -> None:

@@ -285,9 +285,12 @@ def check_servable(cls: type[DeclaredActor]) -> None:
     """Check that a class can be started where it has a namespace.
 
     Raises:
-        ConfigError: it is abstract, or has no handler although it needs one, or an annotation of
-            one cannot be used.
+        ConfigError: it is no class, or abstract, or has no handler although it needs one, or an
+            annotation of one cannot be used.
     """
+    if not isinstance(cast("object", cls), type):
+        name = type(cls).__name__
+        raise ConfigError(f"{cls!r} is no class: give {name}, and its arguments by name")
     if cls.__dynbus_abstract__:
         raise ConfigError(f"{cls.__name__} is abstract: start a subclass of it")
     needs_handler = cls.__dynbus_needs_handler__ and cls.__dynbus_service__.enabled

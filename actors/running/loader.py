@@ -118,6 +118,11 @@ class Target(NamedTuple):
             raise ImportFailed(f"{self.text!r}: {error}{self._clash(error)}") from error
         except ImportError as error:
             raise ImportFailed(f"{self.text!r}: {_why(error)}{self._clash(error)}") from error
+        except SystemExit as error:
+            raise ImportFailed(
+                f"{self.text!r}: it ends its program when it is imported ({_why(error)}): "
+                'put what does so below `if __name__ == "__main__":`'
+            ) from error
         except Exception as error:
             raise ImportFailed(f"{self.text!r}: {_why(error)}") from error
         loaded = getattr(module, "__file__", None)

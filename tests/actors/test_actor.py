@@ -104,6 +104,11 @@ def test_an_abstract_actor_cannot_be_started() -> None:
     assert str(caught.value) == "Base is abstract: start a subclass of it"
 
 
+def test_an_object_in_place_of_its_class_cannot_be_started() -> None:
+    with pytest.raises(ConfigError, match="is no class: give Caller, and its arguments by name"):
+        check_startable(cast(Any, Caller()))
+
+
 def test_an_actor_without_a_namespace_cannot_be_started() -> None:
     class Homeless(Actor):
         @handler

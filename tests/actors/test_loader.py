@@ -124,6 +124,13 @@ def test_an_error_of_a_file_is_told_by_the_name_that_the_pages_have_for_it(folde
         load_targets(["service.py"])
 
 
+def test_a_file_that_ends_its_program_is_refused(folder: Path) -> None:
+    (folder / "service.py").write_text("import sys\nsys.exit(0)\n")
+
+    with pytest.raises(ImportFailed, match="'service.py': it ends its program .*SystemExit: 0"):
+        load_targets(["service.py"])
+
+
 def test_an_abstract_class_is_never_started(folder: Path) -> None:
     base = actor("Base", bases='Actor, namespace="demo", abstract=True')
     (folder / "service.py").write_text(HEAD + base + actor("Concrete", bases="Base"))

@@ -91,7 +91,7 @@ async def test_a_plan_names_classes_and_arguments_without_importing_them_here(
     ("text", "code", "message", "traceback"),
     [
         ("import no_such_module", exit_codes.CONFIG_ERROR, "No module named", "no_such_module"),
-        ("raise SystemExit(7)", exit_codes.START_FAILED, "SystemExit: 7", "SystemExit"),
+        ("raise SystemExit(7)", exit_codes.CONFIG_ERROR, "SystemExit: 7", "SystemExit"),
         ("import os; os._exit(7)", exit_codes.START_FAILED, "ended: exit code 7", ""),
         ("import os; os.kill(os.getpid(), 9)", exit_codes.START_FAILED, "killed by SIGKILL", ""),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dynbus.actors.commands.reload import watched_folders, watching
+from dynbus.actors.commands.reload import NAMED, names_of, watched_folders, watching
 from dynbus.bus.errors import ConfigError
 
 
@@ -27,6 +27,14 @@ def test_the_folders_of_targets_and_of_the_settings_are_watched_once_each(
 def test_targets_in_no_folder_that_exists_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--reload: none of the folders of /missing/x.py exists"):
         watched_folders(["/missing/x.py"], [])
+
+
+def test_a_change_of_very_many_files_is_one_short_line() -> None:
+    files = [f"/project/m{number:03}.py" for number in range(100)]
+
+    assert names_of(files[:2]) == "m000.py, m001.py"
+    assert names_of(files).count(".py") == NAMED
+    assert names_of(files).endswith(f" and {100 - NAMED} more")
 
 
 @pytest.mark.anyio
