@@ -176,8 +176,10 @@ async def test_who_waits_for_a_process_that_dies_takes_its_place(
 
 
 async def test_a_full_disk_says_that_room_is_needed(
-    server: LocalServer, package: str, tmp_path: Path
+    server: LocalServer, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Python would leave the half of a module's bytecode that the limit allows, for all to import.
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     server.repositories["org/tiny"] = REPOSITORY
     program = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
 
