@@ -141,7 +141,7 @@ class Reloader:
 
     Args:
         asked: what a planner process is told.
-        plan: by which the run was started; None where that could not be loaded.
+        plan: by which the run was started; without nodes where its targets could not be loaded.
         config: that of the run.
         settings: those of the children that are started by a plan.
         tell_failure: says why a change cannot be used.
@@ -152,7 +152,7 @@ class Reloader:
         watch: Watch,
         supervisor: Supervisor,
         asked: MakePlan,
-        plan: Plan | None,
+        plan: Plan,
         config: BusConfig,
         *,
         settings: Callable[[Plan], WorkerSettings],
@@ -165,11 +165,11 @@ class Reloader:
         self._settings = settings
         self._tell_failure = tell_failure
         self._outdated = Outdated(plan)
-        self._loads = plan is not None
+        self._loads = bool(plan.nodes)
         self._changed = asyncio.Event()
         self._files: dict[str, bool] = {}
         self._current = anyio.CancelScope()
-        watch.cover(plan.files if plan is not None else ())
+        watch.cover(plan.files)
 
     async def run(self) -> None:
         """Reload after each change, until this is cancelled."""
@@ -277,10 +277,8 @@ class Reloader:
     def _is_of_run(self, changed: Mapping[str, bool]) -> bool:
         """Whether files that have changed may have a part in the run: new ones may be what is
         imported from now on."""
-        plan = self._outdated.plan
         known = {_real(file) for file in self._asked.request.config_files}
-        known.update(plan.files if plan is not None else ())
-        known.update(*self._supervisor.known_files().values())
+        known.update(self._outdated.plan.files, *self._supervisor.known_files().values())
         return any(changed.values()) or not known.isdisjoint(changed)
 
     def _failed(self) -> set[str]:

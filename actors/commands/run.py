@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from dynbus.actors.placing.allotment import Machine
 from dynbus.actors.running.child_messages import WorkerSettings
 from dynbus.actors.running.control import controlled
 from dynbus.actors.running.in_process import (
@@ -31,9 +30,9 @@ from dynbus.actors.running.planning import (
     LoadedRun,
     MakePlan,
     PlanFailed,
-    load_bus_config,
     load_run,
     plan_elsewhere,
+    plan_of_bus,
 )
 from dynbus.actors.running.processes import ForkServer
 from dynbus.actors.running.supervisor import Supervisor
@@ -200,9 +199,10 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(Interrupts(ending.drain, ending.stop, within=CHILDREN_SECONDS))
         watch: Watch | None = None
+        waiting: Plan | None = None
         if options.reload:
             # Without its bus there is no run that could wait for a change.
-            load_bus_config(options.request, os.environ)
+            waiting = plan_of_bus(options.request, os.environ)
             # Before anything is loaded: no change is missed.
             watch = await stack.enter_async_context(watching(options.targets, options.config_files))
         forks = await stack.enter_async_context(
@@ -210,21 +210,19 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
         )
         asked = MakePlan(options.request, options.log_format, options.log_level)
         plan: Plan | None = None
-        with ending.cuts_short() as planning:
+        with ending.cuts_short():
             try:
                 plan = await plan_elsewhere(forks, asked)
             except PlanFailed as error:
-                if watch is None:
+                if waiting is None:
                     raise
                 _print_failure(error.failure)
                 logger.error("nothing is served; waiting for a file to change")
-        if planning.cancelled_caught:
+                plan = waiting
+        if plan is None:
             return None, ending.exit_code
-        if plan is not None:
-            config = load_config(plan.bus, os.environ, sources=plan.sources)
-            _warn(plan.warnings)
-        else:
-            config = load_bus_config(options.request, os.environ)
+        config = load_config(plan.bus, os.environ, sources=plan.sources)
+        _warn(plan.warnings)
 
         def settings(plan: Plan) -> WorkerSettings:
             return WorkerSettings(
@@ -233,11 +231,9 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
             )
 
         supervisor = Supervisor(
-            plan.nodes if plan is not None else [],
-            settings(plan) if plan is not None else WorkerSettings([], {}),
-            *(forks, ending),
+            *(plan.nodes, settings(plan), forks, ending),
             drain_grace=config.drain_grace,
-            machine=plan.machine if plan is not None else Machine(),
+            machine=plan.machine,
             lasting=options.reload,
         )
         await stack.enter_async_context(

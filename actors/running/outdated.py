@@ -19,7 +19,7 @@ class Outdated:
     No node is forgotten before it has been replaced.
 
     Args:
-        plan: what the run was started by; None where that could not be loaded.
+        plan: what the run was started by; without nodes where that could not be loaded.
 
     Attributes:
         plan: the newest.
@@ -27,7 +27,7 @@ class Outdated:
             first; None for as many as it has.
     """
 
-    def __init__(self, plan: Plan | None) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.nodes: dict[str, int | None] = {}
         self._resized: dict[str, int] = {}
@@ -51,8 +51,8 @@ class Outdated:
             failed: addresses of nodes of which an instance is gone for good.
         """
         before, self.plan, files = self.plan, plan, set(changed)
-        known = {node.address: node for node in before.nodes} if before is not None else {}
-        anew = before is not None and _concerns_all(before, plan)
+        known = {node.address: node for node in before.nodes}
+        anew = _concerns_all(before, plan)
         outdated: dict[str, int | None] = {}
         for node in plan.nodes:
             address, former = node.address, known.get(node.address)

@@ -192,13 +192,14 @@ def load_run(request: PlanRequest, environment: Mapping[str, str]) -> LoadedRun:
     )
 
 
-def load_bus_config(request: PlanRequest, environment: Mapping[str, str]) -> BusConfig:
-    """The bus as a run sees it, without loading its targets.
+def plan_of_bus(request: PlanRequest, environment: Mapping[str, str]) -> Plan:
+    """The plan of a run that has no nodes yet: its bus alone, without loading its targets.
 
     Raises:
-        ConfigError: a setting is not usable.
+        ConfigError: a setting of the bus is not usable.
     """
-    return _bus(read_files(request.config_files, environment), request, environment)[1]
+    bus, _ = _bus(read_files(request.config_files, environment), request, environment)
+    return Plan(nodes=[], path=[], bus=bus.values, sources=bus.sources, warnings=[])
 
 
 def planned(

@@ -97,7 +97,7 @@ def test_a_node_whose_instance_is_gone_for_good_is_tried_again_at_any_change() -
 
 
 def test_all_is_new_to_a_run_whose_first_plan_could_not_be_loaded() -> None:
-    outdated = Outdated(None)
+    outdated = Outdated(plan())
 
     outdated.take(plan(node("n.A", workers=2), node("n.B")), [], {})
 

@@ -18,7 +18,7 @@ from dynbus.actors.commands.plan import (
     print_plan,
 )
 from dynbus.actors.running.configuration import NodeOption
-from dynbus.actors.running.planning import LoadedRun, load_bus_config, load_run
+from dynbus.actors.running.planning import LoadedRun, load_run, plan_of_bus
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.extras import EXTRAS, how_to_install
 
@@ -134,8 +134,11 @@ def test_nothing_of_the_users_is_imported_when_an_option_cannot_be_used() -> Non
 def test_the_bus_of_a_run_can_be_known_without_loading_its_targets() -> None:
     options = run_options(targets=["missing.py"], config_files=["config.yaml"])
 
-    assert load_bus_config(options.request, {"NATS_URL": "nats://h:1"}).servers == ("nats://h:1",)
-    assert load_bus_config(options.request, {}).drain_grace == 5.0
+    made = plan_of_bus(options.request, {"NATS_URL": "nats://h:1"})
+
+    assert (made.nodes, made.bus) == ([], {"drain_grace": 5.0})
+    with pytest.raises(ConfigError, match="NATS_URL"):
+        plan_of_bus(options.request, {"NATS_URL": "bla"})
 
 
 def test_an_address_for_all_machines_is_accepted_when_that_is_asked_for() -> None:
