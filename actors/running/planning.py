@@ -279,8 +279,11 @@ async def plan_elsewhere(forks: ForkServer, asked: MakePlan) -> Plan:
     process, reader, writer = await forks.open(ForkProcess("planner"))
     try:
         writer.write(msgspec.json.encode(asked) + b"\n")
-        line = await reader.readline()
-        if not line:
+        try:
+            line = await reader.readline()
+        except ConnectionError:  # killed before it has read what it is asked
+            line = b""
+        if not line.endswith(b"\n"):
             text = f"the process that loads {', '.join(asked.request.targets)} ended: "
             code = await process.wait()
             raise PlanFailed(Failure(exit_codes.START_FAILED, text + exit_text(code)))

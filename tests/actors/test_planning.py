@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import cast
+from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
@@ -106,6 +108,32 @@ async def test_a_module_that_cannot_be_loaded_is_told_with_its_lines(
 
     assert refused.value.failure.code == code
     assert traceback in refused.value.failure.traceback
+
+
+class KilledPlanner:
+    """A fork server whose process was killed, and what is left to read of its answer."""
+
+    def __init__(self, left: bytes | ConnectionError) -> None:
+        self._left = left
+
+    async def open(self, asked: object) -> tuple[Mock, asyncio.StreamReader, Mock]:
+        reader = asyncio.StreamReader()
+        if isinstance(self._left, bytes):
+            reader.feed_data(self._left)
+            reader.feed_eof()
+        else:
+            reader.set_exception(self._left)
+        return Mock(wait=AsyncMock(return_value=-9)), reader, Mock()
+
+
+@pytest.mark.parametrize("left", [b"", b'{"type": "ma', ConnectionResetError()])
+async def test_a_process_that_is_killed_at_any_moment_of_its_planning_is_named(
+    left: bytes | ConnectionError,
+) -> None:
+    with pytest.raises(PlanFailed, match="that loads here.py ended: killed by SIGKILL") as refused:
+        await plan_elsewhere(cast("ForkServer", KilledPlanner(left)), asked("here.py"))
+
+    assert refused.value.failure.code == exit_codes.START_FAILED
 
 
 async def test_a_plan_that_nobody_waits_for_any_more_is_given_up(tmp_path: Path) -> None:
