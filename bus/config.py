@@ -199,7 +199,8 @@ def _unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     known = [*(variable(name) for name in BusConfig.__struct_fields__), GRAPH_VARIABLE]
     return {
         name: f"the environment variable {name} is unknown{suggestion(name, known)}; there are: "
-        f"{', '.join(known)}, and {_PREFIX}<Actor>__<argument> for an actor's argument"
+        f"{', '.join(known)}, and {_PREFIX}<Actor>__<argument>, with two underscores, "
+        "for an actor's argument"
         for name in environment
         if name.startswith(_PREFIX)
         and name not in (*known, WORKER_INDEX, WORKER_CORES)

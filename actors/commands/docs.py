@@ -42,7 +42,8 @@ def write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be written: {reason}") from None
 
 
 @click.command(

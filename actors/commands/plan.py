@@ -38,7 +38,14 @@ class TargetsCommand(click.Command):
         except ConfigError as error:
             raise click.UsageError(str(error), ctx) from None
         ctx.meta["dynbus.options"] = options
-        return super().parse_args(ctx, rest)
+        try:
+            return super().parse_args(ctx, rest)
+        except click.NoSuchOption as error:
+            raise click.UsageError(
+                f"{error.format_message()} An argument of an actor is written with the actor's "
+                f"name: --Actor.{error.option_name.lstrip('-')}=VALUE.",
+                ctx,
+            ) from None
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return ["[OPTIONS] [--Actor.ARGUMENT=VALUE]... TARGET..."]

@@ -170,9 +170,14 @@ def _check_known(actor: type[Any], given: Sequence[str], sources: Mapping[str, s
     prefixes: tuple[str, ...] = getattr(actor, "__dynbus_extra_config__", ())
     beside = f", and takes keys that begin with {' or '.join(prefixes)}" if prefixes else ""
     place = f"{sources[unknown[0]]}: " if unknown[0] in sources else ""
+    # `workers` has a place beside the arguments; its neighbours are looked for there too.
+    service = getattr(actor, "__dynbus_service__", None)
+    is_of_service = service is not None and hasattr(service, unknown[0])
+    meant = f"ServiceArgs.{unknown[0]}"
     raise ConfigError(
         f"{place}{actor.__name__} has no argument {unknown[0]!r}"
-        f"{suggestion(unknown[0], named)}: {known}{beside}"
+        f"{f' (did you mean {meant}?)' if is_of_service else suggestion(unknown[0], named)}: "
+        f"{known}{beside}"
     )
 
 

@@ -33,6 +33,9 @@ FOLDER: Final = Path(".dynbus")
 MAX_QUESTION: Final = 64 * 1024
 QUESTION_SECONDS: Final = 10.0
 """Seconds in which a question must have come."""
+ANSWER_SECONDS: Final = 2.0
+"""Seconds for a run to say what it serves, where that is only part of a message."""
+_NODES_SHOWN: Final = 3
 END_SECONDS: Final = 10.0
 """Seconds in which the process of a run has ended once all that it ran has."""
 
@@ -233,19 +236,22 @@ def find_run(pid: int | None = None) -> int:
     if not running:
         raise ConfigError(f"no dynbus run runs {here}: change to the folder where it was started")
     if len(running) > 1:
-        raise ConfigError(
-            f"several dynbus run run {here}: add --run {' or --run '.join(map(str, running))}"
-        )
+        choices = " or ".join(f"--run {each}{_served_by(each)}" for each in running)
+        raise ConfigError(f"there are several runs {here}: add {choices}")
     return running[0]
 
 
-def ask(pid: int, question: Question) -> Iterator[Answer]:
+def ask(pid: int, question: Question, seconds: float | None = None) -> Iterator[Answer]:
     """Ask a run, and give its answers as they come; they end when the run does.
+
+    Args:
+        seconds: how long an answer may take; None for no limit, and beyond it a `TimeoutError`.
 
     Raises:
         Unavailable: it has ended.
     """
     with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(seconds)
         try:
             connection.connect(str(_path(pid)))
             connection.sendall(msgspec.json.encode(question) + b"\n")
@@ -263,6 +269,18 @@ def wait_for_end(pid: int) -> None:
             handle = os.pidfd_open(pid)
             select.select([handle], [], [], END_SECONDS)
             os.close(handle)
+
+
+def _served_by(pid: int) -> str:
+    """` (NODES)`, the first of a run's nodes; nothing where it does not say."""
+    try:
+        answers = list(ask(pid, ShowRun(), ANSWER_SECONDS))
+    except (Unavailable, OSError):
+        return ""
+    labels = [one.label for each in answers if isinstance(each, RunShown) for one in each.instances]
+    nodes = list(dict.fromkeys(label.rpartition("/")[0] for label in labels))
+    more = ", ..." if len(nodes) > _NODES_SHOWN else ""
+    return f" ({', '.join(nodes[:_NODES_SHOWN])}{more})" if nodes else ""
 
 
 def _path(pid: int) -> Path:

@@ -63,9 +63,11 @@ def _title(node: PlannedNode) -> str:
     workers = node.service.workers
     if workers == 0:
         return f"{node.address} (runs elsewhere)"
+    name = node.actor.rpartition(":")[2]
+    runs = "" if name == node.address.rpartition(".")[2] else f" ({name})"
     times = "" if workers == 1 else f" x{workers}"
     needs = str(node.service.resources)
-    return f"{node.address}{times}{f': {needs}' if needs else ''}"
+    return f"{node.address}{runs}{times}{f': {needs}' if needs else ''}"
 
 
 def _endpoints(node: PlannedNode) -> str:

@@ -115,7 +115,9 @@ class Target(NamedTuple):
                     f"{self.text!r}: there is no module {error.name!r} in {self.folder} or "
                     f"among the installed ones{hint}"
                 ) from None
-            raise ImportFailed(f"{self.text!r}: {error}{self._clash(error)}") from error
+            raise ImportFailed(
+                f"{self.text!r}: {error}{self._clash(error)}{_from_dynamo(error)}"
+            ) from error
         except ImportError as error:
             raise ImportFailed(f"{self.text!r}: {_why(error)}{self._clash(error)}") from error
         except SystemExit as error:
@@ -303,6 +305,13 @@ def _why(error: BaseException) -> str:
     if "attempted relative import" in text:
         text += "; a module of a package is run by its dotted name: package.module"
     return text
+
+
+def _from_dynamo(error: ModuleNotFoundError) -> str:
+    """What the message says where a program imports Dynamo's library."""
+    if (error.name or "").partition(".")[0] != "dynamo":
+        return ""
+    return "; dynbus.compat has its names: `from dynbus.compat.sdk import ...`"
 
 
 def _same_file(one: Path, other: Path) -> bool:

@@ -65,6 +65,7 @@ class Row(NamedTuple):
         metadata: what its record says; empty without one.
         status: what its process says of how it is; empty without an answer.
         counts: None without an answer.
+        schemas: the schema hash of each endpoint that its record tells.
     """
 
     namespace: str
@@ -80,11 +81,13 @@ class Row(NamedTuple):
     metadata: Mapping[str, str] = NOTHING
     status: Mapping[str, str] = NOTHING
     counts: Counts | None = None
+    schemas: Mapping[str, str] = NOTHING
 
     def to_json(self, now: float) -> dict[str, Any]:
         """The row for programs; `age` is in seconds."""
         fields = self._asdict()
         fields |= {"metadata": dict(self.metadata), "status": dict(self.status)}
+        fields["schemas"] = dict(self.schemas)
         fields["age"] = round(max(0.0, now - self.started), 1) if self.started else None
         if not self.answers:
             fields["running"] = fields["waiting"] = None
@@ -139,6 +142,7 @@ def join(records: Iterable[InstanceRecord], answers: Iterable[Row]) -> list[Row]
             endpoints=tuple(record.endpoints),
             address=record.address,
             metadata=record.metadata,
+            schemas=record.schemas,
         )
     return sorted(rows.values(), key=lambda row: (row.namespace, row.component, row.started))
 

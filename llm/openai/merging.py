@@ -72,7 +72,7 @@ class MergedAnswer:
             return
         if not self._head:
             self._head = {name: chunk[name] for name in ("id", "created", "model") if name in chunk}
-            self._head["object"] = str(kind).removesuffix(".chunk")
+            self._head["object"] = str(kind).removesuffix(".chunk") or _kind_of(chunk)
         if chunk.get("usage") is not None:
             self._usage = chunk["usage"]
         choices: list[dict[str, Any]] = chunk.get("choices") or []
@@ -100,6 +100,12 @@ class MergedAnswer:
                 message[name] += value
             elif value is not None:
                 message[name] = value
+
+
+def _kind_of(chunk: dict[str, Any]) -> str:
+    """What an answer calls itself whose chunks do not say it."""
+    choices: list[dict[str, Any]] = chunk.get("choices") or []
+    return "text_completion" if any("text" in choice for choice in choices) else _WHOLE
 
 
 def _joined(before: Any, after: Any) -> Any:

@@ -172,6 +172,11 @@ INTEGER = "Input should be a valid integer, unable to parse string as an integer
             "DYNBUS_Splitter__x: Splitter has no argument 'x': it has separator, count, limits",
         ),
         (
+            {"options": (option("resources.memory", "2Gi"),)},
+            "--Splitter.resources.memory: Splitter has no argument 'resources' "
+            "(did you mean ServiceArgs.resources?): it has separator, count, limits",
+        ),
+        (
             {"file": {"Splitter": ["a"]}},
             "config.yaml: Splitter must have constructor arguments as its keys",
         ),

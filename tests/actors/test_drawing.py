@@ -14,10 +14,10 @@ from dynbus.actors.running.drawing import dot, mermaid, tree
 from dynbus.actors.running.plan import PlannedNode
 
 
-def node(address: str, *calls: str, workers: int = 1) -> PlannedNode:
+def node(address: str, *calls: str, workers: int = 1, actor: str = "") -> PlannedNode:
     return PlannedNode(
         address=address,
-        actor="a:B",
+        actor=f"a:{actor or address.partition('.')[2]}",
         depth=0,
         service=ServiceArgs(workers=workers),
         dependencies={f"_{number}": call for number, call in enumerate(calls)},
@@ -51,6 +51,13 @@ def test_what_each_instance_needs_stands_beside_the_number_of_them() -> None:
 
     assert tree(nodes) == "llm.engine-1 x2: cpu 2, gpu 1  (ask, read*)"
     assert 'n0["llm.engine-1 x2: cpu 2, gpu 1"]' in mermaid(nodes)
+
+
+def test_a_node_with_a_name_of_its_own_says_which_class_it_runs() -> None:
+    nodes = [node("llm.prefill", workers=2, actor="Engine")]
+
+    assert tree(nodes) == "llm.prefill (Engine) x2  (ask, read*)"
+    assert 'n0 [label="llm.prefill (Engine) x2"]' in dot(nodes)
 
 
 def test_mermaid_has_a_box_for_each_node_and_an_arrow_for_each_call() -> None:

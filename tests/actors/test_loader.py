@@ -243,6 +243,7 @@ def test_a_target_that_cannot_be_used_is_refused_with_the_remedy(
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("def broken(:", "SyntaxError"),
         ("import not_installed_anywhere", "No module named 'not_installed_anywhere'"),
+        ("from dynamo.sdk import service", "No module named 'dynamo'; dynbus.compat has its names"),
         ("from . import other", "run by its dotted name"),
     ],
 )

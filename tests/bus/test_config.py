@@ -116,7 +116,8 @@ def test_an_unknown_variable_is_refused_with_the_known_ones(name: str, nearest: 
     assert message.startswith(f"the environment variable {name} is unknown{nearest}; there are: ")
     assert "DYNBUS_LEASE_TTL" in message
     assert message.endswith(
-        "and DYNBUS_<Actor>__<argument> for an actor's argument: unset it, or correct its name"
+        "and DYNBUS_<Actor>__<argument>, with two underscores, for an actor's argument: "
+        "unset it, or correct its name"
     )
 
 

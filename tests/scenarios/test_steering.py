@@ -99,7 +99,8 @@ def test_a_run_is_stopped_by_its_folder_and_several_are_told_apart(folder: Folde
 
     assert len(sockets) == 2
     assert (unclear.returncode, wrong.returncode) == (exit_codes.CONFIG_ERROR,) * 2
-    assert f"add --run {min(first.pid, second.pid)} or --run" in unclear.stderr
+    for run in (first, second):
+        assert f"--run {run.pid} (demo." in unclear.stderr
     assert "--run 1: no dynbus run with this process id runs in" in wrong.stderr
     assert (one.returncode, ended) == (0, exit_codes.OK)
     assert (folder.path / "stopped").exists()

@@ -35,7 +35,7 @@ def test_an_instance_that_is_listed_and_answers_is_serving() -> None:
 
 
 def test_a_record_without_an_answering_instance_is_silent_and_its_load_unknown() -> None:
-    (row,) = join([RECORD], [])
+    (row,) = join([msgspec.structs.replace(RECORD, schemas={"greet": "1e5f"})], [])
 
     assert row.state == "silent"
     assert row.to_json(160.0) == {
@@ -49,6 +49,7 @@ def test_a_record_without_an_answering_instance_is_silent_and_its_load_unknown()
         "endpoints": ("greet",),
         "address": "host:1",
         "metadata": {},
+        "schemas": {"greet": "1e5f"},
         "status": {},
         "age": 60.0,
     }

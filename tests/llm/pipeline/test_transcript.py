@@ -115,3 +115,17 @@ def test_what_the_engine_had_in_its_cache_is_told_with_the_usage() -> None:
     told.take(1, Generated([5], cached_tokens=2), [])
 
     assert told.usage == (4, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind"),
+    [({"delta": {"content": "a"}}, "chat.completion"), ({"text": "a"}, "text_completion")],
+)
+def test_chunks_that_do_not_say_what_they_are_come_to_an_answer_that_does(
+    choice: dict[str, Any], kind: str
+) -> None:
+    merged = MergedAnswer()
+
+    merged.take(json.dumps({"choices": [{"index": 0, **choice}]}).encode())
+
+    assert json.loads(merged.encode())["object"] == kind
