@@ -208,12 +208,12 @@ class Invocation:
         self.instance_id = attempt.instance_id
         self._attempts += 1
         streaming = bool(self.streaming)
-        chosen_hash = selection.check_kind(
+        theirs = selection.check_instance(
             attempt.instance_id, streaming=streaming, declared=self._declared
         )
         own = self._schemas
-        if own is not None and chosen_hash and chosen_hash != own.hash:
-            await self._check_schemas(own, chosen_hash)
+        if own is not None and theirs and theirs != own.hash:
+            await self._check_schemas(own, theirs)
         if attempt.metadata is not None:
             fields = {**fields, headers.METADATA: attempt.metadata}
         head = CallHead(

@@ -161,9 +161,11 @@ class Selection:
         known = [named, *others] if named is not None else others
         return first_kind(known, self._endpoint) == "stream"
 
-    def check_kind(self, instance_id: str, *, streaming: bool, declared: bool) -> str:
-        """The hash of what the endpoint reads and writes there, empty where it is not known, of
-        an instance that a call may go to: its result would not be lost, and comes.
+    def check_instance(self, instance_id: str, *, streaming: bool, declared: bool) -> str:
+        """Refuse a call whose result would be lost, or never come.
+
+        Returns the hash of what the instance's endpoint reads and writes; empty where that is not
+        known.
 
         Args:
             streaming: how the call is made.
