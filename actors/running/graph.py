@@ -7,13 +7,16 @@ of its dependencies are edges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple, TypeVar
 
 from dynbus.actors.declaring.actor import DeclaredActor, Dependency, full_name, kept_dependencies
 from dynbus.actors.runtime import Actor
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import ComponentName
+
+T = TypeVar("T")
 
 
 class Node(NamedTuple):
@@ -107,6 +110,12 @@ def dependency_depth(actor: type[Actor]) -> int:
         below = kept_dependencies(each).values()
         depths[each] = max((depths[called.actor] + 1 for called in below), default=0)
     return depths[actor]
+
+
+def dependents_first(items: Iterable[T], depth: Callable[[T], int]) -> list[list[T]]:
+    """The items in the order of a drain: by depth, with what others depend on last."""
+    ordered = sorted(items, key=depth, reverse=True)
+    return [list(group) for _, group in groupby(ordered, depth)]
 
 
 def addresses_of(

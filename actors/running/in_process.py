@@ -43,8 +43,7 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.protocol.names import ComponentName
 
-from .graph import dependency_depth
-from .loader import dependents_first
+from .graph import dependency_depth, dependents_first
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from dynbus.actors.declaring.actor import check_servable, full_name
 from dynbus.actors.runtime import Actor
@@ -23,8 +22,6 @@ from dynbus.bus.errors import ConfigError, DynbusError
 from .graph import Node, full_key, nodes_of, path_to, with_dependencies
 
 _SUFFIX: Final = ".py"
-
-T = TypeVar("T")
 
 
 class ImportFailed(ConfigError):
@@ -213,12 +210,6 @@ def defined_actors(module: ModuleType) -> list[type[Actor]]:
         ):
             found[value] = None
     return list(found)
-
-
-def dependents_first(items: Iterable[T], depth: Callable[[T], int]) -> list[list[T]]:
-    """The items in the order of a drain: by depth, with what others depend on last."""
-    ordered = sorted(items, key=depth, reverse=True)
-    return [list(group) for _, group in groupby(ordered, depth)]
 
 
 def reference(actor: type[Actor]) -> str:

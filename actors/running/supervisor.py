@@ -38,8 +38,8 @@ from dynbus.bus.config import suggestion
 
 from .child import Child, ChildState
 from .child_messages import DrainInstance, StartInstance, WorkerSettings
+from .graph import dependents_first
 from .in_process import Ending, Failure, failure_of
-from .loader import dependents_first
 from .plan import PlannedNode
 from .processes import ForkServer, exit_text
 

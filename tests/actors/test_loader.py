@@ -13,13 +13,13 @@ from dynbus.actors.running.graph import (
     Node,
     addresses_of,
     dependency_depth,
+    dependents_first,
     with_dependencies,
 )
 from dynbus.actors.running.loader import (
     DeclaredNode,
     ImportFailed,
     Target,
-    dependents_first,
     load_targets,
     reference,
     resolve,
