@@ -14,7 +14,7 @@ from dynbus.actors.running.planning import load_run
 from dynbus.bus.commands.terminal import json_option
 from dynbus.bus.errors import ConfigError
 
-from .plan import TargetsCommand, file_option, namespace_option, plan_request, targets_argument
+from .options import TargetsCommand, file_option, namespace_option, plan_request, targets_argument
 
 
 def as_yaml(document: Any) -> str:

@@ -16,7 +16,7 @@ from dynbus.actors.running.planning import load_run
 from dynbus.bus.commands.terminal import json_option, print_json
 from dynbus.bus.errors import ConfigError
 
-from .plan import TargetsCommand, file_option, namespace_option, plan_request, targets_argument
+from .options import TargetsCommand, file_option, namespace_option, plan_request, targets_argument
 
 GRAPHVIZ_SECONDS: Final = 60.0
 

@@ -50,16 +50,16 @@ from dynbus.bus.telemetry.health import HealthServer, Status, metrics_remedy
 from dynbus.bus.telemetry.logs import configure_logging, redact_url
 
 from .interrupts import Interrupts
-from .plan import (
+from .options import (
     RunOptions,
     TargetsCommand,
     check_options,
     file_option,
     health_address,
     namespace_option,
-    print_plan,
     targets_argument,
 )
+from .plan import print_plan
 from .reload import Reloader, Watch, watching
 
 if TYPE_CHECKING:

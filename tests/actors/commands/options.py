@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynbus.actors.commands.plan import RunOptions
+from dynbus.actors.commands.options import RunOptions
 
 
 def run_options(**changed: Any) -> RunOptions:

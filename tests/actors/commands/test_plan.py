@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from dynbus.actors.commands.plan import (
+from dynbus.actors.commands.options import (
     check_options,
     check_otlp_endpoint,
     health_address,
-    print_plan,
 )
+from dynbus.actors.commands.plan import print_plan
 from dynbus.actors.running.configuration import NodeOption
 from dynbus.actors.running.planning import LoadedRun, load_run, plan_of_bus
 from dynbus.bus.errors import ConfigError

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 from tests.actors.commands.options import run_options
 
 from dynbus.actors.commands import run as running
-from dynbus.actors.commands.plan import RunOptions
+from dynbus.actors.commands.options import RunOptions
 from dynbus.actors.commands.run import run
 from dynbus.actors.running.configuration import NodeOption
 from dynbus.bus import exit_codes

@@ -1,0 +1,152 @@
+"""The command line of `dynbus run`, and what of it `graph` and `docs` take, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import click
+
+from dynbus.actors.running.configuration import NodeOption, split_options
+from dynbus.actors.running.plan import PlanRequest
+from dynbus.bus.config import is_loopback
+from dynbus.bus.errors import ConfigError
+from dynbus.bus.extras import has_extra, how_to_install
+from dynbus.bus.telemetry.health import parse_address
+from dynbus.bus.telemetry.logs import LogFormat
+
+
+class TargetsCommand(click.Command):
+    """Takes `--Actor.key=value` out of the arguments before click sees them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            options, rest = split_options(args)
+        except ConfigError as error:
+            raise click.UsageError(str(error), ctx) from None
+        ctx.meta["dynbus.options"] = options
+        try:
+            return super().parse_args(ctx, rest)
+        except click.NoSuchOption as error:
+            raise click.UsageError(
+                f"{error.format_message()} An argument of an actor is written with the actor's "
+                f"name: --Actor.{error.option_name.lstrip('-')}=VALUE.",
+                ctx,
+            ) from None
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[OPTIONS] [--Actor.ARGUMENT=VALUE]... TARGET..."]
+
+
+targets_argument = click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+file_option = click.option(
+    "-f",
+    "--file",
+    "config_files",
+    metavar="YAML",
+    type=click.Path(dir_okay=False),
+    multiple=True,
+    help="Constructor arguments and bus settings; of several, the later ones win.",
+)
+namespace_option = click.option(
+    "--namespace",
+    metavar="NAME",
+    help="Run all actors in this namespace, instead of those that their classes name.",
+)
+
+
+def plan_request(
+    ctx: click.Context, targets: Sequence[str], config_files: Sequence[str], namespace: str | None
+) -> PlanRequest:
+    """What the arguments of a `TargetsCommand` ask for, which starts nothing."""
+    return PlanRequest(
+        targets=list(targets),
+        config_files=list(config_files),
+        options=ctx.meta["dynbus.options"],
+        namespace=namespace,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The command line of `dynbus run`.
+
+    Attributes:
+        node_options: `--Actor.key=value`.
+    """
+
+    targets: Sequence[str]
+    config_files: Sequence[str]
+    nats: str | None
+    namespace: str | None
+    in_process: bool
+    reload: bool
+    fresh: bool
+    dry_run: bool
+    as_json: bool
+    log_format: LogFormat | None
+    log_level: str
+    otlp_endpoint: str | None
+    health: str | None
+    health_public: bool
+    node_options: Sequence[NodeOption]
+
+    @property
+    def request(self) -> PlanRequest:
+        """What decides what is started."""
+        return PlanRequest(
+            targets=list(self.targets),
+            config_files=list(self.config_files),
+            options=list(self.node_options),
+            nats=self.nats,
+            namespace=self.namespace,
+        )
+
+
+def check_options(options: RunOptions) -> None:
+    """Check what can be checked before anything is loaded.
+
+    Raises:
+        ConfigError: an option is not usable.
+    """
+    if options.reload and options.in_process:
+        raise ConfigError(
+            "--reload replaces the processes of single instances, and --in-process has one for "
+            "all: leave one of the two out"
+        )
+    if options.health is not None:
+        health_address(options.health, public=options.health_public)
+    check_otlp_endpoint(options.otlp_endpoint)
+    if options.otlp_endpoint is not None and not has_extra("otlp"):
+        raise ConfigError(f"--otlp-endpoint needs an extra: {how_to_install('otlp')}")
+
+
+def health_address(text: str, *, public: bool) -> tuple[str, int]:
+    """The address of `--health`.
+
+    Raises:
+        ConfigError: it is none, or one that other machines can reach and `public` is not set.
+    """
+    try:
+        host, port = parse_address(text)
+    except ConfigError as error:
+        raise ConfigError(f"--health: {error}") from None
+    if not public and not is_loopback(host):
+        raise ConfigError(
+            f"--health {text} would be open to other machines, and has no credentials: use "
+            f"127.0.0.1:{port}, or add --health-public"
+        )
+    return host, port
+
+
+def check_otlp_endpoint(url: str | None) -> None:
+    """Check the form of `--otlp-endpoint`.
+
+    Raises:
+        ConfigError: it is no HTTP URL.
+    """
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--otlp-endpoint {url} is not the URL of a collector: write http://HOST:PORT, for "
+            "example http://localhost:4317"
+        )
