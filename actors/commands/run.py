@@ -209,8 +209,7 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
             ForkServer(("opentelemetry.exporter.prometheus",) if metrics else ())
         )
         asked = MakePlan(options.request, options.log_format, options.log_level)
-        plan: Plan | None = None
-        with ending.cuts_short():
+        with ending.cuts_short() as planning:
             try:
                 plan = await plan_elsewhere(forks, asked)
             except PlanFailed as error:
@@ -219,7 +218,7 @@ async def _run_in_children(options: RunOptions) -> tuple[Failure | None, int]:
                 _print_failure(error.failure)
                 logger.error("nothing is served; waiting for a file to change")
                 plan = waiting
-        if plan is None:
+        if planning.cancelled_caught:
             return None, ending.exit_code
         config = load_config(plan.bus, os.environ, sources=plan.sources)
         _warn(plan.warnings)
