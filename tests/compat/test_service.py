@@ -9,7 +9,7 @@ import pytest
 from tests.compat.services import Caller, Early, Later, Plainly, Prompt, Tools, Words
 from tests.story import on_a_kit
 
-from dynbus import Actor, ConfigError, NoInstances, call_options, handler
+from dynbus import Actor, ConfigError, InvalidRequest, NoInstances, call_options, handler
 from dynbus.actors.runtime import ActorInstance
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.compat.runtime import DistributedRuntime
@@ -44,6 +44,25 @@ def test_services_call_each_other_with_and_without_annotations() -> None:
             "relayed": ["-a", "-b"],
             "nothing": [],
         }
+
+    on_a_kit(story)
+
+
+def test_a_request_may_be_the_json_text_of_the_model_that_it_is() -> None:
+    async def story(kit: TestKit) -> None:
+        await start(kit, Words)
+        client = kit.client(cast(Any, Words))
+        prompt = Prompt(text="a b")
+
+        found = [item async for item in client.split(prompt.model_dump_json())]
+
+        assert found == [Prompt(text="a"), Prompt(text="b")]
+        with pytest.raises(InvalidRequest, match="not JSON"):
+            [item async for item in client.split("{not JSON")]
+        with pytest.raises(InvalidRequest, match="text"):
+            [item async for item in client.split('{"texts": "a"}')]
+        # Without an annotation a text is a text.
+        assert (await client.count({"text": "a"}))["count"] == 1
 
     on_a_kit(story)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final, TypeVar, overload
+from functools import cached_property
+from typing import Annotated, Any, Final, TypeVar, overload
+
+from pydantic import BaseModel, BeforeValidator
+from pydantic_core import from_json
 
 from dynbus import ConfigError, handler
-from dynbus.actors.declaring.handlers import STREAM_TYPES
+from dynbus.actors.declaring.handlers import SPEC, STREAM_TYPES, HandlerSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,7 +31,8 @@ def dynamo_endpoint(name: Any = None) -> Any:
 
     Unlike `handler`, of which it is made, it asks for no annotations: where there is none, what
     JSON has passes through, objects as dicts; a model that is returned is sent as its fields. A
-    method that says that it returns an `AsyncIterator` may yield its items or return what does.
+    request that is annotated with a model may be given as its JSON text too. A method that says
+    that it returns an `AsyncIterator` may yield its items or return what does.
 
     Args:
         name: the endpoint; the method's name unless given.
@@ -44,7 +50,29 @@ endpoint = dynamo_endpoint
 
 def _endpoint(function: Any, name: str | None = None) -> Any:
     declare: Any = handler(name=name)
-    return declare(_annotated(function))
+    method = declare(_annotated(function))
+    spec: HandlerSpec = getattr(method, SPEC)
+    fields = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
+    setattr(method, SPEC, _EndpointSpec(**fields))
+    return method
+
+
+class _EndpointSpec(HandlerSpec):
+    """An endpoint whose request, where it is a model, may also be given as JSON text: programs of
+    Dynamo send `request.model_dump_json()`."""
+
+    @cached_property
+    def annotations(self) -> dict[str, Any]:
+        found = super().annotations
+        name = self.parameter.name if self.parameter is not None else ""
+        request = found.get(name)
+        if isinstance(request, type) and issubclass(request, BaseModel):
+            found[name] = Annotated[request, BeforeValidator(_from_text)]
+        return found
+
+
+def _from_text(value: Any) -> Any:
+    return from_json(value) if isinstance(value, str) else value
 
 
 def async_on_start(hook: F) -> F:
