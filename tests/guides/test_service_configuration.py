@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,17 @@ def block(number: int) -> str:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to run in, where nothing is configured."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder to run in, where nothing is configured; its module is forgotten."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("dynbus.actors.declaring.actor_config._configs", {})
-    for name in ("service", "DYNAMO_SERVICE_CONFIG", "DYNBUS_CONFIG"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("DYNAMO_SERVICE_CONFIG", "DYNBUS_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     # Enough for eight instances of four each, as the documentation has them.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(32))))
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("service", None)
 
 
 def serve(number: int, command: str, **files: str) -> list[str]:

@@ -1,7 +1,7 @@
 """A vLLM on this machine's CPUs, with a model of random weights, under `dynbus run`.
 
 Without vLLM these tests are skipped. `.ci/run` makes an environment that has it, where
-`DYNBUS_NEEDS_VLLM` says that they have to run.
+`NEEDS_VLLM` says that they have to run.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ OPTIONS: Final = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("vllm") is not None:
         return
-    if os.environ.get("DYNBUS_NEEDS_VLLM"):
-        raise pytest.UsageError("DYNBUS_NEEDS_VLLM is set, and vLLM is not installed here")
+    if os.environ.get("NEEDS_VLLM"):
+        raise pytest.UsageError("NEEDS_VLLM is set, and vLLM is not installed here")
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:

@@ -34,11 +34,15 @@ class Engine(VllmWorker, namespace="vllm"):
 
 
 @asynccontextmanager
-async def calling(url: str, count: int) -> AsyncGenerator[tuple[Runtime, Engine]]:
+async def calling(run: Run, url: str, count: int) -> AsyncGenerator[tuple[Runtime, Engine]]:
     async with Runtime.connect(url) as runtime:
-        ready = lambda: len(runtime.instance_ids(Engine)) == count  # noqa: E731
         engine = runtime.client(Engine)
-        await eventually(ready, START_TIMEOUT, what="the engines are announced")
+
+        def is_ready() -> bool:
+            assert run.process.poll() is None, run.output[-3000:]
+            return len(runtime.instance_ids(Engine)) == count
+
+        await eventually(is_ready, START_TIMEOUT, what="the engines are announced")
         yield runtime, engine
 
 
@@ -60,7 +64,7 @@ async def test_tokens_are_those_of_the_model(
     torch: Any = importlib.import_module("torch")
     transformers: Any = importlib.import_module("transformers")
     asked = prompt("reference", 70)
-    async with calling(nats_server.url, 2) as (_, engine):
+    async with calling(fleet, nats_server.url, 2) as (_, engine):
         request = GenerateRequest(asked, 12, sampling=GREEDY, ignore_eos=True)
         items = await items_of(engine, request)
 
@@ -80,7 +84,7 @@ async def test_continuations_end_each_with_its_index_and_log_probabilities(
     request = GenerateRequest(
         prompt("several", 40), 6, n=3, sampling=Sampling(seed=7, logprobs=2), ignore_eos=True
     )
-    async with calling(nats_server.url, 2) as (_, engine):
+    async with calling(fleet, nats_server.url, 2) as (_, engine):
         first, again = await items_of(engine, request), await items_of(engine, request)
 
     def texts(items: list[Generated]) -> dict[int, list[int]]:
@@ -109,13 +113,13 @@ async def test_continuations_end_each_with_its_index_and_log_probabilities(
 async def test_what_cannot_be_computed_is_the_callers_mistake(
     fleet: Run, nats_server: RunningServer, request_: GenerateRequest, reason: str
 ) -> None:
-    async with calling(nats_server.url, 2) as (_, engine):
+    async with calling(fleet, nats_server.url, 2) as (_, engine):
         with pytest.raises(InvalidRequest, match=reason):
             await items_of(engine, request_)
 
 
 async def test_a_request_that_is_left_is_aborted(fleet: Run, nats_server: RunningServer) -> None:
-    async with calling(nats_server.url, 2) as (_, engine):
+    async with calling(fleet, nats_server.url, 2) as (_, engine):
         for number in range(8):
             endless = GenerateRequest(prompt(f"left {number}", 40), 900, ignore_eos=True)
             async for _ in engine.generate(endless):
@@ -132,7 +136,7 @@ async def test_routers_know_what_vllm_holds(fleet: Run, nats_server: RunningServ
     """Prompts with shared beginnings, more than the caches hold: what the router expects to be
     reused is what vLLM says that it reused."""
     async with (
-        calling(nats_server.url, 2) as (runtime, _),
+        calling(fleet, nats_server.url, 2) as (runtime, _),
         open_router(runtime, Engine) as router,
     ):
         engine = runtime.client(Engine, routing=router)
@@ -161,7 +165,7 @@ async def test_a_cache_that_was_reset_is_known_to_be_empty(
     fleet: Run, nats_server: RunningServer
 ) -> None:
     async with (
-        calling(nats_server.url, 2) as (runtime, engine),
+        calling(fleet, nats_server.url, 2) as (runtime, engine),
         open_router(runtime, Engine) as router,
     ):
         routed = runtime.client(Engine, routing=router)
@@ -175,7 +179,7 @@ async def test_a_cache_that_was_reset_is_known_to_be_empty(
 async def test_an_adapter_that_vllm_cannot_load_is_refused(
     fleet: Run, nats_server: RunningServer
 ) -> None:
-    async with calling(nats_server.url, 2) as (_, engine):
+    async with calling(fleet, nats_server.url, 2) as (_, engine):
         with pytest.raises(InvalidRequest, match="enable_lora|LoRA|lora"):
             await engine.load_adapter(AdapterAt("legal", "/no/such/folder"))
         assert await engine.adapters() == []
@@ -251,7 +255,7 @@ async def test_an_engine_that_dies_is_withdrawn_and_starts_again(
 ) -> None:
     """First a process of vLLM's is killed, then the worker: nothing of either is left."""
     with running(tmp_path, own_server.url, tiny_model) as run:
-        async with calling(own_server.url, 1) as (runtime, engine):
+        async with calling(run, own_server.url, 1) as (runtime, engine):
             [first] = runtime.instance_ids(Engine)
             stream = engine.generate(GenerateRequest(prompt("dies", 40), 900, ignore_eos=True))
             await anext(stream)

@@ -42,7 +42,9 @@ class Page:
 
     def __init__(self, driver: webdriver.Chrome, url: str) -> None:
         self.driver = driver
-        self.complaints()  # of pages before this one
+        # The page before this one asks a front end that is gone; what it says is not ours.
+        driver.get("about:blank")
+        self.complaints()
         driver.get(url)
 
     def until(self, condition: Callable[[], T]) -> T:
