@@ -305,7 +305,6 @@ class VllmEngine(RunningEngine):
         self._folder = folder
         self._counts = counts
         self._adapter_numbers = 0
-        self._closing = False
 
     def __repr__(self) -> str:
         return f"<VllmEngine {self.llm.model_config.model}>"
@@ -324,7 +323,7 @@ class VllmEngine(RunningEngine):
             engine = _module("v1.engine.async_llm").AsyncLLM
         except ImportError as error:
             raise ConfigError(
-                f"vLLM cannot be imported: {error}; see the guide of engines"
+                f"vLLM cannot be imported: {error}; install it, see docs/guides/vllm.md"
             ) from error
         folder = tempfile.TemporaryDirectory(prefix="dynbus-vllm-", ignore_cleanup_errors=True)
         counts: list[RankLoad] = []
@@ -415,12 +414,11 @@ class VllmEngine(RunningEngine):
         Raises:
             EngineGone: they are not.
         """
-        if self.llm.errored and not self._closing:
+        if self.llm.errored:
             cause = _first_error(Path(self._folder.name) / _ERRORS)
             raise EngineGone(f"vLLM has ended: {cause or 'its processes are gone'}")
 
     async def aclose(self) -> None:
-        self._closing = True
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.llm.shutdown, STOP_TIMEOUT)
             await anyio.to_thread.run_sync(self._folder.cleanup)
