@@ -7,7 +7,7 @@ with `token_ids`, the last of which has a `finish_reason`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -64,6 +64,41 @@ class DefaultSampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
 
 
+class Thinking(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a model may write before an output that has a form.
+
+    Attributes:
+        start, end: the texts around it, such as `<think>` and `</think>`.
+        begun: whether the prompt ends inside it. Otherwise the output begins with `start`, or has
+            its form from the first token on.
+    """
+
+    start: str
+    end: str
+    begun: bool = False
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The form that the text of each continuation has, given by exactly one of these.
+
+    An output that is complete ends with the reason `stop`, even before `min_tokens`; one that
+    `max_tokens` cuts is a beginning of such a text.
+
+    Attributes:
+        json_schema: a JSON value that this schema takes; true for any JSON value.
+        regex: a text that the whole of this regular expression matches.
+        choice: one of these texts.
+        grammar: a text of this grammar, in the dialect of Lark that llguidance reads.
+        thinking: what may come before; it has no form.
+    """
+
+    json_schema: dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    thinking: Thinking | None = None
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A prompt to continue.
 
@@ -88,6 +123,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         generated: how many of the last `token_ids` are output of the request that this one
             continues: penalties count them as such.
         index: of the first continuation, from which the others count on.
+        structured: the form of the output; None for any.
     """
 
     token_ids: list[int]
@@ -104,6 +140,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     stream: bool = True
     generated: int = 0
     index: int = 0
+    structured: StructuredOutput | None = None
 
     def continued(self, token_ids: Sequence[int], index: int = 0) -> GenerateRequest:
         """The request for the rest of one continuation that was broken off.

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynbus.llm.generation import MAX_LOGPROBS, GenerateRequest, Sampling
+from dynbus.llm.structured import check_structured
 
 from .interface import ANY_TOKENS, EngineLimits
 
@@ -54,6 +55,8 @@ def check_request(request: GenerateRequest, limits: EngineLimits) -> NDArray[np.
             f"generated = {request.generated}: of {length} token_ids it is from 0 to {length - 1}"
         )
     _check_sampling(request.sampling, limits)
+    if request.structured is not None:
+        check_structured(request.structured)
     return prompt
 
 
