@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from tokenizers.decoders import DecodeStream
@@ -30,8 +30,10 @@ class Detokenizer:
 
     Args:
         prompt_ids: the prompt, or its end.
-        stop: strings that end the text. Special tokens are not text, and match none.
+        stop: strings that end the text. Special tokens are not text, and match none unless they are
+            written out.
         special: whether special tokens are written out.
+        shown: special tokens that are written out all the same, such as the markers of tool calls.
 
     Attributes:
         stopped: the stop string that was found; None for none. Nothing comes after it.
@@ -40,7 +42,7 @@ class Detokenizer:
         ValueError: a stop string is empty.
     """
 
-    __slots__ = ("_pending", "_special", "_stop", "_stream", "_tokenizer", "stopped")
+    __slots__ = ("_pending", "_shown", "_special", "_stop", "_stream", "_tokenizer", "stopped")
 
     def __init__(
         self,
@@ -49,9 +51,11 @@ class Detokenizer:
         stop: Sequence[str] = (),
         *,
         special: bool = False,
+        shown: Collection[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._special = special
+        self._shown = tokenizer.special_texts(shown) if shown else {}
         self._stream = self._stream_after(prompt_ids[-CONTEXT:])
         self._stop = StopStrings(stop) if stop else None
         self._pending: list[int] = []
@@ -71,6 +75,8 @@ class Detokenizer:
         text = ""
         for token_id in token_ids:
             if token_id in skipped:
+                if token_id in self._shown:
+                    text += self._take_unfinished() + self._shown[token_id]
                 continue
             if not pending:
                 # Nearly every token of every stream; the library's stream takes ten times as long.
@@ -97,9 +103,7 @@ class Detokenizer:
         bytes of a character that was never complete, as U+FFFD."""
         if self.stopped is not None:
             return ""
-        rest = self._decode(self._pending)
-        self._pending.clear()
-        text = self._cut(rest)
+        text = self._cut(self._take_unfinished())
         if self._stop is not None and self.stopped is None:
             text += self._stop.take_held()
         return text
@@ -118,6 +122,15 @@ class Detokenizer:
         if self._decode(token_ids).endswith(_REPLACEMENT):
             token_ids = ()
         return DecodeStream(list(token_ids), skip_special_tokens=not self._special)
+
+    def _take_unfinished(self) -> str:
+        """Take the text of pending tokens after which nothing comes that could complete it."""
+        if not self._pending:
+            return ""
+        text = self._decode(self._pending)
+        self._pending.clear()
+        self._stream = self._stream_after(())
+        return text
 
     def _take_finished(self) -> str:
         """Take the text of pending tokens that will not become another one whatever comes: bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Self, cast
@@ -174,6 +174,11 @@ class Tokenizer:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
         return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    def special_texts(self, texts: Collection[str]) -> dict[int, str]:
+        """Those of some texts that are special tokens, by their ids."""
+        found = {self.raw.token_to_id(text): text for text in texts}
+        return {index: text for index, text in found.items() if index in self.special_ids}
 
     def to_json(self) -> bytes:
         """The tokenizer as a `tokenizer.json`."""

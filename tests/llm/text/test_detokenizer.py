@@ -164,3 +164,31 @@ def test_a_token_id_of_no_token_is_no_text() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         Detokenizer(tiny_tokenizer(), stop=[""])
+
+
+def test_special_tokens_that_are_shown_are_text_and_others_are_not() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.encode("a<|im_end|>é<|im_start|>b")
+
+    pieces = pieces_of(Detokenizer(tokenizer, shown=["<|im_start|>", "no token", "a"]), ids)
+
+    assert "".join(pieces) == "aé<|im_start|>b"
+
+
+def test_a_character_that_a_shown_token_cuts_off_comes_before_it() -> None:
+    tokenizer = tiny_tokenizer()
+    (marker,) = tokenizer.encode("<|im_start|>", special=False)
+    ids = [byte_of(0xE2), marker, *tokenizer.encode("é")]
+
+    pieces = pieces_of(Detokenizer(tokenizer, shown=["<|im_start|>"]), ids)
+
+    assert "".join(pieces) == "\N{REPLACEMENT CHARACTER}<|im_start|>é"
+
+
+def test_a_stop_string_is_found_in_a_token_that_is_shown() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.encode("a<|im_start|>b")
+
+    detokenizer = Detokenizer(tokenizer, stop=["im_start"], shown=["<|im_start|>"])
+
+    assert ("".join(pieces_of(detokenizer, ids)), detokenizer.stopped) == ("a<|", "im_start")

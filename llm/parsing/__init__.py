@@ -1,0 +1,1 @@
+"""The text of a model read: what it reasons, says, and calls. Pure: no I/O, no clock."""
