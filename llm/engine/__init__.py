@@ -7,7 +7,15 @@ the bus.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .interface import Engine, EngineLimits, EngineLoad, RequestTooLong, Step, StepFailed
+    from .interface import (
+        Engine,
+        EngineLimits,
+        EngineLoad,
+        LoadMetrics,
+        RequestTooLong,
+        Step,
+        StepFailed,
+    )
     from .model import Chunk, Model
     from .model_engine import ModelEngine
     from .runner import EngineRunner, EventSink
@@ -21,6 +29,7 @@ __all__ = [
     "EngineRunner",
     "EngineWorker",
     "EventSink",
+    "LoadMetrics",
     "Model",
     "ModelEngine",
     "RequestTooLong",

@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
+import msgspec
+
 from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.generation import Generated, GenerateRequest
 
@@ -86,6 +88,41 @@ class EngineLoad:
     cached_tokens: int = 0
     prompt_tokens: int = 0
     preempted: int = 0
+
+
+class LoadMetrics(msgspec.Struct, frozen=True):
+    """How busy an engine is, as its endpoint `load_metrics` says it, by the names that routers of
+    Dynamo's workers know.
+
+    Attributes:
+        request_active_slots, num_requests_waiting: requests that run, and that wait.
+        request_total_slots: how many may run.
+        kv_active_blocks, kv_total_blocks: blocks of the cache that requests use, and all.
+        gpu_cache_usage_perc: their ratio, from 0 to 1.
+        gpu_prefix_cache_hit_rate: share of all prompt tokens so far that were found in the cache.
+    """
+
+    request_active_slots: int = 0
+    request_total_slots: int = 0
+    kv_active_blocks: int = 0
+    kv_total_blocks: int = 0
+    num_requests_waiting: int = 0
+    gpu_cache_usage_perc: float = 0.0
+    gpu_prefix_cache_hit_rate: float = 0.0
+
+    @classmethod
+    def of(cls, load: EngineLoad, limits: EngineLimits) -> LoadMetrics:
+        return cls(
+            request_active_slots=load.running,
+            request_total_slots=limits.max_num_seqs,
+            kv_active_blocks=load.active_blocks,
+            kv_total_blocks=limits.blocks,
+            num_requests_waiting=load.waiting,
+            gpu_cache_usage_perc=load.active_blocks / limits.blocks,
+            gpu_prefix_cache_hit_rate=(
+                load.cached_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
+            ),
+        )
 
 
 class Prefill(NamedTuple):

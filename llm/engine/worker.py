@@ -17,7 +17,7 @@ from dynbus.kvrouter.routing import profiles
 from dynbus.kvrouter.stream import KvEventPublisher
 from dynbus.llm.generation import Generated, GenerateRequest
 
-from .interface import Engine, EngineLimits, RunningEngine
+from .interface import Engine, EngineLimits, LoadMetrics, RunningEngine
 from .observing import EngineWatch
 from .runner import EngineRunner, EventSink
 from .tracing import EngineTrace
@@ -129,3 +129,9 @@ class EngineWorker(Actor, abstract=True):
         finally:
             unlink()
             runner.forget(name)
+
+    @handler
+    async def load_metrics(self) -> LoadMetrics:
+        """How busy the engine is."""
+        runner = self._running()
+        return LoadMetrics.of(runner.load, runner.limits)

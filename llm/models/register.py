@@ -15,6 +15,7 @@ from dynbus.actors.runtime import Actor
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import EndpointName
+from dynbus.llm.engine.worker import EngineWorker
 from dynbus.llm.generation import DefaultSampling
 
 from .card import (
@@ -94,7 +95,7 @@ async def register_llm(
         model_type: what the model is asked for; several with `|`. `Backend` stands for all that
             can be made of tokens.
         endpoint: `runtime.endpoint("namespace.component.endpoint")`; in an actor its handler,
-            `self.generate`, or the actor itself where it has only one.
+            `self.generate`, or the actor itself where it is an `EngineWorker` or has only one.
         model_path: where the model's files are, or come from.
         model_name: by which requests ask for it; unless given, the name of the repository, the
             folder or the file.
@@ -220,6 +221,9 @@ def _target(endpoint: object) -> Target:
     handlers = type(actor).__dynbus_handlers__
     if not attribute and len(handlers) == 1:
         (attribute,) = handlers
+    if not attribute and isinstance(actor, EngineWorker):
+        # Its other handlers are about the engine itself.
+        attribute = EngineWorker.generate.__name__
     if attribute not in handlers:
         raise ConfigError(
             f"{type(actor).__name__} has the handlers {', '.join(handlers)}: say which one serves "

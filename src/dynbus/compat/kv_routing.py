@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import anyio
@@ -18,6 +18,7 @@ from dynbus.kvrouter import KvEventPublisher as EventPublisher
 from dynbus.kvrouter import block_hashes
 from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent
 from dynbus.kvrouter.stream import IndexFollower, warm_follower
+from dynbus.llm.engine import LoadMetrics
 
 from .runtime import Component
 from .sdk.context import current_place
@@ -39,23 +40,14 @@ class OverlapScores:
     scores: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
-@dataclass(frozen=True)
-class EndpointKvMetrics:
-    """What one worker said of itself last.
+class EndpointKvMetrics(LoadMetrics, frozen=True, kw_only=True):
+    """What one worker said of itself last; a figure that it left out is 0.
 
     Attributes:
         worker_id: the id of its instance.
-        gpu_cache_usage_perc, gpu_prefix_cache_hit_rate: from 0 to 1.
     """
 
     worker_id: str
-    request_active_slots: int = 0
-    request_total_slots: int = 0
-    kv_active_blocks: int = 0
-    kv_total_blocks: int = 0
-    num_requests_waiting: int = 0
-    gpu_cache_usage_perc: float = 0.0
-    gpu_prefix_cache_hit_rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ class KvMetricsPublisher:
         gpu_cache_usage_perc: float = 0.0,
         gpu_prefix_cache_hit_rate: float = 0.0,
     ) -> None:
-        """What is answered from now on; see `EndpointKvMetrics`."""
+        """What is answered from now on; see `LoadMetrics`."""
         self._latest = {
             "request_active_slots": request_active_slots,
             "request_total_slots": request_total_slots,
@@ -130,8 +122,9 @@ class KvMetricsAggregator:
             try:
                 with call_options(timeout=METRICS_TIMEOUT):
                     async for item in await client.direct(None, worker_id, annotated=False):
-                        known = {name: item[name] for name in _FIGURES if name in item}
-                        found[worker_id] = EndpointKvMetrics(worker_id, **known)
+                        said = LoadMetrics.__struct_fields__
+                        known = {name: item[name] for name in said if name in item}
+                        found[worker_id] = EndpointKvMetrics(**known, worker_id=worker_id)
             except DynbusError:
                 return
 
@@ -140,9 +133,6 @@ class KvMetricsAggregator:
             for worker_id in workers:
                 tasks.start_soon(ask, worker_id)
         return AggregatedMetrics([found[each] for each in workers if each in found])
-
-
-_FIGURES: Final = tuple(each.name for each in fields(EndpointKvMetrics) if each.name != "worker_id")
 
 
 class KvEventPublisher:

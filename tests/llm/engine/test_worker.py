@@ -15,7 +15,7 @@ from tests.llm.engine.engines import CountingEngine
 
 from dynbus.bus.errors import ConfigError, Draining, HandlerError, InvalidRequest
 from dynbus.kvrouter.routing.profiles import read_profile
-from dynbus.llm.engine import Engine, EngineWorker
+from dynbus.llm.engine import Engine, EngineWorker, LoadMetrics
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
 from dynbus.llm.mock.actor import MockWorker
 from dynbus.testing import Telemetry, TestKit, run
@@ -67,6 +67,28 @@ def test_a_worker_serves_its_engine() -> None:
             assert [token for item in mine for token in item.token_ids] == [0, 1, 2, 3]
             assert mine[-1].finish_reason == "length"
     assert not loaded_on_the_loop
+
+
+def test_an_engine_says_how_busy_it_is() -> None:
+    async def story() -> tuple[LoadMetrics, LoadMetrics]:
+        async with TestKit() as kit:
+            await kit.start(Silent)
+            client = kit.client(Silent)
+            async with aclosing(client.generate(GenerateRequest([1] * 40, 500))) as stream:
+                await anext(stream)
+                busy = await client.load_metrics()
+            await eventually(lambda: is_idle(client), what="it is idle")
+            return busy, await client.load_metrics()
+
+    async def is_idle(client: Silent) -> bool:
+        return not (await client.load_metrics()).request_active_slots
+
+    busy, idle = run(story())
+
+    assert (busy.request_active_slots, busy.kv_total_blocks) == (1, 64)
+    assert busy.kv_active_blocks >= 3
+    assert busy.gpu_cache_usage_perc == busy.kv_active_blocks / 64
+    assert (idle.request_active_slots, idle.kv_active_blocks) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from dynbus.bus.errors import ConfigError
 from dynbus.bus.nats.server_process import RunningServer
 from dynbus.bus.records.objects import NoObject, ObjectBucket, ObjectStore
 from dynbus.llm import ModelInput, ModelType, register_llm
+from dynbus.llm.engine import EngineLimits
 from dynbus.llm.generation import DefaultSampling
+from dynbus.llm.mock.actor import MockWorker
 from dynbus.llm.models.card import ModelCard
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.models.records import ARTEFACTS_BUCKET, Artefacts, digest_of, read_cards
@@ -160,6 +162,22 @@ async def test_an_actor_of_several_handlers_has_to_say_which(
     async with Runtime.connect(nats_server.url) as runtime:
         with pytest.raises(ConfigError, match=r"generate, other: say which.*self\.generate"):
             await runtime.start(Engine)
+
+
+async def test_an_engines_worker_itself_stands_for_its_generate(
+    nats_server: RunningServer, namespace: str, name: str, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+
+    class Engine(MockWorker, namespace=namespace):
+        async def on_engine(self, limits: EngineLimits) -> None:
+            await register_llm(ModelInput.Tokens, ModelType.Backend, self, folder, name)
+
+    async with Runtime.connect(nats_server.url) as runtime, Catalog(runtime) as catalog:
+        await runtime.start(Engine)
+        card = await catalog.wait_for(name, ModelType.Completions, timeout=60)
+
+    assert card.endpoint == f"{namespace}.Engine.generate"
 
 
 async def test_the_earlier_form_is_taken_too(

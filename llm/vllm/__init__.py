@@ -1,0 +1,10 @@
+"""vLLM on the bus: `dynbus run dynbus.llm.vllm:VllmWorker --VllmWorker.model=Qwen/Qwen3-0.6B`.
+
+The package `vllm` is imported where an engine is made, and so by no supervisor. The engine computes
+in processes of its own, which end with this one; its KV-cache events come over sockets that nobody
+else has.
+"""
+
+from .actor import Adapter, AdapterAt, Sleep, VllmWorker, WakeUp
+
+__all__ = ["Adapter", "AdapterAt", "Sleep", "VllmWorker", "WakeUp"]

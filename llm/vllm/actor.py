@@ -1,0 +1,183 @@
+"""vLLM as an actor: `VllmWorker`, and what its endpoints take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import anyio
+import msgspec
+
+from dynbus import handler
+from dynbus.bus.background import task_group
+from dynbus.bus.clock import monotonic
+from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.kvrouter.routing import profiles
+from dynbus.llm.engine.runner import EventSink
+from dynbus.llm.named import NamedWorker
+
+from .engine import VllmEngine
+
+if TYPE_CHECKING:
+    from dynbus.kvrouter.engines.engine_events import EngineEvents
+
+logger = logging.getLogger(__name__)
+
+TOLD_EVERY: Final = 15.0
+"""Seconds between two records that say how long the engine has been starting."""
+
+_OWNED: Final = {
+    "served_model_name": "give model_name",
+    "kv_events_config": "give kv_events",
+}
+"""Arguments of vLLM's that the worker itself sets, and what to give instead."""
+
+
+class AdapterAt(msgspec.Struct, frozen=True):
+    """A LoRA adapter to load.
+
+    Attributes:
+        name: by which requests ask for it.
+        path: its folder, on the machine of the engine.
+    """
+
+    name: str
+    path: str
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter that is loaded."""
+
+    name: str
+
+
+class Sleep(msgspec.Struct, frozen=True):
+    """How far an engine is put to sleep: 1 moves its weights to the host's memory, 2 drops them."""
+
+    level: Literal[1, 2] = 1
+
+
+class WakeUp(msgspec.Struct, frozen=True):
+    """What of a sleeping engine comes back, such as `weights` and `kv_cache`; None for all."""
+
+    tags: list[str] | None = None
+
+
+class VllmWorker(NamedWorker, namespace="llm"):
+    """Serves a model with vLLM, by tokens, and registers it under its name.
+
+    All further arguments are vLLM's own, checked by its own parser: `max_model_len=4096`, or
+    `--VllmWorker.max_model_len=4096` on the command line. A subclass gives it a namespace:
+    `class Engine(VllmWorker, namespace="qwen")`.
+
+    Args:
+        model: where it is: a folder, a repository, or what else `register_llm` takes.
+        model_name: by which requests ask for it; unless given, what its files are called.
+        default_sampling: for what requests do not say: see `register_llm`.
+        kv_events: whether routers are told what the cache holds.
+        engine: arguments of vLLM's, by their names.
+
+    Raises:
+        ConfigError: a value is not usable.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        model_name: str = "",
+        default_sampling: dict[str, float] | Literal["model", "openai"] = "model",
+        kv_events: bool = True,
+        **engine: Any,
+    ) -> None:
+        super().__init__(model, model_name, default_sampling)
+        for name, remedy in _OWNED.items():
+            if name in engine:
+                raise ConfigError(f"{type(self).__name__} sets vLLM's {name} itself: {remedy}")
+        self._arguments = engine
+        self._kv_events = kv_events
+        self._vllm: VllmEngine | None = None
+        self._events: EngineEvents | None = None
+
+    def make_engine(self) -> VllmEngine:
+        started = monotonic()
+        logger.info("vLLM starts for %s", self.found.origin)
+        self._vllm = VllmEngine.start(
+            str(self.found.path), self._arguments, kv_events=self._kv_events
+        )
+        logger.info("vLLM is ready after %.1f s", monotonic() - started)
+        return self._vllm
+
+    @asynccontextmanager
+    async def event_sink(self) -> AsyncGenerator[EventSink | None]:
+        from dynbus.kvrouter.engines.engine_events import EngineEvents
+
+        engine = self._engine()
+        source = engine.event_source()
+        block_size = engine.limits.block_size
+        async with EngineEvents.of(self, source, block_size=block_size) as self._events:
+            engine.report_mode = self._events.report_mode
+            # They come by themselves; its steps have none.
+            yield None
+
+    async def on_start(self) -> None:
+        async with task_group() as tasks:
+            tasks.start_soon(self._tell_of_start)
+            await super().on_start()
+            tasks.cancel_scope.cancel()
+
+    async def _tell_of_start(self) -> None:
+        began = monotonic()
+        while True:
+            await anyio.sleep(TOLD_EVERY)
+            logger.info("vLLM has been starting for %.0f s", monotonic() - began)
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        ranks = self._engine().ranks
+        own = {profiles.DP_SIZE_KEY: str(ranks)} if ranks > 1 else {}
+        return {**super().instance_metadata(), **own}
+
+    def _engine(self) -> VllmEngine:
+        if self._vllm is None:
+            raise Unavailable("vLLM is not started")
+        return self._vllm
+
+    def _cleared(self) -> None:
+        # An idle engine says so only with its next step.
+        if self._events is not None:
+            self._events.cleared()
+
+    @handler
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all blocks that no request uses; False where requests use some."""
+        done: bool = await self._engine().llm.reset_prefix_cache()
+        if done:
+            self._cleared()
+        return done
+
+    @handler
+    async def sleep(self, request: Sleep) -> None:
+        """Give the memory of the device to others; running requests are aborted."""
+        await self._engine().llm.sleep(request.level)
+        self._cleared()
+
+    @handler
+    async def wake_up(self, request: WakeUp) -> None:
+        """Take the memory of the device again."""
+        await self._engine().llm.wake_up(request.tags)
+
+    @handler
+    async def load_adapter(self, request: AdapterAt) -> None:
+        """Load a LoRA adapter; vLLM needs `enable_lora`."""
+        await self._engine().load_adapter(request.name, request.path)
+
+    @handler
+    async def unload_adapter(self, request: Adapter) -> None:
+        """Forget a LoRA adapter."""
+        await self._engine().unload_adapter(request.name)
+
+    @handler
+    async def adapters(self) -> list[str]:
+        """The names of the adapters that are loaded."""
+        return sorted(self._engine().adapters)

@@ -1,0 +1,414 @@
+"""vLLM as an engine: an `AsyncLLM`, and what gives it requests and hands over what it makes."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskGroup
+
+from dynbus.bus.background import task_group
+from dynbus.bus.clock import monotonic
+from dynbus.bus.config import suggestion
+from dynbus.bus.context import context
+from dynbus.bus.errors import InvalidRequest, Overloaded, describe_exception
+from dynbus.kvrouter.routing import DP_RANK_KEY
+from dynbus.llm.engine.interface import (
+    EngineLimits,
+    EngineLoad,
+    Listener,
+    Prefill,
+    RunningEngine,
+    Step,
+)
+from dynbus.llm.engine.requests import check_request
+from dynbus.llm.generation import Generated, GenerateRequest
+
+from .requests import FINISH_REASONS, generated, sampling_params
+from .starting import first_error, start_vllm, vllm_module
+
+if TYPE_CHECKING:
+    from dynbus.kvrouter.engines.zmq_subscriber import ZmqSource
+
+HEALTH_INTERVAL: Final = 0.5
+"""Seconds between two looks at whether the engine's processes are there."""
+STOP_TIMEOUT: Final = 10.0
+"""Seconds that the engine's processes have to end."""
+
+
+class EngineGone(Exception):
+    """Raised when the processes of an engine have ended by themselves."""
+
+
+class VllmEngine(RunningEngine):
+    """An `AsyncLLM` of vLLM as an engine; `start` makes it.
+
+    Attributes:
+        llm: the engine itself, with all that it can beside generating.
+        ranks: how many data-parallel ranks it has.
+        adapters: LoRA adapters by name, as vLLM knows them.
+        report_mode: what vLLM is to say of the blocks that a request reuses; None to leave it.
+    """
+
+    def __init__(
+        self, llm: Any, folder: tempfile.TemporaryDirectory[str], counts: list[RankLoad]
+    ) -> None:
+        config = llm.vllm_config
+        cache, scheduler, model = config.cache_config, config.scheduler_config, config.model_config
+        events = config.kv_events_config
+        self.llm = llm
+        self.ranks: int = config.parallel_config.data_parallel_size
+        self.adapters: dict[str, Any] = {}
+        self.report_mode: Callable[[], str] | None = None
+        self.limits = EngineLimits(
+            block_size=cache.block_size,
+            blocks=cache.num_gpu_blocks,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            context_length=model.max_model_len,
+            has_events=events is not None and events.enable_kv_cache_events,
+            vocabulary=model.get_vocab_size(),
+        )
+        self._folder = folder
+        self._counts = counts
+        self._adapter_numbers = 0
+
+    def __repr__(self) -> str:
+        return f"<VllmEngine {self.llm.model_config.model}>"
+
+    @classmethod
+    def start(cls, model: str, arguments: Mapping[str, Any], *, kv_events: bool) -> VllmEngine:
+        """Start vLLM; takes from seconds to minutes, and belongs into a thread.
+
+        Raises:
+            ConfigError: vLLM is not installed, or an argument is none of its own or not usable.
+            RuntimeError: it does not start, and why.
+        """
+        folder = tempfile.TemporaryDirectory(prefix="dynbus-vllm-", ignore_cleanup_errors=True)
+        counts: list[RankLoad] = []
+        try:
+            llm = start_vllm(
+                model,
+                arguments,
+                Path(folder.name),
+                kv_events=kv_events,
+                stat_logger=lambda: counting(counts),
+            )
+            return cls(llm, folder, counts)
+        except BaseException:
+            folder.cleanup()
+            raise
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is, as of its last step."""
+        counts, blocks = self._counts, self.limits.blocks
+        return EngineLoad(
+            running=sum(one.running for one in counts),
+            waiting=sum(one.waiting for one in counts),
+            active_blocks=sum(round(one.usage * blocks) for one in counts),
+            cached_tokens=sum(one.hits for one in counts),
+            prompt_tokens=sum(one.queries for one in counts),
+            preempted=sum(one.preempted for one in counts),
+        )
+
+    def event_source(self) -> ZmqSource:
+        """Where its KV-cache events come from."""
+        from dynbus.kvrouter.engines.zmq_subscriber import ZmqSource
+
+        found = self.llm.get_kv_event_sources()
+        ranks = sorted(found)
+        return ZmqSource(
+            [_reachable(found[rank].endpoint) for rank in ranks],
+            [_reachable(found[rank].replay_endpoint) for rank in ranks],
+            ranks=ranks if self.ranks > 1 else None,
+        )
+
+    def stepper(self, listener: Listener) -> VllmStepper:
+        return VllmStepper(self, listener)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter, in place of one of the same name.
+
+        Raises:
+            InvalidRequest: vLLM does not take it, and why.
+        """
+        self._adapter_numbers += 1
+        request = vllm_module("lora.request").LoRARequest(name, self._adapter_numbers, path)
+        try:
+            await self.llm.add_lora(request)
+        except Exception as error:
+            raise InvalidRequest(
+                f"vLLM does not load the adapter {name!r}: {describe_exception(error)}"
+            ) from error
+        former = self.adapters.get(name)
+        self.adapters[name] = request
+        if former is not None:
+            await self.llm.remove_lora(former.lora_int_id)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter.
+
+        Raises:
+            InvalidRequest: there is none of the name.
+        """
+        if name not in self.adapters:
+            raise InvalidRequest(f"no adapter {name!r} is loaded{suggestion(name, self.adapters)}")
+        await self.llm.remove_lora(self.adapters.pop(name).lora_int_id)
+
+    def check(self) -> None:
+        """Make sure that its processes are there.
+
+        Raises:
+            EngineGone: they are not.
+        """
+        if self.llm.errored:
+            cause = first_error(Path(self._folder.name))
+            raise EngineGone(f"vLLM has ended: {cause or 'its processes are gone'}")
+
+    async def aclose(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.llm.shutdown, STOP_TIMEOUT)
+            await anyio.to_thread.run_sync(self._folder.cleanup)
+
+
+def _reachable(endpoint: str) -> str:
+    """Where to connect to what is bound there."""
+    return endpoint.replace("//*:", "//127.0.0.1:").replace("//0.0.0.0:", "//127.0.0.1:")
+
+
+# Requests -----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """A request that vLLM has.
+
+    Attributes:
+        sampling: of each continuation, by its name in vLLM.
+        options: what else `AsyncLLM.generate` gets.
+        has_output: whether something was made for it.
+    """
+
+    request: GenerateRequest
+    sampling: dict[str, Any]
+    options: dict[str, Any]
+    has_output: bool = False
+
+
+class VllmStepper:
+    """Gives requests to vLLM, and hands over at once what its steps make for all of them."""
+
+    def __init__(self, engine: VllmEngine, listener: Listener) -> None:
+        self._engine = engine
+        self._listener = listener
+        self._asked: dict[str, _Asked] = {}
+        self._tasks: TaskGroup | None = None
+        self._early: list[str] = []
+        self._outputs: list[tuple[str, Generated]] = []
+        self._prefilled: list[Prefill] = []
+        self._failures: list[tuple[str, str]] = []
+        self._aborted: list[str] = []
+        self._news = asyncio.Event()
+
+    def add(self, request_id: str, request: GenerateRequest) -> None:
+        try:
+            self._asked[request_id] = self._prepare(request_id, request)
+        except Exception as error:  # noqa: BLE001 - a client's mistake, as vLLM sees it too
+            self._listener.on_refused(request_id, error)
+            return
+        if self._tasks is None:
+            self._early.append(request_id)
+        else:
+            self._begin(self._tasks, request_id)
+
+    def cancel(self, request_id: str) -> None:
+        asked = self._asked.pop(request_id, None)
+        if asked is not None:
+            self._abort(*asked.sampling)
+
+    async def run(self) -> None:
+        engine = self._engine
+        async with task_group() as self._tasks:
+            self._tasks.start_soon(self._watch)
+            for request_id in self._early:
+                self._begin(self._tasks, request_id)
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                self._hand_over()
+                aborted, self._aborted = self._aborted, []
+                if aborted:
+                    await engine.llm.abort(aborted)
+
+    async def _watch(self) -> None:
+        while True:
+            self._engine.check()
+            # What is shown of its load is that of its last step.
+            self._news.set()
+            await anyio.sleep(HEALTH_INTERVAL)
+
+    def _hand_over(self) -> None:
+        outputs, self._outputs = self._outputs, []
+        prefilled, self._prefilled = self._prefilled, []
+        failures, self._failures = self._failures, []
+        step = Step(outputs, failures=failures, prefilled=prefilled)
+        self._listener.on_step(step, self._engine.load, monotonic())
+
+    def _prepare(self, request_id: str, request: GenerateRequest) -> _Asked:
+        """What vLLM gets for a request.
+
+        Raises:
+            ValueError, VLLMClientError: a value is not usable.
+        """
+        engine = self._engine
+        check_request(request, engine.limits)
+        prompt: dict[str, Any] = {"prompt_token_ids": request.token_ids}
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
+        options: dict[str, Any] = {"prompt": prompt}
+        if request.lora_name is not None:
+            if request.lora_name not in engine.adapters:
+                raise ValueError(
+                    f"no adapter {request.lora_name!r} is loaded"
+                    f"{suggestion(request.lora_name, engine.adapters)}"
+                )
+            options["lora_request"] = engine.adapters[request.lora_name]
+        config = engine.llm.vllm_config
+        if request.priority and config.scheduler_config.policy == "priority":
+            # vLLM computes lower ones first.
+            options["priority"] = -request.priority
+        running = context()
+        if config.observability_config.otlp_traces_endpoint is not None:
+            options["trace_headers"] = running.trace_headers()
+        if engine.ranks > 1 and (rank := running.metadata.get(DP_RANK_KEY)):
+            options["data_parallel_rank"] = int(rank)
+        report = None if engine.report_mode is None else engine.report_mode()
+        sampling = {
+            f"{request_id}-{number}": sampling_params(request, number, report)
+            for number in range(request.n)
+        }
+        return _Asked(request, sampling, options)
+
+    def _begin(self, tasks: TaskGroup, request_id: str) -> None:
+        asked = self._asked.get(request_id)
+        if asked is None:
+            return
+        for number, name in enumerate(asked.sampling):
+            tasks.start_soon(self._follow, request_id, asked, name, asked.request.index + number)
+
+    async def _follow(self, request_id: str, asked: _Asked, name: str, index: int) -> None:
+        """Read what vLLM makes for one continuation."""
+        errors: Any = vllm_module("exceptions")
+        engine = self._engine
+        generate = engine.llm.generate
+        output: Any = None
+        try:
+            async for output in generate(
+                sampling_params=asked.sampling[name], request_id=name, **asked.options
+            ):
+                if self._asked.get(request_id) is asked:
+                    self._take(request_id, asked, index, output)
+                elif not output.finished:
+                    # It was cancelled before vLLM had it.
+                    self._abort(name)
+            if self._asked.get(request_id) is asked and (output is None or not output.finished):
+                self._fail(request_id, "vLLM has lost it")
+        except vllm_module("v1.engine.exceptions").EngineDeadError as error:
+            engine.check()
+            raise EngineGone("vLLM has ended") from error
+        except errors.VLLMClientError as error:
+            self._refuse(request_id, asked, ValueError(str(error)))
+        except errors.GracefulHTTPError as error:
+            self._refuse(request_id, asked, Overloaded(str(error)))
+        except Exception as error:  # noqa: BLE001 - of this request alone
+            self._fail(request_id, describe_exception(error))
+
+    def _take(self, request_id: str, asked: _Asked, index: int, output: Any) -> None:
+        made = output.outputs[0]
+        reason = made.finish_reason
+        if reason is not None and reason not in FINISH_REASONS:
+            self._fail(request_id, f"vLLM ended it with {reason!r}")
+            return
+        if not made.token_ids and reason is None:
+            return
+        cached = None
+        if not asked.has_output:
+            asked.has_output = True
+            cached = output.num_cached_tokens or 0
+            self._prefilled.append(Prefill(request_id, cached, 1))
+        item = generated(made, asked.request, index, cached)
+        self._outputs.append((request_id, item))
+        self._news.set()
+
+    def _refuse(self, request_id: str, asked: _Asked, error: Exception) -> None:
+        if self._asked.get(request_id) is asked:
+            del self._asked[request_id]
+            self._listener.on_refused(request_id, error)
+
+    def _fail(self, request_id: str, reason: str) -> None:
+        asked = self._asked.pop(request_id, None)
+        if asked is not None:
+            self._failures.append((request_id, reason))
+            self._abort(*asked.sampling)
+
+    def _abort(self, *names: str) -> None:
+        self._aborted += names
+        self._news.set()
+
+
+# How busy it is -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class RankLoad:
+    """How busy a data-parallel rank is, after its last step; tokens and preemptions of all time.
+
+    Attributes:
+        usage: share of its blocks that requests use.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    usage: float = 0.0
+    queries: int = 0
+    hits: int = 0
+    preempted: int = 0
+
+
+class _Counter:
+    """Has vLLM say after each step how busy a rank is; see its `StatLoggerBase`."""
+
+    counts: list[RankLoad]
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self._load = RankLoad()
+        self.counts.append(self._load)
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, *ignored: Any, **named: Any
+    ) -> None:
+        load = self._load
+        if scheduler_stats is not None:
+            load.running = scheduler_stats.num_running_reqs
+            load.waiting = scheduler_stats.num_waiting_reqs
+            load.usage = scheduler_stats.kv_cache_usage
+            load.queries += scheduler_stats.prefix_cache_stats.queries
+            load.hits += scheduler_stats.prefix_cache_stats.hits
+        if iteration_stats is not None:
+            load.preempted += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        """Nothing is to be said."""
+
+
+def counting(counts: list[RankLoad]) -> type:
+    """What has vLLM count into `counts`, once for each rank."""
+    base: type = vllm_module("v1.metrics.loggers").StatLoggerBase
+    return type("Counter", (_Counter, base), {"counts": counts})

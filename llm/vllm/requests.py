@@ -1,0 +1,73 @@
+"""Requests as vLLM takes them, and what it makes for them as items."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
+
+from .starting import vllm_module
+
+FINISH_REASONS: Final[Mapping[str, FinishReason]] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "cancelled",
+    # Its last tokens were always the same.
+    "repetition": "stop",
+}
+
+
+def sampling_params(request: GenerateRequest, number: int, report: str | None) -> Any:
+    """vLLM's parameters for one continuation.
+
+    Raises:
+        VLLMClientError: a value is not usable.
+    """
+    given, module = request.sampling, vllm_module("sampling_params")
+    return module.SamplingParams(
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        frequency_penalty=given.frequency_penalty,
+        presence_penalty=given.presence_penalty,
+        seed=None if given.seed is None else given.seed + request.index + number,
+        logit_bias=given.logit_bias or None,
+        logprobs=given.logprobs,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens,
+        # Whoever asks turns tokens into text, and applies stop strings to it.
+        detokenize=False,
+        output_kind=module.RequestOutputKind.DELTA,
+        extra_args=None if report is None else {"kv_cache_report_mode": report},
+    )
+
+
+def generated(made: Any, request: GenerateRequest, index: int, cached: int | None) -> Generated:
+    """What vLLM has made for one continuation, a `CompletionOutput`, as an item.
+
+    Args:
+        cached: tokens of the prompt that were found in the cache; None but for the first item.
+    """
+    reason = made.finish_reason
+    return Generated(
+        list(made.token_ids),
+        index,
+        None if made.logprobs is None else _logprobs(made, request),
+        None if reason is None else FINISH_REASONS[reason],
+        cached,
+    )
+
+
+def _logprobs(made: Any, request: GenerateRequest) -> list[TokenLogprob]:
+    wanted = request.sampling.logprobs or 0
+    found: list[TokenLogprob] = []
+    for token_id, each in zip(made.token_ids, made.logprobs, strict=True):
+        likeliest = sorted(each.items(), key=lambda one: -one[1].logprob)[:wanted]
+        top = [(one, value.logprob) for one, value in likeliest]
+        found.append(TokenLogprob(token_id, each[token_id].logprob, top))
+    return found
