@@ -41,6 +41,16 @@ class BadRequest(InvalidRequest):
         self.status = status
 
 
+def unsupported(param: str, why: str) -> BadRequest:
+    """A field asks for what is not done here."""
+    return BadRequest(f"{param}: {why}", param=param, reason="unsupported_value")
+
+
+def misfit(param: str, why: str) -> BadRequest:
+    """A field is not what it must be."""
+    return BadRequest(f"{param}: {why}", param=param, status=422)
+
+
 class ModelNotFound(DynbusError):
     """Raised when no model of that name is served."""
 
@@ -132,16 +142,20 @@ def answer_of(error: DynbusError, request_id: str = "") -> ErrorAnswer:
     return ErrorAnswer(status, error_body(error, request_id), headers)
 
 
-def error_body(error: DynbusError, request_id: str = "") -> bytes:
-    """An error as a JSON object with `error`, as in a stream that has begun."""
+def error_fields(error: DynbusError, request_id: str = "") -> dict[str, Any]:
+    """What is told of an error: `message`, `type`, `param`, `code` and `request_id`."""
     status = status_of(error)
     bad = error if isinstance(error, BadRequest) else None
     reason = (bad.reason if bad is not None else _REASONS.get(error.code)) or None
-    told: dict[str, Any] = {
+    return {
         "message": HIDDEN if isinstance(error, HandlerError) else error.message or error.code,
         "type": _TYPES.get(status, "server_error"),
         "param": (bad.param or None) if bad is not None else None,
         "code": reason if status < 500 else reason or error.code,
         "request_id": request_id or error.request_id or None,
     }
-    return msgspec.json.encode({"error": told})
+
+
+def error_body(error: DynbusError, request_id: str = "") -> bytes:
+    """An error as a JSON object with `error`, as in a stream that has begun."""
+    return msgspec.json.encode({"error": error_fields(error, request_id)})

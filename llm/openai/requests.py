@@ -37,7 +37,25 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
+class EngineFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What engines know beyond the fields of each interface, by the names that others use too."""
+
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Meta(ge=-9999, le=99999)] | None = None
+
+    @property
+    def engine_fields(self) -> dict[str, Any]:
+        """Those of these fields that are given."""
+        found = {name: getattr(self, name) for name in EngineFields.__struct_fields__}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class CommonRequest(EngineFields, frozen=True, kw_only=True):
     """What both kinds of requests have. Fields that nobody here knows are passed over."""
 
     model: str
@@ -52,14 +70,6 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    # What engines know beyond OpenAI's fields, by the names that others use too.
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    priority: Annotated[int, Meta(ge=-9999, le=99999)] | None = None
 
     @property
     def streams(self) -> bool:
@@ -254,7 +264,7 @@ def read_chat(data: bytes) -> ChatRequest:
     Raises:
         BadRequest: it is none, or asks for what is not done here.
     """
-    return check_chat(_read(_chat_decoder, data))
+    return check_chat(read_body(_chat_decoder, data))
 
 
 def read_completion(data: bytes) -> CompletionRequest:
@@ -263,7 +273,7 @@ def read_completion(data: bytes) -> CompletionRequest:
     Raises:
         BadRequest: it is none, or asks for what is not done here.
     """
-    return check_completion(_read(_completion_decoder, data))
+    return check_completion(read_body(_completion_decoder, data))
 
 
 def chat_of(value: Mapping[str, Any]) -> ChatRequest:
@@ -284,7 +294,15 @@ def completion_of(value: Mapping[str, Any]) -> CompletionRequest:
     return check_completion(_convert(CompletionRequest, value))
 
 
-def _read(decoder: msgspec.json.Decoder[R], data: bytes) -> R:
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def read_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
+    """What a body holds.
+
+    Raises:
+        BadRequest: it is not JSON, or does not fit.
+    """
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
