@@ -8,11 +8,11 @@ does not, or the other way round. Its own count of reused tokens tells.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ AWARENESS_INTERVAL: Final = 0.1
 
 DEFAULT_CAPACITY: Final = 65_536
 """Blocks that a rank is taken to have room for when its instance does not say."""
+
+LOOKS: Final = 2
+"""Computed prompts that each decision looks for in the index: more than decisions bring."""
 
 LEAST_REQUESTS: Final = 8
 """Requests before a mean says anything."""
@@ -79,6 +82,18 @@ class Follower(Protocol):
         ...
 
 
+class _Sent(NamedTuple):
+    """A prompt that a rank will hold, or says already that it does.
+
+    Attributes:
+        until: when its guess ends in any case.
+    """
+
+    rank: Rank
+    shape: RequestShape
+    until: float
+
+
 class ExpectedCaches:
     """The caches of a component's instances, as far as its router knows or guesses them.
 
@@ -93,10 +108,16 @@ class ExpectedCaches:
         self._awareness = ""
         self._look_at = -inf
         self._approximates = config.approximate_ttl != 0
+        self._prediction_ttl = config.prediction_ttl
         self._predicts = config.prediction_ttl > 0
         self._forgets = config.approximate_ttl is not None
         # Of instances that send events, until these arrive.
         self._predictions = ApproximateIndex(ttl=config.prediction_ttl)
+        # By the numbers of their decisions, and, once these are computed, in this order. What the
+        # index has had of them is guessed no longer, so that it may be evicted.
+        self._sent: dict[int, _Sent] = {}
+        self._computed: deque[_Sent] = deque()
+        self._looked_at = -1
         # Of instances that send none.
         self._approximations = ApproximateIndex(ttl=config.approximate_ttl)
         # Blocks that each rank of these has room for; None where they do not say.
@@ -115,6 +136,8 @@ class ExpectedCaches:
         """
         hashes = shape.sequence_hashes
         follower = self._follower
+        if self._computed and follower is not None:
+            self._look_for_computed(follower, now)
         exact: Mapping[Rank, Overlap] = (
             {} if follower is None else follower.overlaps(shape.block_hashes)
         )
@@ -140,23 +163,35 @@ class ExpectedCaches:
 
     def note_sent(
         self,
+        number: int,
         profile: InstanceProfile,
         chosen: Candidate,
         guessed: int,
-        sequence_hashes: Sequence[int],
+        shape: RequestShape,
         now: float,
     ) -> None:
         """A prompt was sent to a rank, which will hold it.
 
         Args:
+            number: of the decision.
             guessed: how many blocks of the overlap of `chosen` are guessed.
         """
+        rank, hashes = chosen.rank, shape.sequence_hashes
         if not self._is_followed(profile):
             capacity = self._capacities[profile.instance] = profile.total_blocks
-            self._approximations.store(chosen.rank, sequence_hashes, now, capacity=capacity)
+            self._approximations.store(rank, hashes, now, capacity=capacity)
         elif self._predicts:
             known = chosen.overlap.total - guessed
-            self._predictions.store(chosen.rank, sequence_hashes, now, start=known)
+            self._predictions.store(rank, hashes, now, start=known)
+            if len(hashes) > known:
+                self._sent[number] = _Sent(rank, shape, now + self._prediction_ttl)
+
+    def note_computed(self, number: int) -> None:
+        """The prompt of a decision is computed, or its request is over: its events come now."""
+        sent = self._sent.pop(number, None)
+        if sent is not None:
+            self._computed.append(sent)
+            self._looked_at = -1
 
     def note_elsewhere(self, rank: Rank, sequence_hashes: Sequence[int], now: float) -> None:
         """Another router has sent a prompt to a rank, which will hold it."""
@@ -212,6 +247,21 @@ class ExpectedCaches:
             self._look_at = now + AWARENESS_INTERVAL
             self._awareness = str(self.awareness())
         return self._awareness
+
+    def _look_for_computed(self, follower: Follower, now: float) -> None:
+        """See of some computed prompts whether the index has them by now."""
+        sequence, computed = follower.position.sequence, self._computed
+        if sequence == self._looked_at:
+            return
+        self._looked_at = sequence
+        for _ in range(min(LOOKS, len(computed))):
+            sent = computed.popleft()
+            rank, hashes = sent.rank, sent.shape.block_hashes
+            held = follower.overlaps(hashes).get(rank, NO_OVERLAP).total
+            if held == len(hashes):
+                self._predictions.confirm(rank, sent.shape.sequence_hashes, held)
+            elif now < sent.until:
+                computed.append(sent)
 
     def _is_followed(self, profile: InstanceProfile) -> bool:
         return self._follower is not None and profile.has_events

@@ -224,6 +224,7 @@ class KvScheduler:
         decision = self._running.get(number)
         if decision is not None and decision.outcome.first_item_s is None:
             decision.outcome.first_item_s = now - decision.decided_at
+            self._caches.note_computed(number)
             self.load.prefill_completed(str(number))
 
     def grown(self, number: int, output_tokens: int) -> None:
@@ -238,6 +239,7 @@ class KvScheduler:
         if decision is not None:
             decision.outcome.ended_s = now - decision.decided_at
             decision.outcome.error = error
+            self._caches.note_computed(number)
             self.load.free(str(number))
 
     def report_reused(self, request_id: str, tokens: int, now: float) -> Decision | None:
@@ -419,7 +421,7 @@ class KvScheduler:
         rank = chosen.rank
         hashes = shape.sequence_hashes
         profile = next(one for one in request.profiles if one.instance == rank.instance)
-        self._caches.note_sent(profile, chosen, guessed, hashes, now)
+        self._caches.note_sent(decision.number, profile, chosen, guessed, shape, now)
         if request.session:
             self._affinity.bind(request.session, rank, now)
         # Charged when all else is done: whoever gets no decision cannot say that it ended.

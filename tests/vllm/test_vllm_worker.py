@@ -15,14 +15,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.conditions import PATIENCE, eventually, wait_until
 from tests.vllm.conftest import START_TIMEOUT, Run, running
 
 from dynbus import Draining, Runtime, UnknownOutcome, call_options
 from dynbus.bus.errors import InvalidRequest, StreamLost
 from dynbus.bus.nats.server_process import RunningServer, free_port
-from dynbus.kvrouter import KvRouter, open_router
+from dynbus.kvrouter import KvRouter, block_hashes, open_router
+from dynbus.kvrouter.radix.index import Rank
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
 from dynbus.llm.vllm import AdapterAt, VllmWorker
 
@@ -56,6 +59,7 @@ async def items_of(engine: Engine, request: GenerateRequest) -> list[Generated]:
 
 
 GREEDY = Sampling(temperature=0)
+Hashes = NDArray[np.uint64]
 
 
 async def test_tokens_are_those_of_the_model(
@@ -145,15 +149,26 @@ async def test_routers_know_what_vllm_holds(fleet: Run, nats_server: RunningServ
 
 
 async def ask_in_turn(engine: Engine, router: KvRouter, count: int) -> list[str]:
-    """Where the router was wrong of so many requests."""
+    """Where the router was wrong of so many requests, each asked once it knows what became of the
+    one before."""
+    assert router.follower is not None
+    overlaps = router.follower.overlaps
     random = Random("documents")
     differing: list[str] = []
     for number in range(count):
         document = prompt(f"document {random.randrange(8)}", 32 * random.randrange(4, 24))
-        request = GenerateRequest([*document, *prompt(f"question {number}", 9)], 2, sampling=GREEDY)
+        # No other has its last whole block: vLLM says that it has it, and what it dropped for it.
+        asked = [*document, *prompt(f"question {number}", 41)]
         with call_options(request_id=f"ask-{number}"):
-            await items_of(engine, request)
+            await items_of(engine, GenerateRequest(asked, 2, sampling=GREEDY))
         [decision] = router.decisions(f"ask-{number}")
+        hashes = block_hashes(asked, 32)
+
+        def is_known(chosen: Rank = decision.chosen, hashes: Hashes = hashes) -> bool:
+            found = overlaps(hashes).get(chosen)
+            return found is not None and found.total == len(hashes)
+
+        await eventually(is_known, what=f"the router knows what request {number} left")
         if decision.outcome.reused_tokens != decision.expected_reuse:
             differing.append(
                 f"{number}: {decision.outcome.reused_tokens}, expected {decision.expected_reuse}"

@@ -39,6 +39,34 @@ def test_a_prediction_ends_when_no_event_confirms_it() -> None:
     assert sum(second.predicted) == 0
 
 
+def test_a_prompt_that_was_told_and_evicted_is_not_guessed_though_nobody_asked_for_it_between() -> (
+    None
+):
+    index = HandIndex()
+    scheduler = KvScheduler(follower=index)
+    first = decide(scheduler, request("one", [A], blocks=8))
+    scheduler.first_item(first.number, 0.1)
+    index.held = {Rank("a", 0): Overlap(8, 0, 0, 0)}
+    decide(scheduler, request("other", [A], blocks=8, of=1), 0.2)
+
+    index.held = {}
+    again = decide(scheduler, request("again", [A], blocks=8), 0.3)
+
+    assert sum(again.predicted) == 0
+
+
+def test_a_computed_prompt_is_guessed_until_its_events_come() -> None:
+    scheduler = KvScheduler(follower=HandIndex())
+    first = decide(scheduler, request("one", [A], blocks=8))
+    scheduler.ended(first.number, 0.1)
+    for number in range(4):
+        decide(scheduler, request(f"other {number}", [A], blocks=2, of=1 + number), 0.2)
+
+    again = decide(scheduler, request("again", [A], blocks=8), 0.3)
+
+    assert sum(again.predicted) == 8
+
+
 def test_without_events_own_decisions_count_for_longer_and_as_far_as_there_is_room() -> None:
     small = profile("a", events="false", total_blocks=5)
     scheduler = KvScheduler(RouterConfig(approximate_ttl=None))
@@ -73,7 +101,7 @@ def test_without_a_time_to_forget_in_what_others_sent_counts_for_instances_known
     None
 ):
     caches, wanted = ExpectedCaches(None, RouterConfig(approximate_ttl=None)), shape(4)
-    caches.note_sent(A, Candidate(Rank("a", 0)), 0, [], 0.0)
+    caches.note_sent(1, A, Candidate(Rank("a", 0)), 0, shape(0), 0.0)
 
     for name in ("a", "b"):
         caches.note_elsewhere(Rank(name, 0), wanted.sequence_hashes, 0.5)
