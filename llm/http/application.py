@@ -14,10 +14,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.models.card import ModelCard
+from dynbus.llm.openai.api import Api, CompletionsApi
 from dynbus.llm.openai.errors import answer_of
 from dynbus.llm.openai.requests import read_chat, read_completion
 
-from .completions import Exchange, Read, Receive, Scope
+from .completions import Exchange, Receive, Scope
 from .metrics import CONTENT_TYPE
 from .openapi import DOCUMENT, PAGE
 from .shared import Caller, Shared
@@ -25,11 +26,11 @@ from .writer import JSON, Headers, Send, raw_headers
 
 logger = logging.getLogger(__name__)
 
-COMPLETIONS: Final[Mapping[str, Read]] = {
-    "/v1/chat/completions": read_chat,
-    "/v1/completions": read_completion,
+APIS: Final[Mapping[str, Api]] = {
+    "/v1/chat/completions": CompletionsApi(read_chat),
+    "/v1/completions": CompletionsApi(read_completion),
 }
-"""What reads the requests for completions, by path."""
+"""What is answered by engines, by path."""
 
 OPEN_PATHS: Final = frozenset(("/health", "/ready"))
 """Which orchestrators ask, without a key."""
@@ -110,9 +111,9 @@ class Application:
         try:
             if path not in OPEN_PATHS:
                 caller = shared.authorized(caller)
-            read = COMPLETIONS.get(path)
-            if read is not None and method == "POST":
-                await Exchange(shared, path, caller, scope, receive, send).run(read)
+            api = APIS.get(path)
+            if api is not None and method == "POST":
+                await Exchange(shared, api, path, caller, scope, receive, send).run()
                 return
             response = await self._respond(method, path, caller)
         except DynbusError as error:
@@ -123,10 +124,10 @@ class Application:
         page = self._pages.get(path)
         if page is None and path.startswith("/v1/models/"):
             return await self._model(path.removeprefix("/v1/models/"))
-        if page is None and path not in COMPLETIONS:
+        if page is None and path not in APIS:
             return _refused(404, f"there is no {path[:200]!r} here; see /docs", "not_found")
         if page is None or method not in ("GET", "HEAD"):
-            allowed = "POST" if path in COMPLETIONS else "GET"
+            allowed = "POST" if path in APIS else "GET"
             why = f"{path} takes {allowed}, not {method}"
             return _refused(405, why, "method_not_allowed", [(b"allow", allowed.encode())])
         return await page(caller)

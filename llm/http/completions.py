@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/completions`: from the request's bytes to the answer's."""
+"""What is answered by an engine: from the request's bytes to the answer's, under each interface."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from dynbus.bus.errors import (
     PayloadTooLarge,
     describe_exception,
 )
+from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.models.card import ModelType
-from dynbus.llm.openai.answers import SSE
+from dynbus.llm.openai.api import Api, Asked
 from dynbus.llm.openai.errors import BodyTimeout
-from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
+from dynbus.llm.openai.requests import ChatRequest
 from dynbus.llm.pipeline.open_model import Inquiry
 from dynbus.llm.pipeline.serving import Completion, RequestTiming, Sink
 
@@ -37,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Read = Callable[[bytes], ChatRequest | CompletionRequest]
-"""What reads a body; it raises `BadRequest` for one that is no such request."""
 
 ABORT: Final = "dynbus.abort"
 """The extension of a scope that drops the connection; of `LimitedProtocol`."""
@@ -54,8 +53,16 @@ class Exchange:
     """One request and its answer."""
 
     def __init__(
-        self, shared: Shared, path: str, caller: Caller, scope: Scope, receive: Receive, send: Send
+        self,
+        shared: Shared,
+        api: Api,
+        path: str,
+        caller: Caller,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
+        self._api = api
         self._shared = shared
         self._path = path
         self._scope = scope
@@ -65,26 +72,27 @@ class Exchange:
         self._timing = RequestTiming(time.perf_counter())
         self._trace = shared.tracing.begin("POST", path, self._caller.headers)
         self._model = ""
-        self._writer = self._make_writer(streams=False)
+        self._writer = self._make_writer(None)
         self._completion: Completion | None = None
         self._context: Context | None = None
         self._metrics: ModelMetrics | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
         self._content: Content | None = None
 
-    async def run(self, read: Read) -> None:
+    async def run(self) -> None:
         """Answer it, whatever happens."""
         shared, timing = self._shared, self._timing
         shared.metrics.in_flight += 1
         try:
             shared.check_room()
             data = await self._body()
-            request = read(data)
+            asked = self._api.read(data)
             if shared.settings.log_content:
-                self._content = Content(request)
-            self._writer = self._make_writer(streams=request.streams)
+                self._content = Content(asked.request)
+            format = asked.format(self._caller.request_id)
+            self._writer = self._make_writer(format if asked.request.streams else None)
             async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self._ask, request, data)
+                self._tasks.start_soon(self._ask, asked, format)
                 try:
                     while (await self._receive())["type"] != "http.disconnect":
                         pass
@@ -159,18 +167,18 @@ class Exchange:
             f"the body has {size} bytes or more, and at most {limit} are taken", started=False
         )
 
-    async def _ask(self, request: ChatRequest | CompletionRequest, data: bytes) -> None:
+    async def _ask(self, asked: Asked, format: AnswerFormat) -> None:
         """Send the request to an engine."""
         try:
-            await self._complete(request, data)
+            await self._complete(asked, format)
         except DynbusError as error:
             self._end(error)
         except Exception as error:
             logger.exception("a request to %s failed", self._path)
             self._end(DynbusError(f"the front end failed: {describe_exception(error)}"))
 
-    async def _complete(self, request: ChatRequest | CompletionRequest, data: bytes) -> None:
-        shared, caller, timing = self._shared, self._caller, self._timing
+    async def _complete(self, asked: Asked, format: AnswerFormat) -> None:
+        shared, caller, timing, request = self._shared, self._caller, self._timing, asked.request
         wanted = ModelType.Chat if isinstance(request, ChatRequest) else ModelType.Completions
         model = await shared.models.get(request.model, wanted | ModelType.Backend)
         self._model = request.model
@@ -185,8 +193,8 @@ class Exchange:
             trace_headers=self._trace.fields,
         )
         enter_context(self._context)
-        body = msgspec.Raw(_without_salt(data, caller.tenant))
-        inquiry = Inquiry(request, body, SSE, caller.tenant or None)
+        body = msgspec.Raw(_without_salt(asked.body, caller.tenant))
+        inquiry = Inquiry(request, body, format, caller.tenant or None)
         begun = time.perf_counter()
         sink: Sink = self._writer
         if self._content is not None:
@@ -208,7 +216,7 @@ class Exchange:
             self._completion.cancel(error)
         self._writer.end(error)
 
-    def _make_writer(self, *, streams: bool) -> AnswerWriter:
+    def _make_writer(self, stream: AnswerFormat | None) -> AnswerWriter:
         fields = self._trace.fields
         headers = [(b"x-request-id", self._caller.request_id.encode())]
         if "traceparent" in fields:
@@ -218,7 +226,8 @@ class Exchange:
             self._send,
             headers,
             self._caller.request_id,
-            streams=streams,
+            refusal=self._api.refusal,
+            stream=stream,
             finish_sending=self._finish_sending,
             timeout=self._shared.settings.write_timeout,
             write_piece=extensions.get(WRITE),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.bus.telemetry.trace_context import trace_fields
-from dynbus.llm.openai.answers import Usage
+from dynbus.llm.answers import Usage
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.pipeline.serving import Completion, RequestTiming
 

@@ -23,8 +23,8 @@ from typing import Any, Final
 import anyio
 
 from dynbus.bus.errors import DynbusError
-from dynbus.llm.openai.answers import DONE
-from dynbus.llm.openai.errors import answer_of, error_body, status_of
+from dynbus.llm.answers import AnswerFormat
+from dynbus.llm.openai.errors import ErrorAnswer, status_of
 
 Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
 Headers = Sequence[tuple[bytes, bytes]]
@@ -63,8 +63,9 @@ class AnswerWriter:
     """Writes one answer: a stream of events, or a whole one. It is the sink of a completion.
 
     Args:
-        streams: whether the answer is a stream; it begins with the first chunk, so that an early
-            error is an answer of its own.
+        refusal: how an error is answered before anything else was.
+        stream: how the answer is told where it is a stream, which begins with the first chunk, so
+            that an early error is an answer of its own; None for a whole answer.
         headers: of every answer, beside those of its content.
         finish_sending: starts a task for what could not be written at once; what it is given
             returns whether all was written.
@@ -85,10 +86,11 @@ class AnswerWriter:
     __slots__ = (
         "_finish_sending",
         "_headers",
+        "_refusal",
         "_request_id",
         "_rest",
         "_send",
-        "_streams",
+        "_stream",
         "_timeout",
         "_waiting",
         "_whole",
@@ -105,7 +107,8 @@ class AnswerWriter:
         headers: Headers,
         request_id: str,
         *,
-        streams: bool,
+        refusal: Callable[[DynbusError, str], ErrorAnswer],
+        stream: AnswerFormat | None,
         finish_sending: Callable[[Callable[[], Coroutine[Any, Any, bool]]], object],
         timeout: float,
         write_piece: Callable[[bytes], bool] | None = None,
@@ -114,7 +117,8 @@ class AnswerWriter:
         self._write_piece = write_piece
         self._headers = headers
         self._request_id = request_id
-        self._streams = streams
+        self._refusal = refusal
+        self._stream = stream
         self._finish_sending = finish_sending
         self._timeout = timeout
         self._whole: Sequence[bytes] = ()
@@ -132,7 +136,7 @@ class AnswerWriter:
 
     def write(self, chunks: Sequence[bytes]) -> bool:
         """Write chunks, or keep the whole answer for its end; whether more may follow at once."""
-        if not self._streams:
+        if self._stream is None:
             self._whole = chunks
             return True
         if self.has_ended:
@@ -157,17 +161,16 @@ class AnswerWriter:
         self.has_ended = True
         self.error = error
         if error is not None and not self.status:
-            told = answer_of(error, self._request_id)
+            told = self._refusal(error, self._request_id)
             self._answer(told.status, told.body, told.headers)
+        elif self._stream is None:
+            self._answer(200, b"".join(self._whole), {})
         elif error is not None:
-            body = error_body(error, self._request_id)
-            self._finish(b"event: error\ndata: " + body + b"\n\n")
-        elif self._streams:
+            self._finish(self._stream.error(error, self._request_id))
+        else:
             if not self.status:
                 self._start(200, EVENTS)
-            self._finish(DONE)
-        else:
-            self._answer(200, b"".join(self._whole), {})
+            self._finish(b"")
 
     @property
     def final_status(self) -> int:

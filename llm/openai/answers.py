@@ -5,11 +5,18 @@ A stream's chunks differ in little, and there are very many of them: what stays 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
+
+from dynbus.bus.errors import DynbusError
+from dynbus.llm.answers import Output, TokenText, Usage
+from dynbus.llm.parsing.delta import Delta, ToolCallDelta
+
+from .errors import error_body
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -23,27 +30,16 @@ DONE: Final = b"data: [DONE]\n\n"
 """The last event of a stream over HTTP."""
 
 
-class Usage(NamedTuple):
-    """How many tokens a request has used so far.
-
-    Attributes:
-        cached: of the prompt, found in a cache; None when the engine does not say.
-    """
-
-    prompt: int
-    completion: int
-    cached: int | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The object that OpenAI calls `usage`."""
-        told: dict[str, Any] = {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-        }
-        if self.cached is not None:
-            told["prompt_tokens_details"] = {"cached_tokens": self.cached}
-        return told
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """The object that OpenAI calls `usage`."""
+    told: dict[str, Any] = {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+    }
+    if usage.cached is not None:
+        told["prompt_tokens_details"] = {"cached_tokens": usage.cached}
+    return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,7 @@ class AnswerHead:
     Attributes:
         id: of the answer, with its prefix.
         created: Unix time.
-        is_chat: whether it answers a chat.
+        frame: what stands around each chunk.
         include_usage: whether the stream ends with the usage.
         continuous_usage: whether each chunk has it.
     """
@@ -61,135 +57,226 @@ class AnswerHead:
     id: str
     created: int
     model: str
-    is_chat: bool
+    frame: tuple[bytes, bytes] = SSE
     include_usage: bool = False
     continuous_usage: bool = False
 
-    def fields(self, *, streaming: bool) -> dict[str, Any]:
-        """The fields that begin an answer or a chunk."""
-        kind = "chat.completion" if self.is_chat else "text_completion"
-        return {
-            "id": self.id,
-            "object": f"{kind}.chunk" if streaming and self.is_chat else kind,
-            "created": self.created,
-            "model": self.model,
-        }
+
+class _OutputChunks:
+    """The chunks of one output."""
+
+    __slots__ = ("_begin", "_head")
+
+    def __init__(self, head: AnswerHead, kind: str, index: int) -> None:
+        fields = _encode(_head_fields(head, kind))[:-1]
+        self._begin = head.frame[0] + fields + b',"choices":[{"index":%d,' % index
+        self._head = head
+
+    def _end(self, logprobs: Any, finish_reason: str | None, usage: Usage | None) -> bytes:
+        end = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":' + _encode(finish_reason)
+        end += b"}]"
+        if self._head.include_usage:
+            known = usage if self._head.continuous_usage else None
+            end += b',"usage":' + _encode(None if known is None else usage_json(known))
+        return end + b"}" + self._head.frame[1]
 
 
-class ChunkEncoder:
-    """The chunks of one choice.
+class _ChatChunks(_OutputChunks):
+    __slots__ = ("_before", "_first", "_plain_after")
 
-    Args:
-        around: what stands before and after each.
-    """
+    def __init__(self, head: AnswerHead, index: int) -> None:
+        super().__init__(head, "chat.completion.chunk", index)
+        self._first = self._begin + b'"delta":{"role":"assistant","content":'
+        self._before = self._begin + b'"delta":{"content":'
+        self._plain_after = b"}" + self._end(None, None, None)
 
-    __slots__ = (
-        "_after",
-        "_before",
-        "_continuous",
-        "_first",
-        "_has_usage",
-        "_is_chat",
-        "_plain_after",
-    )
+    def text(self, text: str) -> bytes:
+        """A chunk that is nothing but content."""
+        before, self._first = self._first, self._before
+        return before + _encode(text) + self._plain_after
 
-    def __init__(self, head: AnswerHead, index: int, around: tuple[bytes, bytes]) -> None:
-        fields = _encode(head.fields(streaming=True))[:-1]
-        begin = around[0] + fields + b',"choices":[{"index":%d,' % index
-        self._is_chat = head.is_chat
-        if head.is_chat:
-            self._first = begin + b'"delta":{"role":"assistant","content":'
-            self._before = begin + b'"delta":{"content":'
-        else:
-            self._first = self._before = begin + b'"text":'
-        self._after = b"}" + around[1]
-        self._has_usage = head.include_usage
-        self._continuous = head.continuous_usage
-        self._plain_after = self._end(None, None, None)
-
-    def chunk(
+    def piece(
         self,
-        text: str,
+        delta: Delta,
         *,
-        logprobs: Any = None,
+        logprobs: Sequence[TokenText] | None = None,
         finish_reason: str | None = None,
         usage: Usage | None = None,
     ) -> bytes:
-        """The next chunk."""
-        before, self._first = self._first, self._before
-        if logprobs is None and finish_reason is None and not self._continuous:
-            return before + _encode(text) + self._plain_after
-        return before + _encode(text) + self._end(logprobs, finish_reason, usage)
-
-    def _end(self, logprobs: Any, finish_reason: str | None, usage: Usage | None) -> bytes:
-        end = b"}" if self._is_chat else b""
-        end += b',"logprobs":' + _encode(logprobs) + b',"finish_reason":' + _encode(finish_reason)
-        end += b"}]"
-        if self._has_usage:
-            told = usage.as_json() if usage is not None and self._continuous else None
-            end += b',"usage":' + _encode(told)
-        return end + self._after
-
-
-def usage_chunk(head: AnswerHead, usage: Usage, around: tuple[bytes, bytes]) -> bytes:
-    """The chunk at the end of a stream that tells the usage."""
-    fields: dict[str, Any] = {
-        **head.fields(streaming=True),
-        "choices": [],
-        "usage": usage.as_json(),
-    }
-    return around[0] + _encode(fields) + around[1]
+        """A chunk of any kind."""
+        is_first, self._first = self._first is not self._before, self._before
+        said: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        if delta.content or not (delta.reasoning or delta.tool_calls):
+            said["content"] = delta.content
+        elif is_first:
+            said["content"] = None
+        if delta.reasoning:
+            said["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            said["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
+        told = None if logprobs is None else _chat_logprobs(logprobs)
+        end = self._end(told, finish_reason, usage)
+        return self._begin + b'"delta":' + _encode(said) + end
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceAnswer:
-    """One choice of a whole answer.
+class _CompletionChunks(_OutputChunks):
+    __slots__ = ("_before", "_offset", "_plain_after")
 
-    Attributes:
-        logprobs: as `chat_logprobs` or `CompletionLogprobs` make them; None for none.
-    """
+    def __init__(self, head: AnswerHead, index: int) -> None:
+        super().__init__(head, "text_completion", index)
+        self._before = self._begin + b'"text":'
+        self._plain_after = self._end(None, None, None)
+        self._offset = 0
 
-    index: int
-    text: str
-    logprobs: Any
-    finish_reason: str | None
+    def text(self, text: str) -> bytes:
+        """A chunk that is nothing but text."""
+        return self._before + _encode(text) + self._plain_after
+
+    def piece(
+        self,
+        delta: Delta,
+        *,
+        logprobs: Sequence[TokenText] | None = None,
+        finish_reason: str | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """A chunk of any kind."""
+        offset, self._offset = self._offset, self._offset + len(delta.content)
+        told = None if logprobs is None else _completion_logprobs(logprobs, offset)
+        return self._before + _encode(delta.content) + self._end(told, finish_reason, usage)
 
 
-def whole_answer(head: AnswerHead, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
-    """An answer that is not streamed."""
-    told: list[dict[str, Any]] = []
-    for choice in choices:
-        content: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-            if head.is_chat
-            else {"text": choice.text}
-        )
-        told.append(
-            {
-                "index": choice.index,
-                **content,
-                "logprobs": choice.logprobs,
-                "finish_reason": choice.finish_reason,
+class _CompletionsFormat(ABC):
+    """What both of OpenAI's formats for completions have in common."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._head.id}>"
+
+    @property
+    def id(self) -> str:
+        """Of the answer."""
+        return self._head.id
+
+    @property
+    def frame(self) -> tuple[bytes, bytes] | None:
+        """What stands around a chunk."""
+        return self._head.frame
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk has the usage."""
+        return self._head.continuous_usage
+
+    def start(self, usage: Usage | None) -> bytes:
+        """Nothing: a stream begins with a chunk."""
+        return b""
+
+    def end(self, usage: Usage | None) -> bytes:
+        """The chunk with the usage, where one is wanted, and the end of the events."""
+        head, told = self._head, b""
+        if head.include_usage and usage is not None:
+            fields = {
+                **_head_fields(head, self._chunk_kind),
+                "choices": [],
+                "usage": usage_json(usage),
             }
-        )
-    return _encode({**head.fields(streaming=False), "choices": told, "usage": usage.as_json()})
+            told = head.frame[0] + _encode(fields) + head.frame[1]
+        return told + DONE if head.frame == SSE else told
+
+    def error(self, error: DynbusError, request_id: str) -> bytes:
+        """The event that clients raise."""
+        return b"event: error\ndata: " + error_body(error, request_id) + b"\n\n"
+
+    def whole(self, outputs: Sequence[Output], usage: Usage | None) -> bytes:
+        """An answer that is not streamed."""
+        choices = [
+            {
+                "index": output.index,
+                **self._content(output.said),
+                "logprobs": None if output.logprobs is None else self._logprobs(output.logprobs),
+                "finish_reason": output.finish_reason,
+            }
+            for output in outputs
+        ]
+        told = None if usage is None else usage_json(usage)
+        return _encode({**_head_fields(self._head, self._kind), "choices": choices, "usage": told})
+
+    _kind: str
+    _chunk_kind: str
+
+    @abstractmethod
+    def _content(self, said: Delta) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]: ...
 
 
-class TokenText(NamedTuple):
-    """A token with its log-probability, as text.
+class ChatFormat(_CompletionsFormat):
+    """How OpenAI's API answers a chat."""
 
-    Attributes:
-        data: the bytes that it stands for, which may be part of a character.
-        top: the likeliest ones in its place, each with its log-probability.
-    """
+    _kind = "chat.completion"
+    _chunk_kind = "chat.completion.chunk"
 
-    data: bytes
-    logprob: float
-    top: Sequence[tuple[bytes, float]] = ()
+    def output(self, index: int) -> _ChatChunks:
+        """The chunks of one choice."""
+        return _ChatChunks(self._head, index)
+
+    def _content(self, said: Delta) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            # There is no content beside calls or reasoning unless the model says something.
+            "content": said.content or (None if said.tool_calls else ""),
+            "refusal": None,
+        }
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in said.tool_calls
+            ]
+        return {"message": message}
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+        return _chat_logprobs(tokens)
 
 
-def chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
-    """The log-probabilities of a chat's tokens."""
+class CompletionFormat(_CompletionsFormat):
+    """How OpenAI's API answers a prompt."""
+
+    _kind = _chunk_kind = "text_completion"
+
+    def output(self, index: int) -> _CompletionChunks:
+        """The chunks of one choice."""
+        return _CompletionChunks(self._head, index)
+
+    def _content(self, said: Delta) -> dict[str, Any]:
+        return {"text": said.content}
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+        return _completion_logprobs(tokens, 0)
+
+
+def _head_fields(head: AnswerHead, kind: str) -> dict[str, Any]:
+    return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
+
+
+def _call_chunk(call: ToolCallDelta) -> dict[str, Any]:
+    function: dict[str, Any] = {"arguments": call.arguments}
+    if not call.name:
+        return {"index": call.index, "function": function}
+    function["name"] = call.name
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
     return {
         "content": [
             {
@@ -206,7 +293,7 @@ def _chat_token(data: bytes, logprob: float) -> dict[str, Any]:
     return {"token": _text(data), "logprob": logprob, "bytes": list(data)}
 
 
-def completion_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
+def _completion_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
     """The log-probabilities of a completion's tokens.
 
     Args:

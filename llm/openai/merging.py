@@ -63,6 +63,8 @@ class MergedAnswer:
         if self._whole is not None:
             return msgspec.json.encode(self._whole)
         choices = [self._choices[index] for index in sorted(self._choices)]
+        for choice in choices:
+            _drop_indices(choice.get("message", {}).get("tool_calls") or [])
         return msgspec.json.encode({**self._head, "choices": choices, "usage": self._usage})
 
     def _take(self, chunk: dict[str, Any]) -> None:
@@ -94,12 +96,37 @@ class MergedAnswer:
         message = known.setdefault("message", {"role": "assistant", "content": ""})
         delta: dict[str, Any] = choice.get("delta") or {}
         for name, value in delta.items():
-            if name == "content" or (name != "role" and isinstance(message.get(name), str)):
+            if name == "tool_calls" and isinstance(value, list):
+                _join_calls(message.setdefault(name, []), cast("list[dict[str, Any]]", value))
+            elif name == "content" or (name != "role" and isinstance(message.get(name), str)):
                 message[name] = (message.get(name) or "") + (value or "")
             elif isinstance(value, list) and isinstance(message.get(name), list):
                 message[name] += value
             elif value is not None:
                 message[name] = value
+
+
+def _join_calls(known: list[dict[str, Any]], pieces: list[dict[str, Any]]) -> None:
+    """Join pieces of tool calls, which come with the index of their call, to what has come."""
+    for piece in pieces:
+        index = piece.get("index", len(known))
+        call = next((one for one in known if one.get("index") == index), None)
+        if call is None:
+            known.append({**piece, "index": index})
+            continue
+        function: dict[str, Any] = call.setdefault("function", {})
+        for name, value in (piece.get("function") or {}).items():
+            function[name] = (function.get(name) or "") + (value or "")
+        for name in ("id", "type"):
+            if piece.get(name):
+                call[name] = piece[name]
+
+
+def _drop_indices(calls: list[dict[str, Any]]) -> None:
+    """A whole answer has its tool calls in order, without their indices."""
+    calls.sort(key=lambda call: call["index"])
+    for call in calls:
+        del call["index"]
 
 
 def _kind_of(chunk: dict[str, Any]) -> str:

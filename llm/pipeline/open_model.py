@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import msgspec
 
 from dynbus.actors.calling.clients import EndpointClient
 from dynbus.actors.calling.relay import Relay
-from dynbus.bus.context import current_context
 from dynbus.bus.errors import Draining
-from dynbus.bus.protocol.tokens import random_id
 from dynbus.kvrouter import KvRouter
+from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.models.card import ModelCard, ModelType
-from dynbus.llm.openai.answers import AnswerHead
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.text.text_model import TextModel
 
-from .preparing import ModelLimits, Prepared, prepare
+from .preparing import ModelLimits, prepare
 from .serving import Completion, Part, RequestTiming, Sink, TextCompletion, TokenCompletion
 
 
@@ -29,13 +26,13 @@ class Inquiry:
     Attributes:
         request: what it asks for.
         body: all of it, for engines that take text.
-        around: what stands around each chunk of a stream.
+        format: how it is answered.
         cache_salt: requests share cached blocks only where it is the same.
     """
 
     request: ChatRequest | CompletionRequest
     body: msgspec.Raw
-    around: tuple[bytes, bytes]
+    format: AnswerFormat
     cache_salt: str | None = None
 
 
@@ -83,9 +80,12 @@ class OpenModel:
         request = inquiry.request
         if self._text is None:
             return TextCompletion(
-                inquiry.body, sink, timing, streams=request.streams, around=inquiry.around
+                inquiry.body, sink, timing, streams=request.streams, format=inquiry.format
             )
-        return TokenCompletion(await self._prepare(self._text, inquiry), sink, timing)
+        prepared = await prepare(
+            self._text, self._limits, request, inquiry.format, cache_salt=inquiry.cache_salt
+        )
+        return TokenCompletion(prepared, sink, timing)
 
     async def begin(self, completion: Completion) -> None:
         """Send a request to an engine; its answer goes to the sink from now on.
@@ -102,25 +102,3 @@ class OpenModel:
             raise Draining(
                 f"the model {self.card.name} goes away; ask again", started=False
             ) from error
-
-    async def _prepare(self, text: TextModel, inquiry: Inquiry) -> Prepared:
-        request = inquiry.request
-        context = current_context()
-        answer_id = context.id if context is not None else random_id()
-        is_chat = isinstance(request, ChatRequest)
-        head = AnswerHead(
-            f"{'chatcmpl' if is_chat else 'cmpl'}-{answer_id}",
-            int(time.time()),
-            request.model,
-            is_chat,
-            request.include_usage,
-            request.continuous_usage,
-        )
-        return await prepare(
-            text,
-            self._limits,
-            request,
-            head,
-            around=inquiry.around if request.streams else None,
-            cache_salt=inquiry.cache_salt,
-        )

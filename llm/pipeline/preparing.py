@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 
 from tokenizers import decoders
 
+from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.generation import DefaultSampling, GenerateRequest
-from dynbus.llm.openai.answers import AnswerHead
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest, messages_for_template
 from dynbus.llm.text.text_model import TextModel
@@ -47,15 +47,14 @@ async def prepare(
     text: TextModel,
     limits: ModelLimits,
     request: ChatRequest | CompletionRequest,
-    head: AnswerHead,
+    format: AnswerFormat,
     *,
-    around: tuple[bytes, bytes] | None,
     cache_salt: str | None,
 ) -> Prepared:
     """A request with its prompts as token ids.
 
     Args:
-        around: what stands around each chunk of its answer; None for one that is not streamed.
+        format: how its answer is told.
         cache_salt: see `GenerateRequest`.
 
     Raises:
@@ -107,9 +106,9 @@ async def prepare(
         frozenset((*limits.eos_token_ids, *own_stops)),
         logprobs is not None,
         max_tokens,
-        around,
+        request.streams,
     )
-    return Prepared(requests, Transcript(head, rules, prompts, n, echoes))
+    return Prepared(requests, Transcript(format, rules, prompts, n, echoes))
 
 
 async def _encode_chat(text: TextModel, limits: ModelLimits, request: ChatRequest) -> list[int]:

@@ -13,11 +13,14 @@ import msgspec
 
 from dynbus.actors import Actor
 from dynbus.actors.declaring.handlers import handler
+from dynbus.bus.context import current_context
 from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
+from dynbus.bus.protocol.tokens import random_id
 from dynbus.llm.models.card import ModelInput, ModelType
 from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.models.register import register_llm
 from dynbus.llm.openai.answers import BARE
+from dynbus.llm.openai.api import format_of
 from dynbus.llm.openai.requests import chat_of, completion_of
 
 from . import RoutingChoice
@@ -112,10 +115,12 @@ class Processor(Actor, abstract=True):
         kind = ModelType.Chat if is_chat else ModelType.Completions
         opened = await self._models.get(self._model, kind | ModelType.Backend)
         salt = request.get("cache_salt")
+        context = current_context()
+        request_id = context.id if context is not None else random_id()
         inquiry = Inquiry(
             read,
             msgspec.Raw(msgspec.json.encode({**request, "model": self._model})),
-            BARE,
+            format_of(read, request_id, frame=BARE),
             salt if isinstance(salt, str) else None,
         )
         waiting = _Waiting()

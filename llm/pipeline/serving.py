@@ -19,9 +19,10 @@ from dynbus.actors import Arrival
 from dynbus.actors.calling.clients import Call, EndpointClient
 from dynbus.actors.calling.relay import Relay, RelayedStream
 from dynbus.bus.errors import Cancelled, DynbusError, InvalidResponse, describe_exception
+from dynbus.llm.answers import AnswerFormat, OutputFormat, Usage
 from dynbus.llm.generation import Generated
-from dynbus.llm.openai.answers import Usage
 from dynbus.llm.openai.merging import MergedAnswer, as_chunk
+from dynbus.llm.openai.reading import read_answer
 
 from .preparing import Prepared
 
@@ -102,15 +103,24 @@ class Part(NamedTuple):
 class Completion(ABC):
     """A request that runs.
 
+    Args:
+        format: how its answer is told.
+        streams: whether it is told piece by piece.
+
     Attributes:
         timing: when its tokens came.
     """
 
     # The fields of completions are read for each token of each of very many streams.
-    __slots__ = ("_is_over", "_sink", "_streams", "timing")
+    __slots__ = ("_format", "_is_over", "_is_unstarted", "_sink", "_streams", "timing")
 
-    def __init__(self, sink: Sink, timing: RequestTiming) -> None:
+    def __init__(
+        self, format: AnswerFormat, sink: Sink, timing: RequestTiming, *, streams: bool
+    ) -> None:
         self.timing = timing
+        self._format = format
+        # Whether nothing of its stream was told yet.
+        self._is_unstarted = streams
         self._sink = sink
         self._streams: list[RelayedStream[Part]] = []
         self._is_over = False
@@ -118,7 +128,7 @@ class Completion(ABC):
     @property
     def answer_id(self) -> str:
         """Of its answer; empty where the engine gives it one."""
-        return ""
+        return self._format.id
 
     @property
     def usage(self) -> Usage | None:
@@ -179,7 +189,14 @@ class Completion(ABC):
             stream.cancel()
 
     def _write(self, chunks: Sequence[bytes]) -> None:
-        if chunks and not self._sink.write(chunks):
+        if not chunks:
+            return
+        if self._is_unstarted:
+            self._is_unstarted = False
+            start = self._format.start(self.usage)
+            if start:
+                chunks = [start, *chunks]
+        if not self._sink.write(chunks):
             for stream in self._streams:
                 stream.pause()
 
@@ -194,13 +211,10 @@ class TokenCompletion(Completion):
     __slots__ = ("_requests", "_transcript")
 
     def __init__(self, prepared: Prepared, sink: Sink, timing: RequestTiming) -> None:
-        super().__init__(sink, timing)
-        self._transcript = prepared.transcript
+        transcript = prepared.transcript
+        super().__init__(transcript.format, sink, timing, streams=transcript.is_streamed)
+        self._transcript = transcript
         self._requests = prepared.requests
-
-    @property
-    def answer_id(self) -> str:
-        return self._transcript.head.id
 
     @property
     def usage(self) -> Usage | None:
@@ -253,14 +267,10 @@ class TokenCompletion(Completion):
             self.end(arrival.error)
 
     def _finish(self, chunks: list[bytes]) -> None:
-        transcript = self._transcript
-        last = transcript.last_chunk()
-        if last is not None:
-            chunks.append(last)
-        if transcript.is_streamed:
-            self._write(chunks)
-        else:
-            self._write([transcript.whole()])
+        end = self._transcript.end()
+        if end:
+            chunks.append(end)
+        self._write(chunks)
         self.end(None)
 
     def _fail(self, chunks: list[bytes], error: DynbusError) -> None:
@@ -269,15 +279,15 @@ class TokenCompletion(Completion):
 
 
 class TextCompletion(Completion):
-    """A request whose engine takes and gives text: requests and chunks pass as they are.
+    """A request whose engine takes and gives text: OpenAI's requests, and chunks or whole answers.
+
+    They pass as they are where the answer is told in the engine's own format.
 
     Args:
         request: as JSON.
-        streams: whether chunks are passed on; otherwise they become one answer.
-        around: what stands around each chunk.
     """
 
-    __slots__ = ("_around", "_merged", "_request")
+    __slots__ = ("_frame", "_merged", "_outputs", "_request", "_usage")
 
     def __init__(
         self,
@@ -286,12 +296,22 @@ class TextCompletion(Completion):
         timing: RequestTiming,
         *,
         streams: bool,
-        around: tuple[bytes, bytes],
+        format: AnswerFormat,
     ) -> None:
-        super().__init__(sink, timing)
+        super().__init__(format, sink, timing, streams=streams)
         self._request = request
-        self._around = around
+        self._frame = format.frame
         self._merged = None if streams else MergedAnswer()
+        self._outputs: dict[int, OutputFormat] = {}
+        self._usage: Usage | None = None
+
+    @property
+    def answer_id(self) -> str:
+        return self._format.id if self._frame is None else ""
+
+    @property
+    def usage(self) -> Usage | None:
+        return self._usage
 
     async def _send(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
         await self._open(relay, client.generate(self._request).raw(), 0)
@@ -303,7 +323,8 @@ class TextCompletion(Completion):
             self.timing.tokens(len(arrival.items), now)
         try:
             if self._merged is None:
-                self._write([self._framed(item) for item in arrival.items])
+                told = self._framed if self._frame is not None else self._translated
+                self._write([told(item) for item in arrival.items])
             else:
                 for item in arrival.items:
                     self._merged.take(item)
@@ -312,18 +333,49 @@ class TextCompletion(Completion):
             return
         if not arrival.ended:
             return
-        if arrival.error is None and self._merged is not None:
-            self._write([self._merged.encode()])
+        if arrival.error is None:
+            self._finish()
         self.end(arrival.error)
 
+    def _finish(self) -> None:
+        if self._merged is None:
+            end = self._format.end(self._usage)
+            self._write([end] if end else [])
+        elif self._frame is not None:
+            self._write([self._merged.encode()])
+        else:
+            read = read_answer(self._merged.encode())
+            self._usage = read.usage
+            self._write([self._format.whole(read.outputs, read.usage)])
+
     def _framed(self, item: bytes) -> bytes:
+        """A chunk as it is."""
+        assert self._frame is not None
         if not item.startswith(b"{"):
             raise InvalidResponse("an item of the engine is no chunk of a completion")
         item = as_chunk(item)
         if b"\n" in item:
             # An event of a stream over HTTP ends with its line.
             item = msgspec.json.format(item, indent=-1)
-        return self._around[0] + item + self._around[1]
+        before, after = self._frame
+        return before + item + after
+
+    def _translated(self, item: bytes) -> bytes:
+        """A chunk in the format of the answer."""
+        read = read_answer(item)
+        self._usage = read.usage or self._usage
+        told = b""
+        for output in read.outputs:
+            known = self._outputs.get(output.index)
+            if known is None:
+                known = self._outputs[output.index] = self._format.output(output.index)
+            told += known.piece(
+                output.said,
+                logprobs=output.logprobs,
+                finish_reason=output.finish_reason,
+                usage=self._usage,
+            )
+        return told
 
 
 def deliver(arrivals: list[Arrival[Part, bytes]]) -> None:

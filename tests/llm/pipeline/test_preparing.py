@@ -6,7 +6,7 @@ import pytest
 from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
 from dynbus.llm.generation import DefaultSampling, Sampling
-from dynbus.llm.openai.answers import AnswerHead
+from dynbus.llm.openai.answers import AnswerHead, CompletionFormat
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import completion_of
 from dynbus.llm.pipeline.preparing import ModelLimits, prepare
@@ -30,8 +30,7 @@ async def test_token_ids_that_are_too_many_are_refused_before_anything_is_made_o
             _Unread("tiny", tiny_tokenizer()),
             ModelLimits(2000, [2]),
             request,
-            AnswerHead("cmpl-1", 0, "tiny", False, False, False),
-            around=None,
+            CompletionFormat(AnswerHead("cmpl-1", 0, "tiny")),
             cache_salt=None,
         )
 
@@ -44,8 +43,7 @@ async def test_a_stop_string_has_a_limit() -> None:
             _Unread("tiny", tiny_tokenizer()),
             ModelLimits(2000, [2]),
             request,
-            AnswerHead("cmpl-1", 0, "tiny", False, False, False),
-            around=None,
+            CompletionFormat(AnswerHead("cmpl-1", 0, "tiny")),
             cache_salt=None,
         )
 
@@ -60,8 +58,7 @@ async def test_what_a_request_does_not_say_is_drawn_as_its_model_recommends() ->
         TextModel("tiny", tiny_tokenizer()),
         limits,
         request,
-        AnswerHead("cmpl-1", 0, "tiny", False, False, False),
-        around=None,
+        CompletionFormat(AnswerHead("cmpl-1", 0, "tiny")),
         cache_salt=None,
     )
 

@@ -15,6 +15,7 @@ from dynbus import Actor, handler
 from dynbus.bus.errors import DynbusError, InvalidResponse, Unavailable
 from dynbus.llm.models.card import ModelCard, ModelInput, ModelType
 from dynbus.llm.openai.answers import BARE
+from dynbus.llm.openai.api import format_of
 from dynbus.llm.openai.requests import read_chat
 from dynbus.llm.pipeline.models import Models
 from dynbus.llm.pipeline.open_model import Inquiry
@@ -53,7 +54,8 @@ async def ask(models: Models, name: str) -> Kept:
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "say yes"}]})
     opened = await models.get(name, ModelType.Chat)
     kept = Kept()
-    inquiry = Inquiry(read_chat(body.encode()), msgspec.Raw(body.encode()), BARE)
+    request = read_chat(body.encode())
+    inquiry = Inquiry(request, msgspec.Raw(body.encode()), format_of(request, "1", frame=BARE))
     await opened.begin(await opened.prepare(inquiry, kept, RequestTiming(0.0)))
     await eventually(lambda: kept.has_ended)
     return kept

@@ -12,20 +12,18 @@ from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
 from dynbus.bus.errors import InvalidResponse
 from dynbus.llm.generation import Generated
-from dynbus.llm.openai.answers import BARE, AnswerHead
+from dynbus.llm.openai.answers import BARE, AnswerHead, ChatFormat
 from dynbus.llm.openai.merging import MergedAnswer
 from dynbus.llm.pipeline.transcript import TextRules, Transcript
 
-HEAD = AnswerHead("chatcmpl-1", 1, "tiny", is_chat=True)
+HEAD = AnswerHead("chatcmpl-1", 1, "tiny", BARE)
 
 
 def transcript(
     *, n: int = 1, prompts: int = 1, stop: tuple[str, ...] = (), streams: bool = True, most: int = 9
 ) -> Transcript:
-    rules = TextRules(
-        tiny_tokenizer(), stop, frozenset((2,)), False, most, BARE if streams else None
-    )
-    return Transcript(HEAD, rules, [[5, 6]] * prompts, n)
+    rules = TextRules(tiny_tokenizer(), stop, frozenset((2,)), False, most, streams)
+    return Transcript(ChatFormat(HEAD), rules, [[5, 6]] * prompts, n)
 
 
 def text_of(chunks: list[bytes]) -> dict[int, str]:
@@ -58,7 +56,7 @@ def test_chunks_joined_are_the_text_however_tokens_come(
         whole: Any = json.loads(merged.encode())
     else:
         assert chunks == []
-        whole = json.loads(told.whole())
+        whole = json.loads(told.end())
     assert whole["choices"][0]["message"]["content"] == expected
     assert whole["choices"][0]["finish_reason"] == "stop"
     assert told.open_outputs == 0

@@ -1,0 +1,87 @@
+"""The interfaces under which a front end is asked: OpenAI's own two for completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from dynbus.bus.errors import DynbusError
+from dynbus.llm.answers import AnswerFormat
+
+from .answers import SSE, AnswerHead, ChatFormat, CompletionFormat
+from .errors import ErrorAnswer, answer_of
+from .requests import ChatRequest, CompletionRequest
+
+
+class Asked(NamedTuple):
+    """A request as a model takes it.
+
+    Attributes:
+        body: the request as a body of OpenAI's chat completions or completions, for engines that
+            take text.
+        format: how it is to be answered, given the id of the request.
+    """
+
+    request: ChatRequest | CompletionRequest
+    body: bytes
+    format: Callable[[str], AnswerFormat]
+
+
+class Api(Protocol):
+    """One interface: how its requests are read, and how they are refused."""
+
+    def read(self, data: bytes) -> Asked:
+        """The request that a body holds.
+
+        Raises:
+            BadRequest: it is none, or asks for what is not done here.
+        """
+        ...
+
+    def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
+        """How an error is answered before anything else was."""
+        ...
+
+
+class CompletionsApi:
+    """One of OpenAI's own interfaces for completions.
+
+    Args:
+        read: what reads a body.
+    """
+
+    def __init__(self, read: Callable[[bytes], ChatRequest | CompletionRequest]) -> None:
+        self._read = read
+
+    def read(self, data: bytes) -> Asked:
+        """The request that a body holds."""
+        request = self._read(data)
+        return Asked(request, data, lambda request_id: format_of(request, request_id))
+
+    def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
+        """An error as OpenAI's clients expect it."""
+        return answer_of(error, request_id)
+
+
+def format_of(
+    request: ChatRequest | CompletionRequest,
+    request_id: str,
+    *,
+    frame: tuple[bytes, bytes] = SSE,
+) -> ChatFormat | CompletionFormat:
+    """How OpenAI's API answers a request.
+
+    Args:
+        frame: what stands around each chunk of a stream.
+    """
+    is_chat = isinstance(request, ChatRequest)
+    head = AnswerHead(
+        f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+        int(time.time()),
+        request.model,
+        frame,
+        request.include_usage,
+        request.continuous_usage,
+    )
+    return ChatFormat(head) if is_chat else CompletionFormat(head)

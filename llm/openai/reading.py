@@ -1,0 +1,143 @@
+"""Answers of engines that speak OpenAI's format, read so that they can be told in another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from dynbus.bus.errors import InvalidResponse
+from dynbus.llm.answers import Output, TokenText, Usage
+from dynbus.llm.parsing.delta import Delta, ToolCallDelta
+
+
+class ReadAnswer(NamedTuple):
+    """What a chunk, or a whole answer, holds.
+
+    Attributes:
+        outputs: whose `said` is what this chunk brings.
+    """
+
+    outputs: Sequence[Output]
+    usage: Usage | None
+
+
+class _Function(msgspec.Struct, frozen=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct, frozen=True):
+    index: int | None = None
+    id: str | None = None
+    function: _Function = _Function()
+
+
+class _Said(msgspec.Struct, frozen=True):
+    content: str | None = None
+    reasoning_content: str | None = None
+    # What newer servers call it.
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Token(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[_Token] = []
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    content: list[_Token] | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    index: int = 0
+    delta: _Said | None = None
+    message: _Said | None = None
+    text: str | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+
+
+_decode: Final = msgspec.json.Decoder(_Answer).decode
+
+
+def read_answer(item: bytes) -> ReadAnswer:
+    """What a chunk of a stream, or a whole answer, holds.
+
+    Raises:
+        InvalidResponse: it is neither.
+    """
+    try:
+        answer = _decode(item)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidResponse(f"an item is no chunk of a completion: {error}") from None
+    return ReadAnswer([_output(choice) for choice in answer.choices], _usage(answer.usage))
+
+
+def _output(choice: _Choice) -> Output:
+    said = choice.delta or choice.message or _Said(content=choice.text)
+    delta = Delta(
+        said.content or said.refusal or "",
+        said.reasoning_content or said.reasoning or "",
+        tuple(
+            ToolCallDelta(
+                place if call.index is None else call.index,
+                call.id or "",
+                call.function.name or "",
+                call.function.arguments or "",
+            )
+            for place, call in enumerate(said.tool_calls or ())
+        ),
+    )
+    tokens = choice.logprobs.content if choice.logprobs is not None else None
+    return Output(
+        choice.index,
+        delta,
+        None if tokens is None else [_token(token) for token in tokens],
+        choice.finish_reason,
+    )
+
+
+def _token(token: _Token) -> TokenText:
+    return TokenText(
+        _bytes(token), token.logprob, [(_bytes(one), one.logprob) for one in token.top_logprobs]
+    )
+
+
+def _bytes(token: _Token) -> bytes:
+    # Whatever is no byte is written as it is told.
+    try:
+        return token.token.encode() if token.bytes is None else bytes(token.bytes)
+    except ValueError:
+        return token.token.encode(errors="replace")
+
+
+def _usage(usage: _Usage | None) -> Usage | None:
+    if usage is None:
+        return None
+    details = usage.prompt_tokens_details
+    return Usage(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        details.cached_tokens if details is not None else None,
+    )
