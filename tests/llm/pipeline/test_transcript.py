@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
 from dynbus.bus.errors import InvalidResponse
+from dynbus.llm.answers import Output, TokenText, Usage
 from dynbus.llm.generation import Generated
 from dynbus.llm.openai.answers import BARE, AnswerHead, ChatFormat
 from dynbus.llm.openai.merging import MergedAnswer
+from dynbus.llm.openai.reading import read_answer
+from dynbus.llm.parsing.delta import Delta, ToolCallDelta
 from dynbus.llm.pipeline.transcript import TextRules, Transcript
 
 HEAD = AnswerHead("chatcmpl-1", 1, "tiny", BARE)
@@ -127,3 +131,43 @@ def test_chunks_that_do_not_say_what_they_are_come_to_an_answer_that_does(
     merged.take(json.dumps({"choices": [{"index": 0, **choice}]}).encode())
 
     assert json.loads(merged.encode())["object"] == kind
+
+
+def test_pieces_of_tool_calls_come_to_whole_calls() -> None:
+    pieces: list[dict[str, Any]] = [
+        {"index": 0, "id": "call_a", "type": "function", "function": {"name": "f"}},
+        {"index": 0, "function": {"arguments": '{"a":'}},
+        {"index": 1, "id": "call_b", "type": "function", "function": {"name": "g"}},
+        {"index": 0, "function": {"arguments": "1}"}},
+    ]
+    merged = MergedAnswer()
+
+    for piece in pieces:
+        choice = {"index": 0, "delta": {"tool_calls": [piece]}}
+        merged.take(json.dumps({"choices": [choice]}).encode())
+
+    [output] = read_answer(merged.encode()).outputs
+    assert output.said.tool_calls == (
+        ToolCallDelta(0, "call_a", "f", '{"a":1}'),
+        ToolCallDelta(1, "call_b", "g", ""),
+    )
+
+
+def test_what_an_answer_says_is_the_same_read_back_in_chunks_and_whole() -> None:
+    head = AnswerHead("chatcmpl-1", 1, "tiny", BARE)
+    said = Delta("text", "thought", (ToolCallDelta(0, "call_a", "f", "{}"),))
+    tokens = [TokenText(b"text", -0.5, [(b"text", -0.5)])]
+
+    chunk = ChatFormat(head).output(0).piece(said, logprobs=tokens, finish_reason="tool_calls")
+    whole = ChatFormat(head).whole([Output(0, said, tokens, "tool_calls")], Usage(3, 2, 1))
+
+    assert read_answer(chunk).outputs == [Output(0, said, tokens, "tool_calls")]
+    assert read_answer(whole) == ([Output(0, said, tokens, "tool_calls")], Usage(3, 2, 1))
+
+
+@given(st.binary(max_size=60) | st.recursive(st.none() | st.integers(), st.lists).map(repr))
+def test_whatever_is_no_answer_is_an_error_that_says_so(item: bytes | str) -> None:
+    data = item if isinstance(item, bytes) else item.encode()
+
+    with contextlib.suppress(InvalidResponse):
+        read_answer(data)
