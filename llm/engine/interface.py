@@ -5,15 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
 from dynbus.kvrouter.events import KvEvent
+from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import Generated, GenerateRequest
 
 ANY_TOKENS: Final = 1 << 32
 """A vocabulary that no token id is above: they are from 0 to 2^32 - 1."""
+
+NO_EMBEDDINGS: Final = "this engine makes no embeddings: ask for tokens"
 
 
 class RequestTooLong(ValueError):
@@ -152,6 +155,7 @@ class Step(NamedTuple):
         admitted: ids of requests that waited until this step; an engine that does not know leaves
             them out, and is shown without its queue.
         prefilled: requests whose first token is among the outputs.
+        embedded: ids of requests for embeddings that have ended, each with its own.
     """
 
     outputs: Sequence[tuple[str, Generated]]
@@ -160,6 +164,7 @@ class Step(NamedTuple):
     failures: Sequence[tuple[str, str]] = ()
     admitted: Sequence[str] = ()
     prefilled: Sequence[Prefill] = ()
+    embedded: Sequence[tuple[str, Embedded]] = ()
 
 
 class Engine(Protocol):
@@ -207,6 +212,23 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class EmbeddingEngine(Engine, Protocol):
+    """An engine that embeds texts, too, in the same steps."""
+
+    def add_embedding(self, request_id: str, request: EmbedRequest) -> None:
+        """Take in a text; the step that computes the last of it has its embedding.
+
+        Raises:
+            RequestTooLong: it does not fit.
+            ValueError: a value is not usable, and which; or the id is in use.
+        """
+        ...
+
+
+EngineRequest = GenerateRequest | EmbedRequest
+
+
 class Listener(Protocol):
     """Who hears what an engine does, on the event loop."""
 
@@ -230,7 +252,7 @@ class Listener(Protocol):
 class Stepper(Protocol):
     """Steps an engine. `add` and `cancel` are called on the event loop."""
 
-    def add(self, request_id: str, request: GenerateRequest) -> None:
+    def add(self, request_id: str, request: EngineRequest) -> None:
         """Have the engine take in a request before its next step."""
         ...
 

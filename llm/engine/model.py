@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +25,14 @@ class Chunk(NamedTuple):
             are as many as the tokens need, these included. To be read in this step only.
         is_sampled: whether the token after these is drawn, so that its logits are needed. It is
             false for a prompt that goes on in the next step.
+        states: of how many of its last tokens the states are needed, for an embedding.
     """
 
     token_ids: Sequence[int]
     computed: int
     blocks: Sequence[int]
     is_sampled: bool
+    states: int = 0
 
 
 class Model(Protocol):
@@ -50,5 +52,27 @@ class Model(Protocol):
         Returns:
             The logits behind the last token of each chunk with `is_sampled`, in their order; of
             shape [sampled chunks, vocabulary]. They are read before the next call, and not changed.
+        """
+        ...
+
+
+@runtime_checkable
+class EmbeddingModel(Model, Protocol):
+    """A model that embeds texts, too.
+
+    Attributes:
+        state_size: numbers of a token's state.
+    """
+
+    state_size: int
+
+    def compute_with_states(
+        self, chunks: Sequence[Chunk]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Compute as `compute` does where a chunk needs states.
+
+        Returns:
+            The logits as of `compute`; and the states of the last `Chunk.states` tokens of each
+            chunk, behind the model's last norm, in their order; of shape [tokens, state_size].
         """
         ...

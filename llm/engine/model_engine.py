@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dynbus.llm.embedding import Embedded, EmbedRequest, Pooling
 from dynbus.llm.generation import Generated, GenerateRequest
 
-from .interface import EngineLimits, EngineLoad, Prefill, Step, StepFailed
-from .model import Chunk, Model
+from .interface import NO_EMBEDDINGS, EngineLimits, EngineLoad, Prefill, Step, StepFailed
+from .model import Chunk, EmbeddingModel, Model
+from .pooling import StatePool
 from .request_pool import RequestPool
+from .requests import check_embedding
 from .sampling import Sampler, draw_tokens
 from .scheduler import ScheduledRequest
 from .tokens import SecretSequence
 
 
-class _Continuation(SecretSequence):
-    """A sequence and how its tokens are drawn."""
+class _Sequence(SecretSequence):
+    """A sequence, and how its tokens are drawn or its states gathered.
+
+    Attributes:
+        pool: of a text to embed; None for one that is continued.
+    """
 
     sampler: Sampler
+    pool: StatePool | None = None
 
 
 class ModelEngine:
@@ -33,6 +41,10 @@ class ModelEngine:
         eos_token_ids: with which the model ends its text.
         prefix_caching: whether blocks are found again by later requests. Without it there are no
             events.
+        pooling: how the states of a text become its embedding; None to make no embeddings.
+
+    Raises:
+        ValueError: embeddings are to be made, and the model is no `EmbeddingModel`.
     """
 
     computes = True
@@ -44,13 +56,18 @@ class ModelEngine:
         *,
         eos_token_ids: Iterable[int] = (),
         prefix_caching: bool = True,
+        pooling: Pooling | None = None,
     ) -> None:
+        self._embedding_model = model if isinstance(model, EmbeddingModel) else None
+        if pooling is not None and self._embedding_model is None:
+            raise ValueError(f"pooling = {pooling!r}: {model!r} has no compute_with_states")
+        self._pooling: Pooling | None = pooling
         self.limits = limits
         self._model = model
         self._key = secrets.token_bytes(32)
         # Files of models name tokens that the model has not.
         self._eos = frozenset(each for each in eos_token_ids if 0 <= each < limits.vocabulary)
-        self._pool: RequestPool[_Continuation] = RequestPool(limits, prefix_caching=prefix_caching)
+        self._pool: RequestPool[_Sequence] = RequestPool(limits, prefix_caching=prefix_caching)
 
     def __repr__(self) -> str:
         return f"<ModelEngine [{self._pool!r}]>"
@@ -92,8 +109,8 @@ class ModelEngine:
         seed: int,
         index: int,
         stops: frozenset[int],
-    ) -> _Continuation:
-        sequence = _Continuation(
+    ) -> _Sequence:
+        sequence = _Sequence(
             request.token_ids,
             self.limits.block_size,
             key=self._key,
@@ -112,6 +129,33 @@ class ModelEngine:
         )
         return sequence
 
+    def add_embedding(self, request_id: str, request: EmbedRequest) -> None:
+        """Take in a text; the step that computes the last of it has its embedding.
+
+        Raises:
+            RequestTooLong: it does not fit.
+            ValueError: a value is not usable, and which; the id is in use; or no embeddings are
+                made.
+        """
+        model, pooling = self._embedding_model, self._pooling
+        if model is None or pooling is None:
+            raise ValueError(NO_EMBEDDINGS)
+        self._pool.check_new(request_id)
+        text = check_embedding(request, self.limits, model.state_size)
+        self._pool.check_text(request_id, len(request.token_ids))
+        sequence = _Sequence(
+            request.token_ids,
+            self.limits.block_size,
+            key=self._key,
+            as_array=text,
+            lora_name=request.lora_name,
+            salt=request.cache_salt,
+        )
+        sequence.pool = StatePool(pooling, request.dimensions or model.state_size)
+        self._pool.add(
+            request_id, [sequence], 0, priority=request.priority, caches=pooling == "last"
+        )
+
     def cancel(self, request_id: str) -> None:
         self._pool.cancel(request_id)
 
@@ -125,11 +169,18 @@ class ModelEngine:
         plan = self._pool.scheduler.schedule()
         if not plan.chunks:
             return Step((), self._pool.manager.take_events())
-        ready = [scheduled for scheduled, _ in plan.chunks if scheduled.is_ready]
+        ready = [
+            scheduled
+            for scheduled, _ in plan.chunks
+            if scheduled.is_ready and scheduled.sequence.pool is None
+        ]
+        chunks = [_chunk(scheduled, tokens) for scheduled, tokens in plan.chunks]
+        states: NDArray[np.float32] | None = None
         try:
-            logits = self._model.compute(
-                [_chunk(scheduled, tokens) for scheduled, tokens in plan.chunks]
-            )
+            if self._embedding_model is not None and any(chunk.states for chunk in chunks):
+                logits, states = self._embedding_model.compute_with_states(chunks)
+            else:
+                logits = self._model.compute(chunks)
         except Exception as error:
             computed = {scheduled.id for scheduled, _ in plan.chunks}
             new = {scheduled.id for scheduled, _ in plan.chunks if not scheduled.generated}
@@ -167,23 +218,62 @@ class ModelEngine:
                 self._pool.end(scheduled)
         for request_id in failed:
             self._pool.cancel(request_id)
+        failures = [(request_id, _NO_TOKEN) for request_id in failed]
+        embedded: list[tuple[str, Embedded]] = []
+        if states is not None:
+            scheduled_texts = [scheduled for scheduled, _ in plan.chunks]
+            self._gather(scheduled_texts, chunks, states, embedded, failures)
         return Step(
             outputs,
             self._pool.manager.take_events(),
-            failures=[(request_id, _NO_TOKEN) for request_id in failed],
+            failures=failures,
             admitted=plan.admitted,
             prefilled=prefilled,
+            embedded=embedded,
         )
+
+    def _gather(
+        self,
+        computed: Sequence[ScheduledRequest[_Sequence]],
+        chunks: Sequence[Chunk],
+        states: NDArray[np.float32],
+        embedded: list[tuple[str, Embedded]],
+        failures: list[tuple[str, str]],
+    ) -> None:
+        """Give the states of a step to their texts, and end the texts that are complete."""
+        first = 0
+        for scheduled, chunk in zip(computed, chunks, strict=True):
+            pool = scheduled.sequence.pool
+            if pool is None or not chunk.states:
+                continue
+            if not chunk.computed:
+                # It may have been preempted.
+                pool.restart()
+            pool.take(states[first : first + chunk.states])
+            first += chunk.states
+            if not scheduled.is_ready:
+                continue
+            self._pool.end(scheduled)
+            embedding = pool.embedding()
+            if embedding is None:
+                failures.append((scheduled.id, _NO_EMBEDDING))
+                continue
+            data = embedding.astype("<f4", copy=False).tobytes()
+            embedded.append((scheduled.id, Embedded(data, scheduled.cached_tokens or 0)))
 
 
 _NO_TOKEN = "no token can be drawn: the logits are no numbers, or logit_bias excludes every token"
 
+_NO_EMBEDDING = "it has no embedding: its states are no numbers, or all zero"
 
-def _chunk(scheduled: ScheduledRequest[_Continuation], tokens: int) -> Chunk:
-    computed = scheduled.computed
+
+def _chunk(scheduled: ScheduledRequest[_Sequence], tokens: int) -> Chunk:
+    computed, pool = scheduled.computed, scheduled.sequence.pool
+    is_last = scheduled.is_ready
     return Chunk(
         scheduled.sequence.token_ids[computed - tokens : computed],
         computed - tokens,
         scheduled.blocks,
-        scheduled.is_ready,
+        is_last and pool is None,
+        0 if pool is None else pool.wanted(tokens, is_last=is_last),
     )

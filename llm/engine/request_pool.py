@@ -94,6 +94,18 @@ class RequestPool(Generic[S]):
             )
         return min(context - length, cache - length + 1) if max_tokens is None else wanted
 
+    def check_text(self, request_id: str, length: int) -> None:
+        """Check that a text that nothing follows fits.
+
+        Raises:
+            RequestTooLong: it does not, even alone.
+        """
+        limit = min(self.limits.context_length, self._cache_tokens)
+        if length > limit:
+            raise RequestTooLong(
+                f"request {request_id!r} has a text of {length} tokens, and {limit} fit: shorten it"
+            )
+
     def __contains__(self, request_id: str) -> bool:
         """Whether a request has not ended."""
         return request_id in self._requests
@@ -131,6 +143,7 @@ class RequestPool(Generic[S]):
         priority: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
+        caches: bool = True,
     ) -> None:
         """Take in a request that is checked: one sequence for each of its continuations."""
         added = [
@@ -143,6 +156,7 @@ class RequestPool(Generic[S]):
                 stop_token_ids,
                 min_tokens,
                 leads=not number,
+                caches=caches,
             )
             for number, sequence in enumerate(sequences)
         ]

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dynbus.llm.embedding import EmbedRequest
 from dynbus.llm.generation import MAX_LOGPROBS, GenerateRequest, Sampling
 from dynbus.llm.structured import check_structured
 
@@ -30,8 +31,6 @@ def check_request(request: GenerateRequest, limits: EngineLimits) -> NDArray[np.
     Raises:
         ValueError: a value is not usable: which, and what to give.
     """
-    if not request.token_ids:
-        raise ValueError("the prompt is empty: an engine needs one token at least")
     prompt = _tokens(request.token_ids, limits)
     _check_tokens("stop_token_ids", request.stop_token_ids, limits)
     most = request.max_tokens
@@ -60,7 +59,32 @@ def check_request(request: GenerateRequest, limits: EngineLimits) -> NDArray[np.
     return prompt
 
 
+def check_embedding(
+    request: EmbedRequest, limits: EngineLimits, state_size: int
+) -> NDArray[np.uint32]:
+    """Check what the engine's size does not decide.
+
+    Args:
+        state_size: the most dimensions that an embedding may have.
+
+    Returns:
+        The text as an array, of shape [tokens].
+
+    Raises:
+        ValueError: a value is not usable: which, and what to give.
+    """
+    text = _tokens(request.token_ids, limits)
+    dimensions = request.dimensions
+    if dimensions is not None and not 1 <= dimensions <= state_size:
+        raise ValueError(
+            f"dimensions = {dimensions}: it is from 1 to {state_size}, which the model has"
+        )
+    return text
+
+
 def _tokens(token_ids: Sequence[int], limits: EngineLimits) -> NDArray[np.uint32]:
+    if not token_ids:
+        raise ValueError("the prompt is empty: an engine needs one token at least")
     try:
         # Prompts are long: this takes a third of the time of a look at their numbers.
         prompt = np.frombuffer(array("I", token_ids), dtype=np.uint32)

@@ -10,6 +10,7 @@ item: until a continuation ends, an item is full, or it has been kept for long e
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
@@ -22,6 +23,7 @@ from dynbus import Reply, push_each
 from dynbus.bus.background import Openable
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import (
+    Cancelled,
     DynbusError,
     HandlerError,
     InvalidRequest,
@@ -29,9 +31,10 @@ from dynbus.bus.errors import (
     describe_exception,
 )
 from dynbus.kvrouter.events import KvEvent
+from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
 
-from .interface import Engine, EngineLoad, RunningEngine, Step, StepFailed
+from .interface import Engine, EngineLoad, EngineRequest, RunningEngine, Step, StepFailed
 from .stepping import stepper_of
 from .tracing import EngineTrace
 
@@ -133,6 +136,27 @@ class _Stream:
         )
 
 
+class _Text:
+    """A text that is being embedded.
+
+    Attributes:
+        number: of the request, counted with those for tokens.
+        embedded: its embedding, or why there is none.
+    """
+
+    __slots__ = ("embedded", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.embedded: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: DynbusError) -> None:
+        if not self.embedded.done():
+            self.embedded.set_exception(error)
+            # Whoever asked may be cancelled just now.
+            self.embedded.exception()
+
+
 class EngineRunner(Openable):
     """Steps an engine and sends what it makes. Use it with `async with`, on the event loop.
 
@@ -177,6 +201,7 @@ class EngineRunner(Openable):
         self._submitted = 0
         self._streams: dict[str, _Stream] = {}
         self._by_reply: dict[Reply[Generated], _Stream] = {}
+        self._texts: dict[str, _Text] = {}
         self._stepper = stepper_of(engine, self)
         self._failure: Exception | None = None
 
@@ -219,19 +244,50 @@ class EngineRunner(Openable):
             Unavailable: the engine was stopped, or it failed.
             ValueError: the id is in use.
         """
+        self._check_new(request_id)
+        stream = _Stream(self._submitted + 1, request_id, reply, request)
+        self._streams[request_id] = self._by_reply[reply] = stream
+        self._hand_over(request_id, request)
+
+    async def embed(self, request_id: str, request: EmbedRequest) -> Embedded:
+        """The embedding of a text.
+
+        Raises:
+            InvalidRequest: the engine refuses it.
+            HandlerError: it cannot be embedded, or may have made the engine fail.
+            Cancelled: it was cancelled.
+            Unavailable: the engine was stopped, or it failed.
+            ValueError: the id is in use.
+        """
+        self._check_new(request_id)
+        text = self._texts[request_id] = _Text(self._submitted + 1)
+        self._hand_over(request_id, request)
+        try:
+            return await text.embedded
+        finally:
+            if self._forget_text(request_id) is not None:
+                # Whoever asked is gone.
+                self._stepper.cancel(request_id)
+
+    def _check_new(self, request_id: str) -> None:
         if self._failure is not None:
             raise self._unavailable()
-        if request_id in self._streams:
+        if request_id in self._streams or request_id in self._texts:
             raise ValueError(f"request {request_id!r} is in the engine already: cancel it first")
+
+    def _hand_over(self, request_id: str, request: EngineRequest) -> None:
         self._submitted += 1
-        stream = _Stream(self._submitted, request_id, reply, request)
-        self._streams[request_id] = self._by_reply[reply] = stream
         if self._trace is not None:
             self._trace.submitted(request_id, request)
         self._stepper.add(request_id, request)
 
     def cancel(self, request_id: str) -> None:
         """Free what a request has, and end its stream as cancelled; nothing for an unknown one."""
+        text = self._forget_text(request_id)
+        if text is not None:
+            self._stepper.cancel(request_id)
+            text.fail(Cancelled("the request was cancelled"))
+            return
         stream = self._forget(request_id)
         if stream is None:
             return
@@ -255,6 +311,12 @@ class EngineRunner(Openable):
                 self._trace.ended(request_id)
         return stream
 
+    def _forget_text(self, request_id: str) -> _Text | None:
+        text = self._texts.pop(request_id, None)
+        if text is not None and self._trace is not None:
+            self._trace.ended(request_id)
+        return text
+
     def _causes(self, error: Exception) -> Collection[str]:
         """Which requests may have made the engine fail."""
         if not isinstance(error, StepFailed):
@@ -265,10 +327,14 @@ class EngineRunner(Openable):
 
     def _fail(self, request_id: str, reason: str) -> None:
         """End a request that cannot go on, here or elsewhere."""
-        stream = self._forget(request_id)
+        stream, text = self._forget(request_id), self._forget_text(request_id)
+        error = HandlerError(f"the request failed: {reason}")
         if stream is not None:
             self.failed_requests += 1
-            stream.reply.fail(HandlerError(f"the request failed: {reason}"))
+            stream.reply.fail(error)
+        elif text is not None:
+            self.failed_requests += 1
+            text.fail(error)
 
     def _unavailable(self) -> Unavailable:
         return Unavailable(f"the engine does not run: {self._failure}")
@@ -278,14 +344,20 @@ class EngineRunner(Openable):
             stream = self._forget(request_id)
             if stream is not None:
                 stream.reply.fail(self._unavailable())
+        for request_id in list(self._texts):
+            text = self._forget_text(request_id)
+            if text is not None:
+                text.fail(self._unavailable())
 
     # What the engine made -------------------------------------------------------------
 
     def on_refused(self, request_id: str, error: Exception) -> None:
-        stream = self._forget(request_id)
+        stream, text = self._forget(request_id), self._forget_text(request_id)
+        refusal = error if isinstance(error, DynbusError) else InvalidRequest(str(error))
         if stream is not None:
-            refusal = error if isinstance(error, DynbusError) else InvalidRequest(str(error))
             stream.reply.fail(refusal)
+        elif text is not None:
+            text.fail(refusal)
 
     def on_step(self, step: Step, load: EngineLoad, began: float) -> None:
         """Send what a step made."""
@@ -294,6 +366,10 @@ class EngineRunner(Openable):
             self._trace.stepped(step, began)
         if step.outputs:
             self._send(step.outputs)
+        for request_id, embedded in step.embedded:
+            text = self._forget_text(request_id)
+            if text is not None and not text.embedded.done():
+                text.embedded.set_result(embedded)
         for request_id, reason in step.failures:
             self._fail(request_id, reason)
         if self._sink is not None and step.events:
@@ -315,6 +391,11 @@ class EngineRunner(Openable):
             logger.error("%s: %s", stream.request_id, reason)
             self._forget(stream.request_id)
             stream.reply.fail(HandlerError(reason))
+        lost_texts = [name for name, one in self._texts.items() if one.number <= taken]
+        for request_id in lost_texts:
+            reason = "the engine has lost the request: it has no work left and has not embedded it"
+            logger.error("%s: %s", request_id, reason)
+            self._fail(request_id, reason)
 
     def _send(self, outputs: Sequence[tuple[str, Generated]]) -> None:
         pairs: list[tuple[Reply[Generated], Generated]] = []

@@ -52,6 +52,8 @@ class ScheduledRequest(Generic[S]):
         stop_token_ids: one of them ends it, after `min_tokens`.
         leads: whether it is the first continuation of its request, and tells for all of them what
             was found in the cache.
+        caches: whether its blocks are looked up in the cache, and found there by others. A text
+            of which the states of all tokens are needed gains nothing by it.
         blocks: its block table.
         computed: tokens whose keys and values are in the cache, when the step has ended.
         generated: tokens of output so far.
@@ -68,6 +70,7 @@ class ScheduledRequest(Generic[S]):
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     leads: bool = True
+    caches: bool = True
     blocks: list[int] = field(default_factory=list[int])
     computed: int = 0
     generated: int = 0
@@ -235,6 +238,8 @@ class Scheduler(Generic[S]):
         """Cached blocks that a waiting request would begin with; None without room for it."""
         length = request.sequence.length
         size = self._block_size
+        if not request.caches:
+            return 0 if self._manager.admits(-(-length // size), 0) else None
         # The last token is computed in any case: its result is the next token.
         found, used = self._cached_prefix(request.sequence, (length - 1) // size)
         return found if self._manager.admits(-(-length // size), used) else None
@@ -259,7 +264,7 @@ class Scheduler(Generic[S]):
         first = request.computed // size
         request.computed += tokens
         last = request.computed // size
-        if last > first:
+        if last > first and request.caches:
             sequence = request.sequence
             sequence.hash_to(last)
             self._manager.store(

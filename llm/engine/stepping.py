@@ -16,8 +16,11 @@ from dynbus.bus.errors import describe_exception
 from dynbus.llm.generation import GenerateRequest
 
 from .interface import (
+    NO_EMBEDDINGS,
+    EmbeddingEngine,
     Engine,
     EngineLoad,
+    EngineRequest,
     Listener,
     RunningEngine,
     Step,
@@ -43,6 +46,20 @@ def stepper_of(engine: Engine | RunningEngine, listener: Listener) -> Stepper:
     return kind(engine, listener)
 
 
+def _add(engine: Engine, request_id: str, request: EngineRequest) -> None:
+    """Have the engine take in a request of either kind.
+
+    Raises:
+        ValueError: it does not, and why.
+    """
+    if isinstance(request, GenerateRequest):
+        engine.add(request_id, request)
+    elif isinstance(engine, EmbeddingEngine):
+        engine.add_embedding(request_id, request)
+    else:
+        raise ValueError(NO_EMBEDDINGS)
+
+
 def _step(engine: Engine, added: Collection[str]) -> Step:
     """Take a step; the requests that are new in it count as the cause if it fails."""
     try:
@@ -66,10 +83,10 @@ class _LoopStepper:
         self._added: list[str] = []
         self._taken = 0
 
-    def add(self, request_id: str, request: GenerateRequest) -> None:
+    def add(self, request_id: str, request: EngineRequest) -> None:
         self._taken += 1
         try:
-            self._engine.add(request_id, request)
+            _add(self._engine, request_id, request)
         except ValueError as error:
             self._listener.on_refused(request_id, error)
         else:
@@ -112,17 +129,17 @@ class _ThreadStepper:
         # What follows belongs to both sides, under the lock of `_changed`.
         self._changed = threading.Condition()
         # Requests to take in, and those to cancel: in their order.
-        self._commands: list[tuple[str, GenerateRequest | None]] = []
+        self._commands: list[tuple[str, EngineRequest | None]] = []
         self._untold = 0
         self._closing = False
 
-    def add(self, request_id: str, request: GenerateRequest) -> None:
+    def add(self, request_id: str, request: EngineRequest) -> None:
         self._put(request_id, request)
 
     def cancel(self, request_id: str) -> None:
         self._put(request_id, None)
 
-    def _put(self, request_id: str, request: GenerateRequest | None) -> None:
+    def _put(self, request_id: str, request: EngineRequest | None) -> None:
         with self._changed:
             self._commands.append((request_id, request))
             self._changed.notify_all()
@@ -217,7 +234,7 @@ class _ThreadStepper:
                     continue
                 taken += 1
                 try:
-                    engine.add(request_id, request)
+                    _add(engine, request_id, request)
                 except ValueError as error:
                     refused.append((request_id, error))
                 except Exception as error:

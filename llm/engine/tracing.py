@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from dynbus.bus.clock import monotonic, unix_time
 from dynbus.bus.protocol.names import InstanceName
 from dynbus.bus.telemetry.telemetry import Telemetry
-from dynbus.llm.generation import GenerateRequest
 
-from .interface import Step
+from .interface import EngineRequest, Step
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -98,7 +97,7 @@ class EngineTrace:
     def __repr__(self) -> str:
         return f"<EngineTrace [{len(self._requests)} requests, {self._recorded} recorded]>"
 
-    def submitted(self, request_id: str, request: GenerateRequest) -> None:
+    def submitted(self, request_id: str, request: EngineRequest) -> None:
         """A request came, in the task of its call."""
         parent: Context | None = None
         if self._tracer is not None:

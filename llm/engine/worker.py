@@ -12,9 +12,10 @@ import anyio.to_thread
 
 from dynbus import Actor, Reply, handler
 from dynbus.bus.context import context
-from dynbus.bus.errors import Unavailable
+from dynbus.bus.errors import Cancelled, Unavailable
 from dynbus.kvrouter.routing import profiles
 from dynbus.kvrouter.stream import KvEventPublisher
+from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import Generated, GenerateRequest
 
 from .interface import Engine, EngineLimits, LoadMetrics, RunningEngine
@@ -129,6 +130,19 @@ class EngineWorker(Actor, abstract=True):
         finally:
             unlink()
             runner.forget(name)
+
+    @handler(concurrency=None, idempotent=True)
+    async def embed(self, request: EmbedRequest) -> Embedded:
+        """The embedding of a text, where the engine makes some."""
+        runner, running = self._running(), context()
+        name = f"{running.id}.{next(self._engine_numbers)}"
+        if running.is_stopped():
+            raise Cancelled("the call was stopped before it began")
+        unlink = running.link(lambda _: runner.cancel(name))
+        try:
+            return await runner.embed(name, request)
+        finally:
+            unlink()
 
     @handler
     async def load_metrics(self) -> LoadMetrics:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dynbus.llm.weights.model import LayerWeights
 
-from .batch import Batch
+from .batch import Batch, Indices
 
 A = TypeVar("A")
 
@@ -109,6 +109,14 @@ class Backend(Protocol[A]):
         Returns:
             Of shape [rows, heads * head_dim].
         """
+        ...
+
+    def host(self, rows: A) -> NDArray[np.float32]:
+        """Rows, on the host."""
+        ...
+
+    def indices(self, rows: Indices) -> A:
+        """Numbers of rows, for `take`."""
         ...
 
     def logits(self, rows: A, head: A) -> NDArray[np.float32]:

@@ -29,6 +29,7 @@ class Decoder(Generic[A]):
     Attributes:
         config: the model's sizes and options.
         vocabulary: how many tokens it knows.
+        state_size: numbers of a token's state.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Decoder(Generic[A]):
         config = weights.config
         self.config = config
         self.vocabulary = config.vocabulary
+        self.state_size = config.hidden
         self._backend = backend
         self._block_size = block_size
         self._frequencies = weights.rope_frequencies()
@@ -65,14 +67,42 @@ class Decoder(Generic[A]):
             The logits behind the last token of each chunk with `is_sampled`, in their order; of
             shape [sampled chunks, vocabulary].
         """
-        backend, config = self._backend, self.config
+        states, rows = self._states(chunks)
+        return self._logits(states, rows)
+
+    def compute_with_states(
+        self, chunks: Sequence[Chunk]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Compute as `compute` does where a chunk needs states.
+
+        Returns:
+            The logits as of `compute`; and the states of the last `Chunk.states` tokens of each
+            chunk, behind the last norm, in their order; of shape [tokens, state_size].
+        """
+        backend = self._backend
+        states, rows = self._states(chunks)
+        ends = np.cumsum([len(chunk.token_ids) for chunk in chunks])
+        needed = [
+            np.arange(end - chunk.states, end) for chunk, end in zip(chunks, ends, strict=True)
+        ]
+        taken = backend.take(states, backend.indices(np.concatenate(needed)))
+        normed = backend.norm(taken, self._norm, self.config.norm_eps)
+        return self._logits(states, rows), backend.host(normed)
+
+    def _states(self, chunks: Sequence[Chunk]) -> tuple[A, Rows[A]]:
+        """The states behind the last layer, and the rows that they are of."""
+        backend = self._backend
         rows = backend.rows(batch_of(chunks, self._block_size), self._frequencies)
         states = backend.take(self._embedding, rows.token_ids)
         for layer, cache in zip(self._layers, self._caches, strict=True):
             states = self._layer(states, layer, cache, rows)
-        states = backend.take(states, rows.sampled)
-        states = backend.norm(states, self._norm, config.norm_eps)
-        return backend.logits(states, self._head)
+        return states, rows
+
+    def _logits(self, states: A, rows: Rows[A]) -> NDArray[np.float32]:
+        backend = self._backend
+        sampled = backend.take(states, rows.sampled)
+        normed = backend.norm(sampled, self._norm, self.config.norm_eps)
+        return backend.logits(normed, self._head)
 
     def _layer(self, states: A, layer: Layer[A], cache: A, rows: Rows[A]) -> A:
         backend, config = self._backend, self.config

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Final, Literal, get_args
 
+from dynbus.llm.embedding import EmbedRequest, Pooling
 from dynbus.llm.engine import EngineLimits, ModelEngine
 from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.weights.config import ModelConfig
@@ -43,6 +44,7 @@ class SmallConfig:
         context_length: the most tokens that a prompt and its output may have; 0 for what the model
             was made for and the cache holds.
         prefix_caching: whether blocks are found again by later requests.
+        pooling: how the states of a text become its embedding; None to make no embeddings.
 
     Raises:
         ValueError: a value is not usable.
@@ -60,6 +62,7 @@ class SmallConfig:
     max_num_batched_tokens: int = 256
     context_length: int = 0
     prefix_caching: bool = True
+    pooling: Pooling | None = "mean"
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -73,6 +76,8 @@ class SmallConfig:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} {getattr(self, name)} is not usable: at least {least}")
+        if self.pooling not in (None, *get_args(Pooling)):
+            raise ValueError(f"pooling {self.pooling!r} is not usable: mean, last or None")
         for name, known in (("backend", BackendName), ("dtype", DType)):
             if getattr(self, name) not in get_args(known):
                 raise ValueError(
@@ -181,11 +186,18 @@ class SmallEngine(ModelEngine):
             limits,
             eos_token_ids=self.config.eos_token_ids,
             prefix_caching=options.prefix_caching,
+            pooling=options.pooling,
         )
 
     def add(self, request_id: str, request: GenerateRequest) -> None:
-        if request.lora_name:
-            raise ValueError(
-                f"lora_name = {request.lora_name!r}: the small engine has no adapters: leave it out"
-            )
+        _refuse_adapter(request.lora_name)
         super().add(request_id, request)
+
+    def add_embedding(self, request_id: str, request: EmbedRequest) -> None:
+        _refuse_adapter(request.lora_name)
+        super().add_embedding(request_id, request)
+
+
+def _refuse_adapter(name: str | None) -> None:
+    if name:
+        raise ValueError(f"lora_name = {name!r}: the small engine has no adapters: leave it out")

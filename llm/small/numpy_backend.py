@@ -12,7 +12,7 @@ from dynbus.llm.cores import usable_cores
 from dynbus.llm.weights.model import LayerWeights
 
 from .backend import Layer, Rows
-from .batch import Batch, Piece
+from .batch import Batch, Indices, Piece
 
 Array: TypeAlias = NDArray[Any]
 
@@ -150,6 +150,12 @@ class NumpyBackend:
         rotated[..., :half] -= right * rows.sin
         rotated[..., half:] += left * rows.sin
         return rotated
+
+    def host(self, rows: Array) -> Array:
+        return rows
+
+    def indices(self, rows: Indices) -> Array:
+        return rows
 
     def logits(self, rows: Array, head: Array) -> Array:
         if self._deterministic:

@@ -19,7 +19,7 @@ from dynbus.llm.cores import usable_cores
 from dynbus.llm.weights.model import LayerWeights
 
 from .backend import Layer, Rows
-from .batch import Batch, Piece, groups_by_length
+from .batch import Batch, Indices, Piece, groups_by_length
 
 DType = Literal["float32", "bfloat16"]
 
@@ -292,7 +292,13 @@ class TorchBackend:
             results.append(scores.softmax(-1) @ values[:, :seen])
         return self._torch.stack(results).view(queries.shape)
 
+    def host(self, rows: Tensor) -> NDArray[np.float32]:
+        host: NDArray[np.float32] = rows.float().cpu().numpy()
+        return host
+
+    def indices(self, rows: Indices) -> Tensor:
+        return self._torch.from_numpy(rows).to(self._device)
+
     def logits(self, rows: Tensor, head: Tensor) -> NDArray[np.float32]:
         product = self._in_shape(rows, head.t()) if self._deterministic else rows @ head.t()
-        logits: NDArray[np.float32] = product.float().cpu().numpy()
-        return logits
+        return self.host(product)

@@ -20,8 +20,10 @@ from dynbus.bus.context import context
 from dynbus.bus.errors import InvalidRequest, Overloaded, describe_exception
 from dynbus.kvrouter.routing import DP_RANK_KEY
 from dynbus.llm.engine.interface import (
+    NO_EMBEDDINGS,
     EngineLimits,
     EngineLoad,
+    EngineRequest,
     Listener,
     Prefill,
     RunningEngine,
@@ -217,7 +219,10 @@ class VllmStepper:
         self._aborted: list[str] = []
         self._news = asyncio.Event()
 
-    def add(self, request_id: str, request: GenerateRequest) -> None:
+    def add(self, request_id: str, request: EngineRequest) -> None:
+        if not isinstance(request, GenerateRequest):
+            self._listener.on_refused(request_id, ValueError(NO_EMBEDDINGS))
+            return
         try:
             self._asked[request_id] = self._prepare(request_id, request)
         except Exception as error:  # noqa: BLE001 - a client's mistake, as vLLM sees it too
