@@ -6,11 +6,11 @@ Whoever writes a worker by hand takes the same: a JSON object with `token_ids`, 
 
 from __future__ import annotations
 
-import sys
-from array import array
 from typing import Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 Pooling = Literal["mean", "last"]
 """How the states of a text's tokens become one: their mean, or that of the last token."""
@@ -47,32 +47,18 @@ class Embedded(msgspec.Struct, frozen=True, omit_defaults=True):
     embedding: bytes | list[float]
     cached_tokens: int = 0
 
-    @property
-    def numbers(self) -> list[float]:
-        """The embedding as numbers.
+    def vector(self) -> NDArray[np.float32]:
+        """The embedding as an array, of shape [dimensions].
 
         Raises:
-            ValueError: the bytes are no float32 numbers.
+            ValueError: it is empty, the bytes are no float32 numbers, or one is not finite.
         """
-        if isinstance(self.embedding, list):
-            return self.embedding
-        return _in_little_endian(array("f", self.embedding)).tolist()
-
-    @property
-    def data(self) -> bytes:
-        """The embedding as float32 in little endian.
-
-        Raises:
-            ValueError, OverflowError: the bytes are no float32 numbers, or a number is too large.
-        """
-        if isinstance(self.embedding, list):
-            return _in_little_endian(array("f", self.embedding)).tobytes()
-        if len(self.embedding) % 4:
-            raise ValueError(f"{len(self.embedding)} bytes are no float32 numbers")
-        return self.embedding
-
-
-def _in_little_endian(numbers: array[float]) -> array[float]:
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers
+        given = self.embedding
+        if isinstance(given, bytes):
+            found = np.frombuffer(given, "<f4")
+        else:
+            with np.errstate(over="ignore"):
+                found = np.array(given, "<f4")
+        if not found.size or not np.isfinite(found).all():
+            raise ValueError("an embedding has numbers, all of them finite")
+        return found

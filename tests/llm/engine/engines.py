@@ -10,6 +10,7 @@ import msgspec
 
 from dynbus import Reply
 from dynbus.bus.errors import DynbusError
+from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.engine import EngineLimits, EngineLoad, Step
 from dynbus.llm.generation import Generated, GenerateRequest
 
@@ -38,11 +39,12 @@ class CountingEngine:
         self.poison = -1
         self.failing: dict[str, str] = {}
         self.requests: dict[str, tuple[GenerateRequest, int]] = {}
+        self.texts: dict[str, EmbedRequest] = {}
 
     @property
     def has_work(self) -> bool:
         self.threads.add(threading.get_ident())
-        return bool(self.requests)
+        return bool(self.requests or self.texts)
 
     @property
     def load(self) -> EngineLoad:
@@ -55,9 +57,15 @@ class CountingEngine:
             raise ValueError("the prompt is empty")
         self.requests[request_id] = (request, 0)
 
+    def add_embedding(self, request_id: str, request: EmbedRequest) -> None:
+        if not request.token_ids:
+            raise ValueError("the prompt is empty")
+        self.texts[request_id] = request
+
     def cancel(self, request_id: str) -> None:
         self.threads.add(threading.get_ident())
         self.requests.pop(request_id, None)
+        self.texts.pop(request_id, None)
 
     def step(self) -> Step:
         self.threads.add(threading.get_ident())
@@ -80,7 +88,10 @@ class CountingEngine:
         failures, self.failing = list(self.failing.items()), {}
         for request_id, _ in failures:
             self.requests.pop(request_id, None)
-        return Step(outputs, failures=failures)
+            self.texts.pop(request_id, None)
+        texts, self.texts = self.texts, {}
+        embedded = [(name, Embedded([float(len(one.token_ids))])) for name, one in texts.items()]
+        return Step(outputs, failures=failures, embedded=embedded)
 
 
 class Reader:

@@ -47,6 +47,15 @@ def logits(model: Any, token_ids: list[int]) -> NDArray[np.float32]:
     return result
 
 
+def states(model: Any, token_ids: list[int]) -> NDArray[np.float32]:
+    """The states of each token behind the last norm: [tokens, hidden]."""
+    torch: Any = import_module("torch")
+    with torch.inference_mode():
+        made = model(torch.tensor([token_ids]), output_hidden_states=True)
+    result: NDArray[np.float32] = made.hidden_states[-1][0].numpy()
+    return result
+
+
 def reference(folder: Path) -> Reference:
     model = load(folder)
     token_ids = prompt()
