@@ -40,8 +40,7 @@ LEAST_REQUESTS: Final = 8
 MEMORY: Final = 16
 """The latest request counts for so much of the mean: one part in as many."""
 LEAST_BLOCKS: Final = 2.0
-"""Blocks per request that predictions may be wrong by. Engines compute the last block of a
-prompt again although they hold it."""
+"""Blocks per request that predictions may be wrong by."""
 LEAST_SHARE: Final = 0.25
 """Share of the tokens per request that predictions may be wrong by: caches change while a request
 is on its way."""

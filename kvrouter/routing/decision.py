@@ -113,7 +113,8 @@ class Decision:
         decided_at: seconds of the clock that the scheduler is given; `monotonic` in a router.
         table, costs: who could have got it, and at what cost, in one order. A cost is that of
             the policy times the preference for the instance.
-        expected_reuse: tokens of the prompt that the chosen rank was taken to hold.
+        expected_reuse: tokens of the prompt that the chosen rank was taken to hold and not to
+            compute again, as engines do with the last one and its block.
         told_reuse: those of them that it had said itself; the others were guessed.
         excluded: why other instances could not, by id; also those that the call tried before.
         index_sequence: up to where the router's index had followed the events.

@@ -307,7 +307,9 @@ class KvScheduler:
         at, reason = self._choose(request, candidates, costs, now)
         chosen = candidates[at]
         self._counts.decisions += 1
-        reuse = min(shape.prompt_tokens, chosen.overlap.total * block_size)
+        # Engines compute at least the last token of a prompt, of whose logits they draw the next.
+        most = max(0, shape.prompt_tokens - 1) // block_size
+        reuse = min(most, chosen.overlap.total) * block_size
         decision = Decision(
             number=self._counts.decisions,
             request_id=request.request_id,

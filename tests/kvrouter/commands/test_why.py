@@ -182,7 +182,7 @@ def test_without_an_id_the_latest_decisions_of_all_routers_are_listed_newest_fir
 
     rows = listed.stdout.splitlines()
     assert [row.split()[1] for row in rows] == ["REQUEST", "third", "second"]
-    assert rows[1].split()[2:5] == ["one/0", "64", "64"]
+    assert rows[1].split()[2:5] == ["one/0", "48", "64"]
     assert last.stdout.startswith("third, attempt 1: one/0")
     assert last.stdout.count("attempt") == 1
     (answer,) = json.loads(as_json.stdout)

@@ -57,7 +57,7 @@ class Engine(Actor, namespace="llm"):
         return {"cached_tokens": prompt.cached}
 
 
-PROMPT = Prompt(token_ids=list(range(4 * BLOCK)))
+PROMPT = Prompt(token_ids=list(range(4 * BLOCK + 1)))
 OPENAI = "usage.prompt_tokens_details.cached_tokens"
 
 
