@@ -18,7 +18,8 @@ from dynbus.llm.openai.api import Api, CompletionsApi
 from dynbus.llm.openai.errors import answer_of
 from dynbus.llm.openai.requests import read_chat, read_completion
 
-from .completions import Exchange, Receive, Scope
+from .completions import CompletionExchange
+from .exchange import Receive, Scope
 from .metrics import CONTENT_TYPE
 from .openapi import DOCUMENT, PAGE
 from .shared import Caller, Shared
@@ -113,7 +114,8 @@ class Application:
                 caller = shared.authorized(caller)
             api = APIS.get(path)
             if api is not None and method == "POST":
-                await Exchange(shared, api, path, caller, scope, receive, send).run()
+                exchange = CompletionExchange(shared, api, path, caller, scope, receive, send)
+                await exchange.run()
                 return
             response = await self._respond(method, path, caller)
         except DynbusError as error:

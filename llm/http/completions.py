@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
-import anyio
-import anyio.abc
 import msgspec
 
-from dynbus.bus.clock import monotonic
-from dynbus.bus.context import Context, enter_context
-from dynbus.bus.errors import (
-    Cancelled,
-    Draining,
-    DynbusError,
-    PayloadTooLarge,
-    describe_exception,
-)
+from dynbus.bus.errors import DynbusError
 from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.api import Api, Asked
-from dynbus.llm.openai.errors import BodyTimeout
+from dynbus.llm.openai.errors import ErrorAnswer
 from dynbus.llm.openai.requests import ChatRequest
 from dynbus.llm.pipeline.open_model import Inquiry
-from dynbus.llm.pipeline.serving import Completion, RequestTiming, Sink
+from dynbus.llm.pipeline.serving import Sink
 
 from .content import Content, ContentSink
-from .metrics import ModelMetrics
+from .exchange import Exchange, Receive, Scope
 from .shared import Caller, Shared
-from .writer import AnswerWriter, Send
-
-logger = logging.getLogger(__name__)
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
-ABORT: Final = "dynbus.abort"
-"""The extension of a scope that drops the connection; of `LimitedProtocol`."""
-WRITE: Final = "dynbus.write"
-"""The extension that writes a piece of an answer at once; see `AnswerWriter`."""
+from .tracing import completion_operation
+from .writer import Send
 
 
-class HungUp(Exception):
-    """Raised when the client has left before its request was there."""
-
-
-class Exchange:
-    """One request and its answer."""
+class CompletionExchange(Exchange):
+    """A request for a completion, and its answer."""
 
     def __init__(
         self,
@@ -63,136 +39,26 @@ class Exchange:
         send: Send,
     ) -> None:
         self._api = api
-        self._shared = shared
-        self._path = path
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self._caller = caller
-        self._timing = RequestTiming(time.perf_counter())
-        self._trace = shared.tracing.begin("POST", path, self._caller.headers)
-        self._model = ""
-        self._writer = self._make_writer(None)
-        self._completion: Completion | None = None
-        self._context: Context | None = None
-        self._metrics: ModelMetrics | None = None
-        self._tasks: anyio.abc.TaskGroup | None = None
-        self._content: Content | None = None
+        super().__init__(shared, path, caller, scope, receive, send)
 
-    async def run(self) -> None:
-        """Answer it, whatever happens."""
-        shared, timing = self._shared, self._timing
-        shared.metrics.in_flight += 1
-        try:
-            shared.check_room()
-            data = await self._body()
-            asked = self._api.read(data)
-            if shared.settings.log_content:
-                self._content = Content(asked.request)
-            format = asked.format(self._caller.request_id)
-            self._writer = self._make_writer(format if asked.request.streams else None)
-            async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self._ask, asked, format)
-                try:
-                    while (await self._receive())["type"] != "http.disconnect":
-                        pass
-                except asyncio.CancelledError:
-                    self._stop()
-                finally:
-                    self._tasks.cancel_scope.cancel()
-        except asyncio.CancelledError:
-            # Its body is not there yet.
-            self._stop()
-        except HungUp:
-            pass
-        except DynbusError as error:
-            self._writer.end(error)
-        finally:
-            shared.metrics.in_flight -= 1
-            if not self._writer.has_ended and self._context is not None:
-                # Not a stop, which handlers may take their time for: nobody is left to read.
-                self._context.kill()
-            if self._completion is not None:
-                self._completion.cancel()
-            if not self._writer.has_ended:
-                # Nobody reads it; it is what logs and metrics say.
-                self._writer.has_ended = True
-                self._writer.error = Cancelled("the client left")
-            timing.last = time.perf_counter() if timing.first is None else timing.last
-            self._tell()
+    def _refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
+        return self._api.refusal(error, request_id)
 
-    def _stop(self) -> None:
-        """Answer that the server stops, which cancels whoever has had its grace.
-
-        For who raises that instead of taking it, it writes an answer of its own.
-        """
-        self._end(Draining("the front end stops; ask again"))
-        task = asyncio.current_task()
-        assert task is not None
-        task.uncancel()
-
-    async def _body(self) -> bytes:
-        """The body of the request.
-
-        Raises:
-            PayloadTooLarge, BodyTimeout: it is not taken.
-            HungUp: the client is gone.
-        """
-        limit = self._shared.settings.max_body_bytes
-        length = self._caller.headers.get("content-length", "")
-        if length.isdigit() and int(length) > limit:
-            raise self._too_large(int(length))
-        pieces: list[bytes] = []
-        size, more = 0, True
-        with anyio.move_on_after(self._shared.settings.body_timeout) as scope:
-            while more:
-                message = await self._receive()
-                if message["type"] == "http.disconnect":
-                    raise HungUp
-                piece: bytes = message.get("body", b"")
-                size += len(piece)
-                if size > limit:
-                    raise self._too_large(size)
-                pieces.append(piece)
-                more = message.get("more_body", False)
-        if scope.cancelled_caught:
-            raise BodyTimeout(
-                f"the body did not arrive within {self._shared.settings.body_timeout:g} s"
-            )
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def _too_large(self, size: int) -> PayloadTooLarge:
-        limit = self._shared.settings.max_body_bytes
-        return PayloadTooLarge(
-            f"the body has {size} bytes or more, and at most {limit} are taken", started=False
-        )
-
-    async def _ask(self, asked: Asked, format: AnswerFormat) -> None:
-        """Send the request to an engine."""
-        try:
-            await self._complete(asked, format)
-        except DynbusError as error:
-            self._end(error)
-        except Exception as error:
-            logger.exception("a request to %s failed", self._path)
-            self._end(DynbusError(f"the front end failed: {describe_exception(error)}"))
+    def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
+        asked = self._api.read(data)
+        if self._shared.settings.log_content:
+            self._content = Content(asked.request)
+        format = asked.format(self._caller.request_id)
+        self._writer = self._make_writer(format if asked.request.streams else None)
+        return partial(self._complete, asked, format)
 
     async def _complete(self, asked: Asked, format: AnswerFormat) -> None:
-        shared, caller, timing, request = self._shared, self._caller, self._timing, asked.request
+        caller, timing, request = self._caller, self._timing, asked.request
         wanted = ModelType.Chat if isinstance(request, ChatRequest) else ModelType.Completions
-        model = await shared.models.get(request.model, wanted | ModelType.Backend)
-        self._model = request.model
-        self._metrics = metrics = shared.metrics.of(request.model)
-        self._trace.model_asked(request)
+        model = await self._shared.models.get(request.model, wanted | ModelType.Backend)
+        self._trace.model_asked(completion_operation(request))
+        metrics = self._ask_for(request.model, request.priority or 0)
         timing.observe = metrics.inter_token_latency.observe
-        self._context = Context(
-            caller.request_id,
-            deadline=monotonic() + shared.settings.request_timeout,
-            metadata=caller.metadata,
-            priority=request.priority or 0,
-            trace_headers=self._trace.fields,
-        )
-        enter_context(self._context)
         body = msgspec.Raw(_without_salt(asked.body, caller.tenant))
         inquiry = Inquiry(request, body, format, caller.tenant or None)
         begun = time.perf_counter()
@@ -200,7 +66,7 @@ class Exchange:
         if self._content is not None:
             sink = ContentSink(sink, self._content)
         completion = await model.prepare(inquiry, sink, timing)
-        self._completion = completion
+        self._work = completion
         prepared = timing.prepared = time.perf_counter()
         usage = completion.usage
         self._trace.prepared(usage.prompt if usage is not None else None, begun, prepared)
@@ -210,94 +76,6 @@ class Exchange:
         timing.sent = time.perf_counter()
         metrics.queue.observe(timing.sent - prepared)
         self._trace.sent(completion.instances, prepared, timing.sent)
-
-    def _end(self, error: DynbusError) -> None:
-        if self._completion is not None:
-            self._completion.cancel(error)
-        self._writer.end(error)
-
-    def _make_writer(self, stream: AnswerFormat | None) -> AnswerWriter:
-        fields = self._trace.fields
-        headers = [(b"x-request-id", self._caller.request_id.encode())]
-        if "traceparent" in fields:
-            headers.append((b"traceparent", fields["traceparent"].encode()))
-        extensions: Mapping[str, Any] = self._scope.get("extensions") or {}
-        return AnswerWriter(
-            self._send,
-            headers,
-            self._caller.request_id,
-            refusal=self._api.refusal,
-            stream=stream,
-            finish_sending=self._finish_sending,
-            timeout=self._shared.settings.write_timeout,
-            write_piece=extensions.get(WRITE),
-        )
-
-    def _finish_sending(self, send_rest: Callable[[], Awaitable[bool]]) -> None:
-        self._shared.metrics.blocked += 1
-        if self._tasks is not None:
-            self._tasks.start_soon(self._send_rest, send_rest)
-
-    async def _send_rest(self, send_rest: Callable[[], Awaitable[bool]]) -> None:
-        """Write what waits for a client that does not read, unless it does so for too long."""
-        if await send_rest():
-            return
-        logger.info("request %s: its client does not read", self._caller.request_id)
-        extensions: Mapping[str, Any] = self._scope.get("extensions") or {}
-        abort: Callable[[], object] | None = extensions.get(ABORT)
-        if abort is not None:
-            abort()
-
-    def _tell(self) -> None:
-        """Tell metrics, trace and log how it went."""
-        shared, timing, writer = self._shared, self._timing, self._writer
-        status = writer.final_status
-        usage = self._completion.usage if self._completion is not None else None
-        now = time.perf_counter()
-        if self._metrics is not None:
-            self._metrics.duration.observe(now - timing.began)
-            if timing.first is not None:
-                self._metrics.time_to_first_token.observe(timing.first - timing.began)
-        shared.metrics.count(self._path, self._model, status)
-        if usage is not None:
-            shared.metrics.count_tokens(self._model, usage.prompt, usage.completion, usage.cached)
-        self._trace.ended(status, writer.error, timing, self._completion, self._content)
-        if logger.isEnabledFor(logging.INFO):
-            logger.info("%s", self._log_line(status, now))
-
-    def _log_line(self, status: int, now: float) -> str:
-        """What is logged of a request: what it says only where that is asked for."""
-        timing, writer, caller = self._timing, self._writer, self._caller
-        words = [f"POST {self._path} {status}", f"request_id={caller.request_id}"]
-        if caller.tenant:
-            words.append(f"tenant={caller.tenant}")
-        if self._model:
-            words.append(f"model={self._model}")
-        if self._completion is not None:
-            usage = self._completion.usage
-            if usage is not None:
-                words.append(f"prompt_tokens={usage.prompt}")
-                words.append(f"completion_tokens={usage.completion}")
-            if self._completion.instances:
-                words.append(f"instances={','.join(self._completion.instances)}")
-        began = timing.began
-        for name, at in (
-            ("prepared", timing.prepared),
-            ("sent", timing.sent),
-            ("first_token", timing.first),
-            ("end", now),
-        ):
-            if at is not None:
-                words.append(f"{name}_ms={(at - began) * 1000:.1f}")
-        mean_gap = timing.mean_gap
-        if mean_gap is not None:
-            words.append(f"inter_token_ms={mean_gap * 1000:.2f}")
-        if writer.error is not None:
-            words.append(f"error={writer.error.code}")
-        if self._content is not None:
-            words.append(f"input={self._content.input_messages}")
-            words.append(f"output={self._content.output_messages}")
-        return " ".join(words)
 
 
 def _without_salt(data: bytes, tenant: str) -> bytes:

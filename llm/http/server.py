@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from dynbus.bus.errors import ConfigError
 
 from .application import Application
-from .completions import ABORT, WRITE
+from .exchange import ABORT, WRITE
 from .settings import HttpSettings
 
 logger = logging.getLogger(__name__)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from dynbus.bus.errors import DynbusError
 from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.bus.telemetry.trace_context import trace_fields
 from dynbus.llm.answers import Usage
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
-from dynbus.llm.pipeline.serving import Completion, RequestTiming
+from dynbus.llm.pipeline.serving import RequestTiming
 
 from .content import Content
 
@@ -25,6 +26,70 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 PROVIDER: Final = "dynbus"
+
+
+class Work(Protocol):
+    """What engines do for a request."""
+
+    @property
+    def answer_id(self) -> str:
+        """Of its answer; empty where the engine gives it one."""
+        ...
+
+    @property
+    def usage(self) -> Usage | None:
+        """The tokens so far; None where the engine counts them."""
+        ...
+
+    @property
+    def finish_reasons(self) -> Sequence[str]:
+        """Of the outputs that have ended; empty where they are not read here."""
+        ...
+
+    @property
+    def instances(self) -> Sequence[str]:
+        """The ids of the engines that work for it."""
+        ...
+
+    def cancel(self, error: DynbusError | None = None) -> None:
+        """Leave it: engines stop, and the sink is told nothing more."""
+        ...
+
+
+class Operation(NamedTuple):
+    """What a model is asked for.
+
+    Attributes:
+        name: by the conventions, such as `chat`.
+        attributes: what is told of the request, by their names after `gen_ai.request.`.
+        streams: whether the answer is to come as a stream.
+    """
+
+    name: str
+    model: str
+    attributes: Mapping[str, Any] = MappingProxyType({})
+    streams: bool = False
+
+
+def completion_operation(request: ChatRequest | CompletionRequest) -> Operation:
+    """What a request for a completion asks for."""
+    attributes = {
+        "stream": True if request.streams else None,
+        "max_tokens": request.limit,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "seed": request.seed,
+        "frequency_penalty": request.frequency_penalty,
+        "presence_penalty": request.presence_penalty,
+        "choice.count": request.n if request.choices > 1 else None,
+    }
+    return Operation(
+        "chat" if isinstance(request, ChatRequest) else "text_completion",
+        request.model,
+        {name: value for name, value in attributes.items() if value is not None},
+        request.streams,
+    )
 
 
 class RequestTrace:
@@ -37,7 +102,7 @@ class RequestTrace:
     def __init__(self, fields: Mapping[str, str]) -> None:
         self.fields = fields
 
-    def model_asked(self, request: ChatRequest | CompletionRequest) -> None:
+    def model_asked(self, asked: Operation) -> None:
         """The request was read: what it asks for is known."""
 
     def prepared(self, tokens: int | None, begun: float, ended: float) -> None:
@@ -51,13 +116,13 @@ class RequestTrace:
         status: int,
         error: DynbusError | None,
         timing: RequestTiming,
-        completion: Completion | None,
+        work: Work | None,
         content: Content | None = None,
     ) -> None:
         """The request is over.
 
         Args:
-            completion: None when it failed before it was one.
+            work: None when it failed before there was any.
             content: what it said, where that is to be told.
         """
 
@@ -168,39 +233,23 @@ class _Spans(RequestTrace):
         self._context = api.with_span(self._server, self._context)
         self._carry(self._server)
 
-    def model_asked(self, request: ChatRequest | CompletionRequest) -> None:
-        is_chat = isinstance(request, ChatRequest)
-        operation = "chat" if is_chat else "text_completion"
+    def model_asked(self, asked: Operation) -> None:
         self._attributes = {
-            "gen_ai.operation.name": operation,
+            "gen_ai.operation.name": asked.name,
             "gen_ai.provider.name": PROVIDER,
-            "gen_ai.request.model": request.model,
+            "gen_ai.request.model": asked.model,
         }
-        self._streams = request.streams
+        self._streams = asked.streams
         if self._tracer is None:
             return
         from opentelemetry.trace import SpanKind
 
-        attributes = dict(self._attributes)
-        if self._streams:
-            attributes["gen_ai.request.stream"] = True
-        for name, value in (
-            ("max_tokens", request.limit),
-            ("temperature", request.temperature),
-            ("top_p", request.top_p),
-            ("top_k", request.top_k),
-            ("seed", request.seed),
-            ("frequency_penalty", request.frequency_penalty),
-            ("presence_penalty", request.presence_penalty),
-            ("choice.count", request.n if request.choices > 1 else None),
-        ):
-            if value is not None:
-                attributes[f"gen_ai.request.{name}"] = value
+        told = {f"gen_ai.request.{name}": value for name, value in asked.attributes.items()}
         self._model = self._tracer.start_span(
-            f"{operation} {request.model}",
+            f"{asked.name} {asked.model}",
             context=self._context,
             kind=SpanKind.CLIENT,
-            attributes=attributes,
+            attributes={**self._attributes, **told},
         )
         self._context = self._api.with_span(self._model, self._context)
         self._carry(self._model)
@@ -228,15 +277,15 @@ class _Spans(RequestTrace):
         status: int,
         error: DynbusError | None,
         timing: RequestTiming,
-        completion: Completion | None,
+        work: Work | None,
         content: Content | None = None,
     ) -> None:
         if self._metrics is not None and self._attributes:
-            usage = completion.usage if completion is not None else None
+            usage = work.usage if work is not None else None
             self._record(self._metrics, error, timing, usage)
         if self._model is not None:
-            if completion is not None:
-                self._model.set_attributes(self._told_of(completion))
+            if work is not None:
+                self._model.set_attributes(self._told_of(work))
             if content is not None:
                 # Attributes are no objects: the conventions have JSON in that case.
                 self._model.set_attribute("gen_ai.input.messages", content.input_messages)
@@ -254,15 +303,15 @@ class _Spans(RequestTrace):
             self._fail(self._server, error if status >= 500 else None)
             self._server.end()
 
-    def _told_of(self, completion: Completion) -> dict[str, Any]:
+    def _told_of(self, work: Work) -> dict[str, Any]:
         """The attributes of an answer."""
         told: dict[str, Any] = {}
-        if completion.finish_reasons:
+        if work.finish_reasons:
             told["gen_ai.response.model"] = self._attributes["gen_ai.request.model"]
-            told["gen_ai.response.finish_reasons"] = completion.finish_reasons
-        if completion.answer_id:
-            told["gen_ai.response.id"] = completion.answer_id
-        usage = completion.usage
+            told["gen_ai.response.finish_reasons"] = work.finish_reasons
+        if work.answer_id:
+            told["gen_ai.response.id"] = work.answer_id
+        usage = work.usage
         if usage is not None:
             told["gen_ai.usage.input_tokens"] = usage.prompt
             told["gen_ai.usage.output_tokens"] = usage.completion
