@@ -12,7 +12,8 @@ from msgspec import Meta
 
 from dynbus.llm.generation import MAX_LOGPROBS, DefaultSampling, Sampling
 
-from .errors import BadRequest
+from .errors import BadRequest, misfit, unsupported
+from .tools import ToolUse, tool_use
 
 MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 64
@@ -173,11 +174,20 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+
+    def tool_use(self) -> ToolUse:
+        """What the model may do with tools.
+
+        Raises:
+            BadRequest: the fields about tools do not fit, or ask for what is not done here.
+        """
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def limit(self) -> int | None:
@@ -262,36 +272,42 @@ def read_chat(data: bytes) -> ChatRequest:
     """The request for a chat completion that a body holds.
 
     Raises:
-        BadRequest: it is none, or asks for what is not done here.
+        BadRequest: it is none.
     """
-    return check_chat(read_body(_chat_decoder, data))
+    return _with_messages(read_body(_chat_decoder, data))
 
 
 def read_completion(data: bytes) -> CompletionRequest:
     """The request for a completion that a body holds.
 
     Raises:
-        BadRequest: it is none, or asks for what is not done here.
+        BadRequest: it is none.
     """
-    return check_completion(read_body(_completion_decoder, data))
+    return read_body(_completion_decoder, data)
 
 
 def chat_of(value: Mapping[str, Any]) -> ChatRequest:
     """The request for a chat completion that a JSON object is.
 
     Raises:
-        BadRequest: it is none, or asks for what is not done here.
+        BadRequest: it is none.
     """
-    return check_chat(_convert(ChatRequest, value))
+    return _with_messages(_convert(ChatRequest, value))
 
 
 def completion_of(value: Mapping[str, Any]) -> CompletionRequest:
     """The request for a completion that a JSON object is.
 
     Raises:
-        BadRequest: it is none, or asks for what is not done here.
+        BadRequest: it is none.
     """
-    return check_completion(_convert(CompletionRequest, value))
+    return _convert(CompletionRequest, value)
+
+
+def _with_messages(request: ChatRequest) -> ChatRequest:
+    if not request.messages:
+        raise misfit("messages", "give at least one")
+    return request
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -327,82 +343,31 @@ def _misfit(error: msgspec.ValidationError) -> BadRequest:
     return BadRequest(f"{param or 'the body'}: {text[: path.start()]}", param=param, status=422)
 
 
-def _refuse(param: str, why: str) -> BadRequest:
-    return BadRequest(f"{param}: {why}", param=param, reason="unsupported_value")
-
-
-def check_chat(request: ChatRequest) -> ChatRequest:
-    """A request as it is, once nothing of it is refused.
+def check_chat(request: ChatRequest) -> None:
+    """Refuse what a model that takes tokens cannot do; one that takes text may know it.
 
     Raises:
-        BadRequest: something is.
+        BadRequest: something of it is refused.
     """
-    if not request.messages:
-        raise BadRequest("messages: give at least one", param="messages", status=422)
     if request.chat_template is not None:
-        raise _refuse("chat_template", "the model's own template is used; remove this field")
+        raise unsupported("chat_template", "the model's own template is used; remove this field")
     if (request.response_format or {}).get("type", "text") != "text":
-        raise _refuse("response_format", "only {'type': 'text'} is supported")
+        raise unsupported("response_format", "only {'type': 'text'} is supported")
     if request.modalities is not None and request.modalities != ["text"]:
-        raise _refuse("modalities", "only ['text'] is supported")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise _refuse("tool_choice", "the call of a tool cannot be enforced; give 'auto'")
+        raise unsupported("modalities", "only ['text'] is supported")
     if request.top_logprobs and not request.logprobs:
-        raise BadRequest(
-            "top_logprobs: set logprobs to true as well", param="top_logprobs", status=422
-        )
-    return request
+        raise misfit("top_logprobs", "set logprobs to true as well")
 
 
-def check_completion(request: CompletionRequest) -> CompletionRequest:
-    """A request as it is, once nothing of it is refused.
+def check_completion(request: CompletionRequest) -> None:
+    """Refuse what a model that takes tokens cannot do; one that takes text may know it.
 
     Raises:
-        BadRequest: something is.
+        BadRequest: something of it is refused.
     """
     if request.suffix:
-        raise _refuse("suffix", "text between a beginning and an end is not supported")
+        raise unsupported("suffix", "text between a beginning and an end is not supported")
     if request.best_of is not None and request.best_of != request.choices:
-        raise _refuse("best_of", "it must equal n; ask for n answers and choose among them")
+        raise unsupported("best_of", "it must equal n; ask for n answers and choose among them")
     if request.echo and request.logprobs is not None:
-        raise _refuse("echo", "log-probabilities of the prompt are not supported")
-    return request
-
-
-def messages_for_template(request: ChatRequest) -> list[dict[str, Any]]:
-    """The conversation with the parts of each content joined, as templates expect it.
-
-    Raises:
-        BadRequest: a message has no role, or a content that is no text.
-    """
-    found: list[dict[str, Any]] = []
-    for place, message in enumerate(request.messages):
-        where = f"messages[{place}]"
-        if not isinstance(message.get("role"), str):
-            raise BadRequest(
-                f"{where}.role: give a string, such as 'user'", param=f"{where}.role", status=422
-            )
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = _items(content)
-            texts = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(parts)]
-            message = {**message, "content": "\n".join(texts)}
-        elif content is not None and not isinstance(content, str):
-            raise BadRequest(
-                f"{where}.content: give a string or a list of parts",
-                param=f"{where}.content",
-                status=422,
-            )
-        found.append(message)
-    return found
-
-
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, dict):
-        fields = cast("dict[str, Any]", part)
-        kind, text = fields.get("type"), fields.get("text")
-        if kind == "text" and isinstance(text, str):
-            return text
-        if isinstance(kind, str) and kind != "text":
-            raise _refuse(where, f"parts of the type {kind[:40]!r} are not supported, only text")
-    raise BadRequest(f"{where}: give {{'type': 'text', 'text': '...'}}", param=where, status=422)
+        raise unsupported("echo", "log-probabilities of the prompt are not supported")

@@ -9,10 +9,18 @@ from tokenizers import decoders
 
 from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.generation import DefaultSampling, GenerateRequest
+from dynbus.llm.openai.conversation import messages_for_template
 from dynbus.llm.openai.errors import BadRequest
-from dynbus.llm.openai.requests import ChatRequest, CompletionRequest, messages_for_template
+from dynbus.llm.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    check_chat,
+    check_completion,
+)
+from dynbus.llm.openai.tools import ToolUse
 from dynbus.llm.text.text_model import TextModel
 
+from .reading import Reading, reading_of
 from .transcript import TextRules, Transcript
 
 MAX_OUTPUTS: Final = 1024
@@ -28,12 +36,15 @@ class ModelLimits(NamedTuple):
         longest_token: characters of the longest token, which tells of a text that is far too long
             before it is tokenised; None where one token may stand for any text.
         sampling: for what requests do not say.
+        tool_call_parser, reasoning_parser: see `output_parser`; empty for none.
     """
 
     context_length: int | None
     eos_token_ids: Sequence[int]
     longest_token: int | None = None
     sampling: DefaultSampling = DefaultSampling()
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
 
 
 class Prepared(NamedTuple):
@@ -63,9 +74,17 @@ async def prepare(
         BrokenTemplate: the model's template does not work.
     """
     echoes: list[str] = []
+    reading = Reading()
     if isinstance(request, ChatRequest):
-        what, prompts = "messages", [await _encode_chat(text, limits, request)]
+        check_chat(request)
+        use = request.tool_use()
+        prompt = await _encode_chat(text, limits, request, use)
+        # Only reasoning may have begun in the prompt.
+        end = text.end_of(prompt) if limits.reasoning_parser else ""
+        reading = reading_of(limits.tool_call_parser, limits.reasoning_parser, use, end)
+        what, prompts = "messages", [prompt]
     else:
+        check_completion(request)
         what, prompts = "prompt", await _encode_prompts(text, limits, request)
         if request.echo:
             given = request.prompts()
@@ -82,8 +101,8 @@ async def prepare(
     stops = request.stops()
     own_stops = request.stop_token_ids or []
     sampling = request.sampling(logprobs, limits.sampling)
-    # A stop string is found in the text: an engine that keeps tokens back would go on past it.
-    stream = request.streams or bool(stops)
+    # What ends an output may be found in its text: an engine that keeps tokens back would go past.
+    stream = request.streams or bool(stops) or reading.one_call
     requests = [
         GenerateRequest(
             token_ids=prompt,
@@ -97,6 +116,7 @@ async def prepare(
             cache_salt=cache_salt,
             priority=request.priority or 0,
             stream=stream,
+            structured=reading.structured,
         )
         for prompt in prompts
     ]
@@ -107,11 +127,14 @@ async def prepare(
         logprobs is not None,
         max_tokens,
         request.streams,
+        reading,
     )
     return Prepared(requests, Transcript(format, rules, prompts, n, echoes))
 
 
-async def _encode_chat(text: TextModel, limits: ModelLimits, request: ChatRequest) -> list[int]:
+async def _encode_chat(
+    text: TextModel, limits: ModelLimits, request: ChatRequest, use: ToolUse
+) -> list[int]:
     if text.template is None:
         raise BadRequest(
             f"the model {request.model} has no chat template: use /v1/completions", param="model"
@@ -120,12 +143,12 @@ async def _encode_chat(text: TextModel, limits: ModelLimits, request: ChatReques
     variables = dict(request.chat_template_kwargs or {})
     for name in ("messages", "tools", "add_generation_prompt"):
         variables.pop(name, None)
-    messages = messages_for_template(request)
+    messages = messages_for_template(request.messages)
     characters = sum(len(message.get("content") or "") for message in messages)
     _check_characters(characters, limits, "messages", request.model)
     return await text.encode_chat(
         messages,
-        tools=request.tools if request.tool_choice != "none" else None,
+        tools=use.tools or None,
         add_generation_prompt=add,
         **variables,
     )

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from dynbus.bus.errors import InvalidResponse
 from dynbus.llm.answers import AnswerFormat, Output, TokenText, Usage, joined
 from dynbus.llm.generation import FinishReason, Generated, TokenLogprob
-from dynbus.llm.parsing.delta import Delta
+from dynbus.llm.parsing.delta import NOTHING, Delta, OutputParser
 from dynbus.llm.text.detokenizer import Detokenizer
 from dynbus.llm.text.tokenizer import Tokenizer
+
+from .reading import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class TextRules:
         logprobs: whether log-probabilities are told.
         max_tokens: of each output; None for no limit.
         streams: whether outputs are told piece by piece.
+        reading: how the text is read.
     """
 
     tokenizer: Tokenizer
@@ -31,6 +34,7 @@ class TextRules:
     logprobs: bool
     max_tokens: int | None
     streams: bool
+    reading: Reading = Reading()
 
 
 class Transcript:
@@ -161,6 +165,7 @@ class _Output:
         "_index",
         "_is_plain",
         "_logprobs",
+        "_parser",
         "_rules",
         "finished",
         "tokens",
@@ -176,13 +181,17 @@ class _Output:
     ) -> None:
         self._rules = rules
         self._index = index
-        self._detokenizer = Detokenizer(rules.tokenizer, prompt, rules.stop)
+        self._parser = rules.reading.parser()
+        shown = self._parser.marker_tokens if self._parser is not None else ()
+        self._detokenizer = Detokenizer(rules.tokenizer, prompt, rules.stop, shown=shown)
         self._format = format.output(index) if rules.streams else None
         self._echo = echo
         self._deltas: list[Delta] = []
         self._logprobs: list[TokenText] = []
         # Whether a piece before the end is nothing but the text of its tokens.
-        self._is_plain = not (rules.stop or rules.logprobs or echo or format.continuous_usage)
+        self._is_plain = not (
+            rules.stop or rules.logprobs or self._parser or echo or format.continuous_usage
+        )
         self.finished = ""
         self.tokens = 0
 
@@ -207,20 +216,35 @@ class _Output:
             self.finished = "stop" if stopped else item.finish_reason
         if self._echo and (text or self.finished):
             text, self._echo = self._echo + text, ""
-        delta = Delta(text)
+        delta = Delta(text) if self._parser is None else self._read(self._parser, text)
         if self._format is None:
             self._deltas.append(delta)
             return None
-        if not text and not self.finished:
-            return None
-        if not self.finished and not self._rules.logprobs and usage is None:
-            return self._format.text(text)
+        if not self.finished:
+            if delta == NOTHING:
+                return None
+            if not (delta.reasoning or delta.tool_calls or self._rules.logprobs or usage):
+                return self._format.text(delta.content)
         return self._format.piece(
             delta,
             logprobs=self._take_logprobs(),
             finish_reason=self.finished or None,
             usage=usage,
         )
+
+    def _read(self, parser: OutputParser, text: str) -> Delta:
+        """What a piece of the text says."""
+        delta = parser.push(text)
+        if self.finished:
+            delta = joined((delta, parser.end()))
+        if self._rules.reading.one_call and any(call.index for call in delta.tool_calls):
+            # The next call has begun, which nobody wants.
+            first = tuple(call for call in delta.tool_calls if not call.index)
+            delta = delta._replace(tool_calls=first)
+            self.finished = "stop"
+        if self.finished == "stop" and parser.has_tool_calls and not self._rules.reading.named_call:
+            self.finished = "tool_calls"
+        return delta
 
     def whole(self) -> Output:
         """All of it, where it is not streamed."""

@@ -94,6 +94,10 @@ class TextModel:
         """The text of tokens, all at once."""
         return await self._in_thread(partial(self.tokenizer.decode, token_ids))
 
+    def end_of(self, prompt: Sequence[int]) -> str:
+        """The last characters of a prompt, special tokens written out; 64 unless it is shorter."""
+        return self.tokenizer.decode(prompt[-64:], special=True)[-64:]
+
     def detokenizer(
         self, prompt_ids: Sequence[int] = (), stop: Sequence[str] = (), *, special: bool = False
     ) -> Detokenizer:

@@ -225,6 +225,27 @@ async def test_an_engine_for_text_gets_the_request_and_its_chunks_are_passed_on(
     assert front.text.requests[0]["messages"] == [{"role": "user", "content": "hello"}]
 
 
+async def test_nothing_is_refused_that_an_engine_for_text_may_know() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    fields: dict[str, Any] = {
+        "messages": [{"role": "user", "content": [image]}],
+        "tools": [{"type": "custom", "custom": {"name": "shell"}}],
+        "tool_choice": {"type": "custom", "custom": {"name": "shell"}},
+        "response_format": {"type": "json_object"},
+        "modalities": ["text", "audio"],
+        "extra_body": {"chat_template": "{{ messages }}"},
+    }
+    async with asked() as (front, client):
+        await create(client, model="text", **fields)
+        [request] = front.text.requests
+
+    assert request == {
+        "model": "text",
+        "chat_template": "{{ messages }}",
+        **{name: value for name, value in fields.items() if name != "extra_body"},
+    }
+
+
 async def test_models_are_listed_and_come_and_go() -> None:
     async with asked() as (front, client):
         before = [model.id async for model in client.models.list()]

@@ -1,0 +1,216 @@
+"""The tools of a chat: which a model may call, which it has to, and the form that this enforces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+from .errors import BadRequest, misfit, unsupported
+
+MAX_TOOLS: Final = 512
+MAX_NAME: Final = 256
+
+Tool = Mapping[str, Any]
+"""As a request has it: an object with `type` and `function`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a model may do with the tools of a request.
+
+    Attributes:
+        tools: that it is told of; none where it shall call none.
+        choice: whether it decides itself, has to call at least one, or the one that is `named`.
+        named: the function that it has to call; empty where it is not that.
+        one_call: whether it may call only one.
+    """
+
+    tools: Sequence[Tool] = ()
+    choice: Literal["auto", "required", "named"] = "auto"
+    named: str = ""
+    one_call: bool = False
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether it has to call one."""
+        return self.choice != "auto"
+
+    def forced_schema(self) -> dict[str, Any]:
+        """The form of an output that calls what has to be called: the arguments of the function
+        that is named, or an array of objects with `name` and `parameters`.
+
+        Raises:
+            BadRequest: the parameters of a function are nested too deeply.
+        """
+        functions = [tool["function"] for tool in self.tools]
+        if self.choice == "named":
+            [function] = [one for one in functions if one["name"] == self.named]
+            return _parameters(function)
+        return {
+            "type": "array",
+            "minItems": 1,
+            **({"maxItems": 1} if self.one_call else {}),
+            "items": {
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "properties": {
+                            "name": {"const": function["name"]},
+                            "parameters": {"$ref": f"#/$defs/{place}"},
+                        },
+                        "required": ["name", "parameters"],
+                        "additionalProperties": False,
+                    }
+                    for place, function in enumerate(functions)
+                ]
+            },
+            "$defs": {
+                str(place): _moved(_parameters(function), f"#/$defs/{place}", place)
+                for place, function in enumerate(functions)
+            },
+        }
+
+
+def tool_use(
+    tools: Sequence[Any] | None, tool_choice: object, parallel_tool_calls: bool | None
+) -> ToolUse:
+    """What the fields of a request say of tools.
+
+    Raises:
+        BadRequest: they do not fit, or ask for what is not done here.
+    """
+    checked = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools or ())]
+    if len(checked) > MAX_TOOLS:
+        raise misfit("tools", f"{len(checked)} are too many; at most {MAX_TOOLS} are taken")
+    names = [tool["function"]["name"] for tool in checked]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise misfit("tools", f"two functions are called {twice!r}; give each a name of its own")
+    one_call = parallel_tool_calls is False
+    if tool_choice == "none":
+        return ToolUse()
+    if tool_choice in (None, "auto"):
+        return ToolUse(checked, one_call=one_call)
+    if not checked:
+        raise misfit("tool_choice", "there are no tools; give some, or leave tool_choice out")
+    if tool_choice == "required":
+        return ToolUse(checked, "required", one_call=one_call)
+    return _chosen(checked, tool_choice, one_call=one_call)
+
+
+def _chosen(tools: Sequence[Tool], choice: object, *, one_call: bool) -> ToolUse:
+    fields = cast("Mapping[str, Any]", choice) if isinstance(choice, dict) else {}
+    kind = fields.get("type")
+    if kind == "function":
+        name = _name(fields.get("function"), "tool_choice.function")
+        _only(tools, [name], "tool_choice.function.name")
+        return ToolUse(tools, "named", name, one_call=True)
+    if kind == "allowed_tools":
+        return _allowed(tools, fields.get("allowed_tools"), one_call=one_call)
+    if isinstance(kind, str):
+        raise unsupported("tool_choice", f"the type {kind[:40]!r} is not supported, only functions")
+    raise misfit(
+        "tool_choice",
+        "give 'none', 'auto', 'required', or "
+        "{'type': 'function', 'function': {'name': '...'}} for one of the tools",
+    )
+
+
+def _allowed(tools: Sequence[Tool], given: object, *, one_call: bool) -> ToolUse:
+    where = "tool_choice.allowed_tools"
+    fields = cast("Mapping[str, Any]", given) if isinstance(given, dict) else {}
+    mode, listed = fields.get("mode"), fields.get("tools")
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise misfit(where, "give a mode, 'auto' or 'required', and the tools that it is for")
+    names = [
+        _name(_function(entry), f"{where}.tools[{place}].function")
+        for place, entry in enumerate(cast("list[object]", listed))
+    ]
+    allowed = _only(tools, names, f"{where}.tools")
+    return ToolUse(allowed, "auto" if mode == "auto" else "required", one_call=one_call)
+
+
+def _only(tools: Sequence[Tool], names: Sequence[str], where: str) -> list[Tool]:
+    """The tools with some names."""
+    known = {tool["function"]["name"] for tool in tools}
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        raise BadRequest(
+            f"{where}: there is no tool {unknown[:80]!r}; the tools are: "
+            f"{', '.join(sorted(known))[:400]}",
+            param=where,
+        )
+    return [tool for tool in tools if tool["function"]["name"] in names]
+
+
+def _tool(given: object, where: str) -> Tool:
+    if not isinstance(given, dict):
+        raise misfit(where, "give {'type': 'function', 'function': {'name': '...', ...}}")
+    tool = cast("dict[str, Any]", given)
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind != "function":
+        raise unsupported(f"{where}.type", f"{kind[:40]!r} is not supported, only 'function'")
+    if kind is None:
+        raise misfit(f"{where}.type", "give 'function'")
+    function = tool.get("function")
+    _name(function, f"{where}.function")
+    fields = cast("dict[str, Any]", function)
+    for name, wanted, called in (
+        ("description", str, "a string"),
+        ("parameters", dict, "a JSON schema of an object"),
+    ):
+        value: object = fields.get(name)
+        if value is not None and not isinstance(value, wanted):
+            raise misfit(f"{where}.function.{name}", f"give {called}, or leave it out")
+    return tool
+
+
+def _function(entry: object) -> object:
+    return cast("dict[str, Any]", entry).get("function") if isinstance(entry, dict) else None
+
+
+def _name(function: object, where: str) -> str:
+    name: object = None
+    if isinstance(function, dict):
+        name = cast("dict[str, Any]", function).get("name")
+    if isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable():
+        return name
+    raise misfit(f"{where}.name", f"give the name of a function, 1 to {MAX_NAME} characters")
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments, which always are an object."""
+    parameters: dict[str, Any] | None = function.get("parameters")
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return parameters if "type" in parameters else {**parameters, "type": "object"}
+
+
+_DATA: Final = frozenset(("const", "enum", "default", "examples"))
+"""Whose values are no schemas."""
+
+
+def _moved(schema: dict[str, Any], to: str, place: int) -> dict[str, Any]:
+    """A schema whose references hold at another place of a document."""
+
+    def moved(value: object) -> object:
+        if isinstance(value, list):
+            return [moved(one) for one in cast("list[object]", value)]
+        if not isinstance(value, dict):
+            return value
+        fields = cast("dict[str, Any]", value)
+        return {
+            name: to + one[1:]
+            if name == "$ref" and isinstance(one, str) and one.startswith("#")
+            else one
+            if name in _DATA
+            else moved(one)
+            for name, one in fields.items()
+        }
+
+    try:
+        return cast("dict[str, Any]", moved(schema))
+    except RecursionError:
+        where = f"tools[{place}].function.parameters"
+        raise misfit(where, "it is nested too deeply: flatten it, for example by $defs") from None

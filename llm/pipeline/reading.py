@@ -1,0 +1,72 @@
+"""How the text of an output is read: what of it is reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from dynbus.llm.generation import StructuredOutput
+from dynbus.llm.openai.tools import ToolUse
+from dynbus.llm.parsing.delta import OutputParser
+from dynbus.llm.parsing.output_parser import (
+    begins_reasoning,
+    forced_calls_parser,
+    output_parser,
+)
+
+
+def _no_parser() -> None:
+    return None
+
+
+class Reading(NamedTuple):
+    """How each output of a request is read.
+
+    Attributes:
+        parser: makes what reads one output; it makes None where the text is the content.
+        structured: the form that a call which has to be made has; None for none.
+        one_call: whether an output ends after its first tool call.
+        named_call: whether the output is the call of a function that the request names: it ends as
+            a text does, as OpenAI's API has it.
+    """
+
+    parser: Callable[[], OutputParser | None] = _no_parser
+    structured: StructuredOutput | None = None
+    one_call: bool = False
+    named_call: bool = False
+
+
+def reading_of(
+    tool_call_parser: str, reasoning_parser: str, use: ToolUse, prompt_end: str
+) -> Reading:
+    """How the outputs of a chat are read.
+
+    Args:
+        tool_call_parser, reasoning_parser: of the model; empty for none.
+        prompt_end: see `begins_reasoning`.
+
+    Raises:
+        BadRequest: the parameters of a tool do not fit.
+    """
+    begun = bool(reasoning_parser) and begins_reasoning(reasoning_parser, prompt_end)
+    if not use.is_forced:
+        parser = partial(
+            output_parser,
+            tool_call_parser,
+            reasoning_parser,
+            tools=use.tools,
+            reasons_from_start=begun,
+        )
+        return Reading(parser, one_call=use.one_call and bool(tool_call_parser))
+    return Reading(
+        partial(
+            forced_calls_parser,
+            reasoning_parser,
+            function=use.named or None,
+            reasons_from_start=begun,
+        ),
+        StructuredOutput(json_schema=use.forced_schema()),
+        one_call=use.one_call,
+        named_call=bool(use.named),
+    )
