@@ -1,0 +1,218 @@
+"""What servers answer, read without I/O: their models, their caches, their errors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, cast
+
+import msgspec
+
+from dynbus.bus.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DynbusError,
+    HandlerError,
+    InvalidRequest,
+    InvalidResponse,
+    Migrate,
+    Overloaded,
+    PayloadTooLarge,
+    StreamLost,
+    Unavailable,
+)
+
+MAX_TEXT: Final = 1000
+"""Characters of a server's error that are passed on."""
+MAX_RETRY_AFTER: Final = 3600.0
+
+_LENGTHS: Final = ("max_model_len", "context_length", "context_window", "max_context_length")
+_CACHE_CONFIG: Final = re.compile(r"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
+_LABEL: Final = re.compile(r'(\w+)="([^"]*)"')
+
+
+class ServerModel(NamedTuple):
+    """A model of a server.
+
+    Attributes:
+        name: by which its requests ask for it.
+        context_length: in tokens; None where the server does not say it.
+        root: where its files are, as the server has them; empty where it does not say it.
+        parent: the model whose adapter it is; empty for a model of its own.
+    """
+
+    name: str
+    context_length: int | None = None
+    root: str = ""
+    parent: str = ""
+
+
+class CacheShape(NamedTuple):
+    """How a server's KV cache is divided.
+
+    Attributes:
+        block_size: tokens of a block.
+        blocks: how many each rank has; None where the server does not say it.
+    """
+
+    block_size: int
+    blocks: int | None
+
+
+def models_of(body: bytes) -> list[ServerModel]:
+    """The models in an answer to `GET /v1/models`, by name.
+
+    Raises:
+        InvalidResponse: it is none.
+    """
+    answer = _object(body)
+    listed = None if answer is None else answer.get("data")
+    if not isinstance(listed, list):
+        raise InvalidResponse(f"it has no list of models: {_brief(body)}")
+    found: dict[str, ServerModel] = {}
+    for each in cast("list[object]", listed):
+        if isinstance(each, dict):
+            fields = cast("dict[str, Any]", each)
+            name = _text(fields.get("id"))
+            if name:
+                found[name] = ServerModel(
+                    name,
+                    next(filter(None, map(_count, map(fields.get, _LENGTHS))), None),
+                    _text(fields.get("root")),
+                    _text(fields.get("parent")),
+                )
+    return [found[name] for name in sorted(found)]
+
+
+def cache_in_metrics(text: str) -> CacheShape | None:
+    """The cache that vLLM describes in its metrics; None where they have none."""
+    config = _CACHE_CONFIG.search(text)
+    labels = dict(_LABEL.findall(config[1])) if config is not None else {}
+    size = _count(labels.get("block_size"))
+    return None if size is None else CacheShape(size, _count(labels.get("num_gpu_blocks")))
+
+
+def cache_in_server_info(body: bytes) -> CacheShape | None:
+    """The cache that SGLang describes at `/server_info`; None where there is none."""
+    info = _object(body) or {}
+    size, tokens = _count(info.get("page_size")), _count(info.get("max_total_num_tokens"))
+    if size is None:
+        return None
+    return CacheShape(size, None if tokens is None else tokens // size or None)
+
+
+# Errors -------------------------------------------------------------------------------------
+
+
+def error_of(status: int, headers: Mapping[str, str], body: bytes) -> DynbusError:
+    """What a server's refusal is to the caller.
+
+    A server that is not ready gives the request back: another one may take it.
+
+    Args:
+        headers: their names in lower case.
+    """
+    text = _message(body) or f"status {status}"
+    match status:
+        case 401 | 403:
+            return Unavailable(f"the server does not take the key of its worker: {text}")
+        case 404 if "model" in text.lower():
+            return Migrate(f"the server does not have the model: {text}")
+        case 408 | 504:
+            return DeadlineExceeded(text)
+        case 413:
+            return PayloadTooLarge(text)
+        case 429:
+            return Overloaded(text, retry_after=_retry_after(headers.get("retry-after", "")))
+        case 499:
+            return Cancelled(text)
+        case 502 | 503:
+            return Migrate(f"the server is not ready: {text}")
+        case _ if 400 <= status < 500:
+            return InvalidRequest(text)
+        case _:
+            return HandlerError(f"the server failed with status {status}: {text}")
+
+
+def error_in(item: bytes) -> DynbusError | None:
+    """The error that an event of a stream is; None for a chunk, as nearly all are."""
+    if not item.startswith((b'{"error"', b'{"object":"error"', b'{"object": "error"')):
+        return None
+    answer = _object(item) or {}
+    error: Any = answer.get("error") or answer
+    code = _count(error.get("code")) if isinstance(error, dict) else None
+    found = error_of(code if code is not None and 400 <= code < 600 else 500, {}, item)
+    # Its stream has begun, so that it goes nowhere else.
+    return StreamLost(found.message) if isinstance(found, Migrate) else found
+
+
+def is_finished(chunk: bytes) -> bool:
+    """Whether a stream that ends with this chunk was told to its end: an output ended with it, or
+    it has the usage alone."""
+    answer = _object(chunk) or {}
+    choices: Any = answer.get("choices")
+    if not isinstance(choices, list):
+        return False
+    ends = [one.get("finish_reason") for one in choices if isinstance(one, dict)]
+    return not choices or any(end is not None for end in ends)
+
+
+def _message(body: bytes) -> str:
+    """What a server says in its own words; empty where it says nothing."""
+    answer: Any = _object(body)
+    if answer is None:
+        return _brief(body)
+    for name in ("error", "detail", "message"):
+        told: Any = answer.get(name)
+        if isinstance(told, dict):
+            told = cast("dict[str, Any]", told).get("message")
+        if isinstance(told, list):
+            # FastAPI's, one for each field.
+            told = "; ".join(map(_misfit, told))
+        if isinstance(told, str) and told:
+            return told[:MAX_TEXT]
+    return _brief(body)
+
+
+def _misfit(each: Any) -> str:
+    if not isinstance(each, dict):
+        return str(each)
+    fields = cast("dict[str, Any]", each)
+    where: Any = fields.get("loc")
+    place = ".".join(map(str, where[1:])) if isinstance(where, list) else ""
+    return f"{place}: {fields.get('msg')}" if place else str(fields.get("msg"))
+
+
+def _retry_after(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return 0.0
+    return min(seconds, MAX_RETRY_AFTER) if math.isfinite(seconds) and seconds > 0 else 0.0
+
+
+def _object(body: bytes) -> dict[str, Any] | None:
+    try:
+        answer: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return cast("dict[str, Any]", answer) if isinstance(answer, dict) else None
+
+
+def _brief(body: bytes) -> str:
+    text = " ".join(body[: 4 * 200].decode(errors="replace").split())
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _count(value: object) -> int | None:
+    """A positive whole number, also as text; None for anything else."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 15:
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        return None
+    return value

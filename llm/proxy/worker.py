@@ -1,0 +1,375 @@
+"""`OpenAiWorker`: a server of OpenAI's API that runs already is an engine of the bus."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Final
+
+import anyio
+import msgspec
+
+from dynbus import Actor, Reply, handler
+from dynbus.bus.background import Work
+from dynbus.bus.clock import monotonic
+from dynbus.bus.context import context
+from dynbus.bus.errors import (
+    ConfigError,
+    DynbusError,
+    InvalidRequest,
+    InvalidResponse,
+    Migrate,
+    StreamLost,
+)
+from dynbus.kvrouter.routing import DP_RANK_KEY, profiles
+from dynbus.llm.models.card import MAX_NAME, ModelInput, ModelType, check_name
+from dynbus.llm.models.register import register_llm
+
+from .answers import CacheShape, ServerModel, error_in, is_finished
+from .events import EventReader
+from .http_client import Answer, BrokenOff, NotReached, ServerAddress
+from .server import MAX_ANSWER, Away, OpenAiServer, ServerKey
+
+if TYPE_CHECKING:
+    from dynbus.kvrouter.engines.engine_events import EngineEvents
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL: Final = 1.0
+"""Seconds between two looks at a server."""
+LOOKS: Final = 3
+"""How many looks in a row find a server silent before it is taken for gone."""
+TOLD_EVERY: Final = 15.0
+"""Seconds between two records that say for which server a worker waits."""
+
+_DONE: Final = b"[DONE]"
+
+
+class _Asked(msgspec.Struct):
+    """What of a request says where it is to be sent."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_read_request: Final = msgspec.json.Decoder(_Asked).decode
+
+
+class OpenAiWorker(Actor, namespace="llm"):
+    """Serves the models of a server of OpenAI's API that runs already, such as `vllm serve`.
+
+    It is there while the server is: it starts once the server answers, and is withdrawn when the
+    server is gone, upon which `dynbus run` starts it again. Requests and chunks pass as they are.
+
+    Args:
+        url: of the server; several with commas between give one to each of the `workers`.
+        key_file: a file with the key that the server wants; empty for none.
+        key_variable: the environment variable that has it instead.
+        kv_events: where the server publishes its KV-cache events over ZeroMQ, such as
+            `tcp://127.0.0.1:5557`; with several servers one for each. Empty for no events.
+        kv_replay: its replay endpoint likewise.
+        ranks: how many data-parallel ranks it has: each publishes at a port of its own, that of
+            `kv_events` plus the rank.
+        block_size: tokens of a block of its KV cache; 0 asks the server.
+        migration_limit: how often a request that has no output yet may go to another server.
+
+    Raises:
+        ConfigError: a value is not usable.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key_file: str = "",
+        key_variable: str = "",
+        kv_events: str = "",
+        kv_replay: str = "",
+        ranks: int = 1,
+        block_size: int = 0,
+        migration_limit: int = 3,
+    ) -> None:
+        index = self.worker_index
+        self._address = ServerAddress.parse(_own("url", url, index))
+        self._kv_events = _own("kv_events", kv_events, index)
+        self._kv_replay = _own("kv_replay", kv_replay, index)
+        if kv_replay and not kv_events:
+            raise ConfigError("kv_replay needs kv_events, the endpoint of the events themselves")
+        for name, value, least in (
+            ("ranks", ranks, 1),
+            ("block_size", block_size, 0),
+            ("migration_limit", migration_limit, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} = {value}: give a whole number from {least} on")
+        if ranks > profiles.MAX_DP_SIZE:
+            raise ConfigError(f"ranks = {ranks}: give {profiles.MAX_DP_SIZE} at most")
+        self._ranks = ranks
+        self._block_size = block_size
+        self._migration_limit = migration_limit
+        self._server = OpenAiServer(self._address, ServerKey(key_file, key_variable))
+        self._cache: CacheShape | None = None
+        self._events: EngineEvents | None = None
+        self._known: set[str] = set()
+        self._doubt = anyio.Event()
+        self._following: Work | None = None
+        self._exits = AsyncExitStack()
+
+    async def on_start(self) -> None:
+        async with AsyncExitStack() as exits:
+            exits.callback(self._server.close)
+            models = await self._first_look()
+            self._cache = await self._find_cache()
+            if self._kv_events:
+                self._events = await exits.enter_async_context(self._open_events(self._cache))
+            await self._register(models)
+            self._following = self.runtime.bus.background.start(
+                self._follow, name=f"following {self._address}"
+            )
+            exits.push_async_callback(self._following.end)
+            self._exits = exits.pop_all()
+
+    async def on_stop(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._exits.aclose()
+
+    def instance_metadata(self) -> Mapping[str, str]:
+        cache = self._cache
+        if cache is None:
+            return {}
+        told = {
+            profiles.BLOCK_SIZE_KEY: str(cache.block_size),
+            profiles.EVENTS_KEY: "true" if self._events is not None else "false",
+        }
+        if cache.blocks is not None:
+            told[profiles.TOTAL_BLOCKS_KEY] = str(cache.blocks)
+        if self._ranks > 1:
+            told[profiles.DP_SIZE_KEY] = str(self._ranks)
+        return told
+
+    # How long a chunk may take is the server's to say.
+    @handler(concurrency=None, idle_timeout=None)
+    async def generate(self, request: msgspec.Raw, reply: Reply[msgspec.Raw]) -> None:
+        """OpenAI's requests in, its chunks out; one whole answer where no stream is asked for."""
+        body = bytes(request)
+        path = _path_of(body)
+        passed = _Passed(reply)
+        with anyio.CancelScope() as left:
+            # Whoever leaves has the server stop at once: its connection is closed.
+            unlink = context().link(lambda _: left.cancel())
+            try:
+                await self._pass(path, body, passed)
+            finally:
+                unlink()
+
+    async def _pass(self, path: str, body: bytes, passed: _Passed) -> None:
+        try:
+            async with self._server.ask(path, self._headers(), body) as answer:
+                if answer.content_type == "text/event-stream":
+                    await passed.stream(answer)
+                else:
+                    passed.push(await answer.body(MAX_ANSWER))
+        except NotReached as error:
+            self._doubt.set()
+            raise Migrate(f"{self._address} cannot be reached: {error}") from error
+        except BrokenOff as error:
+            self._doubt.set()
+            if passed.has_begun:
+                raise StreamLost(f"{self._address}: {error}") from error
+            raise Migrate(f"{self._address}: {error}") from error
+        except ValueError as error:
+            raise InvalidResponse(f"{self._address}: {error}") from error
+
+    def _headers(self) -> dict[str, str]:
+        running = context()
+        headers = {**running.trace_headers(), "X-Request-Id": running.id}
+        rank = running.metadata.get(DP_RANK_KEY)
+        if self._ranks > 1 and rank is not None:
+            headers["X-data-parallel-rank"] = rank
+        return headers
+
+    # The server -----------------------------------------------------------------------------
+
+    async def _first_look(self) -> list[ServerModel]:
+        """The models of the server, once it is there."""
+        told, told_at = "", 0.0
+        while True:
+            try:
+                models = await self._server.look()
+                if models:
+                    return models
+                reason = "it serves no model"
+            except Away as error:
+                reason = str(error)
+            now = monotonic()
+            if reason != told or now - told_at >= TOLD_EVERY:
+                logger.info("waiting for %s: %s", self._address, reason)
+                told, told_at = reason, now
+            await anyio.sleep(LOOK_INTERVAL)
+
+    async def _follow(self) -> None:
+        """Look at the server until it is gone."""
+        silent = 0
+        while True:
+            with anyio.move_on_after(LOOK_INTERVAL):
+                await self._doubt.wait()
+            self._doubt = anyio.Event()
+            try:
+                models = await self._server.look()
+            except Away as error:
+                silent += 1
+                if error.is_certain or silent >= LOOKS:
+                    self.report_broken(f"{self._address} is away: {error}")
+                    return
+                logger.warning("%s: %s", self._address, error)
+            except ConfigError as error:
+                self.report_broken(str(error))
+                return
+            else:
+                silent = 0
+                await self._follow_models(models)
+
+    async def _follow_models(self, models: list[ServerModel]) -> None:
+        gone = self._known - {model.name for model in models}
+        if gone:
+            self.report_broken(f"{self._address} no longer serves {', '.join(sorted(gone))}")
+            return
+        try:
+            await self._register(models)
+        except DynbusError as error:
+            logger.error("a model of %s is not registered: %s", self._address, error)
+
+    async def _register(self, models: list[ServerModel]) -> None:
+        for model in models:
+            if model.name in self._known or not _is_usable(model.name):
+                continue
+            await register_llm(
+                ModelInput.Text,
+                ModelType.Chat | ModelType.Completions,
+                self.generate,
+                model.name,
+                model.name,
+                context_length=model.context_length,
+                kv_cache_block_size=self._cache.block_size if self._cache is not None else None,
+                migration_limit=self._migration_limit,
+            )
+            self._known.add(model.name)
+            logger.info("%s serves %s", self._address, model.name)
+
+    async def _find_cache(self) -> CacheShape | None:
+        """How the KV cache of the server is divided; None where nobody knows.
+
+        Raises:
+            ConfigError: its events are to be read, and nobody knows.
+        """
+        try:
+            told = await self._server.cache_shape()
+        except Away:
+            told = None
+        if self._block_size:
+            return CacheShape(self._block_size, told.blocks if told is not None else None)
+        if told is None and self._kv_events:
+            raise ConfigError(
+                f"{self._address} does not say how large the blocks of its KV cache are: give "
+                "block_size"
+            )
+        return told
+
+    def _open_events(self, cache: CacheShape | None) -> EngineEvents:
+        try:
+            from dynbus.kvrouter.engines.engine_events import EngineEvents
+            from dynbus.kvrouter.engines.zmq_subscriber import ZmqSource
+        except ImportError as error:
+            raise ConfigError(str(error)) from error
+        assert cache is not None, "events are read where the size of blocks is known"
+        source = ZmqSource(
+            self._kv_events,
+            self._kv_replay or None,
+            ranks=range(self._ranks) if self._ranks > 1 else None,
+        )
+        try:
+            return EngineEvents.of(self, source, block_size=cache.block_size)
+        except ValueError as error:
+            raise ConfigError(f"kv_events = {self._kv_events!r}: {error}") from error
+
+
+class _Passed:
+    """What was passed on of one answer.
+
+    Attributes:
+        has_begun: whether anything was.
+    """
+
+    def __init__(self, reply: Reply[msgspec.Raw]) -> None:
+        self._reply = reply
+        self.has_begun = False
+
+    def push(self, item: bytes) -> bool:
+        """Pass a chunk on, or a whole answer.
+
+        Raises:
+            DynbusError: the server says instead how the answer failed.
+        """
+        error = error_in(item)
+        if error is not None:
+            raise error
+        self.has_begun = True
+        return self._reply.push(msgspec.Raw(item))
+
+    async def stream(self, answer: Answer) -> None:
+        """Pass the events of a stream on.
+
+        Raises:
+            BrokenOff: it ended before the last.
+            ValueError: one is too large.
+        """
+        events, last = EventReader(), b""
+        async for piece in answer.pieces():
+            may_go_on = True
+            for item in events.push(piece):
+                if item == _DONE:
+                    return
+                last = item
+                may_go_on = self.push(item)
+            if not may_go_on:
+                await self._reply.writable()
+        for last in events.end():
+            if last != _DONE:
+                self.push(last)
+        # Not all servers say that they are done.
+        if last != _DONE and not is_finished(last):
+            raise BrokenOff("the server ended the stream before its last chunk")
+
+
+def _path_of(body: bytes) -> str:
+    try:
+        asked = _read_request(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the request is no JSON object: {error}") from None
+    if asked.messages is not msgspec.UNSET:
+        return "/chat/completions"
+    if asked.prompt is not msgspec.UNSET:
+        return "/completions"
+    raise InvalidRequest("the request has neither messages nor a prompt")
+
+
+def _own(name: str, text: str, index: int) -> str:
+    """What of several values, with commas between, is that of an instance."""
+    values = [value.strip() for value in text.split(",")]
+    if len(values) == 1:
+        return values[0]
+    if index >= len(values) or not all(values):
+        raise ConfigError(
+            f"{name} has {len(values)} values, and worker {index} none of them: give each worker "
+            "one, or a single one"
+        )
+    return values[index]
+
+
+def _is_usable(name: str) -> bool:
+    try:
+        check_name(name)
+    except ConfigError:
+        logger.warning("a model is called %r, which is no name here", name[: MAX_NAME + 1])
+        return False
+    return True

@@ -1,0 +1,273 @@
+"""A server of OpenAI's API behind its worker: what passes, what ends it, and what is said of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from openai import APIError, AsyncOpenAI, BadRequestError, RateLimitError
+from tests.conditions import eventually
+from tests.llm.proxy.scripted_server import ScriptedServer, scripted_server
+
+from dynbus import call_options
+from dynbus.bus.errors import (
+    ConfigError,
+    DynbusError,
+    HandlerError,
+    InvalidRequest,
+    Migrate,
+    Overloaded,
+    StreamLost,
+    Unavailable,
+)
+from dynbus.llm.http.frontend import Frontend
+from dynbus.llm.models.card import ModelInput
+from dynbus.llm.models.catalog import Catalog
+from dynbus.llm.proxy import OpenAiWorker
+from dynbus.testing import TestKit
+
+pytestmark = pytest.mark.anyio
+
+
+class Front(Frontend, namespace="llm"):
+    """The front end as an actor."""
+
+
+@asynccontextmanager
+async def worker(**options: Any) -> AsyncGenerator[tuple[TestKit, ScriptedServer, OpenAiWorker]]:
+    """A worker of a server, and a client of the worker."""
+    async with scripted_server() as server, TestKit() as kit:
+        await kit.start(OpenAiWorker, url=server.url, **options)
+        yield kit, server, kit.caller.client(OpenAiWorker)
+
+
+def chat(text: str, **more: Any) -> Any:
+    """A request whose answer is to be a stream."""
+    asked = {"model": "served", "messages": [{"role": "user", "content": text}], "stream": True}
+    return raw({**asked, **more})
+
+
+def raw(value: Any) -> Any:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+async def texts_of(client: OpenAiWorker, request: Any) -> list[str]:
+    found: list[str] = []
+    async for item in client.generate(request):
+        [choice] = msgspec.json.decode(item)["choices"]
+        said = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+        found.append(said["content"])
+    return found
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynbus.llm.proxy.worker.LOOK_INTERVAL", 0.05)
+
+
+async def test_chunks_pass_as_they_are() -> None:
+    async with worker() as (_, server, client):
+        for way in ("stream", "cut", "undone"):
+            assert await texts_of(client, chat(f"{way} one two")) == ["one", "two", ""]
+        completion = raw({"model": "served", "prompt": "stream three", "stream": True})
+        assert await texts_of(client, completion) == ["three", ""]
+    assert server.asked[0].path == "/v1/chat/completions"
+    assert server.asked[-1].path == "/v1/completions"
+
+
+async def test_a_whole_answer_is_one_item() -> None:
+    async with worker() as (_, _server, client):
+        assert await texts_of(client, chat("say all of it", stream=False)) == ["all of it"]
+
+
+async def test_a_request_passes_with_its_id_and_the_key(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("sk-first\n")
+    async with scripted_server() as server, TestKit() as kit:
+        server.key = "sk-first"
+        await kit.start(OpenAiWorker, url=f"{server.url}/v1/", key_file=str(file))
+        client = kit.caller.client(OpenAiWorker)
+        with call_options(request_id="mine"):
+            await texts_of(client, chat("say yes", tools=[{"type": "function"}], temperature=0.5))
+        [asked] = server.asked
+        assert asked.headers["x-request-id"] == "mine"
+        assert asked.body["tools"] == [{"type": "function"}]
+        assert asked.body["temperature"] == 0.5
+
+        # A key that is changed in its file is taken with the next look at the server.
+        file.write_text("sk-second")
+        server.key = "sk-second"
+
+        async def is_taken() -> bool:
+            try:
+                return await texts_of(client, chat("say yes")) == ["yes", ""]
+            except Unavailable:
+                return False
+
+        await eventually(is_taken)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_who_leaves_has_the_server_stop(stream: bool) -> None:
+    async with worker() as (_, server, client):
+        call = client.generate(chat("silent", stream=stream))
+        task = asyncio.ensure_future(anext(call))
+        await eventually(lambda: server.asked)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await call.aclose()
+        await server.asked[0].is_left.wait()
+
+
+async def test_a_deadline_has_the_server_stop() -> None:
+    async with worker() as (_, server, client):
+        with call_options(timeout=0.3), pytest.raises(DynbusError):
+            await texts_of(client, chat("endless"))
+        await server.asked[0].is_left.wait()
+
+
+async def test_errors_are_those_of_the_bus() -> None:
+    expected: list[tuple[int, str, type[DynbusError], str]] = [
+        (400, '{"error": {"message": "bad tools"}}', InvalidRequest, "bad tools"),
+        (422, '{"detail": [{"loc": ["body", "n"], "msg": "no"}]}', InvalidRequest, "n: no"),
+        (404, '{"message": "The model x does not exist."}', Migrate, "does not exist"),
+        (404, '{"detail": "Not Found"}', InvalidRequest, "Not Found"),
+        (429, '{"error": "slow down"}', Overloaded, "slow down"),
+        (401, "{}", Unavailable, "key"),
+        (503, "{}", Migrate, "not ready"),
+        (500, '{"error": {"message": "a secret"}}', HandlerError, "a secret"),
+        (302, "{}", Unavailable, "302"),
+    ]
+    async with worker() as (_, _server, client):
+        for status, body, kind, text in expected:
+            with pytest.raises(kind, match=text) as raised:
+                await texts_of(client, chat(f"status {status} {body}"))
+            if isinstance(raised.value, Overloaded):
+                assert raised.value.retry_after == 7
+
+
+async def test_a_stream_that_breaks_says_so() -> None:
+    kinds = {"die": StreamLost, "unfinished": StreamLost, "fails": InvalidRequest, "drop": Migrate}
+    async with worker() as (_, _server, client):
+        for word, kind in kinds.items():
+            with pytest.raises(kind):
+                await texts_of(client, chat(f"{word} one"))
+
+
+async def test_what_is_no_request_is_refused() -> None:
+    wrong: list[Any] = [[], "text", {"model": "served"}, 7]
+    async with worker() as (_, server, client):
+        for request in wrong:
+            with pytest.raises(InvalidRequest):
+                await texts_of(client, raw(request))
+    assert not server.asked
+
+
+async def test_a_worker_waits_for_its_server_and_goes_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with scripted_server() as server, TestKit() as kit:
+        await server.kill()
+        starting = asyncio.ensure_future(kit.start(OpenAiWorker, url=server.url))
+        await eventually(lambda: "waiting for" in caplog.text)
+        assert not starting.done()
+        await server.start()
+        instance = await starting
+        client = kit.caller.client(OpenAiWorker)
+        assert await texts_of(client, chat("say yes")) == ["yes", ""]
+
+        call = client.generate(chat("endless"))
+        await anext(call)
+        await server.kill()
+        with pytest.raises(DynbusError):
+            await anext(call)
+        await instance.stopped.wait()
+    assert "is away" in instance.broken
+
+
+async def test_a_server_whose_engine_is_dead_is_away() -> None:
+    async with worker() as (kit, server, _):
+        [instance] = kit.started.values()
+        server.health = 503
+        await eventually(lambda: instance.broken)
+        assert "503" in instance.broken
+
+
+async def test_the_models_of_a_server_are_those_of_the_bus() -> None:
+    async with worker() as (kit, server, _), Catalog(kit.caller) as catalog:
+        server.models.append({"id": "later", "max_model_len": 100})
+        server.models.append({"id": " no name "})
+        await eventually(lambda: [one.card.name for one in catalog.models] == ["later", "served"])
+        card = catalog.models[1].card
+        assert (card.input, card.context_length) == (ModelInput.Text, 2000)
+
+
+async def test_openai_s_clients_are_answered_through_a_front_end() -> None:
+    trace = "a" * 32
+    async with worker() as (kit, server, _client):
+        front = (await kit.start(Front, port=0)).actor
+        assert isinstance(front, Front)
+        url = f"{front.url}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+
+            async def is_served() -> bool:
+                return [model.id async for model in client.models.list()] == ["served"]
+
+            await eventually(is_served)
+
+            async def ask(text: str, **more: Any) -> Any:
+                return await client.chat.completions.create(
+                    model="served", messages=[{"role": "user", "content": text}], **more
+                )
+
+            headers = {"traceparent": f"00-{trace}-{'b' * 16}-01"}
+            answer = await ask("say all of it", extra_headers=headers)
+            assert server.asked[0].headers["traceparent"].split("-")[1] == trace
+            assert answer.choices[0].message.content == "all of it"
+            stream = await ask("say a b", stream=True)
+            said = [chunk.choices[0].delta.content async for chunk in stream]
+            assert said == ["a", "b", ""]
+            with pytest.raises(BadRequestError, match="bad tools"):
+                await ask('status 400 {"error": {"message": "bad tools"}}')
+            with pytest.raises(RateLimitError):
+                await ask('status 429 {"error": {"message": "full"}}')
+            with pytest.raises(APIError) as failed:
+                await ask('status 500 {"error": {"message": "a secret"}}')
+            assert "a secret" not in str(failed.value)
+
+
+async def test_what_cannot_be_used_is_refused() -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"url": "ftp://x"}, "give http://HOST:PORT"),
+        ({"url": "http://me:secret@x"}, "key_file or key_variable"),
+        ({"url": "http://x:99999"}, "not usable"),
+        ({"url": "http://x/v1?a=b"}, "query"),
+        ({"url": "http://a,"}, "url has 2 values|not usable"),
+        ({"url": "http://x", "key_file": "/no/such/file"}, "cannot be read"),
+        ({"url": "http://x", "key_variable": "NO_SUCH_KEY"}, "no usable key"),
+        ({"url": "http://x", "key_variable": "A", "key_file": "b"}, "not both"),
+        ({"url": "http://x", "ranks": 0}, "ranks = 0"),
+        ({"url": "http://x", "kv_replay": "tcp://x:1"}, "needs kv_events"),
+    ]
+    async with TestKit() as kit:
+        for options, reason in refused:
+            with pytest.raises(ConfigError, match=reason) as raised:
+                await kit.start(OpenAiWorker, **options)
+            assert "secret" not in str(raised.value)
+
+
+async def test_a_wrong_key_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_KEY", "sk-wrong")
+    async with scripted_server() as server, TestKit() as kit:
+        server.key = "sk-right"
+        with pytest.raises(ConfigError, match="refuses its key") as raised:
+            await kit.start(OpenAiWorker, url=server.url, key_variable="SERVER_KEY")
+    assert "sk-" not in str(raised.value)
