@@ -13,10 +13,12 @@ import msgspec
 from starlette.middleware.cors import CORSMiddleware
 
 from dynbus.bus.errors import DynbusError
+from dynbus.llm.messages.api import MessagesApi
 from dynbus.llm.models.card import ModelCard
 from dynbus.llm.openai.api import Api, CompletionsApi
-from dynbus.llm.openai.errors import answer_of
+from dynbus.llm.openai.errors import ErrorAnswer, answer_of
 from dynbus.llm.openai.requests import read_chat, read_completion
+from dynbus.llm.responses.api import ResponsesApi
 
 from .completions import CompletionExchange
 from .exchange import Receive, Scope
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 APIS: Final[Mapping[str, Api]] = {
     "/v1/chat/completions": CompletionsApi(read_chat),
     "/v1/completions": CompletionsApi(read_completion),
+    "/v1/responses": ResponsesApi(),
+    "/v1/messages": MessagesApi(),
 }
 """What is answered by engines, by path."""
 
@@ -119,7 +123,10 @@ class Application:
                 return
             response = await self._respond(method, path, caller)
         except DynbusError as error:
-            response = _error(error, caller.request_id, in_browser=_is_for_browsers(path))
+            api = APIS.get(path)
+            tell = answer_of if api is None else api.refusal
+            told = tell(error, caller.request_id)
+            response = _error(told, in_browser=_is_for_browsers(path))
         await self._send(response, method, caller, send)
 
     async def _respond(self, method: str, path: str, caller: Caller) -> Response:
@@ -204,9 +211,8 @@ def _registered() -> bytes:
     return b"" if prometheus is None else prometheus.generate_latest(prometheus.REGISTRY)
 
 
-def _error(error: DynbusError, request_id: str, *, in_browser: bool) -> Response:
-    """An error as OpenAI's clients expect it; a browser asks for the key."""
-    told = answer_of(error, request_id)
+def _error(told: ErrorAnswer, *, in_browser: bool) -> Response:
+    """An error as it is answered; a browser asks for the key."""
     headers = {**told.headers}
     if in_browser and told.status == 401:
         headers["WWW-Authenticate"] = 'Basic realm="dynbus", charset="UTF-8"'

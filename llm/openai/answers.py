@@ -114,7 +114,7 @@ class _ChatChunks(_OutputChunks):
             said["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
             said["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
-        told = None if logprobs is None else _chat_logprobs(logprobs)
+        told = None if logprobs is None else chat_logprobs(logprobs)
         end = self._end(told, finish_reason, usage)
         return self._begin + b'"delta":' + _encode(said) + end
 
@@ -245,7 +245,7 @@ class ChatFormat(_CompletionsFormat):
         return {"message": message}
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
-        return _chat_logprobs(tokens)
+        return chat_logprobs(tokens)
 
 
 class CompletionFormat(_CompletionsFormat):
@@ -276,7 +276,8 @@ def _call_chunk(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def _chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
+    """The log-probabilities of a chat's tokens."""
     return {
         "content": [
             {

@@ -105,17 +105,25 @@ class PlainEngine(Actor, namespace="test"):
 
 
 class TextEngine(Actor, namespace="test"):
-    """An engine that takes OpenAI's requests and gives its chunks."""
+    """An engine that takes OpenAI's requests and gives its chunks.
+
+    Attributes:
+        deltas: what its answer says.
+        finish_reason: of its answer.
+    """
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.deltas: list[dict[str, Any]] = [{"content": "two"}, {"content": " words"}]
+        self.finish_reason = "stop"
 
     @handler
     async def chat(self, request: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Two words."""
+        """Two words, unless told otherwise."""
         asked: Any = request
         self.requests.append(asked)
-        for place, word in enumerate(("two", " words")):
+        for place, delta in enumerate(self.deltas, start=1):
+            is_last = place == len(self.deltas)
             yield {
                 "id": "chatcmpl-text",
                 "object": "chat.completion.chunk",
@@ -124,8 +132,8 @@ class TextEngine(Actor, namespace="test"):
                 "choices": [
                     {
                         "index": 0,
-                        "delta": {"content": word},
-                        "finish_reason": None if place == 0 else "stop",
+                        "delta": delta,
+                        "finish_reason": self.finish_reason if is_last else None,
                     }
                 ],
             }

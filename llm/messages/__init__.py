@@ -1,0 +1,1 @@
+"""Anthropic's messages as data: requests as chats, and answers, events and errors."""

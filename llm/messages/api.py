@@ -1,0 +1,32 @@
+"""`/v1/messages`, as an interface of a front end."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynbus.bus.errors import DynbusError
+from dynbus.llm.openai.api import Asked
+from dynbus.llm.openai.errors import ErrorAnswer
+from dynbus.llm.openai.requests import chat_of
+
+from .answer import MessageFormat
+from .errors import message_error
+from .requests import chat_body, read_messages
+
+
+class MessagesApi:
+    """Anthropic's interface for messages; see `Api`."""
+
+    def read(self, data: bytes) -> Asked:
+        """The request that a body holds."""
+        request = read_messages(data)
+        body = chat_body(request)
+        return Asked(
+            chat_of(body),
+            msgspec.json.encode(body),
+            lambda request_id: MessageFormat(request.model, request_id),
+        )
+
+    def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
+        """An error as Anthropic's clients expect it."""
+        return message_error(error, request_id)

@@ -1,0 +1,326 @@
+"""Requests for `/v1/messages`: read, and made chats of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Final, cast
+
+import msgspec
+from msgspec import Meta
+
+from dynbus.llm.openai.errors import misfit, unsupported
+from dynbus.llm.openai.requests import Count, EngineFields, read_body
+
+
+class ConversationRequest(EngineFields, frozen=True, kw_only=True):
+    """A conversation, as `/v1/messages/count_tokens` takes it: what its prompt is made of. Fields
+    that nobody here knows are passed over."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    mcp_servers: list[Any] | None = None
+    container: Any = None
+
+
+class MessagesRequest(ConversationRequest, frozen=True, kw_only=True):
+    """A request for `/v1/messages`."""
+
+    max_tokens: Count
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+
+
+_messages_decoder: Final = msgspec.json.Decoder(MessagesRequest)
+_conversation_decoder: Final = msgspec.json.Decoder(ConversationRequest)
+
+
+def read_messages(data: bytes) -> MessagesRequest:
+    """The request for a message that a body holds.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    return read_body(_messages_decoder, data)
+
+
+def read_conversation(data: bytes) -> ConversationRequest:
+    """The request for a count of tokens that a body holds.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    return read_body(_conversation_decoder, data)
+
+
+def chat_body(request: ConversationRequest) -> dict[str, Any]:
+    """The body of the chat that asks for the same.
+
+    Raises:
+        BadRequest: it has a block or a tool that a chat cannot have.
+    """
+    if request.container is not None:
+        raise unsupported("container", "nothing runs in containers here; remove this field")
+    if request.mcp_servers:
+        raise unsupported("mcp_servers", "MCP servers are not asked here; give tools")
+    choice = request.tool_choice or {}
+    fields: dict[str, Any] = {
+        "model": request.model,
+        "messages": _conversation(request),
+        "tools": [_tool(tool, place) for place, tool in enumerate(request.tools or ())] or None,
+        "tool_choice": _tool_choice(choice),
+        "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
+        **_output(request.output_config or {}),
+        **_thinking(request.thinking or {}),
+        **request.engine_fields,
+    }
+    if isinstance(request, MessagesRequest):
+        fields |= {
+            "max_tokens": request.max_tokens,
+            "stream": request.stream,
+            "stream_options": {"include_usage": True} if request.stream else None,
+            "stop": request.stop_sequences or None,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+        }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+# Messages ---------------------------------------------------------------------------------------
+
+
+def _conversation(request: ConversationRequest) -> list[dict[str, Any]]:
+    if not request.messages:
+        raise misfit("messages", "give at least one")
+    found: list[dict[str, Any]] = []
+    system = _content(request.system, "system", _only_text) if request.system else ""
+    if system:
+        found.append({"role": "system", "content": system})
+    for place, message in enumerate(request.messages):
+        where = f"messages[{place}]"
+        role, content = message.get("role"), message.get("content")
+        if role == "user":
+            _add_user(found, content, f"{where}.content")
+        elif role == "assistant":
+            found.append(_assistant(content, f"{where}.content"))
+        elif role == "system":
+            _add(found, "system", _content(content, f"{where}.content", _only_text))
+        else:
+            raise misfit(f"{where}.role", "give 'user' or 'assistant'")
+    if request.messages[-1].get("role") == "assistant":
+        raise unsupported(
+            "messages",
+            "the last one is the assistant's, and going on from it is not supported; end with the "
+            "user's",
+        )
+    return found
+
+
+def _add(found: list[dict[str, Any]], role: str, content: Any) -> None:
+    """A message; texts of one role that follow each other are one, as templates want it."""
+    last = found[-1] if found else {}
+    if last.get("role") == role and isinstance(content, str) and isinstance(last["content"], str):
+        last["content"] += f"\n\n{content}"
+    else:
+        found.append({"role": role, "content": content})
+
+
+def _add_user(found: list[dict[str, Any]], content: object, where: str) -> None:
+    if isinstance(content, str):
+        _add(found, "user", content)
+        return
+    parts: list[dict[str, Any]] = []
+    for place, block in enumerate(_blocks(content, where)):
+        at = f"{where}[{place}]"
+        if block.get("type") == "tool_result":
+            # They answer the calls of the message before, so they come first.
+            found.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": _text(block, "tool_use_id", at),
+                    "content": _result(block, at),
+                }
+            )
+        else:
+            parts.append(_part(block, at))
+    if parts:
+        _add(found, "user", _joined(parts))
+    elif not content:
+        raise misfit(where, "it is empty; give a text, or at least one block")
+
+
+def _result(block: Mapping[str, Any], where: str) -> Any:
+    given = block.get("content")
+    content = "" if given is None else _content(given, f"{where}.content", _part)
+    if block.get("is_error") and isinstance(content, str):
+        # A chat's message of a tool has no field for it.
+        return f"Error: {content}" if content else "Error"
+    return content
+
+
+def _assistant(content: object, where: str) -> dict[str, Any]:
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for place, block in enumerate(_blocks(content, where)):
+        at = f"{where}[{place}]"
+        kind = block.get("type")
+        if kind == "thinking":
+            thoughts.append(_text(block, "thinking", at))
+        elif kind == "tool_use":
+            calls.append(_call(block, at))
+        elif kind != "redacted_thinking":
+            texts.append(_only_text(block, at)["text"])
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or None}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    elif not texts:
+        message["content"] = ""
+    return message
+
+
+def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise misfit(f"{where}.input", "give an object")
+    return {
+        "id": _text(block, "id", where),
+        "type": "function",
+        "function": {
+            "name": _text(block, "name", where),
+            "arguments": msgspec.json.encode(arguments).decode(),
+        },
+    }
+
+
+def _content(
+    content: object, where: str, part: Callable[[Mapping[str, Any], str], dict[str, Any]]
+) -> Any:
+    """A content as chats have it: a text where it is nothing else."""
+    if isinstance(content, str):
+        return content
+    blocks = _blocks(content, where)
+    return _joined([part(block, f"{where}[{place}]") for place, block in enumerate(blocks)])
+
+
+def _joined(parts: Sequence[dict[str, Any]]) -> Any:
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _blocks(content: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(content, list):
+        raise misfit(where, "give a string or a list of blocks")
+    for place, block in enumerate(cast("list[object]", content)):
+        if not isinstance(block, dict):
+            raise misfit(f"{where}[{place}]", "give a block: an object with a type")
+    return cast("list[dict[str, Any]]", content)
+
+
+def _only_text(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    kind = block.get("type")
+    if kind != "text":
+        raise unsupported(where, f"a block of the type {str(kind)[:40]!r} cannot be here")
+    return {"type": "text", "text": _text(block, "text", where)}
+
+
+def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A block as a part of a chat's message."""
+    kind, given = block.get("type"), block.get("source")
+    source = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    if kind == "image" and source.get("type") == "url":
+        return _image(_text(source, "url", f"{where}.source"))
+    if kind == "image" and source.get("type") == "base64":
+        media = _text(source, "media_type", f"{where}.source")
+        return _image(f"data:{media};base64,{_text(source, 'data', f'{where}.source')}")
+    if kind == "document" and source.get("type") == "text":
+        texts = [block.get("title"), block.get("context"), _text(source, "data", f"{where}.source")]
+        return {"type": "text", "text": "\n".join(one for one in texts if isinstance(one, str))}
+    if kind == "search_result":
+        texts = [block.get("title"), given, _content(block.get("content"), where, _only_text)]
+        return {"type": "text", "text": "\n".join(one for one in texts if isinstance(one, str))}
+    if kind in ("image", "document"):
+        raise unsupported(
+            f"{where}.source", f"a source of the type {str(source.get('type'))[:40]!r} is not read"
+        )
+    return _only_text(block, where)
+
+
+def _image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _text(block: Mapping[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise misfit(f"{where}.{name}", "give a string")
+    return value
+
+
+# Tools, thinking and the form of an answer ------------------------------------------------------
+
+
+def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:
+    where = f"tools[{place}]"
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise unsupported(
+            where, f"the tool {str(kind)[:40]!r} is Anthropic's; give tools with an input_schema"
+        )
+    function: dict[str, Any] = {"name": _text(tool, "name", where)}
+    if not isinstance(tool.get("input_schema"), dict):
+        raise misfit(f"{where}.input_schema", "give a JSON schema")
+    function["parameters"] = tool["input_schema"]
+    for name in ("description", "strict"):
+        if tool.get(name) is not None:
+            function[name] = tool[name]
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> Any:
+    if not choice:
+        return None
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
+    known = {"auto": "auto", "any": "required", "none": "none"}
+    if kind not in known:
+        raise misfit("tool_choice.type", "give 'auto', 'any', 'tool' or 'none'")
+    return known[kind]
+
+
+def _output(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The effort and the form of an answer."""
+    found: dict[str, Any] = {"reasoning_effort": config.get("effort")}
+    given = config.get("format")
+    if given is None:
+        return found
+    form = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    if form.get("type") != "json_schema":
+        raise misfit("output_config.format", "give {'type': 'json_schema', 'schema': {...}}")
+    found["response_format"] = {
+        "type": "json_schema",
+        "json_schema": {"name": "output", "schema": form.get("schema"), "strict": True},
+    }
+    return found
+
+
+def _thinking(thinking: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether the model reasons: what the templates of those that need not are told."""
+    kind = thinking.get("type")
+    if kind in (None, "adaptive"):
+        return {}
+    if kind not in ("enabled", "disabled"):
+        raise misfit("thinking.type", "give 'enabled', 'disabled' or 'adaptive'")
+    return {"chat_template_kwargs": {"enable_thinking": kind == "enabled"}}

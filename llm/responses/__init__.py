@@ -1,0 +1,1 @@
+"""OpenAI's responses as data: requests as chats, and answers as items and events."""

@@ -1,0 +1,31 @@
+"""`/v1/responses`, as an interface of a front end."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynbus.bus.errors import DynbusError
+from dynbus.llm.openai.api import Asked
+from dynbus.llm.openai.errors import ErrorAnswer, answer_of
+from dynbus.llm.openai.requests import chat_of
+
+from .answer import ResponseFormat
+from .requests import chat_body, read_responses
+
+
+class ResponsesApi:
+    """OpenAI's interface for responses; see `Api`."""
+
+    def read(self, data: bytes) -> Asked:
+        """The request that a body holds."""
+        request = read_responses(data)
+        body = chat_body(request)
+        return Asked(
+            chat_of(body),
+            msgspec.json.encode(body),
+            lambda request_id: ResponseFormat(request, request_id),
+        )
+
+    def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
+        """An error as OpenAI's clients expect it."""
+        return answer_of(error, request_id)

@@ -1,0 +1,299 @@
+"""Requests for `/v1/responses`: read, and made chats of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, cast
+
+import msgspec
+from msgspec import Meta
+
+from dynbus.llm.generation import MAX_LOGPROBS
+from dynbus.llm.openai.errors import misfit, unsupported
+from dynbus.llm.openai.requests import Count, EngineFields, read_body
+
+LOGPROBS: Final = "message.output_text.logprobs"
+"""What `include` names to have log-probabilities."""
+
+
+class ResponsesRequest(EngineFields, frozen=True, kw_only=True):
+    """A request for `/v1/responses`. Fields that nobody here knows are passed over."""
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    user: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+
+_decoder: Final = msgspec.json.Decoder(ResponsesRequest)
+
+
+def read_responses(data: bytes) -> ResponsesRequest:
+    """The request for a response that a body holds.
+
+    Raises:
+        BadRequest: it is none, or asks for what is not done here.
+    """
+    request = read_body(_decoder, data)
+    if request.previous_response_id is not None:
+        raise unsupported(
+            "previous_response_id",
+            "responses are not kept here; send the items of the conversation as input",
+        )
+    if request.conversation is not None:
+        raise unsupported(
+            "conversation",
+            "conversations are not kept here; send the items of this one as input",
+        )
+    if request.prompt is not None:
+        raise unsupported("prompt", "prompts are not kept here; send its text as instructions")
+    if request.background:
+        raise unsupported(
+            "background", "responses are not kept here; wait for this one, or stream it"
+        )
+    return request
+
+
+def chat_body(request: ResponsesRequest) -> dict[str, Any]:
+    """The body of the chat that asks for the same.
+
+    Raises:
+        BadRequest: it has an item or a tool that a chat cannot have.
+    """
+    logprobs = LOGPROBS in (request.include or ())
+    fields: dict[str, Any] = {
+        "model": request.model,
+        "messages": _messages(request),
+        "stream": request.stream,
+        "stream_options": {"include_usage": True} if request.stream else None,
+        "max_completion_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "logprobs": True if logprobs else None,
+        "top_logprobs": (request.top_logprobs or 0) if logprobs else None,
+        "tools": [_tool(tool, place) for place, tool in enumerate(request.tools or ())] or None,
+        "tool_choice": _tool_choice(request.tool_choice),
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "response_format": _response_format(request.text or {}),
+        "reasoning_effort": (request.reasoning or {}).get("effort"),
+        "user": request.user,
+        **request.engine_fields,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+# Items of the input -------------------------------------------------------------------------------
+
+
+class _Conversation:
+    """Messages as they come from items."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        # What an assistant's message has had, while items may be added to it.
+        self._assistant: dict[str, Any] | None = None
+
+    def add(self, role: str, content: Any) -> None:
+        """A message; system messages that begin the conversation are one, as templates want it."""
+        if role == "assistant":
+            if "content" in self._turn() or "tool_calls" in self._turn():
+                self._assistant = None
+            self._turn()["content"] = content
+            return
+        self._assistant = None
+        before = self.messages[-1:] if len(self.messages) == 1 else []
+        if role == "system" and before and before[0]["role"] == "system":
+            texts = [before[0]["content"], content]
+            if all(isinstance(text, str) for text in texts):
+                before[0]["content"] = "\n\n".join(texts)
+                return
+        self.messages.append({"role": role, "content": content})
+
+    def reason(self, text: str) -> None:
+        """What the assistant thought before its next message."""
+        if self._assistant is not None and set(self._assistant) - {"role", "reasoning_content"}:
+            self._assistant = None
+        turn = self._turn()
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+    def call(self, call_id: str, name: str, arguments: str) -> None:
+        """A tool call of the assistant."""
+        self._turn().setdefault("tool_calls", []).append(
+            {
+                "id": call_id,
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+        )
+
+    def answer(self, call_id: str, content: Any) -> None:
+        """What a tool answered."""
+        self._assistant = None
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _turn(self) -> dict[str, Any]:
+        if self._assistant is None:
+            self._assistant = {"role": "assistant"}
+            self.messages.append(self._assistant)
+        return self._assistant
+
+
+def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+    conversation = _Conversation()
+    if request.instructions:
+        conversation.add("system", request.instructions)
+    if isinstance(request.input, str):
+        conversation.add("user", request.input)
+        return conversation.messages
+    if not request.input:
+        raise misfit("input", "give a text, or at least one item")
+    for place, item in enumerate(request.input):
+        _take(item, f"input[{place}]", conversation)
+    for message in conversation.messages:
+        # What a chat's message of an assistant has, also where it only calls tools.
+        message.setdefault("content", None)
+    return conversation.messages
+
+
+def _take(item: Mapping[str, Any], where: str, conversation: _Conversation) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = _text(item, "role", where)
+        if role not in _ROLES:
+            raise misfit(f"{where}.role", f"give one of {', '.join(_ROLES)}")
+        content = _content(item.get("content"), f"{where}.content")
+        conversation.add("system" if role == "developer" else role, content)
+    elif kind == "function_call":
+        conversation.call(
+            _text(item, "call_id", where),
+            _text(item, "name", where),
+            _text(item, "arguments", where),
+        )
+    elif kind == "function_call_output":
+        content = _content(item.get("output"), f"{where}.output")
+        conversation.answer(_text(item, "call_id", where), content)
+    elif kind == "reasoning":
+        conversation.reason(_reasoning(item, where))
+    elif kind == "item_reference":
+        raise unsupported(where, "items are not kept here; send the item itself")
+    else:
+        raise unsupported(where, f"items of the type {str(kind)[:40]!r} are not supported")
+
+
+_ROLES: Final = ("user", "assistant", "system", "developer")
+
+
+def _text(item: Mapping[str, Any], name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise misfit(f"{where}.{name}", "give a string")
+    return value
+
+
+def _reasoning(item: Mapping[str, Any], where: str) -> str:
+    """What a reasoning item says; its summary, where that is all that it has."""
+    for name in ("content", "summary"):
+        parts = item.get(name) or []
+        if not isinstance(parts, list):
+            raise misfit(f"{where}.{name}", "give a list of parts")
+        texts = [
+            cast("dict[str, Any]", part).get("text")
+            for part in cast("list[object]", parts)
+            if isinstance(part, dict)
+        ]
+        found = "\n".join(text for text in texts if isinstance(text, str))
+        if found:
+            return found
+    return ""
+
+
+def _content(content: object, where: str) -> str | list[dict[str, Any]]:
+    """A content as chats have it: a text where it is nothing else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise misfit(where, "give a string or a list of parts")
+    parts = [
+        _part(part, f"{where}[{place}]") for place, part in enumerate(cast("list[object]", content))
+    ]
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: object, where: str) -> dict[str, Any]:
+    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+    kind = fields.get("type")
+    if kind in ("input_text", "output_text", "text"):
+        return {"type": "text", "text": _text(fields, "text", where)}
+    if kind == "refusal":
+        return {"type": "text", "text": _text(fields, "refusal", where)}
+    if kind == "input_image" and fields.get("image_url") is not None:
+        image = {"url": _text(fields, "image_url", where), "detail": fields.get("detail")}
+        return {
+            "type": "image_url",
+            "image_url": {name: value for name, value in image.items() if value is not None},
+        }
+    if isinstance(kind, str):
+        raise unsupported(where, f"parts of the type {kind[:40]!r} are not supported like this")
+    raise misfit(where, "give {'type': 'input_text', 'text': '...'}")
+
+
+# Tools and formats --------------------------------------------------------------------------------
+
+
+def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:
+    where = f"tools[{place}]"
+    kind = tool.get("type")
+    if kind != "function":
+        raise unsupported(
+            where, f"tools of the type {str(kind)[:40]!r} are not here; give functions"
+        )
+    function = {"name": _text(tool, "name", where)}
+    for name in ("description", "parameters", "strict"):
+        if tool.get(name) is not None:
+            function[name] = tool[name]
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
+    raise unsupported(
+        "tool_choice",
+        f"a choice of the type {str(choice.get('type'))[:40]!r} is not supported; give 'auto', "
+        "'none', 'required' or a function",
+    )
+
+
+def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    given = text.get("format")
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise misfit("text.format", "give an object with a type")
+    fields = cast("dict[str, Any]", given)
+    if fields.get("type") != "json_schema":
+        return fields
+    schema = {name: value for name, value in fields.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": schema}

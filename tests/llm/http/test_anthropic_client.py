@@ -1,0 +1,143 @@
+"""The `anthropic` package as a client of `/v1/messages`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import AsyncAnthropic
+
+from .served import Served, served
+
+pytestmark = pytest.mark.anyio
+
+WEATHER: Any = {
+    "name": "get_weather",
+    "description": "Tell the weather of a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
+}
+
+
+@asynccontextmanager
+async def asked(
+    api_key: str = "none", **settings: Any
+) -> AsyncGenerator[tuple[Served, AsyncAnthropic]]:
+    """A front end, and a client of it that repeats nothing."""
+    async with (
+        served(**settings) as front,
+        AsyncAnthropic(base_url=front.url, api_key=api_key, max_retries=0) as client,
+    ):
+        yield front, client
+
+
+def said(text: str, **fields: Any) -> Any:
+    return {
+        "model": "tiny",
+        "max_tokens": 100,
+        "messages": [{"role": "user", "content": text}],
+        **fields,
+    }
+
+
+async def test_a_message_is_answered_whole_and_as_a_stream() -> None:
+    async with asked() as (front, client):
+        whole = await client.messages.create(**said("say Paris is it.", system="Be brief."))
+        async with client.messages.stream(**said("say naïve café 🙂")) as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+            streamed = await stream.get_final_message()
+        cut = await client.messages.create(**said("say Paris is it.", max_tokens=2))
+
+    [block] = whole.content
+    assert block.type == "text"
+    assert (block.text, whole.stop_reason) == ("Paris is it.", "end_turn")
+    request = front.engine.requests[0]
+    assert whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0) == len(
+        request.token_ids
+    )
+    assert whole.usage.cache_read_input_tokens == 3
+    assert text == "naïve café 🙂"
+    assert streamed.content[0].type == "text"
+    assert streamed.content[0].text == text
+    assert streamed.usage.output_tokens > 2
+    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
+
+
+async def test_tools_are_used_and_their_results_sent_back() -> None:
+    call = {"index": 0, "id": "toolu_1", "type": "function"}
+    async with asked() as (front, client):
+        front.text.deltas = [
+            {"reasoning_content": "Weather, hm."},
+            {"content": "Let me see."},
+            {"tool_calls": [{**call, "function": {"name": "get_weather", "arguments": ""}}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": '"Paris"}'}}]},
+        ]
+        front.text.finish_reason = "tool_calls"
+        request = said("Is it raining in Paris?", model="text", tools=[WEATHER])
+        async with client.messages.stream(**request) as stream:
+            pieces = [one.partial_json async for one in stream if one.type == "input_json"]
+            streamed = await stream.get_final_message()
+        whole = await client.messages.create(**request)
+        request["messages"] += [
+            {"role": "assistant", "content": whole.content},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "It is."}],
+            },
+        ]
+        front.text.deltas, front.text.finish_reason = [{"content": "Yes."}], "stop"
+        answer = await client.messages.create(**request)
+
+    assert pieces == ['{"city": ', '"Paris"}']
+    messages: list[Any] = [streamed, whole]
+    for message in messages:
+        assert message.stop_reason == "tool_use"
+        thinking, text, used = message.content
+        assert thinking.type == "thinking"
+        assert thinking.thinking == "Weather, hm."
+        assert text.type == "text"
+        assert used.type == "tool_use"
+        assert (used.id, used.name, used.input) == ("toolu_1", "get_weather", {"city": "Paris"})
+    assert answer.content[0].type == "text"
+    assert answer.content[0].text == "Yes."
+    sent = front.text.requests[-1]["messages"]
+    assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
+    assert sent[1]["tool_calls"][0]["function"]["arguments"] == '{"city":"Paris"}'
+
+
+async def test_errors_have_anthropics_shape() -> None:
+    async with asked() as (_, client):
+        with pytest.raises(anthropic.NotFoundError, match="not_found_error.*no model 'other'"):
+            await client.messages.create(**said("hi", model="other"))
+        with pytest.raises(anthropic.BadRequestError, match="max_tokens: Expected"):
+            await client.messages.create(**said("hi", max_tokens=0))
+        with pytest.raises(anthropic.RateLimitError, match="rate_limit_error") as raised:
+            await client.messages.create(**said("overloaded"))
+        with pytest.raises(anthropic.InternalServerError, match="api_error") as hidden:
+            await client.messages.create(**said("fail"))
+        async with client.messages.stream(**said("break x")) as stream:
+            with pytest.raises(anthropic.APIStatusError, match="api_error"):
+                await stream.get_final_message()
+
+    assert raised.value.response.headers["retry-after"] == "3"
+    assert "secret" not in str(hidden.value)
+
+
+async def test_its_key_is_that_of_a_tenant(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("ada sk-ada-123\n")
+    async with asked("sk-ada-123", api_keys=keys) as (front, client):
+        answer = await client.messages.create(**said("say hi"))
+        with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
+            await client.with_options(api_key="sk-bob-123").messages.create(**said("say hi"))
+
+    assert answer.stop_reason == "end_turn"
+    assert front.engine.metadata[0]["tenant"] == "ada"

@@ -1,0 +1,137 @@
+"""The `openai` package as a client of `/v1/responses`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from .served import Served, served
+
+pytestmark = pytest.mark.anyio
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Tell the weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+@asynccontextmanager
+async def asked(**settings: Any) -> AsyncGenerator[tuple[Served, AsyncOpenAI]]:
+    """A front end, and a client of it that repeats nothing."""
+    async with (
+        served(**settings) as front,
+        AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield front, client
+
+
+async def test_a_text_is_answered_whole_and_as_a_stream() -> None:
+    async with asked() as (front, client):
+        whole = await client.responses.create(
+            model="tiny", instructions="Be brief.", input="say Paris is it."
+        )
+        async with client.responses.stream(model="tiny", input="say naïve café 🙂") as stream:
+            events = [event async for event in stream]
+            streamed = await stream.get_final_response()
+        cut = await client.responses.create(
+            model="tiny", input="say Paris is it.", max_output_tokens=2
+        )
+
+    assert (whole.output_text, whole.status) == ("Paris is it.", "completed")
+    assert whole.usage is not None
+    assert whole.usage.input_tokens == len(front.engine.requests[0].token_ids)
+    assert whole.usage.input_tokens_details.cached_tokens == 3
+    assert streamed.output_text == "naïve café 🙂"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.completed"
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_tools_are_called_and_their_results_sent_back() -> None:
+    call = {"index": 0, "id": "call_1", "type": "function"}
+    async with asked() as (front, client):
+        front.text.deltas = [
+            {"reasoning_content": "Weather, hm."},
+            {"tool_calls": [{**call, "function": {"name": "get_weather", "arguments": ""}}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": '"Paris"}'}}]},
+        ]
+        front.text.finish_reason = "tool_calls"
+        conversation: list[Any] = [{"role": "user", "content": "Is it raining in Paris?"}]
+        async with client.responses.stream(
+            model="text", input=conversation, tools=[WEATHER]
+        ) as stream:
+            events = [event async for event in stream]
+            streamed = await stream.get_final_response()
+        whole = await client.responses.create(model="text", input=conversation, tools=[WEATHER])
+        conversation += whole.output
+        conversation.append(
+            {"type": "function_call_output", "call_id": "call_1", "output": "It is."}
+        )
+        front.text.deltas, front.text.finish_reason = [{"content": "Yes."}], "stop"
+        answer = await client.responses.create(model="text", input=conversation, tools=[WEATHER])
+
+    pieces = [one.delta for one in events if one.type == "response.function_call_arguments.delta"]
+    assert pieces == ['{"city": ', '"Paris"}']
+    for response in (streamed, whole):
+        reasoning, called = response.output
+        assert reasoning.type == "reasoning"
+        assert reasoning.content is not None
+        assert reasoning.content[0].text == "Weather, hm."
+        assert called.type == "function_call"
+        assert (called.name, called.call_id) == ("get_weather", "call_1")
+        assert called.arguments == '{"city": "Paris"}'
+    assert answer.output_text == "Yes."
+    sent = front.text.requests[-1]
+    assert sent["messages"][1:] == [
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Weather, hm.",
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "It is."},
+    ]
+    assert sent["tools"][0]["function"]["name"] == "get_weather"
+
+
+async def test_what_is_not_kept_is_refused_with_the_reason() -> None:
+    async with asked() as (_, client):
+        with pytest.raises(openai.BadRequestError, match="responses are not kept here") as raised:
+            await client.responses.create(model="tiny", input="hi", previous_response_id="resp_1")
+        with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+            await client.responses.create(model="other", input="hi")
+
+    assert raised.value.param == "previous_response_id"
+
+
+async def test_an_engine_that_fails_within_a_stream_fails_the_response() -> None:
+    async with asked() as (_, client):
+        stream = await client.responses.create(model="tiny", input="break x", stream=True)
+        events = [event async for event in stream]
+
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error is not None
+    assert "secret" not in events[-1].response.error.message
