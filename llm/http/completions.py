@@ -18,7 +18,7 @@ from dynbus.llm.openai.requests import ChatRequest
 from dynbus.llm.pipeline.open_model import Inquiry
 from dynbus.llm.pipeline.serving import Sink
 
-from .content import Content, ContentSink
+from .content import Content, ContentSink, RecordedFormat
 from .exchange import Exchange, Receive, Scope
 from .shared import Caller, Shared
 from .tracing import completion_operation
@@ -46,9 +46,11 @@ class CompletionExchange(Exchange):
 
     def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
         asked = self._api.read(data)
+        format = asked.format(self._caller.request_id)
         if self._shared.settings.log_content:
             self._content = Content(asked.request)
-        format = asked.format(self._caller.request_id)
+            if format.frame is None:
+                format = RecordedFormat(format, self._content)
         self._writer = self._make_writer(format if asked.request.streams else None)
         return partial(self._complete, asked, format)
 
@@ -63,7 +65,7 @@ class CompletionExchange(Exchange):
         inquiry = Inquiry(request, body, format, caller.tenant or None)
         begun = time.perf_counter()
         sink: Sink = self._writer
-        if self._content is not None:
+        if self._content is not None and format.frame is not None:
             sink = ContentSink(sink, self._content)
         completion = await model.prepare(inquiry, sink, timing)
         self._work = completion

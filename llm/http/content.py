@@ -5,13 +5,17 @@ The messages have the form of OpenTelemetry's `gen_ai.input.messages` and `gen_a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 import msgspec
 
-from dynbus.bus.errors import DynbusError
+from dynbus.bus.errors import DynbusError, InvalidResponse
+from dynbus.llm.answers import AnswerFormat, Output, OutputFormat, TokenText, Usage, joined
+from dynbus.llm.openai.reading import read_answer
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
+from dynbus.llm.parsing.delta import Delta, ToolCallDelta
 from dynbus.llm.pipeline.serving import Sink
 
 MAX_CONTENT: Final = 4096
@@ -19,30 +23,9 @@ MAX_CONTENT: Final = 4096
 last ones, of the latter the first."""
 
 
-class _Text(msgspec.Struct, frozen=True):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    index: int = 0
-    delta: _Text | None = None
-    message: _Text | None = None
-    text: str | None = None
-    finish_reason: str | None = None
-
-
-class _Chunk(msgspec.Struct, frozen=True):
-    """A chunk of a streamed answer, or a whole one."""
-
-    choices: list[_Choice] = []
-
-
-_decode: Final = msgspec.json.Decoder(_Chunk).decode
-
-
-class _Output:
+class _Said:
     def __init__(self) -> None:
-        self.text = ""
+        self.deltas: list[Delta] = []
         self.finish_reason = ""
 
 
@@ -51,37 +34,43 @@ class Content:
 
     def __init__(self, request: ChatRequest | CompletionRequest) -> None:
         self._asked = _last(_messages(request))
-        self._outputs: dict[int, _Output] = {}
+        self._outputs: dict[int, _Said] = {}
         self._room = MAX_CONTENT
 
-    def answered(self, data: bytes) -> None:
-        """A chunk of the answer, or the whole of it, was written."""
-        try:
-            chunk = _decode(data.removeprefix(b"data: "))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return
-        for choice in chunk.choices:
-            output = self._outputs.setdefault(choice.index, _Output())
-            said = choice.delta or choice.message
-            text = (said.content if said is not None else choice.text) or ""
-            kept = text[: self._room]
-            self._room -= len(kept)
-            output.text += kept
-            output.finish_reason = choice.finish_reason or output.finish_reason
+    def said(self, index: int, delta: Delta, finish_reason: str | None) -> None:
+        """An output said more, or all that it says."""
+        output = self._outputs.setdefault(index, _Said())
+        output.finish_reason = finish_reason or output.finish_reason
+        if self._room > 0:
+            kept = Delta(
+                self._kept(delta.content),
+                self._kept(delta.reasoning),
+                tuple(
+                    ToolCallDelta(call.index, call.id, call.name, self._kept(call.arguments))
+                    for call in delta.tool_calls
+                ),
+            )
+            output.deltas.append(kept)
+
+    def _kept(self, text: str) -> str:
+        kept = text[: max(self._room, 0)]
+        self._room -= len(kept)
+        return kept
 
     @property
     def input_messages(self) -> str:
         """What was asked, as JSON."""
-        return _json([_message(role, text) for role, text in self._asked])
+        return _json([{"role": role, "parts": parts} for role, parts in self._asked])
 
     @property
     def output_messages(self) -> str:
         """What was answered, as JSON."""
         return _json(
             [
-                # Whatever did not end by itself was ended by an error.
                 {
-                    **_message("assistant", output.text),
+                    "role": "assistant",
+                    "parts": _parts_of(joined(output.deltas)),
+                    # Whatever did not end by itself was ended by an error.
                     "finish_reason": output.finish_reason or "error",
                 }
                 for _, output in sorted(self._outputs.items())
@@ -89,8 +78,70 @@ class Content:
         )
 
 
+class RecordedFormat:
+    """Tells an answer as another format does, and keeps what it says."""
+
+    def __init__(self, format: AnswerFormat, content: Content) -> None:
+        self._format = format
+        self._content = content
+        self.id: Final = format.id
+        self.frame: Final = format.frame
+        self.continuous_usage: Final = format.continuous_usage
+
+    def start(self, usage: Usage | None) -> bytes:
+        """What comes before the first piece."""
+        return self._format.start(usage)
+
+    def output(self, index: int) -> OutputFormat:
+        """How one of the outputs is told."""
+        return _RecordedOutput(self._format.output(index), index, self._content)
+
+    def end(self, usage: Usage | None) -> bytes:
+        """What comes after the last piece."""
+        return self._format.end(usage)
+
+    def error(self, error: DynbusError, request_id: str) -> bytes:
+        """What ends a stream that fails after its start."""
+        return self._format.error(error, request_id)
+
+    def whole(self, outputs: Sequence[Output], usage: Usage | None) -> bytes:
+        """An answer that is not streamed."""
+        for output in outputs:
+            self._content.said(output.index, output.said, output.finish_reason)
+        return self._format.whole(outputs, usage)
+
+
+class _RecordedOutput:
+    def __init__(self, format: OutputFormat, index: int, content: Content) -> None:
+        self._format = format
+        self._index = index
+        self._content = content
+
+    def text(self, text: str) -> bytes:
+        """A piece that is nothing but content."""
+        self._content.said(self._index, Delta(text), None)
+        return self._format.text(text)
+
+    def piece(
+        self,
+        delta: Delta,
+        *,
+        logprobs: Sequence[TokenText] | None = None,
+        finish_reason: str | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """A piece of any kind."""
+        self._content.said(self._index, delta, finish_reason)
+        return self._format.piece(
+            delta, logprobs=logprobs, finish_reason=finish_reason, usage=usage
+        )
+
+
 class ContentSink:
-    """Passes an answer on, and keeps what it says."""
+    """Passes an answer on that is told as OpenAI's API does, and keeps what it says.
+
+    An engine of text may have written it, so that no other format was asked to tell it.
+    """
 
     def __init__(self, sink: Sink, content: Content) -> None:
         self._sink = sink
@@ -99,7 +150,9 @@ class ContentSink:
     def write(self, chunks: Sequence[bytes]) -> bool:
         """Take the next chunks, or a whole answer."""
         for chunk in chunks:
-            self._content.answered(chunk)
+            with contextlib.suppress(InvalidResponse):
+                for output in read_answer(chunk.removeprefix(b"data: ")).outputs:
+                    self._content.said(output.index, output.said, output.finish_reason)
         return self._sink.write(chunks)
 
     def end(self, error: DynbusError | None) -> None:
@@ -107,17 +160,55 @@ class ContentSink:
         self._sink.end(error)
 
 
-def _messages(request: ChatRequest | CompletionRequest) -> list[tuple[str, str]]:
+_TEXTS: Final = {
+    "text": "content",
+    "reasoning": "content",
+    "tool_call": "arguments",
+    "tool_call_response": "response",
+}
+"""Under which name each kind of part has its text."""
+
+Part = dict[str, Any]
+
+
+def _messages(request: ChatRequest | CompletionRequest) -> list[tuple[str, list[Part]]]:
     """Roles, and what they say."""
     if isinstance(request, ChatRequest):
-        return [
-            (str(message.get("role")), _text(message.get("content")))
-            for message in request.messages
-        ]
+        return [(str(message.get("role")), _parts(message)) for message in request.messages]
     given = request.prompt
     prompts: list[Any] = [*given] if isinstance(given, list) else [given]
     texts = [one for one in prompts if isinstance(one, str)]
-    return [("user", text) for text in texts] or [("user", "[token ids]")]
+    return [("user", [_part("text", text)]) for text in texts or ["[token ids]"]]
+
+
+def _parts(message: Mapping[str, Any]) -> list[Part]:
+    text = _text(message.get("content"))
+    if message.get("role") == "tool":
+        return [_part("tool_call_response", text, id=message.get("tool_call_id"))]
+    calls: object = message.get("tool_calls")
+    called: list[Part] = []
+    for call in cast("list[object]", calls) if isinstance(calls, list) else []:
+        fields = cast("Mapping[str, Any]", call) if isinstance(call, dict) else {}
+        function = fields.get("function")
+        told = cast("Mapping[str, Any]", function) if isinstance(function, dict) else {}
+        arguments = _text(told.get("arguments"))
+        called.append(_part("tool_call", arguments, id=fields.get("id"), name=told.get("name")))
+    return [_part("text", text), *called] if text or not called else called
+
+
+def _parts_of(delta: Delta) -> list[Part]:
+    """The parts of an output."""
+    parts = [_part("reasoning", delta.reasoning)] if delta.reasoning else []
+    if delta.content or not (delta.reasoning or delta.tool_calls):
+        parts.append(_part("text", delta.content))
+    parts += [
+        _part("tool_call", call.arguments, id=call.id, name=call.name) for call in delta.tool_calls
+    ]
+    return parts
+
+
+def _part(kind: str, text: str, **fields: Any) -> Part:
+    return {"type": kind, **fields, _TEXTS[kind]: text}
 
 
 def _text(content: object) -> str:
@@ -130,20 +221,22 @@ def _text(content: object) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def _last(messages: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def _last(messages: Sequence[tuple[str, list[Part]]]) -> list[tuple[str, list[Part]]]:
     """The last messages, cut to what may be kept."""
     room = MAX_CONTENT
-    kept: list[tuple[str, str]] = []
-    for role, text in reversed(messages):
-        if room <= 0:
-            break
-        kept.append((role, text[-room:]))
-        room -= len(text)
+    kept: list[tuple[str, list[Part]]] = []
+    for role, parts in reversed(messages):
+        found: list[Part] = []
+        for part in reversed(parts):
+            if room <= 0:
+                break
+            name = _TEXTS[part["type"]]
+            text: str = part[name]
+            found.append({**part, name: text[-room:]})
+            room -= len(text)
+        if found:
+            kept.append((role, found[::-1]))
     return kept[::-1]
-
-
-def _message(role: str, text: str) -> dict[str, Any]:
-    return {"role": role, "parts": [{"type": "text", "content": text}]}
 
 
 def _json(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -21,6 +21,7 @@ from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.llm.http.content import MAX_CONTENT, Content
 from dynbus.llm.mock.actor import MockWorker
 from dynbus.llm.openai.requests import chat_of
+from dynbus.llm.parsing.delta import Delta, ToolCallDelta
 
 from .served import card, served
 
@@ -246,9 +247,7 @@ def test_of_what_is_said_so_much_is_kept() -> None:
     )
     content = Content(request)
     for place in range(3):
-        chunk = {"choices": [{"index": place % 2, "delta": {"content": "y" * 3000}}]}
-        content.answered(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-    content.answered(b"event: error")
+        content.said(place % 2, Delta("y" * 3000), None)
 
     asked = json.loads(content.input_messages)
     answered = json.loads(content.output_messages)
@@ -258,3 +257,36 @@ def test_of_what_is_said_so_much_is_kept() -> None:
     lengths = [len(one["parts"][0]["content"]) for one in answered]
     assert lengths == [3000, MAX_CONTENT - 3000]
     assert {one["finish_reason"] for one in answered} == {"error"}
+
+
+def test_calls_of_tools_and_their_results_are_told_as_such() -> None:
+    call = {"id": "call_1", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    request = chat_of(
+        {
+            "model": "tiny",
+            "messages": [
+                {"role": "assistant", "content": None, "tool_calls": [call, 3]},
+                {"role": "tool", "tool_call_id": "call_1", "content": "ok"},
+            ],
+        }
+    )
+    content = Content(request)
+    content.said(0, Delta("", "so", (ToolCallDelta(0, "call_2", "g", '{"b"'),)), None)
+    content.said(0, Delta("", "", (ToolCallDelta(0, arguments=":2}"),)), "tool_calls")
+
+    asked, answered = json.loads(content.input_messages), json.loads(content.output_messages)
+
+    called = {"type": "tool_call", "id": "call_1", "name": "f", "arguments": '{"a": 1}'}
+    assert asked[0]["parts"][0] == called
+    result = {"type": "tool_call_response", "id": "call_1", "response": "ok"}
+    assert asked[1] == {"role": "tool", "parts": [result]}
+    assert answered == [
+        {
+            "role": "assistant",
+            "parts": [
+                {"type": "reasoning", "content": "so"},
+                {"type": "tool_call", "id": "call_2", "name": "g", "arguments": '{"b":2}'},
+            ],
+            "finish_reason": "tool_calls",
+        }
+    ]
