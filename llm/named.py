@@ -10,7 +10,7 @@ from dynbus.bus.errors import ConfigError
 
 from .engine.interface import EngineLimits
 from .engine.worker import EngineWorker
-from .models.card import ModelInput, ModelType
+from .models.card import ModelCard, ModelInput, ModelType
 from .models.origins import Progress
 from .models.register import register_llm
 from .models.source import LocalModel, resolve
@@ -37,6 +37,7 @@ class NamedWorker(EngineWorker, abstract=True):
         self.model_name = model_name
         self._default_sampling = default_sampling
         self._found: LocalModel | None = None
+        self._card: ModelCard | None = None
 
     async def find_model(self) -> LocalModel | None:
         """The files of the model; None where `stand_in` is to take their place.
@@ -60,6 +61,12 @@ class NamedWorker(EngineWorker, abstract=True):
         assert self._found is not None, "the model is had before the engine is made"
         return self._found
 
+    @property
+    def card(self) -> ModelCard:
+        """What is said of the model on the bus, once it is registered."""
+        assert self._card is not None, "it is registered when the engine is ready"
+        return self._card
+
     def downloading(self, progress: Progress) -> None:
         """So much of the model is here; called from any thread, for subclasses."""
 
@@ -74,7 +81,7 @@ class NamedWorker(EngineWorker, abstract=True):
             # What its path alone says of it, the registration cannot know.
             own = msgspec.to_builtins(self.found.sampling)
             sampling = own if sampling == "model" else {**own, **sampling}
-        await register_llm(
+        self._card = await register_llm(
             ModelInput.Tokens,
             ModelType.Backend,
             self.generate,

@@ -83,7 +83,7 @@ class Served(Protocol):
         """Runs before the instance is announced; an exception here stops it."""
 
     def instance_metadata(self) -> Mapping[str, str]:
-        """What is announced of the instance; asked once, after `on_start`."""
+        """What is announced of the instance; asked after `on_start`, and by `renew_metadata`."""
         ...
 
     async def on_stop(self) -> None:
@@ -235,6 +235,18 @@ class ServedInstance:
             self.server.add(endpoint)
         if self._keeper is not None and self._metadata is not None:
             await self._bus.data.barrier()
+            await self._bus.lane.run(self._describe(self._keeper, self._metadata))
+
+    async def renew_metadata(self) -> None:
+        """Ask the object what is to be announced of it now, and announce that at once.
+
+        An instance that is not announced yet is asked when it is.
+
+        Raises:
+            ConfigError: it holds something else than strings, or is too large.
+        """
+        if self._keeper is not None and self._metadata is not None:
+            self._metadata = _announced_metadata(self._served)
             await self._bus.lane.run(self._describe(self._keeper, self._metadata))
 
     def report_broken(self, reason: str) -> None:

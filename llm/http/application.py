@@ -234,6 +234,8 @@ def _told(card: ModelCard) -> dict[str, Any]:
         "created": int(card.created) or _started,
         "owned_by": "dynbus",
     }
+    if card.base_model:
+        told["parent"] = card.base_model
     if card.context_length:
         told["max_model_len"] = card.context_length
     return told

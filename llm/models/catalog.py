@@ -224,7 +224,7 @@ class Catalog(Openable):
         # All that it is made of.
         artefacts = (card.tokenizer_id, card.artefacts.get(TEMPLATE, ""))
         tokens = (tuple(card.eos_token_ids), tuple(sorted(card.special_tokens.items())))
-        key = (card.name, *artefacts, *tokens)
+        key = (card.base_model or card.name, *artefacts, *tokens)
         async with self._loading.setdefault(key, asyncio.Lock()):
             found = self._text_models.get(key)
             if found is None:
@@ -245,21 +245,21 @@ class Catalog(Openable):
         return await asyncio.to_thread(self._make, card, tokenizer, source)
 
     def _make(self, card: ModelCard, tokenizer: bytes, source: str | None) -> TextModel:
-        special = card.special_tokens
+        name, special = card.base_model or card.name, card.special_tokens
         made = Tokenizer.from_json(
             tokenizer,
             eos_token_ids=card.eos_token_ids,
             special_tokens=special,
-            origin=f"the tokenizer of {card.name}",
+            origin=f"the tokenizer of {name}",
         )
-        template = ChatTemplate(source, model=card.name, special_tokens=special) if source else None
+        template = ChatTemplate(source, model=name, special_tokens=special) if source else None
         if self._cache_bytes is None:
-            return TextModel(card.name, made, template)
-        return TextModel(card.name, made, template, cache_bytes=self._cache_bytes)
+            return TextModel(name, made, template)
+        return TextModel(name, made, template, cache_bytes=self._cache_bytes)
 
     def _forget_text_models(self) -> None:
         """Drop what was used longest ago of the models that are served no more."""
-        served = {one.card.name for one in self.models}
+        served = {one.card.base_model or one.card.name for one in self.models}
         idle = [key for key in self._text_models if key[0] not in served]
         for key in idle[: max(0, len(idle) - MAX_TEXT_MODELS)]:
             del self._text_models[key], self._loading[key]

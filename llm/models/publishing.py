@@ -52,14 +52,15 @@ class Target(NamedTuple):
 
     Attributes:
         owner: see `StoredCard`.
-        ended: set when the owner has ended; None for one that lives as long as the bus.
+        ended: of these one is set when the model is no longer served; none for one that is served
+            for as long as the bus lives.
     """
 
     bus: Bus
     discovery: Discovery
     endpoint: EndpointName
     owner: str
-    ended: asyncio.Event | None = None
+    ended: tuple[asyncio.Event, ...] = ()
 
 
 _registered: Final[WeakKeyDictionary[Bus, dict[str, ModelCard]]] = WeakKeyDictionary()
@@ -212,17 +213,14 @@ class _Registration:
             await self._lane.run(self._record.withdraw(is_connected=is_connected))
 
     async def keep(self) -> None:
-        """Renew the card until its owner ends, then take it back."""
+        """Renew the card until the model is no longer served, then take it back."""
         end_listening = self._target.bus.data.on_state(self._on_state)
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._renew)
                 tasks.start_soon(self._look_after)
-                if self._target.ended is None:
-                    await anyio.sleep_forever()
-                else:
-                    await self._target.ended.wait()
-                tasks.cancel_scope.cancel()
+                for ended in self._target.ended:
+                    tasks.start_soon(_leave_with, ended, tasks.cancel_scope)
         finally:
             end_listening()
             _registered.get(self._target.bus, {}).pop(self._record.subject, None)
@@ -264,6 +262,11 @@ class _Registration:
     async def _remake_bucket(self) -> None:
         # The disk that broke it may be full still.
         await self._lane.connection.jetstream.ensure_stream(CARDS_STREAM._replace(in_memory=True))
+
+
+async def _leave_with(event: asyncio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
 
 
 def _is_mine(stored: StoredMessage) -> bool:

@@ -161,6 +161,45 @@ async def register_llm(
     return card
 
 
+async def register_adapter(
+    endpoint: Actor | Callable[..., Any],
+    base: ModelCard,
+    name: str,
+    lora_name: str,
+    unloaded: asyncio.Event,
+) -> ModelCard:
+    """Say on the bus that an endpoint serves a model with a LoRA adapter under a name of its own,
+    until its instance ends or `unloaded` is set.
+
+    Front ends send its requests with `lora_name`, to instances alone that announce the adapter in
+    their metadata (`kv_loras`).
+
+    Args:
+        endpoint: see `register_llm`.
+        base: the card of the model, as `register_llm` returned it.
+        name: by which requests ask for it.
+        lora_name: by which the engine knows the adapter.
+
+    Returns:
+        The card, as it is stored.
+
+    Raises:
+        ConfigError: the name is not usable; or another card of it says otherwise, and in what.
+        Unavailable: JetStream does not answer.
+    """
+    target = _target(endpoint)
+    card = msgspec.structs.replace(
+        base,
+        name=check_name(name),
+        base_model=base.name,
+        lora_name=lora_name,
+        created=unix_time(),
+    )
+    # Its files are kept for the model.
+    await publish_card(target._replace(ended=(*target.ended, unloaded)), card, ())
+    return card
+
+
 # What is checked --------------------------------------------------------------------------------
 
 
@@ -232,7 +271,7 @@ def _target(endpoint: object) -> Target:
     runtime, instance = actor.runtime, actor.__dynbus_instance__
     namespace, component, instance_id = instance.name
     name = EndpointName(namespace, component, handlers[attribute].name)
-    return Target(runtime.bus, runtime.discovery, name, instance_id, instance.stopped)
+    return Target(runtime.bus, runtime.discovery, name, instance_id, (instance.stopped,))
 
 
 def _name_of(model_path: str | os.PathLike[str]) -> str:

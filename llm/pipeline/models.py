@@ -23,7 +23,7 @@ from dynbus.bus.errors import (
 )
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.bus.records.instance_view import Instance
-from dynbus.kvrouter import KvRouter, open_router
+from dynbus.kvrouter import KvRouter
 from dynbus.kvrouter.routing import RouterConfig, profiles
 from dynbus.llm.models.card import ModelCard, ModelInput, ModelType, differences
 from dynbus.llm.models.catalog import ServedModel
@@ -33,6 +33,7 @@ from dynbus.llm.text.text_model import TextModel
 from . import RoutingChoice
 from .open_model import OpenModel
 from .preparing import ModelLimits, longest_token
+from .routers import AdapterRouting, SharedRouters, has_adapter
 from .serving import Part, deliver
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,9 @@ AWAY_TIMEOUT: Final = 30.0
 
 INSTANCE_TIMEOUT: Final = 2.0
 """Seconds that a request waits for an instance where there is none."""
+
+LOOK_INTERVAL: Final = 0.05
+"""Seconds between two looks for an instance with an adapter."""
 
 FIRST_RETRY_DELAY: Final = 1.0
 MAX_RETRY_DELAY: Final = 30.0
@@ -98,13 +102,13 @@ class Models:
         self._runtime = runtime
         self._catalog = catalog
         self._routing: RoutingChoice = routing
-        self._router = router or RouterConfig()
         self._only = only
         self._relay: Relay[Part, bytes] = Relay(deliver)
         self._served: dict[_Key, _Serving] = {}
         self._gone: dict[str, float] = {}
         self._reconciled = asyncio.Event()
         self._background = Background(f"the background of {self!r}", runtime.bus.fail)
+        self._routers = SharedRouters(runtime, self._background, router or RouterConfig())
 
     def __repr__(self) -> str:
         return f"<Models [{len(getattr(self, '_served', ()))} served]>"
@@ -253,7 +257,10 @@ class Models:
     async def _open(self, card: ModelCard, exits: AsyncExitStack) -> OpenModel:
         text = None
         limits = ModelLimits(
-            card.context_length, card.eos_token_ids, sampling=card.default_sampling
+            card.context_length,
+            card.eos_token_ids,
+            sampling=card.default_sampling,
+            lora_name=card.lora_name or None,
         )
         if card.input is ModelInput.Tokens:
             text = await self._catalog.text_model(card)
@@ -263,28 +270,41 @@ class Models:
         endpoint = EndpointName.parse(card.endpoint)
         router: KvRouter | None = None
         routing: Routing = "least_loaded"
-        instances = await self._instances(endpoint)
+        instances = await self._instances(endpoint, card.lora_name)
         if self._routing != "auto" and self._routing != "kv":
             routing = self._routing
         elif text is not None and (self._routing == "kv" or _all_say(instances)):
             exact = all(one.metadata.get(profiles.EVENTS_KEY) == "true" for one in instances)
             target = f"{endpoint.namespace}.{endpoint.component}"
             routing = router = await exits.enter_async_context(
-                open_router(self._runtime, target, self._router, exact=exact)
+                self._routers.of(target, exact=exact)
             )
+        if router is None and card.lora_name:
+            routing = AdapterRouting(card.lora_name, routing)
         client = await self._runtime.endpoint(endpoint).client(
             routing=routing, wait=INSTANCE_TIMEOUT, migration_limit=card.migration_limit
         )
         return OpenModel(card, text, limits, client, router, self._relay)
 
-    async def _instances(self, endpoint: EndpointName) -> list[Instance]:
-        """The instances of an endpoint, once there is one; what they say decides on routing."""
+    async def _instances(self, endpoint: EndpointName, lora_name: str) -> list[Instance]:
+        """The instances of an endpoint, once there is one, and one with the adapter if it is named;
+        what they say decides on routing.
+
+        Raises:
+            NoInstances: there is none in time.
+        """
         runtime = self._runtime
-        await runtime.discovery.wait(endpoint, 1, runtime.bus.config.connect_timeout)
-        found = runtime.discovery.view.instances(
-            endpoint.namespace, endpoint.component, monotonic()
-        )
-        return list(found)
+        limit = runtime.bus.config.connect_timeout
+        namespace, component, _ = endpoint
+        await runtime.discovery.wait(endpoint, 1, limit)
+        with anyio.move_on_after(limit):
+            while True:
+                found = runtime.discovery.view.instances(namespace, component, monotonic())
+                if not lora_name or any(has_adapter(one, lora_name) for one in found):
+                    return list(found)
+                # Its card may come before the record of the instance that says it.
+                await anyio.sleep(LOOK_INTERVAL)
+        raise NoInstances(f"no instance of {endpoint} has loaded the adapter {lora_name}")
 
 
 class _Serving:

@@ -37,6 +37,7 @@ class ModelLimits(NamedTuple):
             before it is tokenised; None where one token may stand for any text.
         sampling: for what requests do not say.
         tool_call_parser, reasoning_parser: see `output_parser`; empty for none.
+        lora_name: the adapter of its requests; None for none.
     """
 
     context_length: int | None
@@ -45,6 +46,7 @@ class ModelLimits(NamedTuple):
     sampling: DefaultSampling = DefaultSampling()
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    lora_name: str | None = None
 
 
 class Prepared(NamedTuple):
@@ -114,6 +116,7 @@ async def prepare(
             stop=stops,
             ignore_eos=bool(request.ignore_eos),
             cache_salt=cache_salt,
+            lora_name=limits.lora_name,
             priority=request.priority or 0,
             stream=stream,
             structured=reading.structured,

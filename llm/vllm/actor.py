@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -13,9 +14,12 @@ import msgspec
 from dynbus import handler
 from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
-from dynbus.bus.errors import ConfigError, Unavailable
+from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
 from dynbus.kvrouter.routing import profiles
+from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.runner import EventSink
+from dynbus.llm.models.card import check_name
+from dynbus.llm.models.register import register_adapter
 from dynbus.llm.named import NamedWorker
 
 from .engine import VllmEngine
@@ -77,6 +81,8 @@ class VllmWorker(NamedWorker, namespace="llm"):
         model_name: by which requests ask for it; unless given, what its files are called.
         default_sampling: for what requests do not say: see `register_llm`.
         kv_events: whether routers are told what the cache holds.
+        lora_modules: folders of LoRA adapters by name, which are loaded as the engine starts, and
+            served as models of these names.
         engine: arguments of vLLM's, by their names.
 
     Raises:
@@ -89,16 +95,20 @@ class VllmWorker(NamedWorker, namespace="llm"):
         model_name: str = "",
         default_sampling: dict[str, float] | Literal["model", "openai"] = "model",
         kv_events: bool = True,
+        lora_modules: dict[str, str] | None = None,
         **engine: Any,
     ) -> None:
         super().__init__(model, model_name, default_sampling)
         for name, remedy in _OWNED.items():
             if name in engine:
                 raise ConfigError(f"{type(self).__name__} sets vLLM's {name} itself: {remedy}")
-        self._arguments = engine
+        self._lora_modules = lora_modules or {}
+        self._arguments = {"enable_lora": True, **engine} if lora_modules else engine
         self._kv_events = kv_events
         self._vllm: VllmEngine | None = None
         self._events: EngineEvents | None = None
+        self._adapters: dict[str, asyncio.Event] = {}
+        self._changing_adapters = anyio.Lock()
 
     def make_engine(self) -> VllmEngine:
         started = monotonic()
@@ -133,9 +143,19 @@ class VllmWorker(NamedWorker, namespace="llm"):
             await anyio.sleep(TOLD_EVERY)
             logger.info("vLLM has been starting for %.0f s", monotonic() - began)
 
+    async def on_engine(self, limits: EngineLimits) -> None:
+        await super().on_engine(limits)
+        for name, path in self._lora_modules.items():
+            try:
+                await self._load_adapter(name, path)
+            except InvalidRequest as error:
+                raise ConfigError(str(error)) from error
+
     def instance_metadata(self) -> Mapping[str, str]:
-        ranks = self._engine().ranks
-        own = {profiles.DP_SIZE_KEY: str(ranks)} if ranks > 1 else {}
+        engine = self._engine()
+        own = {profiles.DP_SIZE_KEY: str(engine.ranks)} if engine.ranks > 1 else {}
+        if engine.adapters:
+            own[profiles.LORAS_KEY] = ",".join(sorted(engine.adapters))
         return {**super().instance_metadata(), **own}
 
     def _engine(self) -> VllmEngine:
@@ -169,13 +189,43 @@ class VllmWorker(NamedWorker, namespace="llm"):
 
     @handler
     async def load_adapter(self, request: AdapterAt) -> None:
-        """Load a LoRA adapter; vLLM needs `enable_lora`."""
-        await self._engine().load_adapter(request.name, request.path)
+        """Load a LoRA adapter, and serve it as a model of its name; vLLM needs `enable_lora`."""
+        async with self._changing_adapters:
+            await self._load_adapter(request.name, request.path)
+
+    async def _load_adapter(self, name: str, path: str) -> None:
+        try:
+            check_name(name)
+        except ConfigError as error:
+            raise InvalidRequest(str(error)) from None
+        if "," in name:
+            raise InvalidRequest(f"the adapter's name {name!r} has a comma: give it another one")
+        if await self._engine().load_adapter(name, path):
+            self._cleared()
+        if name not in self._adapters:
+            await self._serve_adapter(name)
+
+    async def _serve_adapter(self, name: str) -> None:
+        unloaded = asyncio.Event()
+        try:
+            await self.__dynbus_instance__.renew_metadata()
+            await register_adapter(self, self.card, name, name, unloaded)
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                await self._engine().unload_adapter(name)
+                await self.__dynbus_instance__.renew_metadata()
+            if isinstance(error, ConfigError):
+                raise InvalidRequest(str(error)) from error
+            raise
+        self._adapters[name] = unloaded
 
     @handler
     async def unload_adapter(self, request: Adapter) -> None:
-        """Forget a LoRA adapter."""
-        await self._engine().unload_adapter(request.name)
+        """Forget a LoRA adapter, and the model of its name."""
+        async with self._changing_adapters:
+            await self._engine().unload_adapter(request.name)
+            self._adapters.pop(request.name).set()
+            await self.__dynbus_instance__.renew_metadata()
 
     @handler
     async def adapters(self) -> list[str]:

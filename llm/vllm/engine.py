@@ -17,7 +17,7 @@ from dynbus.bus.background import task_group
 from dynbus.bus.clock import monotonic
 from dynbus.bus.config import suggestion
 from dynbus.bus.context import context
-from dynbus.bus.errors import InvalidRequest, Overloaded, describe_exception
+from dynbus.bus.errors import InvalidRequest, Overloaded, Unavailable, describe_exception
 from dynbus.kvrouter.routing import DP_RANK_KEY
 from dynbus.llm.engine.interface import (
     NO_EMBEDDINGS,
@@ -55,6 +55,7 @@ class VllmEngine(RunningEngine):
         llm: the engine itself, with all that it can beside generating.
         ranks: how many data-parallel ranks it has.
         adapters: LoRA adapters by name, as vLLM knows them.
+        former_adapters: names of adapters that were loaded once and are not now.
         report_mode: what vLLM is to say of the blocks that a request reuses; None to leave it.
     """
 
@@ -67,6 +68,7 @@ class VllmEngine(RunningEngine):
         self.llm = llm
         self.ranks: int = config.parallel_config.data_parallel_size
         self.adapters: dict[str, Any] = {}
+        self.former_adapters: set[str] = set()
         self.report_mode: Callable[[], str] | None = None
         self.limits = EngineLimits(
             block_size=cache.block_size,
@@ -135,8 +137,11 @@ class VllmEngine(RunningEngine):
     def stepper(self, listener: Listener) -> VllmStepper:
         return VllmStepper(self, listener)
 
-    async def load_adapter(self, name: str, path: str) -> None:
+    async def load_adapter(self, name: str, path: str) -> bool:
         """Load a LoRA adapter, in place of one of the same name.
+
+        Returns:
+            Whether the KV cache was forgotten: blocks of another adapter of the name were in it.
 
         Raises:
             InvalidRequest: vLLM does not take it, and why.
@@ -153,6 +158,11 @@ class VllmEngine(RunningEngine):
         self.adapters[name] = request
         if former is not None:
             await self.llm.remove_lora(former.lora_int_id)
+        elif name not in self.former_adapters:
+            return False
+        self.former_adapters.discard(name)
+        await self.llm.reset_prefix_cache(reset_running_requests=True)
+        return True
 
     async def unload_adapter(self, name: str) -> None:
         """Forget a LoRA adapter.
@@ -162,6 +172,7 @@ class VllmEngine(RunningEngine):
         """
         if name not in self.adapters:
             raise InvalidRequest(f"no adapter {name!r} is loaded{suggestion(name, self.adapters)}")
+        self.former_adapters.add(name)
         await self.llm.remove_lora(self.adapters.pop(name).lora_int_id)
 
     def check(self) -> None:
@@ -271,6 +282,7 @@ class VllmStepper:
 
         Raises:
             ValueError, VLLMClientError: a value is not usable.
+            Unavailable: its adapter was unloaded.
         """
         engine = self._engine
         check_request(request, engine.limits)
@@ -279,6 +291,9 @@ class VllmStepper:
             prompt["cache_salt"] = request.cache_salt
         options: dict[str, Any] = {"prompt": prompt}
         if request.lora_name is not None:
+            if request.lora_name in engine.former_adapters:
+                # Whoever asks has not heard of it yet; others may have it.
+                raise Unavailable(f"the adapter {request.lora_name!r} was unloaded", started=False)
             if request.lora_name not in engine.adapters:
                 raise ValueError(
                     f"no adapter {request.lora_name!r} is loaded"

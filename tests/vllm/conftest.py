@@ -19,7 +19,7 @@ from typing import Final
 import pytest
 from tests.conditions import PATIENCE
 
-from dynbus.bus.nats.server_process import RunningServer
+from dynbus.bus.nats.server_process import RunningServer, free_port
 
 ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
@@ -45,6 +45,9 @@ OPTIONS: Final = (
     "--Engine.max_num_seqs=16",
     "--Engine.block_size=32",
     "--Engine.num_gpu_blocks_override=96",
+    "--Engine.enable_lora=true",
+    "--Engine.max_lora_rank=8",
+    "--Engine.max_loras=2",
 )
 
 
@@ -124,7 +127,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fleet(
     tmp_path_factory: pytest.TempPathFactory, nats_server: RunningServer, tiny_model: Path
 ) -> Iterator[Run]:
@@ -132,3 +135,21 @@ def fleet(
     folder = tmp_path_factory.mktemp("fleet")
     with running(folder, nats_server.url, tiny_model, "--Engine.workers=2") as run:
         yield run
+
+
+@pytest.fixture
+def front_end(nats_server: RunningServer, tmp_path: Path) -> Iterator[str]:
+    """The address of a `dynbus http`."""
+    port = free_port()
+    with (tmp_path / "http.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dynbus", "http", "--nats", nats_server.url, f"--port={port}"],
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
+        )
+    try:
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)

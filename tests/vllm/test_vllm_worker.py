@@ -6,8 +6,6 @@ import asyncio
 import importlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.conditions import PATIENCE, eventually, wait_until
+from tests.conditions import eventually, wait_until
 from tests.vllm.conftest import START_TIMEOUT, Run, running
 
 from dynbus import Draining, Runtime, UnknownOutcome, call_options
 from dynbus.bus.errors import InvalidRequest, StreamLost
-from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.bus.nats.server_process import RunningServer
 from dynbus.kvrouter import KvRouter, block_hashes, open_router
 from dynbus.kvrouter.radix.index import Rank
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling
@@ -198,24 +196,6 @@ async def test_an_adapter_that_vllm_cannot_load_is_refused(
         with pytest.raises(InvalidRequest, match="enable_lora|LoRA|lora"):
             await engine.load_adapter(AdapterAt("legal", "/no/such/folder"))
         assert await engine.adapters() == []
-
-
-@pytest.fixture
-def front_end(nats_server: RunningServer, tmp_path: Path) -> Iterator[str]:
-    """The address of a `dynbus http`."""
-    port = free_port()
-    with (tmp_path / "http.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dynbus", "http", "--nats", nats_server.url, f"--port={port}"],
-            stdout=log,
-            stderr=log,
-            cwd=tmp_path,
-        )
-    try:
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.terminate()
-        process.wait(PATIENCE)
 
 
 async def test_clients_of_openai_s_api_are_answered(fleet: Run, front_end: str) -> None:

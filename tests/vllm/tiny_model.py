@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -19,6 +21,7 @@ CORPUS = (
     "hello world, this is a tiny tokenizer 0123456789",
 )
 VOCABULARY = 512
+RANK = 8
 
 
 def write_tiny_model(folder: Path) -> None:
@@ -61,6 +64,29 @@ def write_tiny_model(folder: Path) -> None:
             # Of the usual spread, greedy output would always be the same token.
             torch.nn.init.normal_(weights, std=0.2)
     model.save_pretrained(folder)
+
+
+def write_tiny_adapter(folder: Path, seed: int) -> None:
+    """Write a LoRA adapter of the model that changes what it says."""
+    safetensors: Any = importlib.import_module("safetensors.numpy")
+    generator = np.random.default_rng(seed)
+    tensors: dict[str, Any] = {}
+    for layer in range(2):
+        for name, outputs in (("q_proj", 128), ("v_proj", 64)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in (("lora_A", (RANK, 64)), ("lora_B", (outputs, RANK))):
+                tensors[f"{at}.{part}.weight"] = generator.normal(0.0, 0.5, shape).astype("float32")
+    folder.mkdir(parents=True)
+    safetensors.save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":
