@@ -215,7 +215,9 @@ class Models:
             if card is None or differences(card, serving.card):
                 del self._served[key]
                 serving.leaving.set()
-                self._gone[serving.card.name] = monotonic()
+                if serving.card.base_model not in {one.card.name for one in found}:
+                    # An adapter whose model is there was unloaded: it is not only away.
+                    self._gone[serving.card.name] = monotonic()
         for key, card in wanted.items():
             if key not in self._served:
                 serving = self._served[key] = _Serving(card)

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 HEALTH_INTERVAL: Final = 0.5
 """Seconds between two looks at whether the engine's processes are there."""
+UNLOAD_KNOWN_AFTER: Final = 10.0
+"""Seconds after which whoever asks for an adapter should know that it was unloaded."""
 STOP_TIMEOUT: Final = 10.0
 """Seconds that the engine's processes have to end."""
 
@@ -55,7 +57,7 @@ class VllmEngine(RunningEngine):
         llm: the engine itself, with all that it can beside generating.
         ranks: how many data-parallel ranks it has.
         adapters: LoRA adapters by name, as vLLM knows them.
-        former_adapters: names of adapters that were loaded once and are not now.
+        unloaded: when adapters were unloaded that are not loaded now, by their names.
         report_mode: what vLLM is to say of the blocks that a request reuses; None to leave it.
     """
 
@@ -68,7 +70,7 @@ class VllmEngine(RunningEngine):
         self.llm = llm
         self.ranks: int = config.parallel_config.data_parallel_size
         self.adapters: dict[str, Any] = {}
-        self.former_adapters: set[str] = set()
+        self.unloaded: dict[str, float] = {}
         self.report_mode: Callable[[], str] | None = None
         self.limits = EngineLimits(
             block_size=cache.block_size,
@@ -158,9 +160,8 @@ class VllmEngine(RunningEngine):
         self.adapters[name] = request
         if former is not None:
             await self.llm.remove_lora(former.lora_int_id)
-        elif name not in self.former_adapters:
+        elif self.unloaded.pop(name, None) is None:
             return False
-        self.former_adapters.discard(name)
         await self.llm.reset_prefix_cache(reset_running_requests=True)
         return True
 
@@ -172,7 +173,7 @@ class VllmEngine(RunningEngine):
         """
         if name not in self.adapters:
             raise InvalidRequest(f"no adapter {name!r} is loaded{suggestion(name, self.adapters)}")
-        self.former_adapters.add(name)
+        self.unloaded[name] = monotonic()
         await self.llm.remove_lora(self.adapters.pop(name).lora_int_id)
 
     def check(self) -> None:
@@ -291,8 +292,9 @@ class VllmStepper:
             prompt["cache_salt"] = request.cache_salt
         options: dict[str, Any] = {"prompt": prompt}
         if request.lora_name is not None:
-            if request.lora_name in engine.former_adapters:
-                # Whoever asks has not heard of it yet; others may have it.
+            unloaded = engine.unloaded.get(request.lora_name, -UNLOAD_KNOWN_AFTER)
+            if monotonic() - unloaded < UNLOAD_KNOWN_AFTER:
+                # Another instance may have it.
                 raise Unavailable(f"the adapter {request.lora_name!r} was unloaded", started=False)
             if request.lora_name not in engine.adapters:
                 raise ValueError(

@@ -107,7 +107,7 @@ async def test_continuations_end_each_with_its_index_and_log_probabilities(
     [
         (GenerateRequest([512], 4), "512"),
         (GenerateRequest(prompt("long", 1100), 4), "1024"),
-        (GenerateRequest([5], 4, lora_name="legal"), "'legal'"),
+        (GenerateRequest([5], 4, lora_name="none"), "'none'"),
         (GenerateRequest([5], 4, n=2, sampling=Sampling(top_p=0.0)), "top_p"),
     ],
     ids=["token", "length", "adapter", "sampling"],
