@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from typing import Any
 
 import pytest
 from tests.conditions import eventually
@@ -47,7 +48,7 @@ def test_requests_go_to_instances_that_have_loaded_the_adapter(routing: RoutingC
     async def story() -> None:
         async with TestKit() as kit:
             instances = [await kit.start(Engine) for _ in range(3)]
-            engines = [one.actor for one in instances]
+            engines: list[Any] = [one.actor for one in instances]
             catalog = base_and_adapter()
             engines[1].loaded = ["law", "other"]
             await instances[1].renew_metadata()
@@ -82,12 +83,13 @@ def test_an_adapter_that_was_unloaded_is_no_model_any_more() -> None:
     async def story() -> DynbusError:
         async with TestKit() as kit:
             instance = await kit.start(Engine)
-            instance.actor.loaded = ["law"]
+            engine: Any = instance.actor
+            engine.loaded = ["law"]
             await instance.renew_metadata()
             catalog = base_and_adapter()
             async with Models(kit.caller, catalog) as models:
                 await eventually(lambda: models.names == ["legal", "tiny"])
-                del catalog.cards["legal"]
+                catalog.change({"tiny": catalog.cards["tiny"]})
                 await eventually(lambda: models.names == ["tiny"])
                 with pytest.raises(DynbusError) as raised:
                     await models.get("legal", ModelType.Chat)
@@ -100,7 +102,8 @@ def test_an_instance_announces_only_what_fits() -> None:
     async def story() -> None:
         async with TestKit() as kit:
             instance = await kit.start(Engine)
-            instance.actor.loaded = [f"adapter-{number}" for number in range(1000)]
+            engine: Any = instance.actor
+            engine.loaded = [f"adapter-{number}" for number in range(1000)]
             with pytest.raises(ConfigError, match="at most 32 and 4096 are announced"):
                 await instance.renew_metadata()
 
