@@ -44,12 +44,14 @@ class Output:
         said: all that it says; each of its tool calls is one delta.
         logprobs: of its tokens; None where they were not asked for.
         finish_reason: `stop`, `length` or `tool_calls`; None where the engine did not say.
+        stop_string: of the request's, that ended it; None for none.
     """
 
     index: int
     said: Delta
     logprobs: Sequence[TokenText] | None = None
     finish_reason: str | None = None
+    stop_string: str | None = None
 
 
 class OutputFormat(Protocol):
@@ -65,13 +67,14 @@ class OutputFormat(Protocol):
         *,
         logprobs: Sequence[TokenText] | None = None,
         finish_reason: str | None = None,
+        stop_string: str | None = None,
         usage: Usage | None = None,
     ) -> bytes:
         """A piece of any kind.
 
         Args:
             logprobs: of the tokens since the last piece; None where they were not asked for.
-            finish_reason: with the last piece of the output, as in `Output`.
+            finish_reason, stop_string: with the last piece of the output, as in `Output`.
             usage: so far, where the format tells it with each piece.
         """
         ...

@@ -128,12 +128,17 @@ class _RecordedOutput:
         *,
         logprobs: Sequence[TokenText] | None = None,
         finish_reason: str | None = None,
+        stop_string: str | None = None,
         usage: Usage | None = None,
     ) -> bytes:
         """A piece of any kind."""
         self._content.said(self._index, delta, finish_reason)
         return self._format.piece(
-            delta, logprobs=logprobs, finish_reason=finish_reason, usage=usage
+            delta,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            stop_string=stop_string,
+            usage=usage,
         )
 
 

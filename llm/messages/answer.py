@@ -59,7 +59,7 @@ class MessageFormat:
         """The message where nothing is streamed."""
         [told] = outputs
         output = _Events()
-        output.piece(told.said, finish_reason=told.finish_reason)
+        output.piece(told.said, finish_reason=told.finish_reason, stop_string=told.stop_string)
         output.close()
         return _encode({**self._told(output.content(), usage), **output.stop})
 
@@ -88,9 +88,13 @@ class _Events:
     @property
     def stop(self) -> dict[str, Any]:
         """Why it ended."""
-        reason = _STOP_REASONS.get(self._finish_reason, "end_turn")
-        if self._stop_string is not None:
+        reason = "end_turn"
+        if self._finish_reason == "length":
+            reason = "max_tokens"
+        elif self._stop_string is not None:
             reason = "stop_sequence"
+        elif any(block.kind == "call" for block in self._blocks.all):
+            reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": self._stop_string}
 
     def text(self, text: str) -> bytes:
@@ -106,10 +110,12 @@ class _Events:
         *,
         logprobs: Sequence[TokenText] | None = None,
         finish_reason: str | None = None,
+        stop_string: str | None = None,
         usage: Usage | None = None,
     ) -> bytes:
         """A piece of any kind."""
         self._finish_reason = finish_reason or self._finish_reason
+        self._stop_string = stop_string or self._stop_string
         return b"".join([self._step(step) for step in self._blocks.take(delta)])
 
     def close(self) -> bytes:
@@ -142,8 +148,6 @@ class _Events:
 
 
 _END: Final = b"}}\n\n"
-
-_STOP_REASONS: Final = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

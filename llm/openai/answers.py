@@ -101,6 +101,7 @@ class _ChatChunks(_OutputChunks):
         *,
         logprobs: Sequence[TokenText] | None = None,
         finish_reason: str | None = None,
+        stop_string: str | None = None,
         usage: Usage | None = None,
     ) -> bytes:
         """A chunk of any kind."""
@@ -138,6 +139,7 @@ class _CompletionChunks(_OutputChunks):
         *,
         logprobs: Sequence[TokenText] | None = None,
         finish_reason: str | None = None,
+        stop_string: str | None = None,
         usage: Usage | None = None,
     ) -> bytes:
         """A chunk of any kind."""

@@ -61,6 +61,8 @@ class _Choice(msgspec.Struct, frozen=True):
     text: str | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
+    # Of vLLM: the stop string, or the id of a stop token.
+    stop_reason: str | int | None = None
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -115,6 +117,7 @@ def _output(choice: _Choice) -> Output:
         delta,
         None if tokens is None else [_token(token) for token in tokens],
         choice.finish_reason,
+        choice.stop_reason if isinstance(choice.stop_reason, str) else None,
     )
 
 

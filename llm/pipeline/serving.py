@@ -373,6 +373,7 @@ class TextCompletion(Completion):
                 output.said,
                 logprobs=output.logprobs,
                 finish_reason=output.finish_reason,
+                stop_string=output.stop_string,
                 usage=self._usage,
             )
         return told

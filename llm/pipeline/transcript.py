@@ -229,6 +229,7 @@ class _Output:
             delta,
             logprobs=self._take_logprobs(),
             finish_reason=self.finished or None,
+            stop_string=self._detokenizer.stopped,
             usage=usage,
         )
 
@@ -249,7 +250,11 @@ class _Output:
     def whole(self) -> Output:
         """All of it, where it is not streamed."""
         return Output(
-            self._index, joined(self._deltas), self._take_logprobs(), self.finished or None
+            self._index,
+            joined(self._deltas),
+            self._take_logprobs(),
+            self.finished or None,
+            self._detokenizer.stopped,
         )
 
     def _take_logprobs(self) -> Sequence[TokenText] | None:

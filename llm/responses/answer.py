@@ -129,6 +129,7 @@ class _Events:
         *,
         logprobs: Sequence[TokenText] | None = None,
         finish_reason: str | None = None,
+        stop_string: str | None = None,
         usage: Usage | None = None,
     ) -> bytes:
         """A piece of any kind."""

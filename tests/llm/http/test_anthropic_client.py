@@ -54,6 +54,11 @@ async def test_a_message_is_answered_whole_and_as_a_stream() -> None:
             text = "".join([piece async for piece in stream.text_stream])
             streamed = await stream.get_final_message()
         cut = await client.messages.create(**said("say Paris is it.", max_tokens=2))
+        request = said("say Paris is it.", stop_sequences=["it", "Tokyo"])
+        stopped = await client.messages.create(**request)
+        async with client.messages.stream(**request) as stream:
+            stopped_stream = await stream.get_final_message()
+    both: list[Any] = [stopped, stopped_stream]
 
     [block] = whole.content
     assert block.type == "text"
@@ -67,6 +72,9 @@ async def test_a_message_is_answered_whole_and_as_a_stream() -> None:
     assert streamed.content[0].type == "text"
     assert streamed.content[0].text == text
     assert streamed.usage.output_tokens > 2
+    for message in both:
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "it")
+        assert message.content[0].text == "Paris is "
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
 
 

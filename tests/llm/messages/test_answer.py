@@ -104,7 +104,7 @@ def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
     st.lists(st.text(max_size=3), max_size=4),
     st.lists(st.text(max_size=3), max_size=4),
     st.integers(0, 2),
-    st.sampled_from(("stop", "length", "tool_calls")),
+    st.sampled_from(("stop", "length")),
 )
 def test_the_events_come_to_the_whole_message(
     reasoning: list[str], content: list[str], calls: int, finish_reason: str
@@ -118,6 +118,14 @@ def test_the_events_come_to_the_whole_message(
     output = Output(0, joined(deltas), finish_reason=finish_reason)
     whole = json.loads(MessageFormat("tiny", "1").whole([output], USAGE))
     assert accumulated(events) == whole
+
+
+def test_the_stop_string_is_told() -> None:
+    output = Output(0, Delta("Par"), finish_reason="stop", stop_string="is")
+
+    whole = json.loads(MessageFormat("tiny", "1").whole([output], USAGE))
+
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", "is")
 
 
 def test_arguments_that_are_no_object_are_told_as_they_are() -> None:
