@@ -50,11 +50,13 @@ class Connection(asyncio.Protocol):
 
     Attributes:
         events: when each event of the stream came, by `perf_counter`; the last is the usage.
+        spaces: that came so far, in all answers of the connection.
         sent: when its request was sent.
     """
 
     def __init__(self) -> None:
         self.events: list[float] = []
+        self.spaces = 0
         self.sent = 0.0
         self._rest = b""
         self._done: asyncio.Future[None] | None = None
@@ -86,6 +88,7 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        self.spaces += data.count(b" ")
         data = self._rest + data
         count = data.count(_EVENT)
         if count:
@@ -102,6 +105,15 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._done is not None and not self._done.done():
             self._done.set_exception(Failed(f"the connection was closed: {exc}"))
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that came so far, and what is constant within a stream.
+
+        A token of the model has a space before it, and so has the content of an event; there are
+        no others after the head. A server that is behind may send several tokens in one event.
+        """
+        return self.spaces - len(self.events)
 
     def usage(self, name: str) -> int:
         """A number of the usage at the end of the stream; 0 where there is none."""

@@ -10,17 +10,19 @@ import os
 import random
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from itertools import count
 from statistics import fmean
 from time import perf_counter
 from typing import Any
 
+import anyio
 import msgspec
 import uvloop
 
 from benchmarks.request_plane.cpu import cpu_seconds, cpu_used
 from dynbus import Relay, Runtime
 from dynbus.actors import Arrival
-from dynbus.llm.engine.interface import EngineLoad, Step
+from dynbus.llm.engine.interface import EngineLoad, Step, Stepper
 from dynbus.llm.engine.stepping import stepper_of
 from dynbus.llm.generation import Generated, GenerateRequest
 
@@ -145,10 +147,10 @@ async def _window(spec: Spec, own: str, tokens: Callable[[], int]) -> dict[str, 
     await asyncio.sleep(spec.seconds)
     # A short time on a slow machine may bring none, and all is told of one.
     await _until(lambda: tokens() > first)
-    count, took = tokens() - first, perf_counter() - begun
+    made, took = tokens() - first, perf_counter() - begun
     used = cpu_used(before, cpu_seconds(pids.values()))
     return {
-        "tokens": count,
+        "tokens": made,
         "seconds": took,
         "cpu": {name: used[pid] for name, pid in pids.items()},
     }
@@ -169,7 +171,7 @@ async def many(spec: Spec) -> Any:
     before = memory_of(spec.front)
     connections = await connect(spec.url, spec.streams)
     await _begin(connections, spec)
-    figures = await _window(spec, "client", lambda: sum(len(each.events) for each in connections))
+    figures = await _window(spec, "client", lambda: sum(each.tokens for each in connections))
     figures["memory"] = (memory_of(spec.front) - before) / spec.streams
     figures["gaps"] = [
         (each.events[-1] - each.events[0]) / (len(each.events) - 1)
@@ -199,6 +201,31 @@ async def _warm(spec: Spec) -> None:
     await asyncio.sleep(SETTLE)
 
 
+async def requests(spec: Spec) -> Any:
+    """Answers of a few tokens, side by side: each connection asks again when it has one."""
+    await _warm(spec)
+    connections = await connect(spec.url, spec.streams)
+    answers = 0
+
+    async def ask(first: int, connection: Connection) -> None:
+        nonlocal answers
+        for number in count(first, spec.streams):
+            prompt = words(spec.length(number), spec.seed + number)
+            connection.begin(chat(prompt, spec.max_tokens))
+            await connection.ended()
+            if connection.usage("completion_tokens") != spec.max_tokens:
+                raise RuntimeError(f"an answer has not the {spec.max_tokens} tokens it should have")
+            answers += 1
+
+    async with anyio.create_task_group() as asking:
+        for number, connection in enumerate(connections):
+            asking.start_soon(ask, number, connection)
+        figures = await _window(spec, "client", lambda: answers * spec.max_tokens)
+        asking.cancel_scope.cancel()
+    close(connections)
+    return figures
+
+
 async def stepped(spec: Spec) -> Any:
     """Many streams of an engine in this process, which nobody reads."""
     assert spec.engine is not None
@@ -209,6 +236,45 @@ async def stepped(spec: Spec) -> Any:
         token_ids = _token_ids(spec.length(number), spec.seed + number)
         stepper.add(str(number), GenerateRequest(token_ids, max_tokens=ENDLESS))
     await _until(lambda: len(listener.times) > spec.streams)
+    figures = await _window(spec, "engine", lambda: len(listener.times))
+    stepping.cancel()
+    return figures
+
+
+class _AsksAgain(_Listener):
+    """Asks an engine for as many tokens again when it has them."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__()
+        self._spec = spec
+        self._asked = 0
+
+    def begin(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        for _ in range(self._spec.streams):
+            self._ask()
+
+    def on_step(self, step: Step, load: EngineLoad, began: float) -> None:
+        super().on_step(step, load, began)
+        for _, item in step.outputs:
+            if item.finish_reason is not None:
+                self._ask()
+
+    def _ask(self) -> None:
+        spec, number = self._spec, self._asked
+        self._asked += 1
+        token_ids = _token_ids(spec.length(number), spec.seed + number)
+        request = GenerateRequest(token_ids, max_tokens=spec.max_tokens)
+        self._stepper.add(str(number), request)
+
+
+async def stepped_requests(spec: Spec) -> Any:
+    """Answers of a few tokens, side by side, of an engine in this process."""
+    assert spec.engine is not None
+    listener = _AsksAgain(spec)
+    stepper = stepper_of(spec.engine.mock(), listener)
+    stepping = asyncio.create_task(stepper.run())
+    listener.begin(stepper)
     figures = await _window(spec, "engine", lambda: len(listener.times))
     stepping.cancel()
     return figures
@@ -314,7 +380,11 @@ async def poisson(spec: Spec) -> Any:
 
 
 KINDS: Mapping[str, Callable[[Spec], Awaitable[Any]]] = {
-    each.__name__: each for each in (served, bare, many, stepped, bus, beside, poisson)
+    each.__name__: each
+    for each in (
+        *(served, bare, many, requests, stepped, stepped_requests),
+        *(bus, beside, poisson),
+    )
 }
 
 

@@ -81,7 +81,13 @@ def write_model(folder: Path, context_length: int) -> Path:
     )
     _write_weights(folder / "model.safetensors", made.get_vocab_size())
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE})
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "<|im_end|>",
+                "chat_template": TEMPLATE,
+            }
+        )
     )
     return folder
 

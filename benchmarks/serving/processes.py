@@ -6,7 +6,7 @@ import asyncio
 import json
 import resource
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,20 @@ class Child:
 
 
 @asynccontextmanager
-async def child(command: Sequence[str]) -> AsyncGenerator[Child]:
-    """A process that runs while the block does; its errors go to where ours go."""
+async def child(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> AsyncGenerator[Child]:
+    """A process that runs while the block does; its errors go to where ours go.
+
+    Args:
+        environment: all of its variables; ours unless given.
+    """
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,
+        env=environment,
         limit=1 << 26,
     )
     try:

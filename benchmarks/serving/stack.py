@@ -61,12 +61,13 @@ async def stack(settings: EngineSettings, routing: str = "kv") -> AsyncGenerator
         ]
         for engines in started:
             await engines.answer()
-        command = ["http", "--nats", server.url, "--port", "0", "--routing", routing]
-        command += ["--log-level", "warning"]
-        front = await exits.enter_async_context(child(module("front", *command)))
-        yield Stack(server.url, await _address(front), server.pid, started[0].pid, front.pid)
+        front, url = await front_end(exits, server.url, routing)
+        yield Stack(server.url, url, server.pid, started[0].pid, front.pid)
 
 
-async def _address(front: Child) -> str:
-    """Where a front end answers, as it says."""
-    return (await front.line()).decode().split()[-1]
+async def front_end(exits: AsyncExitStack, bus: str, routing: str) -> tuple[Child, str]:
+    """`dynbus http` until `exits` are closed, and where it answers."""
+    command = ["http", "--nats", bus, "--port", "0", "--routing", routing]
+    command += ["--log-level", "warning"]
+    front = await exits.enter_async_context(child(module("front", *command)))
+    return front, (await front.line()).decode().split()[-1]

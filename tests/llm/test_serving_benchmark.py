@@ -58,15 +58,21 @@ def test_a_workload_is_the_same_for_a_seed_and_shares_its_prefixes() -> None:
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 async def test_events_are_counted_once_however_the_network_cuts_them(size: int) -> None:
     event = b'b1\r\ndata: {"choices":[{"delta":{"content":" data"}}]}\n\n\r\n'
+    event_of_two = b'b1\r\ndata: {"choices":[{"delta":{"content":" data dato"}}]}\n\n\r\n'
     usage = b'data: {"usage":{"prompt_tokens":20,"prompt_tokens_details":{"cached_tokens":16}}}\n\n'
     answer = b"HTTP/1.1 200 OK\r\n\r\n" + event * 9 + usage + b"data: [DONE]\n\n0\r\n\r\n"
-    one = connection()
+    one, behind = connection(), connection()
+    behind.data_received(event)
+    before = behind.tokens
 
+    for at in range(0, len(event_of_two), size):
+        behind.data_received(event_of_two[at : at + size])
     for at in range(0, len(answer), size):
         one.data_received(answer[at : at + size])
 
     await one.ended()
     assert len(one.events) == 10
+    assert behind.tokens - before == 2
     assert (one.usage("prompt_tokens"), one.usage("cached_tokens")) == (20, 16)
 
 
