@@ -2,19 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
 
-from .delta import OutputParser
+from dynbus.bus.protocol.tokens import random_id
 
-TOOL_CALL_PARSERS: Final[tuple[str, ...]] = (
-    "hermes",
-    "llama3_json",
-    "mistral",
-    "pythonic",
-    "qwen3_coder",
-)
-REASONING_PARSERS: Final[tuple[str, ...]] = ("deepseek_r1", "mistral", "qwen3")
+from .delta import NOTHING, Delta, DeltaBuilder, OutputParser
+from .incoming import IncomingText, Markers, Reading
+from .json_calls import read_calls
+from .json_text import read_json
+from .llama_calls import TAG, read_llama_calls
+from .mistral_calls import ARGS, CALL_ID, TOOL_CALLS, read_mistral_calls
+from .parameter_types import ParameterTypes
+from .pythonic_calls import END, STARTS, read_pythonic_calls
+from .reasoning import Thinking, read_reasoning
+from .tagged_calls import CLOSE, OPEN, read_tagged_calls
+
+_Tools = Sequence[Mapping[str, Any]]
+_Read = Callable[[IncomingText, DeltaBuilder], Reading[None]]
+
+
+def _call_id() -> str:
+    return f"call_{random_id()[:24]}"
+
+
+def _mistral_call_id() -> str:
+    # Its templates refuse any that has not 9 letters and digits.
+    return random_id()[:9]
+
+
+class _Format(NamedTuple):
+    """How a kind of models writes calls.
+
+    Attributes:
+        reads: what reads them, for the tools of a request.
+        tokens: which its markers may be.
+        ends_reasoning: a marker on a line of its own that ends reasoning too.
+        make_id: makes the ids of calls.
+    """
+
+    reads: Callable[[_Tools], _Read]
+    tokens: Collection[str]
+    ends_reasoning: str | None = None
+    make_id: Callable[[], str] = _call_id
+
+
+def _tagged(*tags: str) -> _Format:
+    open_tags = Markers(*tags)
+
+    def reads(tools: _Tools) -> _Read:
+        types = ParameterTypes(tools)
+        return lambda text, out: read_tagged_calls(text, out, types, open_tags=open_tags)
+
+    return _Format(reads, (OPEN, CLOSE), OPEN)
+
+
+def _llama(tools: _Tools) -> _Read:
+    offered = _names(tools)
+    return lambda text, out: read_llama_calls(text, out, offered)
+
+
+def _mistral(_tools: _Tools) -> _Read:
+    return read_mistral_calls
+
+
+def _pythonic(tools: _Tools) -> _Read:
+    offered = _names(tools)
+    return lambda text, out: read_pythonic_calls(text, out, offered)
+
+
+_HERMES = _tagged(OPEN)
+_QWEN3_CODER = _tagged(OPEN, "<function=")
+_LLAMA = _Format(_llama, (TAG,))
+_PYTHONIC = _Format(_pythonic, (*STARTS, END))
+
+_FORMATS: Final[Mapping[str, _Format]] = {
+    "hermes": _HERMES,
+    "llama3_json": _LLAMA,
+    "llama4_json": _LLAMA,
+    "llama4_pythonic": _PYTHONIC,
+    "mistral": _Format(_mistral, (TOOL_CALLS, ARGS, CALL_ID), make_id=_mistral_call_id),
+    "pythonic": _PYTHONIC,
+    "qwen3_coder": _QWEN3_CODER,
+    "qwen3_xml": _QWEN3_CODER,
+}
+_THINKING: Final[Mapping[str, Thinking]] = {
+    "deepseek_r1": Thinking("<think>", "</think>", always=True),
+    "mistral": Thinking("[THINK]", "[/THINK]"),
+    "qwen3": Thinking("<think>", "</think>"),
+}
+
+TOOL_CALL_PARSERS: Final = tuple(_FORMATS)
+REASONING_PARSERS: Final = tuple(_THINKING)
 
 
 def output_parser(
@@ -26,6 +105,10 @@ def output_parser(
 ) -> OutputParser | None:
     """What reads one output of a request; None where its text is its content as it is.
 
+    Calls that a marker begins are passed on whatever function they name: one that was not offered
+    is for the client to refuse. Where nothing but its form says that a text is a call, as with an
+    answer in JSON, it is one only of a function that was offered.
+
     Args:
         tool_call_parser: of `TOOL_CALL_PARSERS`; empty where calls are not looked for.
         reasoning_parser: of `REASONING_PARSERS`; empty where reasoning is not looked for.
@@ -35,19 +118,44 @@ def output_parser(
     """
     if not reasoning_parser and not (tool_call_parser and tools):
         return None
-    raise NotImplementedError
+    if not (tool_call_parser and tools):
+        return _TextParser(
+            _read_content,
+            thinking=_THINKING[reasoning_parser],
+            reasons_from_start=reasons_from_start,
+        )
+    found = _FORMATS[tool_call_parser]
+    return _TextParser(
+        found.reads(tools),
+        tokens=found.tokens,
+        make_id=found.make_id,
+        thinking=_THINKING[reasoning_parser] if reasoning_parser else None,
+        reasons_from_start=reasons_from_start,
+        ends_reasoning=found.ends_reasoning,
+    )
 
 
 def forced_calls_parser(
-    reasoning_parser: str, *, function: str | None, reasons_from_start: bool
+    tool_call_parser: str,
+    reasoning_parser: str,
+    *,
+    function: str | None,
+    reasons_from_start: bool,
 ) -> OutputParser:
     """What reads an output whose form is enforced, whatever form the model was trained for.
 
     Args:
+        tool_call_parser: whose ids the calls have; may be empty.
         function: whose arguments the output is, as a JSON object; None where it is a JSON array of
             objects with `name` and `parameters`.
     """
-    raise NotImplementedError
+    found = _FORMATS.get(tool_call_parser)
+    return _TextParser(
+        _read_array if function is None else lambda text, out: _read_object(text, out, function),
+        make_id=found.make_id if found is not None else _call_id,
+        thinking=_THINKING[reasoning_parser] if reasoning_parser else None,
+        reasons_from_start=reasons_from_start,
+    )
 
 
 def begins_reasoning(reasoning_parser: str, prompt_end: str) -> bool:
@@ -57,4 +165,106 @@ def begins_reasoning(reasoning_parser: str, prompt_end: str) -> bool:
         prompt_end: the last characters of the rendered prompt, special tokens written out; 64 are
             enough.
     """
-    raise NotImplementedError
+    if not reasoning_parser:
+        return False
+    thinking = _THINKING[reasoning_parser]
+    end = prompt_end.rstrip()
+    return end.endswith(thinking.start) or (thinking.always and not end.endswith(thinking.end))
+
+
+def _names(tools: _Tools) -> frozenset[str]:
+    """The names of functions; tools of other kinds have none."""
+    found = (tool.get("function") for tool in tools)
+    names = (cast("object", one.get("name")) for one in found if isinstance(one, Mapping))
+    return frozenset(name for name in names if isinstance(name, str))
+
+
+def _read_content(text: IncomingText, out: DeltaBuilder) -> Reading[None]:
+    """Read a text that has nothing to look for any more."""
+    while True:
+        out.say(text.take_all())
+        if text.has_ended:
+            return
+        yield
+
+
+def _read_array(text: IncomingText, out: DeltaBuilder) -> Reading[None]:
+    text.keep()
+    if (yield from text.skip_space()) == "[" and (yield from read_calls(text, out)):
+        text.let_go()
+    out.say(text.give_back())
+
+
+def _read_object(text: IncomingText, out: DeltaBuilder, function: str) -> Reading[None]:
+    text.keep()
+    if (yield from text.skip_space()) == "{":
+        text.let_go()
+        out.begin_call(function)
+        yield from read_json(text, out.add_arguments)
+    out.say(text.give_back())
+
+
+class _TextParser:
+    """An `OutputParser`: reads reasoning, if there may be any, and then the rest.
+
+    Args:
+        read: reads the rest; what it leaves is content.
+        tokens: which its markers may be.
+    """
+
+    def __init__(
+        self,
+        read: _Read,
+        *,
+        tokens: Collection[str] = (),
+        make_id: Callable[[], str] = _call_id,
+        thinking: Thinking | None = None,
+        reasons_from_start: bool = False,
+        ends_reasoning: str | None = None,
+    ) -> None:
+        self._text = text = IncomingText()
+        self._out = out = DeltaBuilder(make_id)
+        own = (thinking.start, thinking.end) if thinking is not None else ()
+        self.marker_tokens = frozenset((*tokens, *own))
+        # It knows nothing of this object: nothing is left for the garbage collection to find.
+        self._reading = _read_all(
+            text,
+            out,
+            read,
+            None
+            if thinking is None
+            else read_reasoning(
+                text, out, thinking, has_begun=reasons_from_start, call_marker=ends_reasoning
+            ),
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} [{self._out.calls} calls, {self._text.unread} unread]>"
+
+    @property
+    def has_tool_calls(self) -> bool:
+        return self._out.calls > 0
+
+    def push(self, text: str) -> Delta:
+        if not text:
+            return NOTHING
+        self._text.feed(text)
+        next(self._reading, None)
+        return self._out.take()
+
+    def end(self) -> Delta:
+        if self._text.has_ended:
+            return NOTHING
+        self._text.has_ended = True
+        next(self._reading, None)
+        self._out.end()
+        return self._out.take()
+
+
+def _read_all(
+    text: IncomingText, out: DeltaBuilder, read: _Read, reasoning: Reading[None] | None
+) -> Reading[None]:
+    if reasoning is not None:
+        yield from reasoning
+    yield from read(text, out)
+    yield from _read_content(text, out)

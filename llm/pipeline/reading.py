@@ -62,6 +62,7 @@ def reading_of(
     return Reading(
         partial(
             forced_calls_parser,
+            tool_call_parser,
             reasoning_parser,
             function=use.named or None,
             reasons_from_start=begun,

@@ -1,0 +1,67 @@
+"""What a model thinks before it answers, between markers of its own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .delta import DeltaBuilder
+from .incoming import IncomingText, Markers, Reading
+
+
+class Thinking(NamedTuple):
+    """How reasoning is marked.
+
+    Attributes:
+        start, end: the markers. The first is at the beginning of an output, or already in the
+            prompt.
+        always: whether outputs reason even where neither prompt nor output has the first.
+    """
+
+    start: str
+    end: str
+    always: bool = False
+
+
+def read_reasoning(
+    text: IncomingText,
+    out: DeltaBuilder,
+    thinking: Thinking,
+    *,
+    has_begun: bool,
+    call_marker: str | None = None,
+) -> Reading[None]:
+    """Read the reasoning at the beginning of an output, where there is any.
+
+    White space around it is the format's and is dropped: templates write their own.
+
+    Args:
+        has_begun: whether the prompt began it.
+        call_marker: begins a tool call, which ends the reasoning too where it is on a line of its
+            own: models forget to end it.
+    """
+    text.keep()
+    yield from text.skip_space()
+    if (yield from text.begins_with(thinking.start)):
+        text.take(len(thinking.start))
+    elif not has_begun:
+        out.say(text.give_back())
+        return
+    text.let_go()
+    yield from text.skip_space()
+    call = f"\n{call_marker}\n"
+    markers = Markers(thinking.end, call) if call_marker else Markers(thinking.end)
+    space: list[str] = []
+    while True:
+        piece, marker = text.take_to_marker(markers)
+        solid = piece.rstrip()
+        if solid:
+            out.reason("".join(space))
+            out.reason(solid)
+            space.clear()
+        space.append(piece[len(solid) :])
+        if marker or text.has_ended:
+            break
+        yield
+    if marker == thinking.end:
+        text.take(len(marker))
+    yield from text.skip_space()
