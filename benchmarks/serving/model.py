@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,16 @@ WORDS = ["".join(pair) for pair in product(_SYLLABLES, repeat=2)]
 VOCABULARY = len(WORDS)
 
 
-LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 2, 128, 256, 2, 1, 64
+@dataclass(frozen=True)
+class Size:
+    """How large a model is, by the names of the Llama family."""
+
+    layers: int = 2
+    hidden: int = 128
+    intermediate: int = 256
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 64
 
 
 def make_tokenizer() -> tokenizers.Tokenizer:
@@ -53,8 +63,9 @@ def make_tokenizer() -> tokenizers.Tokenizer:
     return made  # type: ignore[no-any-return]
 
 
-def write_model(folder: Path, context_length: int) -> Path:
+def write_model(folder: Path, context_length: int, size: Size | None = None) -> Path:
     """Write its files, as a worker registers them."""
+    size = size or Size()
     folder.mkdir(parents=True, exist_ok=True)
     made = make_tokenizer()
     (folder / "tokenizer.json").write_text(made.to_str())
@@ -66,12 +77,12 @@ def write_model(folder: Path, context_length: int) -> Path:
                 "max_position_embeddings": context_length,
                 "eos_token_id": made.token_to_id("<|im_end|>"),
                 "vocab_size": made.get_vocab_size(),
-                "hidden_size": HIDDEN,
-                "intermediate_size": INTERMEDIATE,
-                "num_hidden_layers": LAYERS,
-                "num_attention_heads": HEADS,
-                "num_key_value_heads": KV_HEADS,
-                "head_dim": HEAD_DIM,
+                "hidden_size": size.hidden,
+                "intermediate_size": size.intermediate,
+                "num_hidden_layers": size.layers,
+                "num_attention_heads": size.heads,
+                "num_key_value_heads": size.kv_heads,
+                "head_dim": size.head_dim,
                 "rms_norm_eps": 1e-6,
                 "rope_theta": 10000.0,
                 "tie_word_embeddings": True,
@@ -79,7 +90,7 @@ def write_model(folder: Path, context_length: int) -> Path:
             }
         )
     )
-    _write_weights(folder / "model.safetensors", made.get_vocab_size())
+    _write_weights(folder / "model.safetensors", made.get_vocab_size(), size)
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
             {
@@ -92,21 +103,23 @@ def write_model(folder: Path, context_length: int) -> Path:
     return folder
 
 
-def _write_weights(path: Path, vocabulary: int) -> None:
+def _write_weights(path: Path, vocabulary: int, size: Size) -> None:
     """Write weights by chance, the same each time, as a safetensors file has them."""
-    shapes = {"model.embed_tokens": (vocabulary, HIDDEN), "model.norm": (HIDDEN,)}
-    for layer in range(LAYERS):
+    hidden, intermediate = size.hidden, size.intermediate
+    queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    shapes = {"model.embed_tokens": (vocabulary, hidden), "model.norm": (hidden,)}
+    for layer in range(size.layers):
         prefix = f"model.layers.{layer}"
         shapes |= {
-            f"{prefix}.input_layernorm": (HIDDEN,),
-            f"{prefix}.post_attention_layernorm": (HIDDEN,),
-            f"{prefix}.self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}.self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}.self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}.self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-            f"{prefix}.mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-            f"{prefix}.mlp.up_proj": (INTERMEDIATE, HIDDEN),
-            f"{prefix}.mlp.down_proj": (HIDDEN, INTERMEDIATE),
+            f"{prefix}.input_layernorm": (hidden,),
+            f"{prefix}.post_attention_layernorm": (hidden,),
+            f"{prefix}.self_attn.q_proj": (queries, hidden),
+            f"{prefix}.self_attn.k_proj": (keys, hidden),
+            f"{prefix}.self_attn.v_proj": (keys, hidden),
+            f"{prefix}.self_attn.o_proj": (hidden, queries),
+            f"{prefix}.mlp.gate_proj": (intermediate, hidden),
+            f"{prefix}.mlp.up_proj": (intermediate, hidden),
+            f"{prefix}.mlp.down_proj": (hidden, intermediate),
         }
     drawn = np.random.default_rng(1)
     header: dict[str, Any] = {}
