@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Final
+import json
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
+from dynbus.bus.extras import how_to_install
+
 from .generation import StructuredOutput
 
-MAX_CHARACTERS: Final = 256 << 10
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits
+
+T = TypeVar("T")
+
+MAX_CHARACTERS: Final = 128 << 10
 """Of a schema as JSON, of a regular expression, of a grammar, and of all choices together."""
 MAX_CHOICES: Final = 4096
 MAX_MARKER: Final = 64
@@ -39,6 +49,8 @@ def check_structured(structured: StructuredOutput) -> None:
         size = len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
     except RecursionError:
         raise ValueError(f"{name} is nested too deeply: flatten it, for example by $defs") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} is no JSON: {error}") from None
     if not size:
         raise ValueError(f"{name} is empty: give one, or leave it out")
     if size > MAX_CHARACTERS:
@@ -48,3 +60,114 @@ def check_structured(structured: StructuredOutput) -> None:
         0 < len(thinking.start) <= MAX_MARKER and 0 < len(thinking.end) <= MAX_MARKER
     ):
         raise ValueError(f"thinking: start and end have 1 to {MAX_MARKER} characters each")
+
+
+# What llguidance makes of it ----------------------------------------------------------------
+
+STACK: Final = 256 << 20
+"""Bytes for a thread that reads a grammar: the library calls itself once for each rule that leads
+to another, and what it needs beyond its stack ends the process. Only what is used is real."""
+
+_JSON_OPTIONS: Final[Any] = {
+    # Enough to indent; without an end a model may write nothing else.
+    "whitespace_pattern": r"[ \n\r\t]{0,40}",
+    # The schemas of unions have oneOf where their members exclude each other anyway.
+    "coerce_one_of": True,
+}
+_MAX_REASON: Final = 400
+
+_stack_size: Final = threading.Lock()
+
+
+def check_grammar(structured: StructuredOutput) -> None:
+    """Check that a form can be had. Takes up to a second: to be called in a thread.
+
+    Raises:
+        ValueError: it cannot, and why.
+    """
+    check_structured(structured)
+    guidance = library()
+    grammar, limits = grammar_of(structured), limits_of(guidance)
+    problem = with_deep_stack(
+        lambda: guidance.LLMatcher.validate_grammar(grammar, None, limits=limits)
+    )
+    if problem:
+        raise refusal(structured, problem)
+
+
+def grammar_of(structured: StructuredOutput) -> str:
+    """The grammar of a form that is checked, as llguidance writes it.
+
+    Raises:
+        ValueError: llguidance is not installed, or the form cannot be written so.
+    """
+    matcher: type[LLMatcher] = library().LLMatcher
+    if structured.json_schema is not None:
+        schema = structured.json_schema
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        text = msgspec.json.encode(schema).decode()
+        return matcher.grammar_from_json_schema(text, _JSON_OPTIONS)
+    if structured.regex is not None:
+        return matcher.grammar_from_regex(structured.regex)
+    if structured.choice is not None:
+        return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structured.choice)))
+    assert structured.grammar is not None, "a form has been given"
+    return matcher.grammar_from_lark(structured.grammar)
+
+
+def refusal(structured: StructuredOutput, problem: str) -> ValueError:
+    """What to say of a form that the library does not take."""
+    (name,) = (name for name in _KINDS if getattr(structured, name) is not None)
+    why = " ".join(problem.split())
+    return ValueError(f"{name} cannot be enforced: {why[:_MAX_REASON]}")
+
+
+def library() -> Any:
+    """The module `llguidance`; it is imported when it is first needed.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ValueError(f"structured output: {how_to_install('llm')} ({error})") from error
+    return llguidance
+
+
+def limits_of(guidance: Any) -> LLParserLimits:
+    """How much of its time and memory the library may take for one form."""
+    limits: LLParserLimits = guidance.LLParserLimits(verbose_errors=False)
+    return limits
+
+
+def with_deep_stack(function: Callable[[], T]) -> T:
+    """Call a function in a thread of its own that has a stack of `STACK` bytes.
+
+    Raises:
+        ValueError: the library gave up.
+        Exception: what the function raised.
+    """
+    made: list[T] = []
+    failures: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            made.append(function())
+        except BaseException as error:  # noqa: BLE001 - a panic of a library in Rust is no `Exception`
+            failures.append(error)
+
+    thread = threading.Thread(target=call, name="dynbus-grammar", daemon=True)
+    with _stack_size:
+        usual = threading.stack_size(STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    if not failures:
+        return made[0]
+    if isinstance(failures[0], Exception):
+        raise failures[0]
+    raise ValueError(f"llguidance gave up: {failures[0]}") from failures[0]

@@ -226,6 +226,19 @@ class EmbeddingEngine(Engine, Protocol):
         ...
 
 
+@runtime_checkable
+class PreparingEngine(Engine, Protocol):
+    """An engine that can do a part of taking in a request beforehand, beside its steps."""
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Have ready what takes time of a request; called in any thread, before `add`.
+
+        Raises:
+            ValueError: a value is not usable, and which.
+        """
+        ...
+
+
 EngineRequest = GenerateRequest | EmbedRequest
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from dynbus.llm.embedding import Embedded, EmbedRequest, Pooling
 from dynbus.llm.generation import Generated, GenerateRequest
 
+from .constraint import NO_STRUCTURE, Constraint, Grammars
 from .interface import NO_EMBEDDINGS, EngineLimits, EngineLoad, Prefill, Step, StepFailed
 from .model import Chunk, EmbeddingModel, Model
 from .pooling import StatePool
@@ -42,6 +44,8 @@ class ModelEngine:
         prefix_caching: whether blocks are found again by later requests. Without it there are no
             events.
         pooling: how the states of a text become its embedding; None to make no embeddings.
+        tokenizer: gives the `tokenizer.json` of the model, when the first output with a form is
+            asked for; None to refuse such requests.
 
     Raises:
         ValueError: embeddings are to be made, and the model is no `EmbeddingModel`.
@@ -57,6 +61,7 @@ class ModelEngine:
         eos_token_ids: Iterable[int] = (),
         prefix_caching: bool = True,
         pooling: Pooling | None = None,
+        tokenizer: Callable[[], bytes] | None = None,
     ) -> None:
         self._embedding_model = model if isinstance(model, EmbeddingModel) else None
         if pooling is not None and self._embedding_model is None:
@@ -64,6 +69,11 @@ class ModelEngine:
         self._pooling: Pooling | None = pooling
         self.limits = limits
         self._model = model
+        self._grammars: Grammars | None = None
+        if tokenizer is not None:
+            self._grammars = Grammars(tokenizer, limits.vocabulary)
+        # Which tokens may come is found out while the model computes; a thread begins with use.
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="engine-masks")
         self._key = secrets.token_bytes(32)
         # Files of models name tokens that the model has not.
         self._eos = frozenset(each for each in eos_token_ids if 0 <= each < limits.vocabulary)
@@ -88,6 +98,8 @@ class ModelEngine:
         stops = frozenset(request.stop_token_ids)
         if not request.ignore_eos:
             stops |= self._eos
+        if request.structured is not None and self._grammars is None:
+            raise ValueError(NO_STRUCTURE)
         sequences = [
             self._sequence(request, prompt, seed, request.index + each, stops)
             for each in range(request.n)
@@ -118,6 +130,10 @@ class ModelEngine:
             lora_name=request.lora_name,
             salt=request.cache_salt,
         )
+        constraint: Constraint | None = None
+        if request.structured is not None and self._grammars is not None:
+            came = request.token_ids[len(request.token_ids) - request.generated :]
+            constraint = self._grammars.constraint(request.structured, sorted(stops), came)
         sequence.sampler = Sampler(
             request.sampling,
             seed=seed,
@@ -126,8 +142,18 @@ class ModelEngine:
             generated=request.generated,
             stop_token_ids=sorted(stops),
             min_tokens=request.min_tokens,
+            constraint=constraint,
         )
         return sequence
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Have ready what takes time of a request; may be called in any thread, before `add`.
+
+        Raises:
+            ValueError: the form of its output cannot be enforced, and why.
+        """
+        if request.structured is not None and self._grammars is not None:
+            self._grammars.prepare(request.structured)
 
     def add_embedding(self, request_id: str, request: EmbedRequest) -> None:
         """Take in a text; the step that computes the last of it has its embedding.
@@ -175,6 +201,7 @@ class ModelEngine:
             if scheduled.is_ready and scheduled.sequence.pool is None
         ]
         chunks = [_chunk(scheduled, tokens) for scheduled, tokens in plan.chunks]
+        masks = self._fill([scheduled.sequence.sampler.constraint for scheduled in ready])
         states: NDArray[np.float32] | None = None
         try:
             if self._embedding_model is not None and any(chunk.states for chunk in chunks):
@@ -185,17 +212,20 @@ class ModelEngine:
             computed = {scheduled.id for scheduled, _ in plan.chunks}
             new = {scheduled.id for scheduled, _ in plan.chunks if not scheduled.generated}
             raise StepFailed(f"{type(error).__name__}: {error}", new or computed) from error
+        if masks is not None:
+            masks.result()
         drawn = draw_tokens(
             logits,
             [scheduled.sequence.sampler for scheduled in ready],
             [scheduled.sequence.length for scheduled in ready],
         )
         outputs: list[tuple[str, Generated]] = []
-        failed: dict[str, None] = {}
+        failed: dict[str, str] = {}
         prefilled: list[Prefill] = []
         for scheduled, token in zip(ready, drawn, strict=True):
-            if token is None:
-                failed[scheduled.id] = None
+            constraint = scheduled.sequence.sampler.constraint
+            if token is None or (constraint is not None and constraint.error):
+                failed[scheduled.id] = _why_none(constraint)
                 continue
             scheduled.sequence.append(token.token_id)
             is_first = not scheduled.generated and scheduled.leads
@@ -206,6 +236,8 @@ class ModelEngine:
             scheduled.generated += 1
             scheduled.resumes = False
             reason = scheduled.finish_reason(token.token_id)
+            if constraint is not None and constraint.is_complete:
+                reason = "stop"
             item = Generated(
                 [token.token_id],
                 scheduled.index,
@@ -218,7 +250,7 @@ class ModelEngine:
                 self._pool.end(scheduled)
         for request_id in failed:
             self._pool.cancel(request_id)
-        failures = [(request_id, _NO_TOKEN) for request_id in failed]
+        failures = list(failed.items())
         embedded: list[tuple[str, Embedded]] = []
         if states is not None:
             scheduled_texts = [scheduled for scheduled, _ in plan.chunks]
@@ -231,6 +263,11 @@ class ModelEngine:
             prefilled=prefilled,
             embedded=embedded,
         )
+
+    def _fill(self, constraints: Sequence[Constraint | None]) -> Future[None] | None:
+        """Begin to find out which tokens may come next; None where all may."""
+        bound = [constraint for constraint in constraints if constraint is not None]
+        return self._beside.submit(_fill_each, bound) if bound else None
 
     def _gather(
         self,
@@ -263,6 +300,23 @@ class ModelEngine:
 
 
 _NO_TOKEN = "no token can be drawn: the logits are no numbers, or logit_bias excludes every token"
+
+
+def _fill_each(constraints: Sequence[Constraint]) -> None:
+    for constraint in constraints:
+        constraint.fill()
+
+
+def _why_none(constraint: Constraint | None) -> str:
+    if constraint is None:
+        return _NO_TOKEN
+    if constraint.error:
+        return f"the form of its output is too much for llguidance: {constraint.error}"
+    return (
+        "no token can be drawn that is in the form of its output: the logits are no numbers, or "
+        "logit_bias excludes every such token"
+    )
+
 
 _NO_EMBEDDING = "it has no embedding: its states are no numbers, or all zero"
 

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
 import anyio
+import anyio.to_thread
 
 from dynbus import Reply, push_each
 from dynbus.bus.background import Openable
@@ -34,7 +35,15 @@ from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
 
-from .interface import Engine, EngineLoad, EngineRequest, RunningEngine, Step, StepFailed
+from .interface import (
+    Engine,
+    EngineLoad,
+    EngineRequest,
+    PreparingEngine,
+    RunningEngine,
+    Step,
+    StepFailed,
+)
 from .stepping import stepper_of
 from .tracing import EngineTrace
 
@@ -203,6 +212,8 @@ class EngineRunner(Openable):
         self._by_reply: dict[Reply[Generated], _Stream] = {}
         self._texts: dict[str, _Text] = {}
         self._stepper = stepper_of(engine, self)
+        # One at a time: the others' tokens need the cores.
+        self._preparing = anyio.CapacityLimiter(1)
         self._failure: Exception | None = None
 
     def __repr__(self) -> str:
@@ -234,6 +245,21 @@ class EngineRunner(Openable):
             self._fail_streams()
 
     # Requests -------------------------------------------------------------------------
+
+    async def prepare(self, request: GenerateRequest) -> None:
+        """Have the engine do beside its steps what takes time of a request, before it is submitted.
+
+        Raises:
+            InvalidRequest: a value is not usable.
+        """
+        if request.structured is None or not isinstance(self._engine, PreparingEngine):
+            return
+        try:
+            await anyio.to_thread.run_sync(
+                self._engine.prepare, request, limiter=self._preparing, abandon_on_cancel=True
+            )
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
 
     def submit(self, request_id: str, request: GenerateRequest, reply: Reply[Generated]) -> None:
         """Have a request served: its items go to `reply`, which ends with the last of them.

@@ -1,8 +1,9 @@
 """How tokens are drawn from logits.
 
-In the order of `Sampling`: bias, penalties, temperature, top-k, top-p, min-p. Of equal logits the
-lower id comes first, but all that are as likely as the last of top-k stay. A logit that is no
-number counts as minus infinity.
+In the order of `Sampling`: bias, penalties, temperature, top-k, top-p, min-p. Tokens that would
+break the form of the output are excluded before temperature. Of equal logits the lower id comes
+first, but all that are as likely as the last of top-k stay. A logit that is no number counts as
+minus infinity.
 
 The random number of a token is a function of the seed, its position in the sequence and its
 continuation, and penalties count what was generated before as well: so a stream that is continued
@@ -20,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynbus.llm.generation import Sampling, TokenLogprob
+
+from .constraint import Constraint
 
 LEAST_LOGPROB: Final = -9999.0
 """In place of minus infinity, which JSON has not."""
@@ -52,6 +55,8 @@ class Sampler:
         prompt: its tokens.
         generated: how many of the last of them were output before.
         stop_token_ids: are not drawn before there are `min_tokens`.
+        constraint: the form of the output, or None for any; each token drawn is told to it. Its
+            `fill` is called before each draw, by others.
     """
 
     __slots__ = (
@@ -64,6 +69,7 @@ class Sampler:
         "_seed",
         "_seen",
         "_stops",
+        "constraint",
         "generated",
         "is_greedy",
     )
@@ -78,7 +84,9 @@ class Sampler:
         generated: int = 0,
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
+        constraint: Constraint | None = None,
     ) -> None:
+        self.constraint = constraint
         self.is_greedy = sampling.temperature == 0.0
         self.generated = 0
         self._sampling = sampling
@@ -99,7 +107,7 @@ class Sampler:
                     np.array(list(sampling.logit_bias), dtype=np.int64),
                     np.array(list(sampling.logit_bias.values()), dtype=np.float32),
                 )
-        changes = (self._bias, self._counts, self._seen)
+        changes = (self._bias, self._counts, self._seen, constraint)
         self._changes = any(each is not None for each in changes)
 
     @property
@@ -110,6 +118,8 @@ class Sampler:
     def note(self, token_id: int) -> None:
         """Count a token of the output."""
         self.generated += 1
+        if self.constraint is not None:
+            self.constraint.take(token_id)
         if self._counts is not None:
             self._counts[token_id] = self._counts.get(token_id, 0) + 1
         if self._seen is not None:
@@ -125,6 +135,15 @@ class Sampler:
             # Enormous numbers become infinite, and infinite ones together no number.
             with np.errstate(all="ignore"):
                 logits = self._changed(logits)
+        token_id = self._drawn(logits, position)
+        if self.constraint is not None:
+            while token_id is not None and self.constraint.refuses(token_id):
+                # The logits are a copy of the model's by now.
+                logits[token_id] = -np.inf
+                token_id = self._drawn(logits, position)
+        return token_id
+
+    def _drawn(self, logits: NDArray[np.float32], position: int) -> int | None:
         if self.is_greedy:
             return likeliest(logits)
         found = candidates(logits, self._sampling)
@@ -148,7 +167,10 @@ class Sampler:
             changed[ids] -= np.float32(sampling.frequency_penalty) * counts + np.float32(
                 sampling.presence_penalty
             )
-        if self.generated < self._min_tokens:
+        may_stop = self.generated >= self._min_tokens
+        if self.constraint is not None:
+            self.constraint.apply(changed, may_stop=may_stop)
+        elif not may_stop:
             changed[self._stops] = -np.inf
         return changed
 

@@ -119,6 +119,7 @@ class EngineWorker(Actor, abstract=True):
     async def generate(self, request: GenerateRequest, reply: Reply[Generated]) -> None:
         """The tokens that continue a prompt, as the engine's steps make them."""
         runner, running = self._running(), context()
+        await runner.prepare(request)
         # A request that is sent again has the same id.
         name = f"{running.id}.{next(self._engine_numbers)}"
         unlink = running.link(lambda _: runner.cancel(name))

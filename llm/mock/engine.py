@@ -183,6 +183,11 @@ class MockEngine:
 
     def add(self, request_id: str, request: GenerateRequest) -> None:
         prompt, room = self._pool.check(request_id, request)
+        if request.structured is not None:
+            raise ValueError(
+                "structured: a mock engine draws tokens at random, in no form; take an engine that "
+                "computes a model, or leave the form of the output out"
+            )
         sampling = request.sampling
         sequences = [
             MockSequence(

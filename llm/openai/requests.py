@@ -13,6 +13,7 @@ from msgspec import Meta
 from dynbus.llm.generation import MAX_LOGPROBS, DefaultSampling, Sampling
 
 from .errors import BadRequest, misfit, unsupported
+from .structure import StructureFields
 from .tools import ToolUse, tool_use
 
 MAX_CHOICES: Final = 128
@@ -38,7 +39,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class EngineFields(msgspec.Struct, frozen=True, kw_only=True):
+class EngineFields(StructureFields, frozen=True, kw_only=True):
     """What engines know beyond the fields of each interface, by the names that others use too."""
 
     top_k: Annotated[int, Meta(ge=-1)] | None = None
@@ -175,7 +176,6 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -351,8 +351,6 @@ def check_chat(request: ChatRequest) -> None:
     """
     if request.chat_template is not None:
         raise unsupported("chat_template", "the model's own template is used; remove this field")
-    if (request.response_format or {}).get("type", "text") != "text":
-        raise unsupported("response_format", "only {'type': 'text'} is supported")
     if request.modalities is not None and request.modalities != ["text"]:
         raise unsupported("modalities", "only ['text'] is supported")
     if request.top_logprobs and not request.logprobs:

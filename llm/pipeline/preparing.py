@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import anyio.to_thread
 from tokenizers import decoders
 
 from dynbus.llm.answers import AnswerFormat
-from dynbus.llm.generation import DefaultSampling, GenerateRequest
+from dynbus.llm.generation import DefaultSampling, GenerateRequest, StructuredOutput
 from dynbus.llm.openai.conversation import messages_for_template
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import (
@@ -18,6 +19,7 @@ from dynbus.llm.openai.requests import (
     check_completion,
 )
 from dynbus.llm.openai.tools import ToolUse
+from dynbus.llm.structured import check_grammar
 from dynbus.llm.text.text_model import TextModel
 
 from .reading import Reading, reading_of
@@ -75,6 +77,7 @@ async def prepare(
         InvalidRequest: the model's template refuses the conversation, or a text cannot be encoded.
         BrokenTemplate: the model's template does not work.
     """
+    structured, structured_by = request.structured(), request.structured_by
     echoes: list[str] = []
     reading = Reading()
     if isinstance(request, ChatRequest):
@@ -83,7 +86,9 @@ async def prepare(
         prompt = await _encode_chat(text, limits, request, use)
         # Only reasoning may have begun in the prompt.
         end = text.end_of(prompt) if limits.reasoning_parser else ""
-        reading = reading_of(limits.tool_call_parser, limits.reasoning_parser, use, end)
+        reading = reading_of(limits.tool_call_parser, limits.reasoning_parser, use, end, structured)
+        structured = reading.structured
+        structured_by = "tools" if use.is_forced else structured_by
         what, prompts = "messages", [prompt]
     else:
         check_completion(request)
@@ -91,6 +96,8 @@ async def prepare(
         if request.echo:
             given = request.prompts()
             echoes = [one if isinstance(one, str) else await text.decode(one) for one in given]
+    if structured is not None:
+        await _check_grammar(structured_by, structured)
     n, max_tokens, logprobs = request.choices, request.limit, request.logprobs_wanted
     if len(prompts) * n > MAX_OUTPUTS:
         raise BadRequest(
@@ -119,7 +126,7 @@ async def prepare(
             lora_name=limits.lora_name,
             priority=request.priority or 0,
             stream=stream,
-            structured=reading.structured,
+            structured=structured,
         )
         for prompt in prompts
     ]
@@ -133,6 +140,13 @@ async def prepare(
         reading,
     )
     return Prepared(requests, Transcript(format, rules, prompts, n, echoes))
+
+
+async def _check_grammar(param: str, structured: StructuredOutput) -> None:
+    try:
+        await anyio.to_thread.run_sync(check_grammar, structured, abandon_on_cancel=True)
+    except ValueError as error:
+        raise BadRequest(f"{param}: {error}", param=param) from None
 
 
 async def _encode_chat(

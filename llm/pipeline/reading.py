@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from dynbus.llm.generation import StructuredOutput
+import msgspec
+
+from dynbus.llm.generation import StructuredOutput, Thinking
 from dynbus.llm.openai.tools import ToolUse
 from dynbus.llm.parsing.delta import OutputParser
 from dynbus.llm.parsing.output_parser import (
@@ -25,7 +27,7 @@ class Reading(NamedTuple):
 
     Attributes:
         parser: makes what reads one output; it makes None where the text is the content.
-        structured: the form that a call which has to be made has; None for none.
+        structured: the form that an output has; None for any.
         one_call: whether an output ends after its first tool call.
         named_call: whether the output is the call of a function that the request names: it ends as
             a text does, as OpenAI's API has it.
@@ -38,13 +40,18 @@ class Reading(NamedTuple):
 
 
 def reading_of(
-    tool_call_parser: str, reasoning_parser: str, use: ToolUse, prompt_end: str
+    tool_call_parser: str,
+    reasoning_parser: str,
+    use: ToolUse,
+    prompt_end: str,
+    asked: StructuredOutput | None = None,
 ) -> Reading:
     """How the outputs of a chat are read.
 
     Args:
         tool_call_parser, reasoning_parser: of the model; empty for none.
         prompt_end: see `begins_reasoning`.
+        asked: the form that the request gives its answers; a call that has to be made has its own.
 
     Raises:
         BadRequest: the parameters of a tool do not fit.
@@ -58,7 +65,11 @@ def reading_of(
             tools=use.tools,
             reasons_from_start=begun,
         )
-        return Reading(parser, one_call=use.one_call and bool(tool_call_parser))
+        return Reading(
+            parser,
+            _after_thinking(asked, reasoning_parser, begun=begun),
+            one_call=use.one_call and bool(tool_call_parser),
+        )
     return Reading(
         partial(
             forced_calls_parser,
@@ -67,7 +78,26 @@ def reading_of(
             function=use.named or None,
             reasons_from_start=begun,
         ),
-        StructuredOutput(json_schema=use.forced_schema()),
+        _after_thinking(
+            StructuredOutput(json_schema=use.forced_schema()), reasoning_parser, begun=begun
+        ),
         one_call=use.one_call,
         named_call=bool(use.named),
     )
+
+
+_THINKING: Final = {
+    "deepseek_r1": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "qwen3": ("<think>", "</think>"),
+}
+"""What stands around the reasoning, by its parser."""
+
+
+def _after_thinking(
+    form: StructuredOutput | None, reasoning_parser: str, *, begun: bool
+) -> StructuredOutput | None:
+    marks = _THINKING.get(reasoning_parser)
+    if form is None or marks is None:
+        return form
+    return msgspec.structs.replace(form, thinking=Thinking(*marks, begun))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from dynbus.llm.embedding import EmbedRequest, Pooling
 from dynbus.llm.engine import EngineLimits, ModelEngine
 from dynbus.llm.generation import GenerateRequest
 from dynbus.llm.weights.config import ModelConfig
+from dynbus.llm.weights.gguf import GgufFile
 from dynbus.llm.weights.model import open_weights
 
 from .backend import Backend
@@ -187,6 +190,7 @@ class SmallEngine(ModelEngine):
             eos_token_ids=self.config.eos_token_ids,
             prefix_caching=options.prefix_caching,
             pooling=options.pooling,
+            tokenizer=partial(_tokenizer_json, Path(path)),
         )
 
     def add(self, request_id: str, request: GenerateRequest) -> None:
@@ -196,6 +200,20 @@ class SmallEngine(ModelEngine):
     def add_embedding(self, request_id: str, request: EmbedRequest) -> None:
         _refuse_adapter(request.lora_name)
         super().add_embedding(request_id, request)
+
+
+def _tokenizer_json(path: Path) -> bytes:
+    """The tokenizer in a model's files, as a `tokenizer.json`.
+
+    Raises:
+        ImportError, BrokenModel, UnsupportedModel: it cannot be read.
+    """
+    from dynbus.llm.text.tokenizer import Tokenizer
+
+    if path.is_dir():
+        return Tokenizer.from_folder(path).to_json()
+    with GgufFile.open(path) as file:
+        return Tokenizer.from_gguf(file.metadata, origin=str(path)).to_json()
 
 
 def _refuse_adapter(name: str | None) -> None:

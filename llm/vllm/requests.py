@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
+from dynbus.llm.generation import (
+    FinishReason,
+    Generated,
+    GenerateRequest,
+    StructuredOutput,
+    TokenLogprob,
+)
 
 from .starting import vllm_module
 
@@ -44,6 +50,22 @@ def sampling_params(request: GenerateRequest, number: int, report: str | None) -
         detokenize=False,
         output_kind=module.RequestOutputKind.DELTA,
         extra_args=None if report is None else {"kv_cache_report_mode": report},
+        structured_outputs=_structured(module, request.structured),
+    )
+
+
+def _structured(module: Any, structured: StructuredOutput | None) -> Any:
+    """The form of an output as vLLM takes it. What may be thought before, its own parser of
+    reasoning tells, where it is started with one."""
+    if structured is None:
+        return None
+    schema = structured.json_schema
+    return module.StructuredOutputsParams(
+        # It takes no schema that is true or false.
+        json={} if schema is True else {"not": {}} if schema is False else schema,
+        regex=structured.regex,
+        choice=structured.choice,
+        grammar=structured.grammar,
     )
 
 

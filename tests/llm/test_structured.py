@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from dynbus.llm.generation import StructuredOutput, Thinking
+from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.openai.requests import chat_of, completion_of
 from dynbus.llm.structured import MAX_CHARACTERS, MAX_CHOICES, check_structured
 
 
@@ -38,7 +40,7 @@ def _nested(depth: int) -> dict[str, Any]:
         (StructuredOutput(), "has no form: give exactly one of json_schema, regex"),
         (StructuredOutput(regex="a", choice=["a"]), "has regex and choice: give exactly one"),
         (StructuredOutput(regex=""), "regex is empty"),
-        (StructuredOutput(grammar="a" * (MAX_CHARACTERS + 1)), "grammar has 262145 characters"),
+        (StructuredOutput(grammar="a" * (MAX_CHARACTERS + 1)), "grammar has 131073 characters"),
         (StructuredOutput(choice=[]), f"choice: give 1 to {MAX_CHOICES} texts"),
         (StructuredOutput(choice=["a", ""]), "none of them empty"),
         (StructuredOutput(choice=["a"] * (MAX_CHOICES + 1)), "choice: give"),
@@ -49,3 +51,80 @@ def _nested(depth: int) -> dict[str, Any]:
 def test_what_is_no_form_or_too_large_is_refused(structured: StructuredOutput, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check_structured(structured)
+
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        (
+            {"response_format": {"type": "json_object"}},
+            StructuredOutput(json_schema={"type": "object"}),
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "one", "schema": SCHEMA, "strict": True},
+                }
+            },
+            StructuredOutput(json_schema=SCHEMA),
+        ),
+        ({"guided_json": SCHEMA}, StructuredOutput(json_schema=SCHEMA)),
+        ({"guided_json": '{"type": "null"}'}, StructuredOutput(json_schema={"type": "null"})),
+        ({"guided_regex": "a+"}, StructuredOutput(regex="a+")),
+        ({"guided_choice": ["a"]}, StructuredOutput(choice=["a"])),
+        ({"guided_grammar": 'start: "a"'}, StructuredOutput(grammar='start: "a"')),
+        ({"structured_outputs": {"json": SCHEMA}}, StructuredOutput(json_schema=SCHEMA)),
+        ({"structured_outputs": {"choice": ["a"], "regex": None}}, StructuredOutput(choice=["a"])),
+        (
+            {"structured_outputs": {"json_object": True}},
+            StructuredOutput(json_schema={"type": "object"}),
+        ),
+    ],
+)
+def test_the_fields_of_openai_and_of_vllm_give_a_form(
+    fields: dict[str, Any], wanted: StructuredOutput | None
+) -> None:
+    assert chat_of({**CHAT, **fields}).structured() == wanted
+    assert completion_of({"model": "m", "prompt": "x", **fields}).structured() == wanted
+
+
+def _json_schema(**fields: Any) -> dict[str, Any]:
+    described = {"name": "one", "schema": SCHEMA, **fields}
+    return {"response_format": {"type": "json_schema", "json_schema": described}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": ["text"]}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (_json_schema(name="two words"), "response_format.json_schema.name"),
+        (_json_schema(name=None), "response_format.json_schema.name"),
+        (_json_schema(strict="yes"), "response_format.json_schema.strict"),
+        (_json_schema(schema=[]), "response_format.json_schema.schema"),
+        (_json_schema(schema={"a": "x" * MAX_CHARACTERS}), "response_format"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "5"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
+    ],
+)
+def test_a_field_that_gives_no_form_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        chat_of({**CHAT, **fields}).structured()
+
+    assert raised.value.param == param
+    assert raised.value.status in (400, 422)

@@ -62,6 +62,7 @@ class TokenTranslation:
                 "n": given.get("n", 1),
                 "top_k": sampling.get("top_k", ALL_TOKENS),
                 **{name: sampling.get(name, usual) for name, usual in _SAMPLING.items()},
+                **_guided(given.get("structured")),
             },
             "output_options": {"logprobs": sampling.get("logprobs")},
             "eos_token_ids": self._eos_token_ids,
@@ -92,6 +93,14 @@ class TokenTranslation:
                 )
             ]
         return made
+
+
+def _guided(structured: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The form of an output, where there is one, by the names that Dynamo has for it."""
+    if structured is None:
+        return {}
+    names = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+    return {"guided_decoding": {name: structured.get(own) for name, own in names.items()}}
 
 
 def _finish_reason(reason: Any) -> Any:

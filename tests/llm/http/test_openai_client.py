@@ -297,10 +297,16 @@ MISFITS: list[tuple[dict[str, Any], Any, str | None, str]] = [
         "give a string",
     ),
     (
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema"}},
+        openai.UnprocessableEntityError,
+        "response_format.json_schema",
+        "give an object with a name and a schema",
+    ),
+    (
+        {"extra_body": {"guided_regex": "("}},
         openai.BadRequestError,
-        "response_format",
-        "only",
+        "guided_regex",
+        "guided_regex: regex cannot be enforced",
     ),
     (
         {"extra_body": {"chat_template": "{{ x }}"}},

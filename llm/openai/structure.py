@@ -1,0 +1,131 @@
+"""The form that an answer is to have, as requests say it: in OpenAI's field, or in vLLM's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+import msgspec
+
+from dynbus.llm.generation import StructuredOutput
+from dynbus.llm.structured import check_structured
+
+from .errors import BadRequest
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+_FORMS: Final = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+"""What vLLM calls them."""
+
+_ANY_OBJECT: Final = {"type": "object"}
+
+
+class StructureFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that say the form of an answer: at most one of them does."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    # The names that vLLM had before.
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def structured(self) -> StructuredOutput | None:
+        """The form of the answer; None for any text.
+
+        Raises:
+            BadRequest: a form does not fit, is too large, or there are several.
+        """
+        found = self._forms()
+        if not found:
+            return None
+        if len(found) > 1:
+            raise BadRequest(
+                f"{' and '.join(found)} each give a form: give one of them",
+                param=list(found)[-1],
+                status=422,
+            )
+        ((param, form),) = found.items()
+        try:
+            check_structured(form)
+        except ValueError as error:
+            raise BadRequest(f"{param}: {error}", param=param) from None
+        return form
+
+    @property
+    def structured_by(self) -> str:
+        """The field that gives the form; empty for none."""
+        return next(iter(self._forms()), "")
+
+    def _forms(self) -> dict[str, StructuredOutput]:
+        found: dict[str, StructuredOutput] = {}
+        if self.response_format is not None:
+            form = _response_format(self.response_format)
+            if form is not None:
+                found["response_format"] = form
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = _structured_outputs(self.structured_outputs)
+        for name in _FORMS:
+            value = getattr(self, f"guided_{name}")
+            if value is not None:
+                found[f"guided_{name}"] = _vllm_form(f"guided_{name}", name, value)
+        return found
+
+
+def _response_format(given: Mapping[str, Any]) -> StructuredOutput | None:
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutput(json_schema=dict(_ANY_OBJECT))
+    if kind != "json_schema":
+        raise _misfit("response_format.type", "give 'text', 'json_object' or 'json_schema'")
+    described = given.get("json_schema")
+    where = "response_format.json_schema"
+    if not isinstance(described, dict):
+        raise _misfit(where, "give an object with a name and a schema")
+    fields = cast("dict[str, Any]", described)
+    name = fields.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _misfit(f"{where}.name", "give 1 to 64 letters, digits, underscores and dashes")
+    if not isinstance(fields.get("strict"), bool | None):
+        raise _misfit(f"{where}.strict", "give true or false")
+    schema = fields.get("schema", _ANY_OBJECT)
+    if not isinstance(schema, dict):
+        raise _misfit(f"{where}.schema", "give a JSON schema")
+    return StructuredOutput(json_schema=cast("dict[str, Any]", schema))
+
+
+def _structured_outputs(given: Mapping[str, Any]) -> StructuredOutput:
+    where = "structured_outputs"
+    asked = {name: value for name, value in given.items() if value not in (None, False)}
+    if asked.pop("json_object", None):
+        asked["json"] = _ANY_OBJECT
+    if len(asked) != 1 or not asked.keys() <= _FORMS.keys():
+        raise _misfit(where, f"give exactly one of {', '.join(_FORMS)} and json_object")
+    ((name, value),) = asked.items()
+    return _vllm_form(f"{where}.{name}", name, value)
+
+
+def _vllm_form(where: str, name: str, value: Any) -> StructuredOutput:
+    if name == "json" and isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise _misfit(where, f"it is not JSON: {error}") from None
+    try:
+        return msgspec.convert({_FORMS[name]: value}, StructuredOutput)
+    except msgspec.ValidationError:
+        wanted = {"json": "a JSON schema", "choice": "a list of strings"}
+        raise _misfit(where, f"give {wanted.get(name, 'a string')}") from None
+
+
+def _misfit(where: str, why: str) -> BadRequest:
+    return BadRequest(f"{where}: {why}", param=where, status=422)
