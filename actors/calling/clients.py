@@ -125,9 +125,14 @@ class EndpointClient:
     def __repr__(self) -> str:
         return f"<EndpointClient {self.endpoint} [{len(self.instance_ids())} instances]>"
 
-    def generate(self, request: Any = None) -> Call:
-        """Call the endpoint on the instance that the client's routing picks."""
-        return self._call(request, self._router)
+    def generate(self, request: Any = None, *, routed_as: Any = None) -> Call:
+        """Call the endpoint on the instance that the client's routing picks.
+
+        Args:
+            routed_as: what a router looks at in place of the request, such as the token ids of its
+                text; None for the request itself.
+        """
+        return self._call(request, self._router, routed_as=routed_as)
 
     def random(self, request: Any = None) -> Call:
         """Call any instance."""
@@ -181,7 +186,9 @@ class EndpointClient:
         made._routers = self._routers
         return made
 
-    def _call(self, request: Any, router: Router, *, instance: str = "") -> Call:
+    def _call(
+        self, request: Any, router: Router, *, instance: str = "", routed_as: Any = None
+    ) -> Call:
         options = combined(current_options(), self._options)
         if instance:
             options = combined({"instance": instance}, options)
@@ -189,7 +196,7 @@ class EndpointClient:
             self._side,
             self.endpoint,
             router,
-            request,
+            request if routed_as is None else routed_as,
             encode_json(request),
             streaming=None,
             # The instance keeps the limit that its handler declares.

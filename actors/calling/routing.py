@@ -40,7 +40,7 @@ class RouteRequest(NamedTuple):
     """What a router may look at.
 
     Attributes:
-        request: the request as the caller gave it.
+        request: the request as the caller gave it, or what it gave as `routed_as`.
         parent: the context of the handler that makes the call, if one does.
         load: tells the load of an instance by id.
         request_id: shared by all attempts, and by all sub-calls of one request.

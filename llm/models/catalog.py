@@ -21,7 +21,7 @@ from dynbus.llm.text.template import ChatTemplate
 from dynbus.llm.text.text_model import TextModel
 from dynbus.llm.text.tokenizer import Tokenizer
 
-from .card import TEMPLATE, TOKENIZER, ModelCard, ModelInput, ModelType, differences
+from .card import TEMPLATE, TOKENIZER, ModelCard, ModelType, differences
 from .records import ADDED, CARDS_STREAM, Artefacts, StoredCard, card_of
 
 logger = logging.getLogger(__name__)
@@ -219,8 +219,8 @@ class Catalog(Openable):
             Unavailable: they cannot be read, or are not there (yet).
             BrokenModel: the tokenizer is none.
         """
-        if card.input is not ModelInput.Tokens or not card.tokenizer_id:
-            raise ValueError(f"the model {card.name} takes text: it has no tokenizer")
+        if not card.tokenizer_id:
+            raise ValueError(f"the model {card.name} has no tokenizer")
         # All that it is made of.
         artefacts = (card.tokenizer_id, card.artefacts.get(TEMPLATE, ""))
         tokens = (tuple(card.eos_token_ids), tuple(sorted(card.special_tokens.items())))

@@ -43,6 +43,7 @@ class _Options(TypedDict, total=False):
     migration_limit: int
     user_data: Mapping[str, Any] | None
     default_sampling: Mapping[str, float] | Literal["openai"] | None
+    tokenizer: str | os.PathLike[str] | None
     progress: OnProgress | None
 
 
@@ -79,6 +80,7 @@ async def register_llm(
     migration_limit: int = 0,
     user_data: Mapping[str, Any] | None = None,
     default_sampling: Mapping[str, float] | Literal["openai"] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     progress: OnProgress | None = None,
 ) -> ModelCard:
     """Say on the bus that an endpoint serves a model, until its instance or process ends.
@@ -107,6 +109,8 @@ async def register_llm(
         default_sampling: how tokens are drawn where a request does not say it, by the names of
             `DefaultSampling`; what is not named is as the model's files recommend. "openai" takes
             nothing of these: temperature 1, and no cut.
+        tokenizer: with `ModelInput.Text`, where the model's files are, or come from: front ends
+            route its requests by their tokens, and send the text all the same.
         progress: called while files are downloaded.
 
     Returns:
@@ -149,7 +153,13 @@ async def register_llm(
     files: list[bytes] = []
     if model_input is ModelInput.Text:
         name = model_name if model_name is not None else _name_of(model_path)
+        if tokenizer is not None:
+            model = await resolve(tokenizer, weights=False, progress=progress)
+            description = await asyncio.to_thread(describe, model)
+            card, files = _with_artefacts(card, description, model)
     else:
+        if tokenizer is not None:
+            raise ConfigError("tokenizer is for ModelInput.Text: model_path has that of tokens")
         model = await resolve(model_path, weights=False, progress=progress)
         name = model_name if model_name is not None else model.name
         description = await asyncio.to_thread(describe, model)
@@ -313,6 +323,23 @@ def _described(
     if kind & ModelType.Backend:
         chat = ModelType.Chat if description.template is not None else ModelType(0)
         kind = (kind & ~ModelType.Backend) | ModelType.Completions | chat
+    described = msgspec.structs.replace(
+        card,
+        types=kind.names,
+        context_length=card.context_length or trained,
+        default_sampling=description.sampling,
+    )
+    return _with_artefacts(described, description, model)
+
+
+def _with_artefacts(
+    card: ModelCard, description: Description, model: LocalModel
+) -> tuple[ModelCard, list[bytes]]:
+    """The card with what front ends need for the model's text, and the artefacts.
+
+    Raises:
+        ConfigError: one is too large to be kept.
+    """
     artefacts = {
         TOKENIZER: description.tokenizer.to_json(),
         CONFIGURATION: configuration_json(description),
@@ -327,9 +354,6 @@ def _described(
             )
     described = msgspec.structs.replace(
         card,
-        types=kind.names,
-        context_length=card.context_length or trained,
-        default_sampling=description.sampling,
         eos_token_ids=list(description.tokenizer.eos_token_ids),
         special_tokens=dict(description.tokenizer.special_tokens),
         artefacts={name: digest_of(data) for name, data in artefacts.items()},

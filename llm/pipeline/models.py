@@ -33,6 +33,13 @@ from dynbus.llm.text.text_model import TextModel
 from . import RoutingChoice
 from .open_model import OpenModel
 from .preparing import ModelLimits, longest_token
+from .routed_prompts import (
+    TOKENIZE,
+    TOKENIZES_KEY,
+    EngineTokenizer,
+    OwnTokenizer,
+    PromptReader,
+)
 from .routers import AdapterRouting, SharedRouters, has_adapter
 from .serving import Part, deliver
 
@@ -273,9 +280,12 @@ class Models:
         router: KvRouter | None = None
         routing: Routing = "least_loaded"
         instances = await self._instances(endpoint, card.lora_name)
+        prompts = await self._prompt_reader(card, endpoint, instances)
         if self._routing != "auto" and self._routing != "kv":
             routing = self._routing
-        elif text is not None and (self._routing == "kv" or _all_say(instances)):
+        elif prompts is not None or (
+            text is not None and (self._routing == "kv" or _all_say(instances))
+        ):
             exact = all(one.metadata.get(profiles.EVENTS_KEY) == "true" for one in instances)
             target = f"{endpoint.namespace}.{endpoint.component}"
             routing = router = await exits.enter_async_context(
@@ -286,7 +296,24 @@ class Models:
         client = await self._runtime.endpoint(endpoint).client(
             routing=routing, wait=INSTANCE_TIMEOUT, migration_limit=card.migration_limit
         )
-        return OpenModel(card, text, limits, client, router, self._relay)
+        return OpenModel(card, text, limits, client, router, self._relay, prompts)
+
+    async def _prompt_reader(
+        self, card: ModelCard, endpoint: EndpointName, instances: list[Instance]
+    ) -> PromptReader | None:
+        """What reads the tokens of requests for engines of text, where these say what they cache;
+        None where nothing does, or nobody would go by them."""
+        goes_by_cache = self._routing in ("auto", "kv") and _all_say(instances)
+        if card.input is not ModelInput.Text or not goes_by_cache:
+            return None
+        if card.tokenizer_id:
+            text = await self._catalog.text_model(card)
+            await _try_template(text)
+            return OwnTokenizer(text)
+        if not all(TOKENIZES_KEY in one.metadata for one in instances):
+            return None
+        asked = EndpointName(endpoint.namespace, endpoint.component, TOKENIZE)
+        return EngineTokenizer(await self._runtime.endpoint(asked).client(routing="least_loaded"))
 
     async def _instances(self, endpoint: EndpointName, lora_name: str) -> list[Instance]:
         """The instances of an endpoint, once there is one, and one with the adapter if it is named;

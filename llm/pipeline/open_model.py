@@ -16,6 +16,7 @@ from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.text.text_model import TextModel
 
 from .preparing import ModelLimits, prepare
+from .routed_prompts import PromptReader, routed_prompt
 from .serving import Completion, Part, RequestTiming, Sink, TextCompletion, TokenCompletion
 
 
@@ -39,6 +40,10 @@ class Inquiry:
 class OpenModel:
     """One model, ready for requests.
 
+    Args:
+        text: of a model that takes tokens; None for one that takes text.
+        prompts: reads the tokens of requests for a router, where that model takes text.
+
     Attributes:
         card: what it says of itself.
         router: None where requests do not go by what is cached.
@@ -52,6 +57,7 @@ class OpenModel:
         client: EndpointClient,
         router: KvRouter | None,
         relay: Relay[Part, bytes],
+        prompts: PromptReader | None = None,
     ) -> None:
         self.card = card
         self.router = router
@@ -59,6 +65,7 @@ class OpenModel:
         self._client = client
         self._relay = relay
         self._limits = limits
+        self._prompts = prompts
 
     def __repr__(self) -> str:
         return f"<OpenModel {self.card.name} at {self.card.endpoint}>"
@@ -79,8 +86,22 @@ class OpenModel:
         """
         request = inquiry.request
         if self._text is None:
+            routed_as = None
+            if self._prompts is not None:
+                routed_as = await routed_prompt(
+                    self._prompts,
+                    request,
+                    inquiry.body,
+                    lora_name=self._limits.lora_name,
+                    cache_salt=inquiry.cache_salt,
+                )
             return TextCompletion(
-                inquiry.body, sink, timing, streams=request.streams, format=inquiry.format
+                inquiry.body,
+                sink,
+                timing,
+                streams=request.streams,
+                format=inquiry.format,
+                routed_as=routed_as,
             )
         prepared = await prepare(
             self._text, self._limits, request, inquiry.format, cache_salt=inquiry.cache_salt

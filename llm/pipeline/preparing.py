@@ -171,6 +171,20 @@ async def _encode_chat(
     )
 
 
+async def encoded_prompts(
+    text: TextModel, request: ChatRequest | CompletionRequest
+) -> list[list[int]]:
+    """The prompts of a request as token ids, whatever the model's limits are.
+
+    Raises:
+        DynbusError: as of `prepare`.
+    """
+    limits = ModelLimits(None, ())
+    if isinstance(request, ChatRequest):
+        return [await _encode_chat(text, limits, request, request.tool_use())]
+    return await _encode_prompts(text, limits, request)
+
+
 async def _encode_prompts(
     text: TextModel, limits: ModelLimits, request: CompletionRequest
 ) -> list[list[int]]:

@@ -285,9 +285,10 @@ class TextCompletion(Completion):
 
     Args:
         request: as JSON.
+        routed_as: what a router looks at in place of it; None where none goes by its tokens.
     """
 
-    __slots__ = ("_frame", "_merged", "_outputs", "_request", "_usage")
+    __slots__ = ("_frame", "_merged", "_outputs", "_request", "_routed_as", "_usage")
 
     def __init__(
         self,
@@ -297,9 +298,11 @@ class TextCompletion(Completion):
         *,
         streams: bool,
         format: AnswerFormat,
+        routed_as: object = None,
     ) -> None:
         super().__init__(format, sink, timing, streams=streams)
         self._request = request
+        self._routed_as = routed_as
         self._frame = format.frame
         self._merged = None if streams else MergedAnswer()
         self._outputs: dict[int, OutputFormat] = {}
@@ -314,7 +317,8 @@ class TextCompletion(Completion):
         return self._usage
 
     async def _send(self, relay: Relay[Part, bytes], client: EndpointClient) -> None:
-        await self._open(relay, client.generate(self._request).raw(), 0)
+        call = client.generate(self._request, routed_as=self._routed_as).raw()
+        await self._open(relay, call, 0)
 
     def take(self, part: int, arrival: Arrival[Part, bytes], now: float) -> None:
         if self._is_over:

@@ -61,7 +61,7 @@ class CacheShape(NamedTuple):
 
 
 def models_of(body: bytes) -> list[ServerModel]:
-    """The models in an answer to `GET /v1/models`, by name.
+    """The models in an answer to `GET /v1/models`, by name; adapters come after the others.
 
     Raises:
         InvalidResponse: it is none.
@@ -82,7 +82,7 @@ def models_of(body: bytes) -> list[ServerModel]:
                     _text(fields.get("root")),
                     _text(fields.get("parent")),
                 )
-    return [found[name] for name in sorted(found)]
+    return sorted(found.values(), key=lambda model: (model.parent, model.name))
 
 
 def cache_in_metrics(text: str) -> CacheShape | None:

@@ -7,11 +7,12 @@ import socket
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import anyio
+import msgspec
 
-from dynbus.bus.errors import ConfigError, DynbusError, Unavailable
+from dynbus.bus.errors import ConfigError, DynbusError, InvalidResponse, Unavailable
 
 from .answers import (
     CacheShape,
@@ -163,6 +164,33 @@ class OpenAiServer:
                 return shape
         return None
 
+    async def tokenizes(self, model: str) -> bool:
+        """Whether it can be asked for the tokens of a text."""
+        try:
+            with anyio.fail_after(LOOK_TIMEOUT):
+                await self.tokens_of({"model": model, "prompt": "a"})
+        except (DynbusError, NotReached, BrokenOff, TimeoutError):
+            return False
+        return True
+
+    async def tokens_of(self, request: Mapping[str, Any]) -> list[int]:
+        """The tokens of a prompt or a chat.
+
+        Raises:
+            NotReached, BrokenOff: the server does not answer.
+            DynbusError: it is refused.
+        """
+        path = self.address.root + "/tokenize"
+        data = msgspec.json.encode(request)
+        try:
+            async with self._client.request("POST", path, self.key.headers, data) as answer:
+                if answer.status != 200:
+                    raise await _refusal(answer)
+                body = await answer.body(MAX_ANSWER)
+            return _read_tokens(body).tokens
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise InvalidResponse(f"POST /tokenize: {error}") from error
+
     async def _check_health(self) -> None:
         answer = await self._get(f"{self.address.root}/health")
         # Those that have no such route serve as well as others.
@@ -182,6 +210,13 @@ class OpenAiServer:
             raise Away(str(error), is_certain=is_certain) from error
         except (BrokenOff, ValueError) as error:
             raise Away(str(error)) from error
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+_read_tokens: Final = msgspec.json.Decoder(_Tokens).decode
 
 
 class _Got:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -21,15 +22,18 @@ from dynbus.bus.errors import (
     InvalidResponse,
     Migrate,
     StreamLost,
+    Unavailable,
 )
 from dynbus.kvrouter.routing import DP_RANK_KEY, profiles
-from dynbus.llm.models.card import MAX_NAME, ModelInput, ModelType, check_name
-from dynbus.llm.models.register import register_llm
+from dynbus.llm.models.card import MAX_NAME, ModelCard, ModelInput, ModelType, check_name
+from dynbus.llm.models.register import register_adapter, register_llm
+from dynbus.llm.pipeline.routed_prompts import TOKENIZES_KEY
 
 from .answers import CacheShape, ServerModel, error_in, is_finished
 from .events import EventReader
 from .http_client import Answer, BrokenOff, NotReached, ServerAddress
 from .server import MAX_ANSWER, Away, OpenAiServer, ServerKey
+from .tokenizing import tokenize_request
 
 if TYPE_CHECKING:
     from dynbus.kvrouter.engines.engine_events import EngineEvents
@@ -72,6 +76,9 @@ class OpenAiWorker(Actor, namespace="llm"):
         ranks: how many data-parallel ranks it has: each publishes at a port of its own, that of
             `kv_events` plus the rank.
         block_size: tokens of a block of its KV cache; 0 asks the server.
+        model: where the tokenizer and the chat template are, by which front ends route requests to
+            the server that has cached most of them: a folder, a repository, or what else
+            `register_llm` takes. Empty has the server itself read the prompts, where it can.
         migration_limit: how often a request that has no output yet may go to another server.
 
     Raises:
@@ -87,6 +94,7 @@ class OpenAiWorker(Actor, namespace="llm"):
         kv_replay: str = "",
         ranks: int = 1,
         block_size: int = 0,
+        model: str = "",
         migration_limit: int = 3,
     ) -> None:
         index = self.worker_index
@@ -106,11 +114,15 @@ class OpenAiWorker(Actor, namespace="llm"):
             raise ConfigError(f"ranks = {ranks}: give {profiles.MAX_DP_SIZE} at most")
         self._ranks = ranks
         self._block_size = block_size
+        self._model = model
         self._migration_limit = migration_limit
         self._server = OpenAiServer(self._address, ServerKey(key_file, key_variable))
         self._cache: CacheShape | None = None
+        self._tokenizes = False
         self._events: EngineEvents | None = None
-        self._known: set[str] = set()
+        self._cards: dict[str, ModelCard] = {}
+        self._adapters: dict[str, asyncio.Event] = {}
+        self._told: set[str] = set()
         self._doubt = anyio.Event()
         self._following: Work | None = None
         self._exits = AsyncExitStack()
@@ -120,6 +132,7 @@ class OpenAiWorker(Actor, namespace="llm"):
             exits.callback(self._server.close)
             models = await self._first_look()
             self._cache = await self._find_cache()
+            self._tokenizes = await self._server.tokenizes(models[0].name)
             if self._kv_events:
                 self._events = await exits.enter_async_context(self._open_events(self._cache))
             await self._register(models)
@@ -134,17 +147,19 @@ class OpenAiWorker(Actor, namespace="llm"):
             await self._exits.aclose()
 
     def instance_metadata(self) -> Mapping[str, str]:
+        told: dict[str, str] = {}
         cache = self._cache
-        if cache is None:
-            return {}
-        told = {
-            profiles.BLOCK_SIZE_KEY: str(cache.block_size),
-            profiles.EVENTS_KEY: "true" if self._events is not None else "false",
-        }
-        if cache.blocks is not None:
-            told[profiles.TOTAL_BLOCKS_KEY] = str(cache.blocks)
+        if cache is not None:
+            told[profiles.BLOCK_SIZE_KEY] = str(cache.block_size)
+            told[profiles.EVENTS_KEY] = "true" if self._events is not None else "false"
+            if cache.blocks is not None:
+                told[profiles.TOTAL_BLOCKS_KEY] = str(cache.blocks)
         if self._ranks > 1:
             told[profiles.DP_SIZE_KEY] = str(self._ranks)
+        if self._adapters:
+            told[profiles.LORAS_KEY] = ",".join(sorted(self._adapters))
+        if self._tokenizes:
+            told[TOKENIZES_KEY] = "true"
         return told
 
     # How long a chunk may take is the server's to say.
@@ -179,6 +194,15 @@ class OpenAiWorker(Actor, namespace="llm"):
             raise Migrate(f"{self._address}: {error}") from error
         except ValueError as error:
             raise InvalidResponse(f"{self._address}: {error}") from error
+
+    @handler(concurrency=None)
+    async def tokenize(self, request: msgspec.Raw) -> list[int]:
+        """The tokens of a request for a chat or a completion, as the server reads it."""
+        try:
+            return await self._server.tokens_of(tokenize_request(bytes(request)))
+        except (NotReached, BrokenOff) as error:
+            self._doubt.set()
+            raise Unavailable(f"{self._address}: {error}") from error
 
     def _headers(self) -> dict[str, str]:
         running = context()
@@ -230,31 +254,71 @@ class OpenAiWorker(Actor, namespace="llm"):
                 await self._follow_models(models)
 
     async def _follow_models(self, models: list[ServerModel]) -> None:
-        gone = self._known - {model.name for model in models}
+        there = {model.name for model in models}
+        gone = sorted(self._cards.keys() - there)
         if gone:
-            self.report_broken(f"{self._address} no longer serves {', '.join(sorted(gone))}")
+            self.report_broken(f"{self._address} no longer serves {', '.join(gone)}")
             return
+        unloaded = self._adapters.keys() - there
+        for name in unloaded:
+            self._adapters.pop(name).set()
+            logger.info("%s no longer serves the adapter %s", self._address, name)
         try:
             await self._register(models)
+            if unloaded:
+                await self.__dynbus_instance__.renew_metadata()
         except DynbusError as error:
-            logger.error("a model of %s is not registered: %s", self._address, error)
+            self._tell(f"a model of {self._address} is not registered: {error}")
 
     async def _register(self, models: list[ServerModel]) -> None:
+        """Register those of the models that are not registered yet.
+
+        Raises:
+            DynbusError: one cannot be.
+        """
         for model in models:
-            if model.name in self._known or not _is_usable(model.name):
+            if model.name in self._cards or model.name in self._adapters:
                 continue
-            await register_llm(
-                ModelInput.Text,
-                ModelType.Chat | ModelType.Completions,
-                self.generate,
-                model.name,
-                model.name,
-                context_length=model.context_length,
-                kv_cache_block_size=self._cache.block_size if self._cache is not None else None,
-                migration_limit=self._migration_limit,
-            )
-            self._known.add(model.name)
-            logger.info("%s serves %s", self._address, model.name)
+            if not _is_usable(model):
+                self._tell(f"{self._address} has a model {model.name[:MAX_NAME]!r}: no usable name")
+            elif model.parent:
+                if model.parent not in self._cards:
+                    continue
+                await self._register_adapter(model)
+            else:
+                await self._register_model(model)
+
+    def _tell(self, problem: str) -> None:
+        """Log a problem, unless that was done before: it is met at each look."""
+        if problem not in self._told:
+            self._told.add(problem)
+            logger.error("%s", problem)
+
+    async def _register_model(self, model: ServerModel) -> None:
+        self._cards[model.name] = await register_llm(
+            ModelInput.Text,
+            ModelType.Chat | ModelType.Completions,
+            self.generate,
+            model.name,
+            model.name,
+            context_length=model.context_length,
+            kv_cache_block_size=self._cache.block_size if self._cache is not None else None,
+            migration_limit=self._migration_limit,
+            tokenizer=self._model or None,
+        )
+        logger.info("%s serves %s", self._address, model.name)
+
+    async def _register_adapter(self, model: ServerModel) -> None:
+        unloaded = self._adapters[model.name] = asyncio.Event()
+        try:
+            # Its requests go to servers alone that say that they have it.
+            await self.__dynbus_instance__.renew_metadata()
+            base = self._cards[model.parent]
+            await register_adapter(self.generate, base, model.name, model.name, unloaded)
+            logger.info("%s serves %s, an adapter of %s", self._address, model.name, model.parent)
+        except BaseException:
+            del self._adapters[model.name]
+            raise
 
     async def _find_cache(self) -> CacheShape | None:
         """How the KV cache of the server is divided; None where nobody knows.
@@ -366,10 +430,10 @@ def _own(name: str, text: str, index: int) -> str:
     return values[index]
 
 
-def _is_usable(name: str) -> bool:
+def _is_usable(model: ServerModel) -> bool:
+    """Whether a model can have its name here; those of adapters are told with commas between."""
     try:
-        check_name(name)
+        check_name(model.name)
     except ConfigError:
-        logger.warning("a model is called %r, which is no name here", name[: MAX_NAME + 1])
         return False
-    return True
+    return not (model.parent and "," in model.name)

@@ -77,6 +77,23 @@ def test_what_a_router_adds_reaches_the_handler_beside_what_the_caller_gave() ->
     assert second == {"tenant": "a", "colour": "red"}
 
 
+def test_a_router_may_be_shown_something_else_than_is_sent() -> None:
+    shown: list[Any] = []
+
+    class Looking(Adding):
+        async def route(self, request: RouteRequest, instances: Sequence[Instance]) -> Route:
+            shown.append(request.request)
+            return await super().route(request, instances)
+
+    async def story(kit: TestKit) -> list[Any]:
+        await kit.start(Echo)
+        client = await kit.caller.endpoint("told.Echo.count").client(routing=Looking())
+        return [item async for item in client.generate(2, routed_as=[1, 2, 3])]
+
+    assert on_a_kit(story) == [0, 1]
+    assert shown == [[1, 2, 3]]
+
+
 def test_a_later_attempt_does_not_keep_what_was_added_for_an_earlier_one() -> None:
     async def story(kit: TestKit) -> Mapping[str, str]:
         refusing = (await kit.start(Echo, instance_id="a")).actor

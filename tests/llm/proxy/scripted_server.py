@@ -35,6 +35,7 @@ class ScriptedServer:
         models: what it serves, as `GET /v1/models` lists it.
         health: the status of `GET /health`.
         metrics: the text of `GET /metrics`; None for no such route.
+        tokenizes: whether it has `POST /tokenize`, whose tokens are the bytes of a text.
         key: what it wants as a key; empty for none.
         asked: the requests for completions that came.
     """
@@ -45,6 +46,7 @@ class ScriptedServer:
         ]
         self.health = 200
         self.metrics: str | None = None
+        self.tokenizes = False
         self.key = ""
         self.asked: list[Asked] = []
         self.port = 0
@@ -91,6 +93,9 @@ class ScriptedServer:
             return await _whole(writer, 200, {"object": "list", "data": self.models})
         if path == "/metrics" and self.metrics is not None:
             return await _whole(writer, 200, self.metrics)
+        if path == "/tokenize" and self.tokenizes:
+            told = json.dumps(asked.body.get("messages") or asked.body["prompt"])
+            return await _whole(writer, 200, {"tokens": list(told.encode())})
         if path not in ("/v1/chat/completions", "/v1/completions"):
             return await _whole(writer, 404, {"detail": "Not Found"})
         self.asked.append(asked)

@@ -14,6 +14,7 @@ import pytest
 from openai import APIError, AsyncOpenAI, BadRequestError, RateLimitError
 from tests.conditions import eventually
 from tests.llm.proxy.scripted_server import ScriptedServer, scripted_server
+from tests.llm.text.tiny_tokenizer import CHATML, tiny_json
 
 from dynbus import call_options
 from dynbus.bus.errors import (
@@ -209,39 +210,87 @@ async def test_the_models_of_a_server_are_those_of_the_bus() -> None:
         card = catalog.models[1].card
         assert (card.input, card.context_length) == (ModelInput.Text, 2000)
 
+        server.models.append({"id": "legal", "parent": "served"})
+        await eventually(lambda: len(catalog.models) == 3)
+        adapter = catalog.models[1].card
+        assert (adapter.base_model, adapter.lora_name) == ("served", "legal")
+        [instance] = kit.started.values()
+        assert instance.actor.instance_metadata()["kv_loras"] == "legal"
+        server.models.pop()
+        await eventually(lambda: [one.card.name for one in catalog.models] == ["later", "served"])
+        server.models = server.models[1:]
+        await eventually(lambda: "no longer serves served" in instance.broken)
+
+
+@asynccontextmanager
+async def front_end(kit: TestKit) -> AsyncGenerator[AsyncOpenAI]:
+    """A client of a front end that serves the model."""
+    front = (await kit.start(Front, port=0)).actor
+    assert isinstance(front, Front)
+    url = f"{front.url}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+
+        async def is_served() -> bool:
+            return [model.id async for model in client.models.list()] == ["served"]
+
+        await eventually(is_served)
+        yield client
+
+
+async def ask(client: AsyncOpenAI, text: str, **more: Any) -> Any:
+    messages: Any = [{"role": "user", "content": text}]
+    return await client.chat.completions.create(model="served", messages=messages, **more)
+
 
 async def test_openai_s_clients_are_answered_through_a_front_end() -> None:
     trace = "a" * 32
-    async with worker() as (kit, server, _client):
-        front = (await kit.start(Front, port=0)).actor
-        assert isinstance(front, Front)
-        url = f"{front.url}/v1"
-        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    async with worker() as (kit, server, _), front_end(kit) as client:
+        headers = {"traceparent": f"00-{trace}-{'b' * 16}-01"}
+        answer = await ask(client, "say all of it", extra_headers=headers)
+        assert server.asked[0].headers["traceparent"].split("-")[1] == trace
+        assert answer.choices[0].message.content == "all of it"
+        stream = await ask(client, "say a b", stream=True)
+        said = [chunk.choices[0].delta.content async for chunk in stream]
+        assert said == ["a", "b", ""]
+        with pytest.raises(BadRequestError, match="bad tools"):
+            await ask(client, 'status 400 {"error": {"message": "bad tools"}}')
+        with pytest.raises(RateLimitError):
+            await ask(client, 'status 429 {"error": {"message": "full"}}')
+        with pytest.raises(APIError) as failed:
+            await ask(client, 'status 500 {"error": {"message": "a secret"}}')
+        assert "a secret" not in str(failed.value)
 
-            async def is_served() -> bool:
-                return [model.id async for model in client.models.list()] == ["served"]
 
-            await eventually(is_served)
+@pytest.mark.parametrize("reader", ["card", "server"])
+async def test_requests_go_to_the_server_that_has_cached_most_of_them(
+    reader: str, tmp_path: Path
+) -> None:
+    """By the tokenizer of the card, or by what the servers tell of their prompts."""
+    (tmp_path / "tokenizer.json").write_bytes(tiny_json())
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": 2}')
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    options = {"model": str(tmp_path)} if reader == "card" else {}
+    async with scripted_server() as one, scripted_server() as other, TestKit() as kit:
+        for server in (one, other):
+            server.metrics = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="500"} 1.0\n'
+            server.tokenizes = reader == "server"
+            await kit.start(OpenAiWorker, url=server.url, **options)
+        async with front_end(kit) as client:
+            for number in range(6):
+                text = f"say {number} " * 40
+                for stream in (False, True):
+                    await ask(client, text, stream=stream)
+                completion: Any = client.completions.create
+                await completion(model="served", prompt=f"{number} of it " * 40)
+                await completion(model="served", prompt=f"{number} of it " * 40)
 
-            async def ask(text: str, **more: Any) -> Any:
-                return await client.chat.completions.create(
-                    model="served", messages=[{"role": "user", "content": text}], **more
-                )
+    def prompts(server: ScriptedServer) -> list[str]:
+        return [str(asked.body.get("messages") or asked.body["prompt"]) for asked in server.asked]
 
-            headers = {"traceparent": f"00-{trace}-{'b' * 16}-01"}
-            answer = await ask("say all of it", extra_headers=headers)
-            assert server.asked[0].headers["traceparent"].split("-")[1] == trace
-            assert answer.choices[0].message.content == "all of it"
-            stream = await ask("say a b", stream=True)
-            said = [chunk.choices[0].delta.content async for chunk in stream]
-            assert said == ["a", "b", ""]
-            with pytest.raises(BadRequestError, match="bad tools"):
-                await ask('status 400 {"error": {"message": "bad tools"}}')
-            with pytest.raises(RateLimitError):
-                await ask('status 429 {"error": {"message": "full"}}')
-            with pytest.raises(APIError) as failed:
-                await ask('status 500 {"error": {"message": "a secret"}}')
-            assert "a secret" not in str(failed.value)
+    assert all(prompts(one).count(prompt) == 2 for prompt in prompts(one))
+    assert len(set(prompts(one))) + len(set(prompts(other))) == 12
+    assert prompts(one)
+    assert prompts(other)
 
 
 async def test_what_cannot_be_used_is_refused() -> None:
