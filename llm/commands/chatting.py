@@ -7,11 +7,12 @@ Ctrl-C interrupts whatever it reads.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from http.client import HTTPException, HTTPResponse
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
@@ -41,6 +42,9 @@ class Refused(Exception):
 
 class Delta(msgspec.Struct, frozen=True):
     content: str | None = None
+    reasoning_content: str | None = None
+    # What some servers call it.
+    reasoning: str | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -53,6 +57,19 @@ class Chunk(msgspec.Struct, frozen=True):
 
     choices: list[Choice] = []
     error: Any = None
+
+
+class Piece(NamedTuple):
+    """A piece of an answer.
+
+    Attributes:
+        reasoning: what the model thinks before it answers.
+        ended: why the answer has ended; None while more comes.
+    """
+
+    content: str
+    reasoning: str
+    ended: str | None
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -117,8 +134,8 @@ class Client:
         except msgspec.DecodeError as error:
             raise Refused(f"{redact_url(self.url)}/models is no list of models: {error}") from None
 
-    def answer(self, request: Mapping[str, Any]) -> Generator[tuple[str, str | None], None, None]:
-        """The pieces of an answer as they come, each with the reason for its end or None.
+    def answer(self, request: Mapping[str, Any]) -> Generator[Piece, None, None]:
+        """The pieces of an answer as they come.
 
         Closing the iterator closes the connection, which cancels the request.
 
@@ -131,7 +148,9 @@ class Client:
             for event in events(self._lines(response)):
                 for choice in self._chunk(event).choices[:1]:
                     is_ended = is_ended or choice.finish_reason is not None
-                    yield choice.delta.content or "", choice.finish_reason
+                    said = choice.delta
+                    reasoning = said.reasoning_content or said.reasoning or ""
+                    yield Piece(said.content or "", reasoning, choice.finish_reason)
             if not is_ended:
                 raise Unavailable("the front end closed the connection in the middle of the answer")
 
@@ -235,7 +254,7 @@ class Conversation:
         """Begin anew, with the instructions alone."""
         self._messages.clear()
 
-    def ask(self, question: str) -> Generator[str, None, None]:
+    def ask(self, question: str) -> Generator[Piece, None, None]:
         """The answer, piece by piece.
 
         What came of it is part of the conversation, also when it was stopped. A question that
@@ -250,10 +269,10 @@ class Conversation:
         pieces: list[str] = []
         try:
             with closing(self._client.answer(request)) as answer:
-                for piece, ended in answer:
-                    pieces.append(piece)
+                for piece in answer:
+                    pieces.append(piece.content)
                     yield piece
-                    if ended == "length":
+                    if piece.ended == "length":
                         notice("[the answer reached its limit of tokens]")
         finally:
             if any(pieces):
@@ -362,22 +381,52 @@ def _answer_in_talk(conversation: Conversation, question: str) -> bool:
 
 
 def _print_answer(conversation: Conversation, question: str) -> None:
-    shows = sys.stdout.isatty()
-    is_begun = False
-    ends_line = False
+    """Print an answer; on a terminal what the model thinks comes before, dim."""
+    printed = _Printed(shows=sys.stdout.isatty())
     with closing(conversation.ask(question)) as pieces:
         try:
             for piece in pieces:
-                # Some models begin with a blank: it is no part of what they say.
-                text = piece if is_begun else piece.lstrip()
-                is_begun = is_begun or bool(text)
-                if text:
-                    ends_line = text.endswith("\n")
-                    sys.stdout.write(_for_terminal(text) if shows else text)
-                    sys.stdout.flush()
+                if printed.shows:
+                    printed.write(piece.reasoning, dim=True)
+                printed.write(piece.content)
         finally:
-            if is_begun and not ends_line:
-                click.echo()
+            printed.end()
+
+
+class _Printed:
+    """What is printed of an answer.
+
+    Attributes:
+        shows: whether it goes to a terminal.
+    """
+
+    def __init__(self, *, shows: bool) -> None:
+        self.shows = shows
+        self._is_begun = False
+        self._is_dim = False
+        self._ends_line = False
+
+    def write(self, text: str, *, dim: bool = False) -> None:
+        """Write a piece."""
+        if self._is_begun and text and dim != self._is_dim:
+            self.end()
+            click.echo()
+            self._is_begun = False
+        # Some models begin with a blank: it is no part of what they say.
+        text = text if self._is_begun else text.lstrip()
+        if not text:
+            return
+        self._is_begun, self._is_dim = True, dim
+        self._ends_line = text.endswith("\n")
+        told = _for_terminal(text) if self.shows else text
+        has_colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        sys.stdout.write(click.style(told, dim=True) if dim and has_colour else told)
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """End the line."""
+        if self._is_begun and not self._ends_line:
+            click.echo()
 
 
 def _for_terminal(text: str) -> str:

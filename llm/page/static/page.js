@@ -140,7 +140,8 @@ async function talk(question) {
   conversation.push({ role: "user", content: question });
   const { message, shown } = addMessage("assistant", "");
   toEnd();
-  const answer = { text: "", began: performance.now(), first: null, tokens: 0, usage: null, id: "" };
+  const thought = make("div", "reasoning");
+  const answer = { text: "", reasoning: "", began: performance.now(), first: null, tokens: 0, usage: null, id: "" };
   const messages = system ? [{ role: "system", content: system }, ...conversation] : conversation;
   running = new AbortController();
   busy(true, message);
@@ -148,6 +149,8 @@ async function talk(question) {
   const paint = () => {
     painted = false;
     const follow = isAtEnd();
+    if (answer.reasoning && !thought.isConnected) message.prepend(thought);
+    thought.textContent = answer.reasoning.trim();
     // Some models begin with a blank.
     shown.textContent = answer.text.trimStart();
     if (follow) toEnd();
@@ -164,11 +167,12 @@ async function talk(question) {
     for await (const event of events(response.body)) {
       if (event.error) throw new Failure(event.error.message || "the answer ended with an error");
       if (event.usage) answer.usage = event.usage;
-      const piece = event.choices?.[0]?.delta?.content;
-      if (piece) {
+      const { content, reasoning_content: reasoning } = event.choices?.[0]?.delta ?? {};
+      if (content || reasoning) {
         answer.first ??= performance.now();
         answer.tokens += 1;
-        answer.text += piece;
+        answer.text += content || "";
+        answer.reasoning += reasoning || "";
         if (!painted) {
           painted = true;
           requestAnimationFrame(paint);

@@ -33,6 +33,7 @@ class Server(ThreadingHTTPServer):
 
     Attributes:
         pieces: of each answer.
+        reasoning: the pieces before them.
         waits: whether an answer does not end before its client leaves.
         refusal: status and body in place of an answer.
         asked: the bodies of the requests.
@@ -44,6 +45,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.pieces: Sequence[str] = ("The answer", " is 42.")
+        self.reasoning: Sequence[str] = ()
         self.models = ["tiny"]
         self.waits = False
         self.refusal: tuple[int, bytes] | None = None
@@ -76,6 +78,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
+        for piece in server.reasoning:
+            self._event({"delta": {"reasoning_content": piece}, "finish_reason": None})
         for piece in server.pieces:
             self._event({"delta": {"content": piece}, "finish_reason": None})
         if server.waits:
@@ -232,6 +236,12 @@ def test_a_question_is_asked_once_and_its_answer_printed(server: Server, chat: C
             "stream": True,
         }
     ]
+
+
+def test_what_a_model_thinks_is_no_part_of_what_a_program_gets(server: Server, chat: Chat) -> None:
+    server.reasoning = ("I think.",)
+
+    assert chat("What is it?").out == "The answer is 42.\n"
 
 
 @pytest.mark.parametrize(
@@ -410,11 +420,13 @@ def test_a_conversation_goes_on_with_what_was_said(server: Server, terminal: Ter
     terminal.wait_for("> ", 3)
     terminal.type("/new\n")
     terminal.wait_for("> ", 4)
+    server.reasoning, server.pieces = ("\nI ", "think."), ("\n\n", *server.pieces)
     terminal.type("/help\n")
     terminal.wait_for("/new begins a new conversation", 2)
     terminal.wait_for("> ", 5)
     terminal.type("three\n")
-    terminal.wait_for("The answer is 42.", 3)
+    # What a model thinks is shown before what it says.
+    terminal.wait_for("I think.\r\n\r\nThe answer is 42.")
     terminal.wait_for("> ", 6)
     terminal.type("\x04")
 
