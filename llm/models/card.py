@@ -83,6 +83,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         default_sampling: for what requests do not say.
         eos_token_ids: which end an output.
         special_tokens: what the template calls `bos_token`, `eos_token` and so on.
+        tool_call_parser, reasoning_parser: what reads tool calls and reasoning out of its text, see
+            `dynbus.llm.parsing.output_parser`; empty for nothing.
         base_model, lora_name: of a base model with a LoRA adapter: the model's name, and by which
             name its engine knows the adapter.
         artefacts: files by name, each with the SHA-256 under which the object store has it.
@@ -101,6 +103,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     default_sampling: DefaultSampling = DefaultSampling()
     eos_token_ids: list[int] = []
     special_tokens: dict[str, str] = {}
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
     base_model: str = ""
     lora_name: str = ""
     artefacts: dict[str, str] = {}

@@ -176,6 +176,7 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     modalities: list[str] | None = None
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -172,6 +172,11 @@ def begins_reasoning(reasoning_parser: str, prompt_end: str) -> bool:
     return end.endswith(thinking.start) or (thinking.always and not end.endswith(thinking.end))
 
 
+def thinking_of(reasoning_parser: str) -> Thinking:
+    """How the reasoning that a parser reads is marked."""
+    return _THINKING[reasoning_parser]
+
+
 def _names(tools: _Tools) -> frozenset[str]:
     """The names of functions; tools of other kinds have none."""
     found = (tool.get("function") for tool in tools)

@@ -270,6 +270,8 @@ class Models:
             card.eos_token_ids,
             sampling=card.default_sampling,
             lora_name=card.lora_name or None,
+            tool_call_parser=card.tool_call_parser,
+            reasoning_parser=card.reasoning_parser,
         )
         if card.input is ModelInput.Tokens:
             text = await self._catalog.text_model(card)

@@ -158,6 +158,8 @@ async def _encode_chat(
         )
     add = True if request.add_generation_prompt is None else request.add_generation_prompt
     variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
     for name in ("messages", "tools", "add_generation_prompt"):
         variables.pop(name, None)
     messages = messages_for_template(request.messages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,6 +15,7 @@ from dynbus.llm.parsing.output_parser import (
     begins_reasoning,
     forced_calls_parser,
     output_parser,
+    thinking_of,
 )
 
 
@@ -56,7 +57,7 @@ def reading_of(
     Raises:
         BadRequest: the parameters of a tool do not fit.
     """
-    begun = bool(reasoning_parser) and begins_reasoning(reasoning_parser, prompt_end)
+    begun = begins_reasoning(reasoning_parser, prompt_end)
     if not use.is_forced:
         parser = partial(
             output_parser,
@@ -86,18 +87,10 @@ def reading_of(
     )
 
 
-_THINKING: Final = {
-    "deepseek_r1": ("<think>", "</think>"),
-    "mistral": ("[THINK]", "[/THINK]"),
-    "qwen3": ("<think>", "</think>"),
-}
-"""What stands around the reasoning, by its parser."""
-
-
 def _after_thinking(
     form: StructuredOutput | None, reasoning_parser: str, *, begun: bool
 ) -> StructuredOutput | None:
-    marks = _THINKING.get(reasoning_parser)
-    if form is None or marks is None:
+    if form is None or not reasoning_parser:
         return form
-    return msgspec.structs.replace(form, thinking=Thinking(*marks, begun))
+    marked = thinking_of(reasoning_parser)
+    return msgspec.structs.replace(form, thinking=Thinking(marked.start, marked.end, begun))
