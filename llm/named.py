@@ -8,11 +8,12 @@ import msgspec
 
 from dynbus.bus.errors import ConfigError
 
+from .embedding import Pooling
 from .engine.interface import EngineLimits
 from .engine.worker import EngineWorker
 from .models.card import ModelCard, ModelInput, ModelType
 from .models.origins import Progress
-from .models.register import register_llm
+from .models.register import register_embeddings, register_llm
 from .models.source import LocalModel, resolve
 
 
@@ -75,6 +76,11 @@ class NamedWorker(EngineWorker, abstract=True):
         self._found = await self.stand_in() if found is None else found
         await super().on_start()
 
+    @property
+    def pooling(self) -> Pooling | None:
+        """How the engine makes embeddings; None where it makes none. For subclasses."""
+        return None
+
     async def on_engine(self, limits: EngineLimits) -> None:
         sampling: Any = self._default_sampling
         if sampling != "openai":
@@ -91,3 +97,5 @@ class NamedWorker(EngineWorker, abstract=True):
             kv_cache_block_size=limits.block_size,
             default_sampling=sampling,
         )
+        if self.pooling is not None:
+            await register_embeddings(self._card, self.embed, self.pooling)

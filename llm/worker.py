@@ -13,6 +13,7 @@ import msgspec
 
 from dynbus.bus.errors import ConfigError
 
+from .embedding import Pooling
 from .engine.interface import Engine
 from .generation import GenerateRequest
 from .mock.engine import MockConfig, MockEngine
@@ -57,6 +58,8 @@ class ModelWorker(NamedWorker, abstract=True):
         default_sampling: for what requests do not say: see `register_llm`; `model` takes what the
             model's files recommend.
         kv_events: whether blocks are found again by later requests, and routers are told of them.
+        pooling: how `small` makes the embedding of a text: of the `mean` of its tokens' states, or
+            of the `last`; `none` for no embeddings.
         speedup_ratio: how many times faster than the modelled engine a mock is.
 
     Raises:
@@ -82,6 +85,7 @@ class ModelWorker(NamedWorker, abstract=True):
         default_sampling: dict[str, float] | Literal["model", "openai"] = "model",
         kv_events: bool = True,
         speedup_ratio: float = 1.0,
+        pooling: Literal["mean", "last", "none"] = "mean",
     ) -> None:
         super().__init__(model, model_name, default_sampling)
         self.engine = engine
@@ -100,6 +104,7 @@ class ModelWorker(NamedWorker, abstract=True):
                 max_num_batched_tokens=max_num_batched_tokens,
                 context_length=context_length,
                 prefix_caching=kv_events,
+                pooling=None if pooling == "none" else pooling,
             )
             # A mock may have to take the place of a model.
             self._mock = MockConfig(
@@ -115,6 +120,10 @@ class ModelWorker(NamedWorker, abstract=True):
         except ValueError as error:
             raise ConfigError(f"{type(self).__name__}: {error}") from None
         self._exits = ExitStack()
+
+    @property
+    def pooling(self) -> Pooling | None:
+        return self._small.pooling if self.engine == "small" else None
 
     async def find_model(self) -> LocalModel | None:
         """The files of the model; None for a mock, which needs none.

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -21,10 +22,12 @@ from dynbus.llm.openai.requests import read_chat, read_completion
 from dynbus.llm.responses.api import ResponsesApi
 
 from .completions import CompletionExchange
-from .exchange import Receive, Scope
+from .embeddings import EmbeddingsExchange
+from .exchange import Exchange, Receive, Scope
 from .metrics import CONTENT_TYPE
 from .openapi import DOCUMENT, PAGE
 from .shared import Caller, Shared
+from .tokens import DetokenizeExchange, TokenizeExchange
 from .writer import JSON, Headers, Send, raw_headers
 
 logger = logging.getLogger(__name__)
@@ -35,7 +38,15 @@ APIS: Final[Mapping[str, Api]] = {
     "/v1/responses": ResponsesApi(),
     "/v1/messages": MessagesApi(),
 }
-"""What is answered by engines, by path."""
+"""What is answered by engines with tokens, by path."""
+
+EXCHANGES: Final[Mapping[str, Callable[[Shared, str, Caller, Scope, Receive, Send], Exchange]]] = {
+    **{path: partial(CompletionExchange, api) for path, api in APIS.items()},
+    "/v1/embeddings": EmbeddingsExchange,
+    "/tokenize": TokenizeExchange,
+    "/detokenize": DetokenizeExchange,
+}
+"""What is asked for by POST, by path."""
 
 OPEN_PATHS: Final = frozenset(("/health", "/ready"))
 """Which orchestrators ask, without a key."""
@@ -116,10 +127,9 @@ class Application:
         try:
             if path not in OPEN_PATHS:
                 caller = shared.authorized(caller)
-            api = APIS.get(path)
-            if api is not None and method == "POST":
-                exchange = CompletionExchange(shared, api, path, caller, scope, receive, send)
-                await exchange.run()
+            make_exchange = EXCHANGES.get(path)
+            if make_exchange is not None and method == "POST":
+                await make_exchange(shared, path, caller, scope, receive, send).run()
                 return
             response = await self._respond(method, path, caller)
         except DynbusError as error:
@@ -133,10 +143,10 @@ class Application:
         page = self._pages.get(path)
         if page is None and path.startswith("/v1/models/"):
             return await self._model(path.removeprefix("/v1/models/"))
-        if page is None and path not in APIS:
+        if page is None and path not in EXCHANGES:
             return _refused(404, f"there is no {path[:200]!r} here; see /docs", "not_found")
         if page is None or method not in ("GET", "HEAD"):
-            allowed = "POST" if path in APIS else "GET"
+            allowed = "POST" if path in EXCHANGES else "GET"
             why = f"{path} takes {allowed}, not {method}"
             return _refused(405, why, "method_not_allowed", [(b"allow", allowed.encode())])
         return await page(caller)

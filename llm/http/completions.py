@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
-
-import msgspec
 
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.answers import AnswerFormat
@@ -30,8 +27,8 @@ class CompletionExchange(Exchange):
 
     def __init__(
         self,
-        shared: Shared,
         api: Api,
+        shared: Shared,
         path: str,
         caller: Caller,
         scope: Scope,
@@ -61,7 +58,7 @@ class CompletionExchange(Exchange):
         self._trace.model_asked(completion_operation(request))
         metrics = self._ask_for(request.model, request.priority or 0)
         timing.observe = metrics.inter_token_latency.observe
-        body = msgspec.Raw(_without_salt(asked.body, caller.tenant))
+        body = self._for_engines(asked.body)
         inquiry = Inquiry(request, body, format, caller.tenant or None)
         begun = time.perf_counter()
         sink: Sink = self._writer
@@ -78,14 +75,3 @@ class CompletionExchange(Exchange):
         timing.sent = time.perf_counter()
         metrics.queue.observe(timing.sent - prepared)
         self._trace.sent(completion.instances, prepared, timing.sent)
-
-
-def _without_salt(data: bytes, tenant: str) -> bytes:
-    """The body for engines that take text: its salt is the tenant's, and never the client's."""
-    if b"cache_salt" not in data and b"\\u" not in data and not tenant:
-        return data
-    fields: dict[str, Any] = msgspec.json.decode(data)
-    fields.pop("cache_salt", None)
-    if tenant:
-        fields["cache_salt"] = tenant
-    return msgspec.json.encode(fields)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import anyio
 import anyio.abc
+import msgspec
 
 from dynbus.bus.clock import monotonic
 from dynbus.bus.context import Context, enter_context
@@ -193,6 +194,17 @@ class Exchange(ABC):
         )
         enter_context(self._context)
         return self._metrics
+
+    def _for_engines(self, body: bytes) -> msgspec.Raw:
+        """A body for engines that take text: its salt is the tenant's, and never the client's."""
+        tenant = self._caller.tenant
+        if b"cache_salt" not in body and b"\\u" not in body and not tenant:
+            return msgspec.Raw(body)
+        fields: dict[str, Any] = msgspec.json.decode(body)
+        fields.pop("cache_salt", None)
+        if tenant:
+            fields["cache_salt"] = tenant
+        return msgspec.Raw(msgspec.json.encode(fields))
 
     def _end(self, error: DynbusError) -> None:
         if self._work is not None:

@@ -9,7 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
+from dynbus.llm.openai.embeddings import EmbeddingsAnswer, EmbeddingsRequest, OneEmbedding
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
+from dynbus.llm.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 
 _STATUSES: Final[Mapping[str, str]] = {
     "400": "The request is not usable.",
@@ -61,6 +63,20 @@ def _completion(kind: str, schema: str, summary: str) -> dict[str, Any]:
     }
 
 
+def _whole(summary: str, asked: Mapping[str, Any], answered: Mapping[str, Any]) -> dict[str, Any]:
+    """A path that is asked by POST, and whose answer is never a stream."""
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": asked}},
+            },
+            "responses": _responses({"application/json": {"schema": answered}}),
+        }
+    }
+
+
 def _get(summary: str) -> dict[str, Any]:
     content = {"application/json": {"schema": {"type": "object"}}}
     return {
@@ -72,9 +88,22 @@ def _get(summary: str) -> dict[str, Any]:
 
 
 def _document() -> dict[str, Any]:
-    (chat, completion), schemas = msgspec.json.schema_components(
-        (ChatRequest, CompletionRequest), ref_template="#/components/schemas/{name}"
+    (chat, completion, *others), schemas = msgspec.json.schema_components(
+        (
+            ChatRequest,
+            CompletionRequest,
+            EmbeddingsRequest,
+            EmbeddingsAnswer,
+            OneEmbedding,
+            TokenizeRequest,
+            Tokenized,
+            DetokenizeRequest,
+            Detokenized,
+        ),
+        ref_template="#/components/schemas/{name}",
     )
+    embeddings, one, tokens, texts = others[0:2], others[2], others[3:5], others[5:7]
+    schemas["EmbeddingsAnswer"]["properties"]["data"]["items"] = one
     schemas["Error"] = {
         "type": "object",
         "properties": {
@@ -97,6 +126,9 @@ def _document() -> dict[str, Any]:
             "/v1/completions": _completion(
                 "text_completion", completion["$ref"], "Continue a text."
             ),
+            "/v1/embeddings": _whole("Embed texts.", *embeddings),
+            "/tokenize": _whole("Give the tokens of a text or a conversation.", *tokens),
+            "/detokenize": _whole("Give the text of tokens.", *texts),
             "/v1/models": _get("List the models that can be asked."),
             "/v1/models/{model}": _get("Tell of one model."),
             "/health": _get("Tell whether the process works."),

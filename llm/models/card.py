@@ -43,7 +43,7 @@ class ModelType(Flag):
     Attributes:
         Chat: chat completions.
         Completions: completions of a text. `Completion` is another name of it.
-        Embedding: embeddings.
+        Embedding: embeddings, of tokens by `EmbedRequest`.
         Backend: tokens go in and come out. Chat, where the model has a template, and completions
             are made of it.
     """
@@ -81,6 +81,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         migration_limit: how often a request may be moved to another instance.
         user_data: whatever the worker says beside.
         default_sampling: for what requests do not say.
+        pooling: how embeddings are made of the states of tokens: `mean` or `last`; empty where
+            nobody said.
         eos_token_ids: which end an output.
         special_tokens: what the template calls `bos_token`, `eos_token` and so on.
         tool_call_parser, reasoning_parser: what reads tool calls and reasoning out of its text, see
@@ -101,6 +103,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     migration_limit: int = 0
     user_data: dict[str, Any] | None = None
     default_sampling: DefaultSampling = DefaultSampling()
+    pooling: str = ""
     eos_token_ids: list[int] = []
     special_tokens: dict[str, str] = {}
     tool_call_parser: str = ""

@@ -15,6 +15,7 @@ from dynbus.actors.runtime import Actor
 from dynbus.bus.clock import unix_time
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import EndpointName
+from dynbus.llm.embedding import Pooling
 from dynbus.llm.engine.worker import EngineWorker
 from dynbus.llm.generation import DefaultSampling
 
@@ -208,6 +209,35 @@ async def register_adapter(
     # Its files are kept for the model.
     await publish_card(target._replace(ended=(*target.ended, unloaded)), card, ())
     return card
+
+
+async def register_embeddings(
+    card: ModelCard, endpoint: Actor | Callable[..., Any], pooling: Pooling
+) -> ModelCard:
+    """Say on the bus that an endpoint makes embeddings of a model that is registered for its
+    tokens.
+
+    Args:
+        card: of the model, from `register_llm`.
+
+    Returns:
+        The card for embeddings, as it is stored.
+
+    Raises:
+        ConfigError: another card of this name says otherwise, and in what.
+        Unavailable: JetStream does not answer.
+    """
+    target = _target(endpoint)
+    made = msgspec.structs.replace(
+        card,
+        endpoint=str(target.endpoint),
+        types=ModelType.Embedding.names,
+        default_sampling=DefaultSampling(),
+        pooling=pooling,
+    )
+    # Its artefacts are those of the model, which keeps them.
+    await publish_card(target, made, ())
+    return made
 
 
 # What is checked --------------------------------------------------------------------------------

@@ -39,6 +39,9 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
+Priority = Annotated[int, Meta(ge=-9999, le=99999)]
+
+
 class EngineFields(StructureFields, frozen=True, kw_only=True):
     """What engines know beyond the fields of each interface, by the names that others use too."""
 
@@ -48,7 +51,7 @@ class EngineFields(StructureFields, frozen=True, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    priority: Annotated[int, Meta(ge=-9999, le=99999)] | None = None
+    priority: Priority | None = None
 
     @property
     def engine_fields(self) -> dict[str, Any]:
@@ -226,25 +229,29 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
         Raises:
             BadRequest: there is none, or something else, or there are too many.
         """
-        given = self.prompt
-        if isinstance(given, str) or _is_token_ids(given):
-            return [cast("str | list[int]", given)]
-        prompts = _items(given)
-        if not prompts or not all(isinstance(one, str) or _is_token_ids(one) for one in prompts):
-            raise BadRequest(
-                "prompt: give a string, a list of strings, a list of token ids, or a list of such "
-                "lists; none of them empty",
-                param="prompt",
-                status=422,
-            )
-        if len(prompts) > MAX_PROMPTS:
-            raise BadRequest(
-                f"prompt: {len(prompts)} prompts are too many for one request; give at most "
-                f"{MAX_PROMPTS}",
-                param="prompt",
-                status=422,
-            )
-        return prompts
+        return texts_of(self.prompt, "prompt", MAX_PROMPTS)
+
+
+def texts_of(given: Any, field: str, most: int) -> list[str | list[int]]:
+    """The texts of a field, each as text or as token ids.
+
+    Raises:
+        BadRequest: there is none, or something else, or there are more than `most`.
+    """
+    if isinstance(given, str) or _is_token_ids(given):
+        return [cast("str | list[int]", given)]
+    texts = _items(given)
+    if len(texts) > most:
+        raise misfit(
+            field, f"{len(texts)} {field}s are too many for one request; give at most {most}"
+        )
+    if not texts or not all(isinstance(one, str) or _is_token_ids(one) for one in texts):
+        raise misfit(
+            field,
+            "give a string, a list of strings, a list of token ids, or a list of such lists; none "
+            "of them empty",
+        )
+    return texts
 
 
 def _is_token_ids(given: Any) -> bool:

@@ -45,7 +45,10 @@ from .serving import Part, deliver
 
 logger = logging.getLogger(__name__)
 
-SERVED: Final = ModelType.Chat | ModelType.Completions | ModelType.Backend
+SERVED: Final = ModelType.Chat | ModelType.Completions | ModelType.Embedding | ModelType.Backend
+
+WITH_PREFIXES: Final = SERVED & ~ModelType.Embedding
+"""What is routed by the prompts that are cached: embeddings share few, and most use none."""
 
 AWAY_TIMEOUT: Final = 30.0
 """Seconds for which a model whose last instance has gone is only away: it may come back."""
@@ -275,7 +278,8 @@ class Models:
         )
         if card.input is ModelInput.Tokens:
             text = await self._catalog.text_model(card)
-            await _try_template(text)
+            if card.type & WITH_PREFIXES:
+                await _try_template(text)
             longest = await asyncio.to_thread(longest_token, text)
             limits = limits._replace(longest_token=longest)
         endpoint = EndpointName.parse(card.endpoint)
@@ -286,7 +290,9 @@ class Models:
         if self._routing != "auto" and self._routing != "kv":
             routing = self._routing
         elif prompts is not None or (
-            text is not None and (self._routing == "kv" or _all_say(instances))
+            text is not None
+            and card.type & WITH_PREFIXES
+            and (self._routing == "kv" or _all_say(instances))
         ):
             exact = all(one.metadata.get(profiles.EVENTS_KEY) == "true" for one in instances)
             target = f"{endpoint.namespace}.{endpoint.component}"
@@ -305,7 +311,9 @@ class Models:
     ) -> PromptReader | None:
         """What reads the tokens of requests for engines of text, where these say what they cache;
         None where nothing does, or nobody would go by them."""
-        goes_by_cache = self._routing in ("auto", "kv") and _all_say(instances)
+        goes_by_cache = (
+            card.type & WITH_PREFIXES and self._routing in ("auto", "kv") and _all_say(instances)
+        )
         if card.input is not ModelInput.Text or not goes_by_cache:
             return None
         if card.tokenizer_id:
@@ -361,10 +369,22 @@ async def _try_template(text: TextModel) -> None:
 
 
 def _not_for_this(card: ModelCard, wanted: ModelType) -> BadRequest:
-    is_chat = ModelType.Chat in wanted
-    other = "/v1/completions" if is_chat else "/v1/chat/completions"
-    kind = "chats" if is_chat else "completions"
-    return BadRequest(f"the model {card.name} takes no {kind}: use {other}", param="model")
+    kind = next(kind for one, kind in _KINDS.items() if one in wanted)
+    others = [path for one, path in _PATHS.items() if one & card.type]
+    use = f": use {' or '.join(others)}" if others else ""
+    return BadRequest(f"the model {card.name} takes no {kind}{use}", param="model")
+
+
+_KINDS: Final = {
+    ModelType.Chat: "chats",
+    ModelType.Completions: "completions",
+    ModelType.Embedding: "embeddings",
+}
+_PATHS: Final = {
+    ModelType.Chat: "/v1/chat/completions",
+    ModelType.Completions: "/v1/completions",
+    ModelType.Embedding: "/v1/embeddings",
+}
 
 
 def _all_say(instances: list[Instance]) -> bool:

@@ -12,9 +12,12 @@ from dynbus.bus.errors import Draining
 from dynbus.kvrouter import KvRouter
 from dynbus.llm.answers import AnswerFormat
 from dynbus.llm.models.card import ModelCard, ModelType
+from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest
+from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.text.text_model import TextModel
 
+from .embedding import Embeddings, TextEmbeddings, prepare_embeddings
 from .preparing import ModelLimits, prepare
 from .routed_prompts import PromptReader, routed_prompt
 from .serving import Completion, Part, RequestTiming, Sink, TextCompletion, TokenCompletion
@@ -108,6 +111,53 @@ class OpenModel:
         )
         return TokenCompletion(prepared, sink, timing)
 
+    async def prepare_embeddings(
+        self,
+        request: EmbeddingsRequest,
+        body: msgspec.Raw,
+        format: EmbeddingsFormat,
+        cache_salt: str | None,
+    ) -> Embeddings | TextEmbeddings:
+        """A request for embeddings as engines take it.
+
+        Args:
+            body: all of it, for engines that take text.
+            cache_salt: texts share cached blocks only where it is the same.
+
+        Raises:
+            BadRequest: it does not fit the model.
+            InvalidRequest: a text cannot be encoded.
+        """
+        if self._text is None:
+            return TextEmbeddings(body)
+        return await prepare_embeddings(
+            self._text, self._limits, request, format, cache_salt=cache_salt
+        )
+
+    async def embed(self, embeddings: Embeddings | TextEmbeddings) -> bytes:
+        """Have engines make embeddings; the answer.
+
+        Raises:
+            DynbusError: they could not be made.
+        """
+        try:
+            return await embeddings.run(self._client)
+        except Draining as error:
+            raise self._going_away() from error
+
+    @property
+    def text(self) -> TextModel:
+        """Its tokenizer and its template.
+
+        Raises:
+            BadRequest: it has none here.
+        """
+        if self._text is None:
+            raise BadRequest(
+                f"the model {self.card.name} takes text: it has no tokenizer here", param="model"
+            )
+        return self._text
+
     async def begin(self, completion: Completion) -> None:
         """Send a request to an engine; its answer goes to the sink from now on.
 
@@ -119,7 +169,8 @@ class OpenModel:
         try:
             await completion.begin(self._relay, self._client)
         except Draining as error:
-            # Its router was closed with it, or the last of its instances drains.
-            raise Draining(
-                f"the model {self.card.name} goes away; ask again", started=False
-            ) from error
+            raise self._going_away() from error
+
+    def _going_away(self) -> Draining:
+        # Its router was closed with it, or the last of its instances drains.
+        return Draining(f"the model {self.card.name} goes away; ask again", started=False)

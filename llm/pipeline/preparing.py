@@ -83,7 +83,7 @@ async def prepare(
     if isinstance(request, ChatRequest):
         check_chat(request)
         use = request.tool_use()
-        prompt = await _encode_chat(text, limits, request, use)
+        prompt = await encode_chat(text, limits, request, use)
         # Only reasoning may have begun in the prompt.
         end = text.end_of(prompt) if limits.reasoning_parser else ""
         reading = reading_of(limits.tool_call_parser, limits.reasoning_parser, use, end, structured)
@@ -106,7 +106,7 @@ async def prepare(
             param="n",
         )
     for prompt in prompts:
-        _check_length(prompt, max_tokens, limits.context_length, what, request.model)
+        check_length(prompt, max_tokens, limits.context_length, what, request.model)
     stops = request.stops()
     own_stops = request.stop_token_ids or []
     sampling = request.sampling(logprobs, limits.sampling)
@@ -149,9 +149,16 @@ async def _check_grammar(param: str, structured: StructuredOutput) -> None:
         raise BadRequest(f"{param}: {error}", param=param) from None
 
 
-async def _encode_chat(
+async def encode_chat(
     text: TextModel, limits: ModelLimits, request: ChatRequest, use: ToolUse
 ) -> list[int]:
+    """The tokens of a conversation, as the model's template writes it.
+
+    Raises:
+        BadRequest: a message does not fit, or they are too long, or the model has no template.
+        InvalidRequest: the template refuses the conversation.
+        BrokenTemplate: the template does not work.
+    """
     if text.template is None:
         raise BadRequest(
             f"the model {request.model} has no chat template: use /v1/completions", param="model"
@@ -164,7 +171,7 @@ async def _encode_chat(
         variables.pop(name, None)
     messages = messages_for_template(request.messages)
     characters = sum(len(message.get("content") or "") for message in messages)
-    _check_characters(characters, limits, "messages", request.model)
+    check_characters(characters, limits, "messages", request.model)
     return await text.encode_chat(
         messages,
         tools=use.tools or None,
@@ -183,7 +190,7 @@ async def encoded_prompts(
     """
     limits = ModelLimits(None, ())
     if isinstance(request, ChatRequest):
-        return [await _encode_chat(text, limits, request, request.tool_use())]
+        return [await encode_chat(text, limits, request, request.tool_use())]
     return await _encode_prompts(text, limits, request)
 
 
@@ -193,9 +200,9 @@ async def _encode_prompts(
     given = request.prompts()
     for one in given:
         if isinstance(one, str):
-            _check_characters(len(one), limits, "prompt", request.model)
+            check_characters(len(one), limits, "prompt", request.model)
         else:
-            _check_length(one, request.limit, limits.context_length, "prompt", request.model)
+            check_length(one, request.limit, limits.context_length, "prompt", request.model)
     return [await text.encode(one) if isinstance(one, str) else one for one in given]
 
 
@@ -207,7 +214,7 @@ def longest_token(text: TextModel) -> int | None:
     return max(map(len, raw.get_vocab()), default=None)
 
 
-def _check_characters(characters: int, limits: ModelLimits, what: str, model: str) -> None:
+def check_characters(characters: int, limits: ModelLimits, what: str, model: str) -> None:
     """Refuse a text that cannot fit, whatever its tokens are."""
     if limits.longest_token is None or limits.context_length is None:
         return
@@ -221,19 +228,24 @@ def _check_characters(characters: int, limits: ModelLimits, what: str, model: st
         )
 
 
-def _check_length(
+def check_length(
     prompt: Sequence[int], max_tokens: int | None, limit: int | None, what: str, model: str
 ) -> None:
-    length = len(prompt)
+    """Refuse a prompt that is empty, or too long for what is to follow it.
+
+    Args:
+        max_tokens: that are to follow; None for one at least, 0 for none.
+    """
+    length, room = len(prompt), 1 if max_tokens is None else max_tokens
     if not length:
         raise BadRequest(f"{what}: it has no tokens; give at least one", param=what)
-    if limit is None or length + (max_tokens or 1) <= limit:
+    if limit is None or length + room <= limit:
         return
-    wanted = f" and max_tokens={max_tokens}" if max_tokens is not None else ""
+    wanted = f" and max_tokens={max_tokens}" if max_tokens else ""
     raise BadRequest(
         f"the context of {model} has {limit} tokens, and {what} has {length}{wanted}: "
-        f"{length + (max_tokens or 1)} in all; shorten {what}"
-        + (" or max_tokens" if max_tokens is not None and length < limit else ""),
+        f"{length + room} in all; shorten {what}"
+        + (" or max_tokens" if max_tokens and length < limit else ""),
         param=what,
         reason="context_length_exceeded",
     )

@@ -90,9 +90,13 @@ class TextModel:
         )
         return await self._in_thread(lambda: self._encode(render(), special=False))
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, all at once."""
-        return await self._in_thread(partial(self.tokenizer.decode, token_ids))
+    async def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of tokens, all at once.
+
+        Args:
+            special: write special tokens out, which are left out otherwise.
+        """
+        return await self._in_thread(partial(self.tokenizer.decode, token_ids, special=special))
 
     def end_of(self, prompt: Sequence[int]) -> str:
         """The last characters of a prompt, special tokens written out; 64 unless it is shorter."""

@@ -12,6 +12,7 @@ from tests.llm.text.tiny_tokenizer import CHATML, tiny_tokenizer
 
 from dynbus import Actor, InvalidRequest, Overloaded, context, handler
 from dynbus.bus.telemetry.telemetry import Telemetry
+from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
 from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
@@ -27,7 +28,8 @@ class ScriptedEngine(Actor, namespace="test"):
 
     def __init__(self) -> None:
         self.requests: list[GenerateRequest] = []
-        self.running = 0
+        self.texts: list[EmbedRequest] = []
+        self.running = self.most_running = 0
         self.left = asyncio.Event()
         self.metadata: list[Mapping[str, str]] = []
         self.ids: list[str] = []
@@ -92,6 +94,30 @@ class ScriptedEngine(Actor, namespace="test"):
                     logprobs=[logprob] if wanted is not None else None,
                 )
 
+    @handler(concurrency=None)
+    async def embed(self, request: EmbedRequest) -> Embedded:
+        """Numbers that tell of the text, or a failure."""
+        self.texts.append(request)
+        self.metadata.append(context().metadata)
+        word = tiny_tokenizer().decode(request.token_ids).partition(" ")[0]
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            if word == "fail":
+                raise ValueError("a secret of the engine")
+            if word == "overloaded":
+                raise Overloaded("the engine is full", retry_after=0.01)
+            if word == "silent":
+                await asyncio.sleep(600)
+            if word == "broken":
+                return Embedded([float("nan")])
+            await asyncio.sleep(0)
+            numbers = [float(len(request.token_ids)), float(request.token_ids[0]), 0.1]
+            return Embedded(numbers[: request.dimensions], cached_tokens=1)
+        finally:
+            self.running -= 1
+            self.left.set()
+
 
 class PlainEngine(Actor, namespace="test"):
     """A worker by hand: it takes a JSON object and gives others."""
@@ -137,6 +163,14 @@ class TextEngine(Actor, namespace="test"):
                     }
                 ],
             }
+
+    @handler
+    async def embed(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What it was asked for."""
+        self.requests.append(request)
+        told = {"object": "embedding", "index": 0, "embedding": [0.5]}
+        usage = {"prompt_tokens": 7, "total_tokens": 7}
+        return {"object": "list", "data": [told], "model": request["model"], "usage": usage}
 
 
 def card(name: str, endpoint: str, **fields: Any) -> ModelCard:
@@ -228,5 +262,5 @@ async def served(
         chosen: dict[str, Any] = {"port": 0, "grace": 1.0, **settings}
         config = HttpSettings(**chosen)
         async with HttpFrontEnd(kit.caller, catalog, config) as front_end:
-            await eventually(lambda: len(front_end.shared.models.names) == len(cards))
+            await eventually(lambda: len(front_end.shared.models.served) == len(cards))
             yield Served(kit, front_end, catalog)

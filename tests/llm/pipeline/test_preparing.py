@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 class _Unread(TextModel):
     """A model of whose tokens nobody may want the text."""
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         raise AssertionError("decoded")
 
 

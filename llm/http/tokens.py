@@ -1,0 +1,72 @@
+"""Requests for the tokens of a text, or the text of tokens, which take no engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import msgspec
+
+from dynbus.bus.errors import DynbusError
+from dynbus.llm.openai.errors import BadRequest, ErrorAnswer, answer_of
+from dynbus.llm.openai.tokens import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    read_detokenize,
+    read_tokenize,
+)
+from dynbus.llm.pipeline.models import SERVED
+from dynbus.llm.pipeline.open_model import OpenModel
+from dynbus.llm.pipeline.tokens import detokenize, tokenize
+
+from .exchange import Exchange
+
+
+class TokensExchange(Exchange):
+    """A request that is answered by the tokenizer of a model."""
+
+    def _refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
+        return answer_of(error, request_id)
+
+    async def _ask_tokenizer(self, name: str | None) -> OpenModel:
+        """The model of a name, or the only one."""
+        models = self._shared.models
+        if name is None:
+            known = models.names
+            if len(known) != 1:
+                among = ", ".join(known) or "none at present"
+                raise BadRequest(f"model: say which; the models are: {among}", param="model")
+            name = known[0]
+        model = await models.get(name, SERVED)
+        self._ask_for(name, 0)
+        return model
+
+    def _end_with(self, answer: msgspec.Struct) -> None:
+        assert self._metrics is not None
+        prepared = self._timing.prepared = time.perf_counter()
+        self._metrics.preparing.observe(prepared - self._timing.began)
+        self._writer.write([msgspec.json.encode(answer)])
+        self._writer.end(None)
+
+
+class TokenizeExchange(TokensExchange):
+    """A request for the tokens of a text or a conversation."""
+
+    def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
+        return partial(self._tokenize, read_tokenize(data))
+
+    async def _tokenize(self, request: TokenizeRequest) -> None:
+        model = await self._ask_tokenizer(request.model)
+        self._end_with(await tokenize(model.card, model.text, request))
+
+
+class DetokenizeExchange(TokensExchange):
+    """A request for the text of tokens."""
+
+    def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
+        return partial(self._detokenize, read_detokenize(data))
+
+    async def _detokenize(self, request: DetokenizeRequest) -> None:
+        model = await self._ask_tokenizer(request.model)
+        self._end_with(await detokenize(model.text, request))

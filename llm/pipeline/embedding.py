@@ -1,0 +1,202 @@
+"""Embeddings of texts: each is a call of its own, and some of a request run at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import anyio
+import msgspec
+
+from dynbus import call_options
+from dynbus.actors.calling.clients import EndpointClient
+from dynbus.bus.errors import Cancelled, DynbusError, InvalidResponse
+from dynbus.bus.protocol.tokens import random_id
+from dynbus.llm.answers import Usage
+from dynbus.llm.embedding import Embedded, EmbedRequest
+from dynbus.llm.openai.embeddings import EmbeddingsFormat, EmbeddingsRequest
+from dynbus.llm.text.text_model import TextModel
+
+from .preparing import ModelLimits, check_characters, check_length
+
+MOST_AT_ONCE: Final = 16
+"""Texts of one request that engines have at a time: what others ask for comes between."""
+
+_decode: Final = msgspec.json.Decoder(Embedded).decode
+
+
+class Embeddings:
+    """The embeddings of a request's texts, of an engine that takes tokens.
+
+    Args:
+        requests: one for each text.
+        format: how the answer is told.
+    """
+
+    finish_reasons: Sequence[str] = ()
+
+    def __init__(self, requests: Sequence[EmbedRequest], format: EmbeddingsFormat) -> None:
+        self.answer_id = format.id
+        self.instances: list[str] = []
+        self._requests = requests
+        self._format = format
+        self._scope = anyio.CancelScope()
+        self._cached = 0
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens of its texts."""
+        return Usage(sum(len(one.token_ids) for one in self._requests), 0, self._cached)
+
+    async def run(self, client: EndpointClient) -> bytes:
+        """Have all texts embedded; the answer.
+
+        Raises:
+            DynbusError: one of them could not be embedded; the others are left.
+            Cancelled: it was left.
+        """
+        told = [msgspec.Raw()] * len(self._requests)
+        failed: list[DynbusError] = []
+        places = iter(range(len(told)))
+
+        async def work() -> None:
+            for place in places:
+                try:
+                    told[place] = await self._embed(client, place)
+                except DynbusError as error:
+                    failed.append(error)
+                    tasks.cancel_scope.cancel()
+
+        with self._scope:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(min(MOST_AT_ONCE, len(told))):
+                    tasks.start_soon(work)
+        if failed:
+            raise failed[0]
+        if self._scope.cancelled_caught:
+            raise Cancelled("the request was left")
+        return self._format.whole(told, self.usage)
+
+    def cancel(self, error: DynbusError | None = None) -> None:
+        """Leave it: engines stop."""
+        self._scope.cancel()
+
+    async def _embed(self, client: EndpointClient, place: int) -> msgspec.Raw:
+        data = await _result(client, self._requests[place], self.instances)
+        try:
+            embedded = _decode(data)
+            vector = embedded.vector()
+        except ValueError as error:
+            raise InvalidResponse(f"what the engine gave is no embedding: {error}") from None
+        self._cached += embedded.cached_tokens
+        return self._format.embedding(place, vector)
+
+
+class _Used(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    usage: _Used = _Used()
+
+
+class TextEmbeddings:
+    """The embeddings of an engine that takes OpenAI's request, and gives the whole answer.
+
+    Args:
+        body: the request.
+    """
+
+    answer_id = ""
+    finish_reasons: Sequence[str] = ()
+
+    def __init__(self, body: msgspec.Raw) -> None:
+        self.instances: list[str] = []
+        self.usage: Usage | None = None
+        self._body = body
+        self._scope = anyio.CancelScope()
+
+    async def run(self, client: EndpointClient) -> bytes:
+        """Have the engine answer.
+
+        Raises:
+            DynbusError: it could not.
+            Cancelled: it was left.
+        """
+        with self._scope:
+            answer = await _result(client, self._body, self.instances)
+            try:
+                used = msgspec.json.decode(answer, type=_Answer).usage
+            except msgspec.MsgspecError as error:
+                raise InvalidResponse(f"what the engine gave is no answer: {error}") from None
+            self.usage = Usage(used.prompt_tokens, 0)
+            return answer
+        raise Cancelled("the request was left")
+
+    def cancel(self, error: DynbusError | None = None) -> None:
+        """Leave it: the engine stops."""
+        self._scope.cancel()
+
+
+async def _result(client: EndpointClient, request: Any, instances: list[str]) -> bytes:
+    """What an endpoint gives, as its result or as the only item of a stream.
+
+    The call has no effect, so that it may be repeated on another instance.
+
+    Args:
+        instances: the id of the instance is added, unless it is there.
+
+    Raises:
+        DynbusError: the call failed, or gave nothing.
+    """
+    with call_options(idempotency_key=random_id()):
+        call = client.generate(request).raw()
+    try:
+        found: Any = await call
+        if isinstance(found, bytes):
+            return found
+        async for item in found:
+            data: bytes = item
+            return data
+    finally:
+        await call.aclose()
+        if call.instance_id and call.instance_id not in instances:
+            instances.append(call.instance_id)
+    raise InvalidResponse("the engine gave no embedding")
+
+
+async def prepare_embeddings(
+    text: TextModel,
+    limits: ModelLimits,
+    request: EmbeddingsRequest,
+    format: EmbeddingsFormat,
+    *,
+    cache_salt: str | None,
+) -> Embeddings:
+    """A request with its texts as token ids.
+
+    Args:
+        cache_salt: see `EmbedRequest`.
+
+    Raises:
+        BadRequest: a text does not fit, or is too long.
+        InvalidRequest: a text cannot be encoded.
+    """
+    special = request.add_special_tokens is not False
+    requests: list[EmbedRequest] = []
+    for one in request.texts():
+        if isinstance(one, str):
+            check_characters(len(one), limits, "input", request.model)
+            token_ids = await text.encode(one, special=special)
+        else:
+            token_ids = one
+        check_length(token_ids, 0, limits.context_length, "input", request.model)
+        requests.append(
+            EmbedRequest(
+                token_ids,
+                request.dimensions,
+                cache_salt=cache_salt,
+                priority=request.priority or 0,
+            )
+        )
+    return Embeddings(requests, format)

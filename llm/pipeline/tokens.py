@@ -1,0 +1,49 @@
+"""The tokens of a text or a conversation, and the text of tokens, for whoever asks for these."""
+
+from __future__ import annotations
+
+from dynbus.llm.models.card import ModelCard
+from dynbus.llm.openai.errors import misfit
+from dynbus.llm.openai.requests import check_chat
+from dynbus.llm.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from dynbus.llm.text.text_model import TextModel
+
+from .preparing import ModelLimits, encode_chat
+
+_NO_LIMITS = ModelLimits(None, ())
+
+
+async def tokenize(card: ModelCard, text: TextModel, request: TokenizeRequest) -> Tokenized:
+    """The tokens that the model gets for a text, or for a conversation.
+
+    Raises:
+        BadRequest: a message does not fit, or the model has no template.
+        InvalidRequest: the template refuses the conversation, or the text cannot be encoded.
+        BrokenTemplate: the template does not work.
+    """
+    if request.prompt is not None:
+        special = request.add_special_tokens is not False
+        tokens = await text.encode(request.prompt, special=special)
+    else:
+        chat = request.chat(card.name)
+        check_chat(chat)
+        # Whoever counts tokens may want to know how many are too many.
+        tokens = await encode_chat(text, _NO_LIMITS, chat, chat.tool_use())
+    written = None
+    if request.return_token_strs:
+        name_of = text.tokenizer.raw.id_to_token
+        written = [name_of(token) or "" for token in tokens]
+    return Tokenized(len(tokens), card.context_length or 0, tokens, written)
+
+
+async def detokenize(text: TextModel, request: DetokenizeRequest) -> Detokenized:
+    """The text of tokens.
+
+    Raises:
+        BadRequest: a token is none of the model's.
+    """
+    name_of = text.tokenizer.raw.id_to_token
+    for token in set(request.tokens):
+        if name_of(token) is None:
+            raise misfit("tokens", f"{token} is no token of the model")
+    return Detokenized(await text.decode(request.tokens, special=True))
