@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
+from dynbus.bus.errors import Unavailable
 from dynbus.bus.extras import how_to_install
 
+from . import grammar_checking
+from .cores import usable_cores
 from .generation import StructuredOutput
+from .grammar_checking import STACK, CheckAnswer, CheckRequest
+from .sandbox import Sandbox, SandboxEnded
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
 T = TypeVar("T")
 
-MAX_CHARACTERS: Final = 128 << 10
-"""Of a schema as JSON, of a regular expression, of a grammar, and of all choices together."""
+MAX_BYTES: Final = 128 << 10
+"""Of a schema, a regular expression, a grammar, or all choices together, as JSON."""
 MAX_CHOICES: Final = 4096
 MAX_MARKER: Final = 64
 """Characters of each text around thinking."""
@@ -46,15 +55,15 @@ def check_structured(structured: StructuredOutput) -> None:
     ):
         raise ValueError(f"choice: give 1 to {MAX_CHOICES} texts, none of them empty")
     try:
-        size = len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
+        size = len(msgspec.json.encode(value)) - (2 if isinstance(value, str) else 0)
     except RecursionError:
         raise ValueError(f"{name} is nested too deeply: flatten it, for example by $defs") from None
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} is no JSON: {error}") from None
+        raise ValueError(f"{name} cannot be written as JSON: {error}") from None
     if not size:
         raise ValueError(f"{name} is empty: give one, or leave it out")
-    if size > MAX_CHARACTERS:
-        raise ValueError(f"{name} has {size} characters: at most {MAX_CHARACTERS} are taken")
+    if size > MAX_BYTES:
+        raise ValueError(f"{name} has {size} bytes as JSON: at most {MAX_BYTES} are taken")
     thinking = structured.thinking
     if thinking is not None and not (
         0 < len(thinking.start) <= MAX_MARKER and 0 < len(thinking.end) <= MAX_MARKER
@@ -64,9 +73,16 @@ def check_structured(structured: StructuredOutput) -> None:
 
 # What llguidance makes of it ----------------------------------------------------------------
 
-STACK: Final = 256 << 20
-"""Bytes for a thread that reads a grammar: the library calls itself once for each rule that leads
-to another, and what it needs beyond its stack ends the process. Only what is used is real."""
+MAX_SECONDS: Final = 2.0
+"""Of processor time to check a form; those in use take milliseconds."""
+MAX_KNOWN: Final = 4096
+"""Forms that are known to be sound, and not checked again."""
+
+CHECKERS: Final = Sandbox(Path(grammar_checking.__file__), usable_cores())
+"""The processes that check forms for this one."""
+
+_threads: Final = ThreadPoolExecutor(usable_cores(), thread_name_prefix="dynbus-grammars")
+_sound: Final[set[bytes]] = set()
 
 _JSON_OPTIONS: Final[Any] = {
     # Enough to indent; without an end a model may write nothing else.
@@ -79,20 +95,40 @@ _MAX_REASON: Final = 400
 _stack_size: Final = threading.Lock()
 
 
-def check_grammar(structured: StructuredOutput) -> None:
-    """Check that a form can be had. Takes up to a second: to be called in a thread.
+async def check_grammar(structured: StructuredOutput) -> None:
+    """Check that a form can be had, in a process of its own that it may end.
 
     Raises:
         ValueError: it cannot, and why.
+        Unavailable: there can be no such process.
     """
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(_threads, _check_grammar, structured)
+
+
+def _check_grammar(structured: StructuredOutput) -> None:
     check_structured(structured)
-    guidance = library()
-    grammar, limits = grammar_of(structured), limits_of(guidance)
-    problem = with_deep_stack(
-        lambda: guidance.LLMatcher.validate_grammar(grammar, None, limits=limits)
-    )
-    if problem:
-        raise refusal(structured, problem)
+    grammar = grammar_of(structured)
+    digest = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
+    if digest in _sound:
+        return
+    request = msgspec.json.encode(CheckRequest(grammar, MAX_SECONDS))
+    try:
+        answer = msgspec.json.decode(CHECKERS.ask(request), type=CheckAnswer)
+    except SandboxEnded as error:
+        raise refusal(
+            structured,
+            f"it takes more than {MAX_SECONDS:g} s of processor time"
+            if error.time_is_over
+            else "it takes too much memory",
+        ) from None
+    except OSError as error:
+        raise Unavailable(f"no process can be started to check a form: {error}") from error
+    if answer.problem:
+        raise refusal(structured, answer.problem)
+    if len(_sound) >= MAX_KNOWN:
+        _sound.clear()
+    _sound.add(digest)
 
 
 def grammar_of(structured: StructuredOutput) -> str:

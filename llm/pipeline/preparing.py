@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-import anyio.to_thread
 from tokenizers import decoders
 
 from dynbus.llm.answers import AnswerFormat
@@ -144,7 +143,7 @@ async def prepare(
 
 async def _check_grammar(param: str, structured: StructuredOutput) -> None:
     try:
-        await anyio.to_thread.run_sync(check_grammar, structured, abandon_on_cancel=True)
+        await check_grammar(structured)
     except ValueError as error:
         raise BadRequest(f"{param}: {error}", param=param) from None
 

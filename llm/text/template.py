@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from dynbus.bus.errors import DynbusError, InvalidRequest
+from dynbus.llm.cores import usable_cores
+from dynbus.llm.sandbox import Sandbox, SandboxEnded
 
-from .renderers import RENDERERS, RendererEnded
+from . import rendering
 from .rendering import RenderAnswer, RenderRequest
 
 MAX_SOURCE: Final = 1024 * 1024
@@ -17,6 +20,12 @@ MAX_SOURCE: Final = 1024 * 1024
 
 MAX_SECONDS: Final = 2.0
 """Of processor time for one prompt; the templates in use take milliseconds."""
+
+
+RENDERERS: Final = Sandbox(Path(rendering.__file__), usable_cores())
+"""The processes that render for this one."""
+
+_ANSWERS: Final = msgspec.json.Decoder(RenderAnswer)
 
 
 class BrokenTemplate(DynbusError):
@@ -111,8 +120,8 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest(f"the conversation is no JSON: {error}") from None
         try:
-            answer = RENDERERS.ask(data)
-        except RendererEnded as error:
+            answer = _ANSWERS.decode(RENDERERS.ask(data))
+        except SandboxEnded as error:
             raise self._broken(
                 f"it takes more than {self._seconds:g} s of processor time"
                 if error.time_is_over

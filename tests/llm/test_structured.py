@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
 
+from dynbus.llm import structured
 from dynbus.llm.generation import StructuredOutput, Thinking
 from dynbus.llm.openai.errors import BadRequest
 from dynbus.llm.openai.requests import chat_of, completion_of
-from dynbus.llm.structured import MAX_CHARACTERS, MAX_CHOICES, check_structured
+from dynbus.llm.structured import CHECKERS, MAX_BYTES, MAX_CHOICES, check_grammar, check_structured
 
 
 @pytest.mark.parametrize(
@@ -40,7 +43,8 @@ def _nested(depth: int) -> dict[str, Any]:
         (StructuredOutput(), "has no form: give exactly one of json_schema, regex"),
         (StructuredOutput(regex="a", choice=["a"]), "has regex and choice: give exactly one"),
         (StructuredOutput(regex=""), "regex is empty"),
-        (StructuredOutput(grammar="a" * (MAX_CHARACTERS + 1)), "grammar has 131073 characters"),
+        (StructuredOutput(grammar="a" * (MAX_BYTES + 1)), "grammar has 131073 bytes"),
+        (StructuredOutput(regex="\ud800"), "regex cannot be written as JSON"),
         (StructuredOutput(choice=[]), f"choice: give 1 to {MAX_CHOICES} texts"),
         (StructuredOutput(choice=["a", ""]), "none of them empty"),
         (StructuredOutput(choice=["a"] * (MAX_CHOICES + 1)), "choice: give"),
@@ -51,6 +55,39 @@ def _nested(depth: int) -> dict[str, Any]:
 def test_what_is_no_form_or_too_large_is_refused(structured: StructuredOutput, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check_structured(structured)
+
+
+def _chain(rules: int) -> str:
+    """Each rule leads to the next."""
+    return "\n".join(["start: r0", *(f"r{at}:r{at + 1}" for at in range(rules)), f'r{rules}: "a"'])
+
+
+def _bomb(terminals: int) -> str:
+    """Each terminal is twice the next."""
+    rules = (f"R{at}: R{at + 1} R{at + 1}" for at in range(terminals))
+    return "\n".join(["start: R0", *rules, f'R{terminals}: "a"'])
+
+
+@pytest.mark.anyio
+async def test_what_takes_a_process_all_its_stack_or_time_is_found_in_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(structured, "MAX_SECONDS", 0.5)
+    with pytest.raises(ValueError, match="grammar cannot be enforced: it takes more than 0.5 s"):
+        await check_grammar(StructuredOutput(grammar=_bomb(5000)))
+    # It would need more stack than the threads of most systems have.
+    await check_grammar(StructuredOutput(grammar=_chain(9000)))
+
+
+@pytest.mark.anyio
+async def test_a_form_is_checked_though_the_process_that_checks_was_ended() -> None:
+    await check_grammar(StructuredOutput(regex="a{3}"))
+    (process,) = CHECKERS.idle
+    os.kill(process, signal.SIGKILL)
+
+    await check_grammar(StructuredOutput(regex="a{4}"))
+    with pytest.raises(ValueError, match=r"regex cannot be enforced: .*unclosed group"):
+        await check_grammar(StructuredOutput(regex="("))
 
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -111,7 +148,7 @@ def _json_schema(**fields: Any) -> dict[str, Any]:
         (_json_schema(name=None), "response_format.json_schema.name"),
         (_json_schema(strict="yes"), "response_format.json_schema.strict"),
         (_json_schema(schema=[]), "response_format.json_schema.schema"),
-        (_json_schema(schema={"a": "x" * MAX_CHARACTERS}), "response_format"),
+        (_json_schema(schema={"a": "x" * MAX_BYTES}), "response_format"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": "5"}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from dynbus.bus.errors import InvalidRequest
-from dynbus.llm.text.renderers import RENDERERS
-from dynbus.llm.text.template import MAX_SOURCE, BrokenTemplate, ChatTemplate
+from dynbus.llm.text.template import MAX_SOURCE, RENDERERS, BrokenTemplate, ChatTemplate
 
 from .tiny_tokenizer import CHATML
 

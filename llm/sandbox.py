@@ -1,4 +1,9 @@
-"""The processes that render chat templates, seen from the one that they render for."""
+"""Processes that do what a stranger may have made dangerous, seen from the one that they do it for.
+
+What a request or a model brings along may compute without end, take all memory, or end the process.
+Each program of a sandbox limits its own time and memory. It reads requests and writes answers, each
+one line of JSON, and ends when its input does.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +14,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Final
-
-import msgspec
-
-from dynbus.llm.cores import usable_cores
-
-from . import rendering
-from .rendering import RenderAnswer
 
 
-class RendererEnded(Exception):
-    """A process ended while it rendered.
+class SandboxEnded(Exception):
+    """A process ended while it worked.
 
     Attributes:
         time_is_over: the system ended it, since it took too much processor time.
@@ -31,75 +28,77 @@ class RendererEnded(Exception):
         self.time_is_over = time_is_over
 
 
-class Renderers:
-    """Processes that render, each started when it is needed. They end with this one.
+class Sandbox:
+    """Processes that run one program, each started when it is needed. They end with this one.
 
     Args:
+        program: its path.
         limit: how many there are at most; who needs another waits.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, program: Path, limit: int) -> None:
+        self._program = program
         self._free = threading.BoundedSemaphore(limit)
         self._lock = threading.Lock()
-        self._idle: list[_Renderer] = []
+        self._idle: list[_Process] = []
+        atexit.register(self.close)
 
     @property
     def idle(self) -> list[int]:
         """The process ids of those that have nothing to do."""
         with self._lock:
-            return [renderer.process.pid for renderer in self._idle]
+            return [one.process.pid for one in self._idle]
 
-    def ask(self, request: bytes) -> RenderAnswer:
-        """The answer to an encoded request. Waits: to be called in a thread.
+    def ask(self, request: bytes) -> bytes:
+        """The answer to a request, each a line without its end. Waits: to be called in a thread.
 
         Raises:
-            RendererEnded: there is none.
+            SandboxEnded: there is none.
             OSError: no process can be started.
         """
         with self._free:
-            while (renderer := self._take()) is not None:
+            while (process := self._take()) is not None:
                 try:
-                    return self._ask(renderer, request)
-                except RendererEnded as error:
+                    return self._ask(process, request)
+                except SandboxEnded as error:
                     # It may have been ended before it was asked.
                     if error.time_is_over:
                         raise
-            return self._ask(_Renderer(), request)
+            return self._ask(_Process(self._program), request)
 
     def close(self) -> None:
         """End the processes that have nothing to do."""
-        while (renderer := self._take()) is not None:
-            renderer.end()
+        while (process := self._take()) is not None:
+            process.end()
 
-    def _take(self) -> _Renderer | None:
+    def _take(self) -> _Process | None:
         with self._lock:
             return self._idle.pop() if self._idle else None
 
-    def _ask(self, renderer: _Renderer, request: bytes) -> RenderAnswer:
+    def _ask(self, process: _Process, request: bytes) -> bytes:
         try:
-            answer = renderer.ask(request)
+            answer = process.ask(request)
         except BaseException:
-            renderer.end()
+            process.end()
             raise
         with self._lock:
-            self._idle.append(renderer)
+            self._idle.append(process)
         return answer
 
 
-class _Renderer:
+class _Process:
     """One process; one thread at a time uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Path) -> None:
         self.process = subprocess.Popen(
             # Its own folder must not be on the path.
-            [sys.executable, "-P", str(Path(rendering.__file__))],
+            [sys.executable, "-P", str(program)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self._decoder = msgspec.json.Decoder(RenderAnswer)
 
-    def ask(self, request: bytes) -> RenderAnswer:
+    def ask(self, request: bytes) -> bytes:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -109,8 +108,8 @@ class _Renderer:
         except OSError:
             line = b""
         if not line.endswith(b"\n"):
-            raise RendererEnded(time_is_over=self.process.wait() == -signal.SIGPROF)
-        return self._decoder.decode(line)
+            raise SandboxEnded(time_is_over=self.process.wait() == -signal.SIGPROF)
+        return line[:-1]
 
     def end(self) -> None:
         self.process.kill()
@@ -119,9 +118,3 @@ class _Renderer:
             with contextlib.suppress(OSError):  # Something was not written any more.
                 pipe.close()
         self.process.wait()
-
-
-RENDERERS: Final = Renderers(usable_cores())
-"""Those of this process."""
-
-atexit.register(RENDERERS.close)
