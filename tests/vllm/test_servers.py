@@ -1,0 +1,228 @@
+"""Two `vllm serve` behind their workers: where requests go, and one that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import msgspec
+import pytest
+from openai import APIError, AsyncOpenAI
+from tests.conditions import PATIENCE, eventually
+from tests.vllm.conftest import ENVIRONMENT, START_TIMEOUT
+
+from dynbus import Runtime
+from dynbus.bus.nats.server_process import RunningServer, free_port
+from dynbus.kvrouter import KvRouter, block_hashes
+from dynbus.llm.http.frontend import HttpFrontEnd
+from dynbus.llm.http.settings import HttpSettings
+from dynbus.llm.models.catalog import Catalog
+from dynbus.llm.proxy import OpenAiWorker
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
+
+BLOCK: Final = 32
+OPTIONS: Final = (
+    "--served-model-name=tiny",
+    "--dtype=float32",
+    "--max-model-len=1024",
+    "--enforce-eager",
+    "--max-num-seqs=16",
+    f"--block-size={BLOCK}",
+    "--num-gpu-blocks-override=96",
+    "--enable-prompt-tokens-details",
+)
+
+
+class Server:
+    """A `vllm serve`, which publishes its events."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.events = f"ipc://{folder}/events"
+        self.replay = f"ipc://{folder}/replay"
+        self.log = folder / "server.log"
+        self._folder = folder
+        self._model = model
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.events,
+            "replay_endpoint": self.replay,
+        }
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += [f"--model={self._model}", f"--port={self.port}", "--host=127.0.0.1", *OPTIONS]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, f"--kv-events-config={json.dumps(events)}"],
+                cwd=self._folder,
+                env=os.environ | ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """End it with all its processes, which say nothing more."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(PATIENCE)
+
+
+@contextmanager
+def workers(folder: Path, url: str, servers: list[Server], model: Path) -> Generator[Path]:
+    """A `dynbus run` of a worker for each server; where its log is."""
+    log = folder / "run.log"
+    own = {
+        "workers": len(servers),
+        "url": ",".join(server.url for server in servers),
+        "kv_events": ",".join(server.events for server in servers),
+        "kv_replay": ",".join(server.replay for server in servers),
+        "model": str(model),
+    }
+    options = [f"--OpenAiWorker.{name}={value}" for name, value in own.items()]
+    command = [sys.executable, "-m", "dynbus", "run", "dynbus.llm.proxy:OpenAiWorker"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--nats", url, *options], cwd=folder, stdout=output, stderr=output
+        )
+    try:
+        yield log
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
+
+
+@pytest.fixture
+def servers(tmp_path: Path, tiny_model: Path) -> Iterator[list[Server]]:
+    """Two of them, on the way to be there."""
+    with ExitStack() as stack:
+        found: list[Server] = []
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            found.append(Server(tmp_path / name, tiny_model))
+            found[-1].start()
+            stack.callback(found[-1].kill)
+        yield found
+
+
+@asynccontextmanager
+async def front_end(runtime: Runtime) -> AsyncGenerator[tuple[HttpFrontEnd, AsyncOpenAI]]:
+    async with (
+        Catalog(runtime) as catalog,
+        HttpFrontEnd(runtime, catalog, HttpSettings(port=0)) as front,
+        AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield front, client
+
+
+async def test_two_servers_are_one_fleet_and_one_of_them_may_die(
+    tmp_path: Path, own_server: RunningServer, servers: list[Server], tiny_model: Path
+) -> None:
+    """Requests go where the router expects their blocks, which are there. Then one server is
+    killed in the middle of a stream, is withdrawn, and comes back."""
+    with workers(tmp_path, own_server.url, servers, tiny_model) as log:
+        async with (
+            Runtime.connect(own_server.url) as runtime,
+            front_end(runtime) as (front, client),
+        ):
+            there = runtime.client(OpenAiWorker)
+
+            def count() -> int:
+                return len(runtime.instance_ids(OpenAiWorker))
+
+            def is_routed() -> bool:
+                served = front.shared.models.served
+                return count() == 2 and bool(served) and served[0].router is not None
+
+            try:
+                await eventually(is_routed, START_TIMEOUT)
+            except AssertionError:
+                raise AssertionError(
+                    log.read_text()[-3000:] + servers[0].log.read_text()[-3000:]
+                ) from None
+            router = front.shared.models.served[0].router
+            assert router is not None
+            assert not await asked_in_turn(client, router, there, 30)
+
+            before = set(runtime.instance_ids(OpenAiWorker))
+            streams = [await endless(client, number) for number in range(2)]
+            for stream in streams:
+                await anext(stream)
+            servers[0].kill()
+            ended = await asyncio.gather(*map(drained, streams), return_exceptions=True)
+            assert sorted(isinstance(one, APIError) for one in ended) == [False, True]
+            await eventually(lambda: count() == 1, START_TIMEOUT, what="one is withdrawn")
+            assert await answer(client, "and now")
+            servers[0].start()
+            await eventually(lambda: count() == 2, START_TIMEOUT, what="it is back")
+            assert len(before & set(runtime.instance_ids(OpenAiWorker))) == 1
+            assert not await asked_in_turn(client, router, there, 10)
+
+
+async def asked_in_turn(
+    client: AsyncOpenAI, router: KvRouter, worker: OpenAiWorker, count: int
+) -> list[str]:
+    """Where the router was wrong of so many chats, each asked once it knows what became of the one
+    before."""
+    random = Random("documents")
+    follower = router.follower
+    assert follower is not None
+    differing: list[str] = []
+    for number in range(count):
+        document = f"document {random.randrange(6)} " * random.randrange(20, 60)
+        messages: Any = [{"role": "user", "content": f"{document} question {number} {'?' * 40}"}]
+        body = {"model": "tiny", "messages": messages, "max_tokens": 2}
+        tokens = await worker.tokenize(msgspec.Raw(msgspec.json.encode(body)))
+        create: Any = client.chat.completions.create
+        said = await create(**body, extra_headers={"X-Request-Id": f"turn-{number}"})
+        decision = router.latest_decisions(1)[0]
+        told = said.usage.prompt_tokens_details
+        reused = told.cached_tokens if told is not None else 0
+        hashes = block_hashes(tokens, BLOCK)
+        assert said.usage.prompt_tokens == len(tokens)
+
+        def is_known(chosen: Any = decision.chosen, hashes: Any = hashes) -> bool:
+            found = follower.overlaps(hashes).get(chosen)
+            return found is not None and found.total == len(hashes)
+
+        await eventually(is_known, what=f"the router knows what request {number} left")
+        if reused != decision.expected_reuse:
+            differing.append(f"{number}: {reused}, expected {decision.expected_reuse}")
+    return differing
+
+
+async def endless(client: AsyncOpenAI, number: int) -> Any:
+    create: Any = client.chat.completions.create
+    messages = [{"role": "user", "content": f"number {number} " * 50}]
+    return await create(
+        model="tiny",
+        messages=messages,
+        max_tokens=600,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+
+
+async def drained(stream: Any) -> int:
+    return len([chunk async for chunk in stream])
+
+
+async def answer(client: AsyncOpenAI, text: str) -> Any:
+    messages: Any = [{"role": "user", "content": text}]
+    create: Any = client.chat.completions.create
+    return (await create(model="tiny", messages=messages, max_tokens=3)).choices[0]
