@@ -11,7 +11,13 @@ from dynbus.bus.errors import ConfigError
 from .embedding import Pooling
 from .engine.interface import EngineLimits
 from .engine.worker import EngineWorker
-from .models.card import ModelCard, ModelInput, ModelType
+from .models.card import (
+    ModelCard,
+    ModelInput,
+    ModelType,
+    check_reasoning_parser,
+    check_tool_call_parser,
+)
 from .models.origins import Progress
 from .models.register import register_embeddings, register_llm
 from .models.source import LocalModel, resolve
@@ -26,6 +32,11 @@ class NamedWorker(EngineWorker, abstract=True):
         model_name: by which requests ask for it; unless given, what its files are called.
         default_sampling: for what requests do not say: see `register_llm`; `model` takes what the
             model's files recommend.
+        tool_call_parser, reasoning_parser: how its outputs have tool calls and reasoning: see
+            `register_llm`.
+
+    Raises:
+        ConfigError: there is no parser of such a name.
     """
 
     def __init__(
@@ -33,10 +44,17 @@ class NamedWorker(EngineWorker, abstract=True):
         model: str,
         model_name: str = "",
         default_sampling: dict[str, float] | Literal["model", "openai"] = "model",
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         self.model = model
         self.model_name = model_name
         self._default_sampling = default_sampling
+        # Before an engine is made, which may take minutes.
+        check_tool_call_parser(tool_call_parser)
+        check_reasoning_parser(reasoning_parser)
+        self._tool_call_parser = tool_call_parser
+        self._reasoning_parser = reasoning_parser
         self._found: LocalModel | None = None
         self._card: ModelCard | None = None
 
@@ -96,6 +114,8 @@ class NamedWorker(EngineWorker, abstract=True):
             context_length=limits.context_length,
             kv_cache_block_size=limits.block_size,
             default_sampling=sampling,
+            tool_call_parser=self._tool_call_parser,
+            reasoning_parser=self._reasoning_parser,
         )
         if self.pooling is not None:
             await register_embeddings(self._card, self.embed, self.pooling)

@@ -61,6 +61,8 @@ class ModelWorker(NamedWorker, abstract=True):
         pooling: how `small` makes the embedding of a text: of the `mean` of its tokens' states, or
             of the `last`; `none` for no embeddings.
         speedup_ratio: how many times faster than the modelled engine a mock is.
+        tool_call_parser, reasoning_parser: how its outputs have tool calls and reasoning, such as
+            `hermes` and `qwen3`; `auto` goes by the chat template: see `register_llm`.
 
     Raises:
         ConfigError: a value is not usable.
@@ -86,8 +88,10 @@ class ModelWorker(NamedWorker, abstract=True):
         kv_events: bool = True,
         speedup_ratio: float = 1.0,
         pooling: Literal["mean", "last", "none"] = "mean",
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
-        super().__init__(model, model_name, default_sampling)
+        super().__init__(model, model_name, default_sampling, tool_call_parser, reasoning_parser)
         self.engine = engine
         of_mock = blocks or BLOCKS
         try:

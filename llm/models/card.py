@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum, Flag, auto
 from hashlib import blake2b
 from typing import Any, Final, cast
@@ -12,6 +12,7 @@ import msgspec
 from dynbus.bus.errors import ConfigError
 from dynbus.bus.protocol.names import EndpointName
 from dynbus.llm.generation import DefaultSampling
+from dynbus.llm.parsing.output_parser import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 VERSION: Final = 1
 MAX_NAME: Final = 256
@@ -85,10 +86,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             nobody said.
         eos_token_ids: which end an output.
         special_tokens: what the template calls `bos_token`, `eos_token` and so on.
-        tool_call_parser, reasoning_parser: what reads tool calls and reasoning out of its text, see
-            `dynbus.llm.parsing.output_parser`; empty for nothing.
         base_model, lora_name: of a base model with a LoRA adapter: the model's name, and by which
             name its engine knows the adapter.
+        tool_call_parser, reasoning_parser: what reads tool calls and reasoning in the text of its
+            outputs, of those of `dynbus.llm.parsing`; empty where nothing does, or nobody said.
         artefacts: files by name, each with the SHA-256 under which the object store has it.
         created: Unix seconds at which it was registered.
     """
@@ -135,6 +136,11 @@ def differences(mine: ModelCard, other: ModelCard) -> list[str]:
     if not mine.type & other.type:
         return []
     ours, theirs = _fields(mine), _fields(other)
+    for name in ("tool_call_parser", "reasoning_parser"):
+        if not (ours.get(name) and theirs.get(name)):
+            # Workers of an earlier version do not say it.
+            ours.pop(name, None)
+            theirs.pop(name, None)
     return [
         f"{key} is {_brief(ours.get(key))} here and {_brief(theirs.get(key))} there"
         for key in sorted({*ours, *theirs})
@@ -213,6 +219,34 @@ def check_sampling(given: object, what: str) -> DefaultSampling:
         return msgspec.convert(given, DefaultSampling)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{what} {given!r} is not usable: {error}") from None
+
+
+def check_tool_call_parser(given: object) -> str | None:
+    """The parser of tool calls that a worker asks for; empty for "none", None for "auto".
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    return _check_parser("tool_call_parser", given, TOOL_CALL_PARSERS)
+
+
+def check_reasoning_parser(given: object) -> str | None:
+    """The parser of reasoning that a worker asks for; empty for "none", None for "auto".
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    return _check_parser("reasoning_parser", given, REASONING_PARSERS)
+
+
+def _check_parser(what: str, given: object, known: Collection[str]) -> str | None:
+    if given == "auto":
+        return None
+    if given == "none":
+        return ""
+    if isinstance(given, str) and given in known:
+        return given
+    raise ConfigError(f"{what} {given!r} is not known: give auto, none, or {', '.join(known)}")
 
 
 def model_token(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from dynbus.llm.generation import DefaultSampling
+from dynbus.llm.parsing.detection import detected_reasoning_parser, detected_tool_call_parser
 from dynbus.llm.text.template import MAX_SOURCE, ChatTemplate
 from dynbus.llm.text.tokenizer import Tokenizer
 from dynbus.llm.weights.errors import BrokenModel
@@ -44,6 +45,7 @@ class Description:
         template: of its chat; None for a model without.
         sampling: for what requests do not say.
         configuration: its `config.json`, or what a GGUF file says instead.
+        tool_call_parser, reasoning_parser: what its template tells of its outputs: see `ModelCard`.
     """
 
     tokenizer: Tokenizer
@@ -51,6 +53,14 @@ class Description:
     template: str | None
     configuration: Mapping[str, Any]
     sampling: DefaultSampling = DefaultSampling()
+
+    @property
+    def tool_call_parser(self) -> str:
+        return detected_tool_call_parser(self.template or "")
+
+    @property
+    def reasoning_parser(self) -> str:
+        return detected_reasoning_parser(self.template or "")
 
 
 def describe(model: LocalModel) -> Description:
@@ -139,11 +149,24 @@ def _template(folder: Path) -> str | None:
     if given is None:
         given = read_json_object(folder / "chat_template.json").get("chat_template")
     if isinstance(given, list):
-        # Several by name; the others are for tools and documents.
-        several = cast("list[object]", given)
-        named = [cast("dict[str, object]", one) for one in several if isinstance(one, dict)]
-        given = next((one.get("template") for one in named if one.get("name") == "default"), None)
+        given = _of_several(cast("list[object]", given))
     return given if isinstance(given, str) and given else None
+
+
+def _of_several(given: list[object]) -> object:
+    """One template of several by name: the default, and where there are tools the one for them."""
+    found: dict[object, object] = {}
+    for one in given:
+        if isinstance(one, dict):
+            named = cast("dict[str, object]", one)
+            name = named.get("name")
+            if name in ("default", "tool_use"):
+                found.setdefault(name, named.get("template"))
+    default, with_tools = found.get("default"), found.get("tool_use")
+    if not isinstance(default, str) or not isinstance(with_tools, str):
+        return default
+    # As `transformers` chooses between them.
+    return f"{{% if tools %}}{with_tools}{{% else %}}{default}{{% endif %}}"
 
 
 def configuration_json(description: Description) -> bytes:

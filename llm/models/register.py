@@ -28,7 +28,9 @@ from .card import (
     ModelInput,
     ModelType,
     check_name,
+    check_reasoning_parser,
     check_sampling,
+    check_tool_call_parser,
     check_user_data,
 )
 from .description import Description, configuration_json, describe
@@ -45,6 +47,8 @@ class _Options(TypedDict, total=False):
     user_data: Mapping[str, Any] | None
     default_sampling: Mapping[str, float] | Literal["openai"] | None
     tokenizer: str | os.PathLike[str] | None
+    tool_call_parser: str
+    reasoning_parser: str
     progress: OnProgress | None
 
 
@@ -82,6 +86,8 @@ async def register_llm(
     user_data: Mapping[str, Any] | None = None,
     default_sampling: Mapping[str, float] | Literal["openai"] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
     progress: OnProgress | None = None,
 ) -> ModelCard:
     """Say on the bus that an endpoint serves a model, until its instance or process ends.
@@ -112,6 +118,8 @@ async def register_llm(
             nothing of these: temperature 1, and no cut.
         tokenizer: with `ModelInput.Text`, where the model's files are, or come from: front ends
             route its requests by their tokens, and send the text all the same.
+        tool_call_parser, reasoning_parser: how tool calls and reasoning are written in its outputs,
+            by the names that vLLM gives; "auto" goes by the chat template, "none" looks for none.
         progress: called while files are downloaded.
 
     Returns:
@@ -140,6 +148,10 @@ async def register_llm(
     if model_path is None:
         raise ConfigError("register_llm needs a model_path")
     sampling = _check_default_sampling(default_sampling, model_input)
+    parsers = {
+        "tool_call_parser": check_tool_call_parser(tool_call_parser),
+        "reasoning_parser": check_reasoning_parser(reasoning_parser),
+    }
     card = ModelCard(
         name="",
         endpoint=str(target.endpoint),
@@ -153,6 +165,11 @@ async def register_llm(
     )
     files: list[bytes] = []
     if model_input is ModelInput.Text:
+        for argument, given in parsers.items():
+            if given is not None:
+                raise ConfigError(
+                    f"{argument} is for ModelInput.Tokens: a worker of text reads its own outputs"
+                )
         name = model_name if model_name is not None else _name_of(model_path)
         if tokenizer is not None:
             model = await resolve(tokenizer, weights=False, progress=progress)
@@ -166,7 +183,7 @@ async def register_llm(
         description = await asyncio.to_thread(describe, model)
         chosen = _with(description.sampling, sampling)
         description = replace(description, sampling=chosen)
-        card, files = _described(card, description, model)
+        card, files = _described(card, description, model, parsers)
     card = msgspec.structs.replace(card, name=check_name(name))
     await publish_card(target, card, files)
     return card
@@ -331,7 +348,10 @@ def _name_of(model_path: str | os.PathLike[str]) -> str:
 
 
 def _described(
-    card: ModelCard, description: Description, model: LocalModel
+    card: ModelCard,
+    description: Description,
+    model: LocalModel,
+    parsers: Mapping[str, str | None],
 ) -> tuple[ModelCard, list[bytes]]:
     """The card with what the model's files say, and the artefacts.
 
@@ -358,6 +378,10 @@ def _described(
         types=kind.names,
         context_length=card.context_length or trained,
         default_sampling=description.sampling,
+        **{
+            name: getattr(description, name) if given is None else given
+            for name, given in parsers.items()
+        },
     )
     return _with_artefacts(described, description, model)
 

@@ -110,29 +110,27 @@ def output_parser(
     answer in JSON, it is one only of a function that was offered.
 
     Args:
-        tool_call_parser: of `TOOL_CALL_PARSERS`; empty where calls are not looked for.
-        reasoning_parser: of `REASONING_PARSERS`; empty where reasoning is not looked for.
+        tool_call_parser: of `TOOL_CALL_PARSERS`; with another name, as a worker of a later version
+            may give it, and with an empty one, calls are not looked for.
+        reasoning_parser: of `REASONING_PARSERS`; the same holds for reasoning.
         tools: those of the request, as OpenAI's API has them. Without any, calls are not looked
             for.
         reasons_from_start: whether the prompt began the reasoning: see `begins_reasoning`.
     """
-    if not reasoning_parser and not (tool_call_parser and tools):
-        return None
-    if not (tool_call_parser and tools):
+    thinking = _THINKING.get(reasoning_parser)
+    found = _FORMATS.get(tool_call_parser) if tools else None
+    if found is not None:
         return _TextParser(
-            _read_content,
-            thinking=_THINKING[reasoning_parser],
+            found.reads(tools),
+            tokens=found.tokens,
+            make_id=found.make_id,
+            thinking=thinking,
             reasons_from_start=reasons_from_start,
+            ends_reasoning=found.ends_reasoning,
         )
-    found = _FORMATS[tool_call_parser]
-    return _TextParser(
-        found.reads(tools),
-        tokens=found.tokens,
-        make_id=found.make_id,
-        thinking=_THINKING[reasoning_parser] if reasoning_parser else None,
-        reasons_from_start=reasons_from_start,
-        ends_reasoning=found.ends_reasoning,
-    )
+    if thinking is not None:
+        return _TextParser(_read_content, thinking=thinking, reasons_from_start=reasons_from_start)
+    return None
 
 
 def forced_calls_parser(
@@ -153,7 +151,7 @@ def forced_calls_parser(
     return _TextParser(
         _read_array if function is None else lambda text, out: _read_object(text, out, function),
         make_id=found.make_id if found is not None else _call_id,
-        thinking=_THINKING[reasoning_parser] if reasoning_parser else None,
+        thinking=_THINKING.get(reasoning_parser),
         reasons_from_start=reasons_from_start,
     )
 
@@ -165,16 +163,16 @@ def begins_reasoning(reasoning_parser: str, prompt_end: str) -> bool:
         prompt_end: the last characters of the rendered prompt, special tokens written out; 64 are
             enough.
     """
-    if not reasoning_parser:
+    thinking = thinking_of(reasoning_parser)
+    if thinking is None:
         return False
-    thinking = _THINKING[reasoning_parser]
     end = prompt_end.rstrip()
     return end.endswith(thinking.start) or (thinking.always and not end.endswith(thinking.end))
 
 
-def thinking_of(reasoning_parser: str) -> Thinking:
-    """How the reasoning that a parser reads is marked."""
-    return _THINKING[reasoning_parser]
+def thinking_of(reasoning_parser: str) -> Thinking | None:
+    """How the reasoning that a parser reads is marked; None for no parser."""
+    return _THINKING.get(reasoning_parser)
 
 
 def _names(tools: _Tools) -> frozenset[str]:

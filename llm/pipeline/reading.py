@@ -90,7 +90,7 @@ def reading_of(
 def _after_thinking(
     form: StructuredOutput | None, reasoning_parser: str, *, begun: bool
 ) -> StructuredOutput | None:
-    if form is None or not reasoning_parser:
-        return form
     marked = thinking_of(reasoning_parser)
+    if form is None or marked is None:
+        return form
     return msgspec.structs.replace(form, thinking=Thinking(marked.start, marked.end, begun))

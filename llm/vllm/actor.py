@@ -83,6 +83,8 @@ class VllmWorker(NamedWorker, namespace="llm"):
         kv_events: whether routers are told what the cache holds.
         lora_modules: folders of LoRA adapters by name, which are loaded as the engine starts, and
             served as models of these names.
+        tool_call_parser, reasoning_parser: how its outputs have tool calls and reasoning: see
+            `register_llm`.
         engine: arguments of vLLM's, by their names.
 
     Raises:
@@ -96,9 +98,11 @@ class VllmWorker(NamedWorker, namespace="llm"):
         default_sampling: dict[str, float] | Literal["model", "openai"] = "model",
         kv_events: bool = True,
         lora_modules: dict[str, str] | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
         **engine: Any,
     ) -> None:
-        super().__init__(model, model_name, default_sampling)
+        super().__init__(model, model_name, default_sampling, tool_call_parser, reasoning_parser)
         for name, remedy in _OWNED.items():
             if name in engine:
                 raise ConfigError(f"{type(self).__name__} sets vLLM's {name} itself: {remedy}")

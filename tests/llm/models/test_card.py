@@ -11,6 +11,8 @@ from dynbus.llm.models.card import (
     ModelInput,
     ModelType,
     check_name,
+    check_reasoning_parser,
+    check_tool_call_parser,
     check_user_data,
     differences,
 )
@@ -73,3 +75,19 @@ def test_a_name_that_is_not_usable_is_refused(name: object) -> None:
 def test_custom_data_that_is_no_json_is_refused(user_data: Any) -> None:
     with pytest.raises(ConfigError, match="user_data"):
         check_user_data(user_data)
+
+
+def test_a_card_that_does_not_say_how_outputs_are_read_contradicts_none_that_does() -> None:
+    earlier, later = card(), card(tool_call_parser="hermes", reasoning_parser="qwen3")
+
+    assert differences(earlier, later) == []
+    assert differences(card(tool_call_parser="mistral"), later) == [
+        "tool_call_parser is 'mistral' here and 'hermes' there"
+    ]
+
+
+def test_a_parser_that_is_not_known_is_refused_with_those_that_are() -> None:
+    assert (check_tool_call_parser("auto"), check_tool_call_parser("none")) == (None, "")
+    assert check_reasoning_parser("qwen3") == "qwen3"
+    with pytest.raises(ConfigError, match=r"tool_call_parser 'x' .*auto, none, or hermes, llama3"):
+        check_tool_call_parser("x")

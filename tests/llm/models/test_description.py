@@ -15,7 +15,7 @@ from dynbus.llm.models.card import ModelCard, ModelInput
 from dynbus.llm.models.description import configuration_json, describe
 from dynbus.llm.models.origins import KNOWN
 from dynbus.llm.models.source import LocalModel
-from dynbus.llm.text.template import BrokenTemplate
+from dynbus.llm.text.template import BrokenTemplate, ChatTemplate
 from dynbus.llm.weights.errors import BrokenModel
 
 from .tiny_model import tiny_folder
@@ -39,12 +39,36 @@ def test_a_template_of_its_own_file_is_taken_first(tmp_path: Path) -> None:
     assert describe(model(folder)).template == "{{ messages }}"
 
 
-def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+def test_of_several_templates_the_default_is_taken_and_with_tools_the_one_for_them(
+    tmp_path: Path,
+) -> None:
     folder = tiny_folder(tmp_path)
-    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]
+    several = [
+        {"name": "tool_use", "template": "x{{ tools[0] }}"},
+        {"name": "default", "template": "y"},
+        {"name": "rag", "template": "z"},
+    ]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+
+    template = ChatTemplate(describe(model(folder)).template or "", model="tiny")
+
+    assert (template.render([]), template.render([], tools=[{"a": 1}])) == ("y", "x{'a': 1}")
+
+
+def test_of_several_templates_without_one_for_tools_the_default_is_taken(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path)
+    several = [{"name": "rag", "template": "x"}, {"name": "default", "template": "y"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
 
     assert describe(model(folder)).template == "y"
+
+
+def test_a_template_tells_how_outputs_are_read(tmp_path: Path) -> None:
+    template = """{{ '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call></think>' }}"""
+
+    found = describe(model(tiny_folder(tmp_path, template=template)))
+
+    assert (found.tool_call_parser, found.reasoning_parser) == ("hermes", "qwen3")
 
 
 def test_a_model_of_several_parts_says_the_context_of_its_text(tmp_path: Path) -> None:

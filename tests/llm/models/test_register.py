@@ -71,6 +71,7 @@ async def test_a_front_end_has_all_it_needs_without_the_models_files(
             model_name=name,
             user_data={"a": 1},
             default_sampling={"temperature": 0.7},
+            tool_call_parser="hermes",
         )
         async with (
             worker.serve_endpoints(namespace, "Worker", {"generate": generate}),
@@ -85,6 +86,7 @@ async def test_a_front_end_has_all_it_needs_without_the_models_files(
     assert found == card
     assert (found.context_length, found.eos_token_ids, found.user_data) == (512, [2], {"a": 1})
     assert found.default_sampling == DefaultSampling(temperature=0.7, top_p=0.8)
+    assert (found.tool_call_parser, found.reasoning_parser) == ("hermes", "")
     assert text.tokenizer.decode(ids, special=True) == (
         "<|im_start|>user\nThe capital of France?<|im_end|>\n<|im_start|>assistant\n"
     )
