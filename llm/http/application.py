@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.messages.api import MessagesApi
-from dynbus.llm.models.card import ModelCard
+from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.openai.api import Api, CompletionsApi
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of
 from dynbus.llm.openai.requests import read_chat, read_completion
@@ -25,7 +25,7 @@ from .completions import CompletionExchange
 from .embeddings import EmbeddingsExchange
 from .exchange import Exchange, Receive, Scope
 from .metrics import CONTENT_TYPE
-from .openapi import DOCUMENT, PAGE
+from .openapi import PAGE, document
 from .shared import Caller, Shared
 from .tokens import DetokenizeExchange, TokenizeExchange
 from .writer import JSON, Headers, Send, raw_headers
@@ -142,7 +142,7 @@ class Application:
     async def _respond(self, method: str, path: str, caller: Caller) -> Response:
         page = self._pages.get(path)
         if page is None and path.startswith("/v1/models/"):
-            return await self._model(path.removeprefix("/v1/models/"))
+            page = partial(self._model, path.removeprefix("/v1/models/"))
         if page is None and path not in EXCHANGES:
             return _refused(404, f"there is no {path[:200]!r} here; see /docs", "not_found")
         if page is None or method not in ("GET", "HEAD"):
@@ -192,14 +192,18 @@ class Application:
         cards = {one.card.name: one.card for one in self._shared.models.served}
         return [_told(cards[name]) for name in sorted(cards)]
 
-    async def _model(self, name: str) -> Response:
+    async def _model(self, name: str, caller: Caller) -> Response:
         for told in self._listed():
             if told["id"] == name:
                 return json_response(told)
         raise self._shared.models.unknown(name)
 
     async def _openapi(self, caller: Caller) -> Response:
-        return json_response(DOCUMENT)
+        names: dict[ModelType, list[str]] = {}
+        for model in self._shared.models.served:
+            for kind in model.answers:
+                names.setdefault(kind, []).append(model.card.name)
+        return json_response(document(names))
 
     async def _docs(self, caller: Caller) -> Response:
         return Response(200, PAGE, _HTML)

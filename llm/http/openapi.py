@@ -3,26 +3,88 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from dynbus.llm.openai.embeddings import EmbeddingsAnswer, EmbeddingsRequest, OneEmbedding
+from dynbus.llm.messages.requests import MessagesRequest
+from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
-from dynbus.llm.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from dynbus.llm.responses.requests import ResponsesRequest
+
+from .schemas import ANSWERS, REQUESTS, STRING, Schema, one_of, optional, record, ref
 
 _STATUSES: Final[Mapping[str, str]] = {
     "400": "The request is not usable.",
     "401": "A key is missing, or not known.",
+    "403": "The bus refuses the front end's credentials.",
     "404": "There is no such model.",
+    "405": "The path does not take this method.",
+    "408": "The body did not arrive in time.",
     "413": "The body or the request is too large.",
     "422": "A field does not fit.",
     "429": "Too much is asked; `Retry-After` says when to ask again.",
     "499": "The client left.",
+    "500": "An engine failed; its log says why.",
     "503": "No engine is there, or the front end stops.",
     "504": "The time is over.",
+}
+
+_ANTHROPICS: Final = {status: text for status, text in _STATUSES.items() if status != "422"}
+"""Anthropic tells a field that does not fit like all else that is not usable."""
+
+
+class _Post(NamedTuple):
+    """A path that is answered by a model.
+
+    Attributes:
+        answer: the name of its schema.
+        events: what a stream of it consists of; empty where there is none.
+        model: what the model has to be there for.
+    """
+
+    summary: str
+    request: type
+    answer: str
+    model: ModelType
+    events: str = ""
+    is_anthropics: bool = False
+
+
+_ANY: Final = ModelType.Chat | ModelType.Completions
+
+POSTS: Final[Mapping[str, _Post]] = {
+    "/v1/chat/completions": _Post(
+        "Answer a conversation.",
+        ChatRequest,
+        "ChatCompletion",
+        ModelType.Chat,
+        "`chat.completion.chunk` objects; the last one is [DONE]",
+    ),
+    "/v1/completions": _Post(
+        "Continue a text.",
+        CompletionRequest,
+        "Completion",
+        ModelType.Completions,
+        "`text_completion` objects; the last one is [DONE]",
+    ),
+    "/v1/responses": _Post(
+        "Answer a conversation with items.",
+        ResponsesRequest,
+        "Response",
+        ModelType.Chat,
+        "from `response.created` to `response.completed`",
+    ),
+    "/v1/messages": _Post(
+        "Answer a conversation, by Anthropic's interface.",
+        MessagesRequest,
+        "Message",
+        ModelType.Chat,
+        "from `message_start` to `message_stop`",
+        is_anthropics=True,
+    ),
 }
 
 
@@ -33,121 +95,122 @@ def _version() -> str:
         return "0"
 
 
-def _responses(content: Mapping[str, Any]) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def _json(schema: Schema) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _responses(
+    content: Mapping[str, Any], statuses: Mapping[str, str], error: str
+) -> dict[str, Any]:
     refused = {
-        status: {"description": text, "content": error} for status, text in _STATUSES.items()
+        status: {"description": text, "content": _json(ref(error))}
+        for status, text in statuses.items()
     }
     return {"200": {"description": "The answer.", "content": content}, **refused}
 
 
-def _completion(kind: str, schema: str, summary: str) -> dict[str, Any]:
-    content = {
-        "application/json": {"schema": {"type": "object", "description": kind}},
-        "text/event-stream": {
-            "schema": {
-                "type": "string",
-                "description": f"Events of `{kind}` objects; the last one is [DONE].",
-            }
-        },
-    }
+def _post(post: _Post) -> dict[str, Any]:
+    content = _json(ref(post.answer))
+    if post.events:
+        event = record({"data": STRING}, {"event": STRING})
+        content["text/event-stream"] = {
+            "schema": {**event, "description": f"Events: {post.events}."}
+        }
+    is_anthropics = post.is_anthropics
     return {
         "post": {
-            "summary": summary,
-            "requestBody": {
-                "required": True,
-                "content": {"application/json": {"schema": {"$ref": schema}}},
-            },
-            "responses": _responses(content),
+            "summary": post.summary,
+            "requestBody": {"required": True, "content": _json(ref(post.request.__name__))},
+            "responses": _responses(
+                content,
+                _ANTHROPICS if is_anthropics else _STATUSES,
+                "MessagesError" if is_anthropics else "Error",
+            ),
         }
     }
 
 
-def _whole(summary: str, asked: Mapping[str, Any], answered: Mapping[str, Any]) -> dict[str, Any]:
-    """A path that is asked by POST, and whose answer is never a stream."""
-    return {
-        "post": {
-            "summary": summary,
-            "requestBody": {
-                "required": True,
-                "content": {"application/json": {"schema": asked}},
-            },
-            "responses": _responses({"application/json": {"schema": answered}}),
-        }
-    }
-
-
-def _get(summary: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"type": "object"}}}
-    return {
-        "get": {
-            "summary": summary,
-            "responses": {"200": {"description": summary, "content": content}},
-        }
-    }
+def _get(summary: str, content: Mapping[str, Any], *statuses: str) -> dict[str, dict[str, Any]]:
+    refused = {status: _STATUSES[status] for status in ("401", "405", *statuses)}
+    return {"get": {"summary": summary, "responses": _responses(content, refused, "Error")}}
 
 
 def _document() -> dict[str, Any]:
-    (chat, completion, *others), schemas = msgspec.json.schema_components(
-        (
-            ChatRequest,
-            CompletionRequest,
-            EmbeddingsRequest,
-            EmbeddingsAnswer,
-            OneEmbedding,
-            TokenizeRequest,
-            Tokenized,
-            DetokenizeRequest,
-            Detokenized,
-        ),
-        ref_template="#/components/schemas/{name}",
+    types = {post.request for post in POSTS.values()}
+    _, schemas = msgspec.json.schema_components(
+        sorted(types, key=lambda one: one.__name__), ref_template="#/components/schemas/{name}"
     )
-    embeddings, one, tokens, texts = others[0:2], others[2], others[3:5], others[5:7]
-    schemas["EmbeddingsAnswer"]["properties"]["data"]["items"] = one
-    schemas["Error"] = {
-        "type": "object",
-        "properties": {
-            "error": {
-                "type": "object",
-                "properties": {
-                    name: {"type": ["string", "null"]}
-                    for name in ("message", "type", "param", "code", "request_id")
-                },
-            }
-        },
+    for kind in types:
+        for base in reversed(kind.__mro__):
+            schemas[kind.__name__]["properties"].update(REQUESTS.get(base.__name__, {}))
+    ready = _get("Tell whether requests are answered.", _json(ref("Ready")))
+    ready["get"]["responses"]["503"] = {
+        "description": "They are not, and why.",
+        "content": _json(ref("NotReady")),
     }
+    model = _get("Tell of one model.", _json(ref("Model")), "404", "503")
+    parameters: list[Any] = [{"name": "model", "in": "path", "required": True, "schema": STRING}]
+    model["get"]["parameters"] = parameters
+    security: list[dict[str, list[str]]] = [{}, {"key": []}]
     return {
         "openapi": "3.1.0",
         "info": {"title": "dynbus", "version": _version()},
+        "security": security,
         "paths": {
-            "/v1/chat/completions": _completion(
-                "chat.completion", chat["$ref"], "Answer a conversation."
-            ),
-            "/v1/completions": _completion(
-                "text_completion", completion["$ref"], "Continue a text."
-            ),
-            "/v1/embeddings": _whole("Embed texts.", *embeddings),
-            "/tokenize": _whole("Give the tokens of a text or a conversation.", *tokens),
-            "/detokenize": _whole("Give the text of tokens.", *texts),
-            "/v1/models": _get("List the models that can be asked."),
-            "/v1/models/{model}": _get("Tell of one model."),
-            "/health": _get("Tell whether the process works."),
-            "/ready": _get("Tell whether requests are answered: 503 when they are not."),
-            "/metrics": _get("Give metrics to Prometheus, as text."),
+            **{path: _post(post) for path, post in POSTS.items()},
+            "/v1/models": _get("List the models that can be asked.", _json(ref("ModelList"))),
+            "/v1/models/{model}": model,
+            "/health": _get("Tell whether the process works.", _json(ref("Health"))),
+            "/ready": ready,
+            "/metrics": _get("Give metrics to Prometheus.", {"text/plain": {"schema": STRING}}),
         },
         "components": {
-            "schemas": schemas,
+            "schemas": {**schemas, **ANSWERS},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
 
 
-def _fields(schema: Mapping[str, Any]) -> str:
+DOCUMENT: Final[dict[str, Any]] = _document()
+"""The interface by the OpenAPI specification."""
+
+
+def document(names: Mapping[ModelType, list[str]]) -> dict[str, Any]:
+    """The interface with the models that can be asked now.
+
+    Args:
+        names: by what they are there for.
+    """
+    schemas = dict(DOCUMENT["components"]["schemas"])
+    for post in POSTS.values():
+        known = sorted({name for kind in post.model for name in names.get(kind, ())})
+        if known:
+            name = post.request.__name__
+            fields = schemas[name]["properties"]
+            model: Schema = one_of(*known)
+            if "model" not in schemas[name].get("required", ()):
+                model = optional(model)
+            schemas[name] = {**schemas[name], "properties": {**fields, "model": model}}
+    return {**DOCUMENT, "components": {**DOCUMENT["components"], "schemas": schemas}}
+
+
+# For people -------------------------------------------------------------------------------------
+
+
+def _types(schema: Schema) -> Iterator[str]:
+    """The types that a field may have, in words."""
+    for one in schema.get("anyOf", [schema]):
+        if "anyOf" in one:
+            yield from _types(one)
+        elif one.get("type", "null") != "null":
+            yield one["type"]
+
+
+def _fields(schema: Schema) -> str:
     required = schema.get("required", [])
     rows: list[str] = []
     for name, field in schema["properties"].items():
-        kinds = [one.get("type", "") for one in field.get("anyOf", [field])]
-        told = " or ".join(kind for kind in kinds if kind and kind != "null") or "any"
+        told = " or ".join(dict.fromkeys(_types(field))) or "any"
         needed = ", needed" if name in required else ""
         rows.append(f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(told)}{needed}")
     return f"<table>{''.join(rows)}</table>"
@@ -169,14 +232,11 @@ def _page() -> bytes:
         "<meta name=viewport content='width=device-width'><title>dynbus</title>"
         "<style>body{font:16px/1.5 system-ui;margin:2rem auto;max-width:48rem;padding:0 1rem}"
         "td{padding:.1rem 1rem .1rem 0;vertical-align:top}h2{margin-top:2rem;font-size:1.1rem}"
-        "</style><h1>OpenAI's interface</h1>"
+        "</style><h1>The interface</h1>"
         "<p>For programs: <a href=/openapi.json>/openapi.json</a></p>"
         f"{''.join(parts)}<h2>Errors</h2><table>{rows}</table></html>"
     ).encode()
 
-
-DOCUMENT: Final[dict[str, Any]] = _document()
-"""The interface by the OpenAPI specification."""
 
 PAGE: Final = _page()
 """The same for people: no script, and nothing of other hosts."""

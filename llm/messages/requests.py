@@ -294,10 +294,9 @@ def _tool_choice(choice: Mapping[str, Any]) -> Any:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
-    known = {"auto": "auto", "any": "required", "none": "none"}
-    if kind not in known:
+    if kind not in ("auto", "any", "none"):
         raise misfit("tool_choice.type", "give 'auto', 'any', 'tool' or 'none'")
-    return known[kind]
+    return "required" if kind == "any" else kind
 
 
 def _output(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,6 +74,14 @@ class OpenModel:
         return f"<OpenModel {self.card.name} at {self.card.endpoint}>"
 
     @property
+    def answers(self) -> ModelType:
+        """What it can be asked for: chats, completions, embeddings."""
+        found = self.card.type & ~(ModelType.Backend | ModelType.Chat)
+        if self.card.type & ModelType.Backend:
+            found |= ModelType.Completions
+        return found | ModelType.Chat if self.takes_chat else found
+
+    @property
     def takes_chat(self) -> bool:
         """Whether it can be asked for chats."""
         if self.card.type & ModelType.Backend:

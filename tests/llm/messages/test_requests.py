@@ -230,7 +230,9 @@ anything = st.recursive(
 
 
 @given(
-    st.fixed_dictionaries({"messages": anything, "system": anything, "tools": anything})
+    st.fixed_dictionaries(
+        {"messages": anything, "system": anything, "tools": anything, "tool_choice": anything}
+    )
     | st.fixed_dictionaries(
         {
             "messages": st.lists(

@@ -188,7 +188,11 @@ anything = st.recursive(
 )
 
 
-@given(st.fixed_dictionaries({"input": anything, "tools": anything, "text": anything}))
+@given(
+    st.fixed_dictionaries(
+        {"input": anything, "tools": anything, "text": anything, "tool_choice": anything}
+    )
+)
 def test_whatever_is_asked_is_taken_or_refused(fields: dict[str, Any]) -> None:
     body: dict[str, Any] = {}
     with contextlib.suppress(BadRequest):
