@@ -14,7 +14,7 @@ from dynbus.llm.models.card import ModelType
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.responses.requests import ResponsesRequest
 
-from .schemas import ANSWERS, REQUESTS, STRING, Schema, one_of, optional, record, ref
+from .schemas import ANSWERS, CONDITIONS, REQUESTS, STRING, Schema, one_of, optional, record, ref
 
 _STATUSES: Final[Mapping[str, str]] = {
     "400": "The request is not usable.",
@@ -143,6 +143,7 @@ def _document() -> dict[str, Any]:
     for kind in types:
         for base in reversed(kind.__mro__):
             schemas[kind.__name__]["properties"].update(REQUESTS.get(base.__name__, {}))
+        schemas[kind.__name__].update(CONDITIONS.get(kind.__name__, {}))
     ready = _get("Tell whether requests are answered.", _json(ref("Ready")))
     ready["get"]["responses"]["503"] = {
         "description": "They are not, and why.",

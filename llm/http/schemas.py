@@ -130,7 +130,7 @@ REQUESTS: Final[Mapping[str, Mapping[str, Schema]]] = {
                 ),
             )
         ),
-        "modalities": optional(array(one_of("text"), 1)),
+        "modalities": optional({**array(one_of("text"), 1), "maxItems": 1}),
         "chat_template": NULL,
     },
     "CompletionRequest": {
@@ -266,6 +266,21 @@ REQUESTS: Final[Mapping[str, Mapping[str, Schema]]] = {
     "MessagesRequest": {"stop_sequences": optional(array(TEXT))},
 }
 """Fields of requests, by the type that has them; those of its bases hold for it too."""
+
+CONDITIONS: Final[Mapping[str, Schema]] = {
+    name: {
+        "if": {
+            "required": ["tool_choice"],
+            "properties": {"tool_choice": {"not": {"enum": [None, "none", "auto"]}}},
+        },
+        "then": {
+            "required": ["tools"],
+            "properties": {"tools": {"type": "array", "minItems": 1}},
+        },
+    }
+    for name in ("ChatRequest", "ResponsesRequest")
+}
+"""What holds for several fields of a request at once."""
 
 
 # Answers ----------------------------------------------------------------------------------------

@@ -28,7 +28,10 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         parts = cast("list[object]", content)
         texts = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(parts)]
         message = {**message, "content": "\n".join(texts)}
-    elif content is not None and not isinstance(content, str):
+    elif content is None:
+        # Templates would write out "None", or fail.
+        message = {**message, "content": ""}
+    elif not isinstance(content, str):
         raise misfit(f"{where}.content", "give a string or a list of parts")
     calls = message.get("tool_calls")
     if calls is None:
@@ -39,8 +42,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         _call(call, f"{where}.tool_calls[{at}]")
         for at, call in enumerate(cast("list[object]", calls))
     ]
-    # A message that only calls has no content, which templates would write out as "None".
-    return {**message, "content": message.get("content") or "", "tool_calls": called}
+    return {**message, "tool_calls": called}
 
 
 def _part(part: object, where: str) -> str:

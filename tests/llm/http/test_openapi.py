@@ -1,0 +1,80 @@
+"""The OpenAPI document: what is answered is as it says, whatever is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio.to_thread
+import pytest
+import requests
+import schemathesis
+from hypothesis import given, settings
+from schemathesis.checks import CHECKS, load_all_checks
+
+from dynbus.llm.http.openapi import DOCUMENT
+
+from .served import served
+
+pytestmark = pytest.mark.anyio
+
+EXAMPLES = 4
+
+load_all_checks()
+KEPT: Any = CHECKS.get_by_names(
+    [
+        "not_a_server_error",
+        "status_code_conformance",
+        "content_type_conformance",
+        "response_schema_conformance",
+    ]
+)
+
+
+def ask(url: str) -> dict[str, set[int]]:
+    """Ask everything that the document at a server describes, by what it describes and otherwise.
+
+    Returns:
+        The statuses of each path.
+    """
+    found: dict[str, set[int]] = {}
+    schema: Any = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    with requests.Session() as session:
+        for result in schema.get_all_operations():
+            operation = result.ok()
+            for mode in (
+                schemathesis.GenerationMode.POSITIVE,
+                schemathesis.GenerationMode.NEGATIVE,
+            ):
+                if mode is schemathesis.GenerationMode.NEGATIVE and not [*operation.body]:
+                    continue
+
+                @settings(max_examples=EXAMPLES, database=None)
+                @given(operation.as_strategy(generation_mode=mode))
+                def asked(case: Any) -> None:
+                    response = case.call(session=session, timeout=30)
+                    case.validate_response(response, checks=KEPT)
+                    found.setdefault(case.operation.path, set()).add(response.status_code)
+
+                asked()
+    return found
+
+
+async def test_whatever_is_asked_is_answered_as_the_document_says() -> None:
+    async with served() as front:
+        statuses = await anyio.to_thread.run_sync(ask, front.url)
+
+    assert set(statuses) == set(DOCUMENT["paths"])
+    assert 200 in statuses["/v1/chat/completions"]
+    assert 200 in statuses["/v1/messages"]
+    assert 200 in statuses["/v1/responses"]
+
+
+async def test_the_document_names_the_models_that_can_be_asked() -> None:
+    async with served() as front:
+        document: Any = await anyio.to_thread.run_sync(
+            lambda: requests.get(f"{front.url}/openapi.json", timeout=30).json()
+        )
+
+    schemas = document["components"]["schemas"]
+    assert schemas["ChatRequest"]["properties"]["model"]["enum"] == ["plain", "text", "tiny"]
+    assert schemas["CompletionRequest"]["properties"]["model"]["enum"] == ["bare", "plain", "tiny"]
