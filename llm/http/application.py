@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.messages.api import MessagesApi
+from dynbus.llm.messages.errors import message_error
 from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.openai.api import Api, CompletionsApi
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of
@@ -27,7 +28,7 @@ from .exchange import Exchange, Receive, Scope
 from .metrics import CONTENT_TYPE
 from .openapi import PAGE, document
 from .shared import Caller, Shared
-from .tokens import DetokenizeExchange, TokenizeExchange
+from .tokens import CountExchange, DetokenizeExchange, TokenizeExchange
 from .writer import JSON, Headers, Send, raw_headers
 
 logger = logging.getLogger(__name__)
@@ -42,11 +43,15 @@ APIS: Final[Mapping[str, Api]] = {
 
 EXCHANGES: Final[Mapping[str, Callable[[Shared, str, Caller, Scope, Receive, Send], Exchange]]] = {
     **{path: partial(CompletionExchange, api) for path, api in APIS.items()},
+    "/v1/messages/count_tokens": CountExchange,
     "/v1/embeddings": EmbeddingsExchange,
     "/tokenize": TokenizeExchange,
     "/detokenize": DetokenizeExchange,
 }
 """What is asked for by POST, by path."""
+
+ANTHROPICS: Final = "/v1/messages"
+"""What the paths of Anthropic's interface begin with, which has errors of its own."""
 
 OPEN_PATHS: Final = frozenset(("/health", "/ready"))
 """Which orchestrators ask, without a key."""
@@ -133,8 +138,7 @@ class Application:
                 return
             response = await self._respond(method, path, caller)
         except DynbusError as error:
-            api = APIS.get(path)
-            tell = answer_of if api is None else api.refusal
+            tell = message_error if path.startswith(ANTHROPICS) else answer_of
             told = tell(error, caller.request_id)
             response = _error(told, in_browser=_is_for_browsers(path))
         await self._send(response, method, caller, send)

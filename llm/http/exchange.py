@@ -92,9 +92,8 @@ class Exchange(ABC):
         try:
             shared.check_room()
             data = await self._body()
-            answer = self._read(data)
             async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self._answer, answer)
+                self._tasks.start_soon(self._answer, data)
                 try:
                     while (await self._receive())["type"] != "http.disconnect":
                         pass
@@ -169,10 +168,10 @@ class Exchange(ABC):
             f"the body has {size} bytes or more, and at most {limit} are taken", started=False
         )
 
-    async def _answer(self, answer: Callable[[], Awaitable[None]]) -> None:
-        """Answer what was read, also where that fails."""
+    async def _answer(self, data: bytes) -> None:
+        """Answer a body, also where that fails."""
         try:
-            await answer()
+            await self._read(data)()
         except DynbusError as error:
             self._end(error)
         except Exception as error:

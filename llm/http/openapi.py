@@ -9,9 +9,11 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from dynbus.llm.messages.requests import MessagesRequest
+from dynbus.llm.messages.requests import ConversationRequest, MessagesRequest
 from dynbus.llm.models.card import ModelType
+from dynbus.llm.openai.embeddings import EmbeddingsRequest
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
+from dynbus.llm.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from dynbus.llm.responses.requests import ResponsesRequest
 
 from .schemas import ANSWERS, CONDITIONS, REQUESTS, STRING, Schema, one_of, optional, record, ref
@@ -85,6 +87,20 @@ POSTS: Final[Mapping[str, _Post]] = {
         "from `message_start` to `message_stop`",
         is_anthropics=True,
     ),
+    "/v1/messages/count_tokens": _Post(
+        "Count the tokens of a conversation, by Anthropic's interface.",
+        ConversationRequest,
+        "TokenCount",
+        ModelType.Chat,
+        is_anthropics=True,
+    ),
+    "/v1/embeddings": _Post(
+        "Make vectors of texts.", EmbeddingsRequest, "Embeddings", ModelType.Embedding
+    ),
+    "/tokenize": _Post(
+        "Tell the tokens of a text or a conversation.", TokenizeRequest, "Tokenized", _ANY
+    ),
+    "/detokenize": _Post("Tell the text of tokens.", DetokenizeRequest, "Detokenized", _ANY),
 }
 
 
@@ -136,7 +152,7 @@ def _get(summary: str, content: Mapping[str, Any], *statuses: str) -> dict[str, 
 
 
 def _document() -> dict[str, Any]:
-    types = {post.request for post in POSTS.values()}
+    types = {post.request for post in POSTS.values()} | {Tokenized, Detokenized}
     _, schemas = msgspec.json.schema_components(
         sorted(types, key=lambda one: one.__name__), ref_template="#/components/schemas/{name}"
     )

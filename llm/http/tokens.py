@@ -9,7 +9,10 @@ from functools import partial
 import msgspec
 
 from dynbus.bus.errors import DynbusError
+from dynbus.llm.messages.errors import message_error
+from dynbus.llm.messages.requests import chat_body, read_conversation
 from dynbus.llm.openai.errors import BadRequest, ErrorAnswer, answer_of
+from dynbus.llm.openai.requests import ChatRequest, chat_of
 from dynbus.llm.openai.tokens import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -18,6 +21,7 @@ from dynbus.llm.openai.tokens import (
 )
 from dynbus.llm.pipeline.models import SERVED
 from dynbus.llm.pipeline.open_model import OpenModel
+from dynbus.llm.pipeline.preparing import encoded_prompts
 from dynbus.llm.pipeline.tokens import detokenize, tokenize
 
 from .exchange import Exchange
@@ -70,3 +74,24 @@ class DetokenizeExchange(TokensExchange):
     async def _detokenize(self, request: DetokenizeRequest) -> None:
         model = await self._ask_tokenizer(request.model)
         self._end_with(await detokenize(model.text, request))
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    """How many tokens a conversation has, as Anthropic tells it."""
+
+    input_tokens: int
+
+
+class CountExchange(TokensExchange):
+    """A request of Anthropic's for how many tokens a conversation has."""
+
+    def _refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
+        return message_error(error, request_id)
+
+    def _read(self, data: bytes) -> Callable[[], Awaitable[None]]:
+        return partial(self._count, chat_of(chat_body(read_conversation(data))))
+
+    async def _count(self, request: ChatRequest) -> None:
+        model = await self._ask_tokenizer(request.model)
+        [prompt] = await encoded_prompts(model.text, request)
+        self._end_with(TokenCount(len(prompt)))

@@ -19,6 +19,7 @@ from dynbus.llm.openai.requests import (
 )
 from dynbus.llm.openai.tools import ToolUse
 from dynbus.llm.structured import check_grammar
+from dynbus.llm.text.template import BrokenTemplate
 from dynbus.llm.text.text_model import TextModel
 
 from .reading import Reading, reading_of
@@ -156,7 +157,7 @@ async def encode_chat(
     Raises:
         BadRequest: a message does not fit, or they are too long, or the model has no template.
         InvalidRequest: the template refuses the conversation.
-        BrokenTemplate: the template does not work.
+        BrokenTemplate: the template does not work with any.
     """
     if text.template is None:
         raise BadRequest(
@@ -171,12 +172,23 @@ async def encode_chat(
     messages = messages_for_template(request.messages)
     characters = sum(len(message.get("content") or "") for message in messages)
     check_characters(characters, limits, "messages", request.model)
-    return await text.encode_chat(
-        messages,
-        tools=use.tools or None,
-        add_generation_prompt=add,
-        **variables,
-    )
+    try:
+        return await text.encode_chat(
+            messages,
+            tools=use.tools or None,
+            add_generation_prompt=add,
+            **variables,
+        )
+    except BrokenTemplate as error:
+        # It is the conversation's fault, if another one is written well.
+        await text.encode_chat(_GREETING)
+        raise BadRequest(
+            f"messages: the chat template of the model {text.name} fails with them: {error.reason}",
+            param="messages",
+        ) from None
+
+
+_GREETING: Final = ({"role": "user", "content": "Hello"},)
 
 
 async def encoded_prompts(

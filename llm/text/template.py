@@ -29,9 +29,14 @@ _ANSWERS: Final = msgspec.json.Decoder(RenderAnswer)
 
 
 class BrokenTemplate(DynbusError):
-    """Raised when a model's chat template is none, fails, or does not end."""
+    """Raised when a model's chat template is none, fails, or does not end.
+
+    Attributes:
+        reason: what it does.
+    """
 
     code = "BrokenTemplate"
+    reason: str = ""
 
 
 class ChatTemplate:
@@ -132,4 +137,6 @@ class ChatTemplate:
         return answer
 
     def _broken(self, why: str) -> BrokenTemplate:
-        return BrokenTemplate(f"the chat template of the model {self.model} does not work: {why}")
+        broken = BrokenTemplate(f"the chat template of the model {self.model} does not work: {why}")
+        broken.reason = why
+        return broken

@@ -139,6 +139,19 @@ async def test_errors_have_anthropics_shape() -> None:
     assert "secret" not in str(hidden.value)
 
 
+async def test_tokens_are_counted_as_the_model_gets_them() -> None:
+    request = said("say hi", system="Be brief.")
+    async with asked() as (front, client):
+        counted = await client.messages.count_tokens(
+            **{name: request[name] for name in ("model", "messages", "system")}
+        )
+        await client.messages.create(**request)
+        with pytest.raises(anthropic.BadRequestError, match="invalid_request_error"):
+            await client.messages.count_tokens(model="text", messages=request["messages"])
+
+    assert counted.input_tokens == len(front.engine.requests[0].token_ids)
+
+
 async def test_its_key_is_that_of_a_tenant(tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("ada sk-ada-123\n")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.conditions import eventually
+from tests.llm.text.tiny_tokenizer import CHATML
 
 from dynbus import ConfigError
 
@@ -405,6 +406,19 @@ async def test_logs_say_how_a_request_went_and_never_what_it_said(
     assert any("200" in line and "first_token_ms=" in line for line in lines)
     assert "confidential" not in caplog.text
     assert "a-person" not in caplog.text
+
+
+async def test_a_conversation_that_a_good_template_fails_with_is_refused() -> None:
+    template = CHATML + "{{ 'x' * messages[0].get('n', 0) }}"
+    async with served(template=template) as front:
+        odd = {"role": "user", "content": "say hi", "n": "many"}
+        refused = await exchange(front, request(chat("", messages=[odd])))
+        answered = await exchange(front, request(chat("say hi")))
+
+    assert refused[0] == 400
+    assert "fails with them: TypeError" in error_of(refused[2])["message"]
+    assert error_of(refused[2])["param"] == "messages"
+    assert answered[0] == 200
 
 
 async def test_a_template_that_fails_fails_its_requests_alone() -> None:
