@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -150,6 +150,11 @@ def grammar_of(structured: StructuredOutput) -> str:
         return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structured.choice)))
     assert structured.grammar is not None, "a form has been given"
     return matcher.grammar_from_lark(structured.grammar)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """What stands for a JSON value of a schema in a grammar in the dialect of Lark."""
+    return "%json " + msgspec.json.encode({**schema, "x-guidance": _JSON_OPTIONS}).decode()
 
 
 def refusal(structured: StructuredOutput, problem: str) -> ValueError:

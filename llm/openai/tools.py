@@ -43,32 +43,63 @@ class ToolUse:
         Raises:
             BadRequest: the parameters of a function are nested too deeply.
         """
-        functions = [tool["function"] for tool in self.tools]
         if self.choice == "named":
-            [function] = [one for one in functions if one["name"] == self.named]
+            [function] = [one for one in self._functions if one["name"] == self.named]
             return _parameters(function)
         return {
             "type": "array",
             "minItems": 1,
             **({"maxItems": 1} if self.one_call else {}),
-            "items": {
-                "anyOf": [
-                    {
-                        "type": "object",
-                        "properties": {
-                            "name": {"const": function["name"]},
-                            "parameters": {"$ref": f"#/$defs/{place}"},
-                        },
-                        "required": ["name", "parameters"],
-                        "additionalProperties": False,
-                    }
-                    for place, function in enumerate(functions)
-                ]
-            },
-            "$defs": {
-                str(place): _moved(_parameters(function), f"#/$defs/{place}", place)
-                for place, function in enumerate(functions)
-            },
+            "items": {"anyOf": self._calls("parameters")},
+            "$defs": self._definitions(),
+        }
+
+    def call_schema(self, arguments: str) -> dict[str, Any]:
+        """The form of a call as an object: its `name`, and its arguments under a name of theirs.
+
+        Raises:
+            BadRequest: the parameters of a function are nested too deeply.
+        """
+        return {"anyOf": self._calls(arguments), "$defs": self._definitions()}
+
+    def answer_or_call_schema(self, answer: dict[str, Any], arguments: str) -> dict[str, Any]:
+        """The form of an answer, or of a call as in `call_schema`.
+
+        Raises:
+            BadRequest: a schema is nested too deeply.
+        """
+        moved = _moved(answer, "#/$defs/answer", "response_format")
+        return {
+            "anyOf": [{"$ref": "#/$defs/answer"}, *self._calls(arguments)],
+            "$defs": {"answer": moved, **self._definitions()},
+        }
+
+    @property
+    def _functions(self) -> list[Mapping[str, Any]]:
+        return [tool["function"] for tool in self.tools]
+
+    def _calls(self, arguments: str) -> list[dict[str, Any]]:
+        return [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": function["name"]},
+                    arguments: {"$ref": f"#/$defs/{place}"},
+                },
+                "required": ["name", arguments],
+                "additionalProperties": False,
+            }
+            for place, function in enumerate(self._functions)
+        ]
+
+    def _definitions(self) -> dict[str, Any]:
+        return {
+            str(place): _moved(
+                _parameters(function),
+                f"#/$defs/{place}",
+                f"tools[{place}].function.parameters",
+            )
+            for place, function in enumerate(self._functions)
         }
 
 
@@ -191,8 +222,12 @@ _DATA: Final = frozenset(("const", "enum", "default", "examples"))
 """Whose values are no schemas."""
 
 
-def _moved(schema: dict[str, Any], to: str, place: int) -> dict[str, Any]:
-    """A schema whose references hold at another place of a document."""
+def _moved(schema: dict[str, Any], to: str, where: str) -> dict[str, Any]:
+    """A schema whose references hold at another place of a document.
+
+    Args:
+        where: the field that it comes from.
+    """
 
     def moved(value: object) -> object:
         if isinstance(value, list):
@@ -212,5 +247,4 @@ def _moved(schema: dict[str, Any], to: str, place: int) -> dict[str, Any]:
     try:
         return cast("dict[str, Any]", moved(schema))
     except RecursionError:
-        where = f"tools[{place}].function.parameters"
         raise misfit(where, "it is nested too deeply: flatten it, for example by $defs") from None

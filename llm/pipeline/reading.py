@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from dynbus.llm.generation import StructuredOutput, Thinking
+from dynbus.llm.openai.errors import unsupported
 from dynbus.llm.openai.tools import ToolUse
 from dynbus.llm.parsing.delta import OutputParser
 from dynbus.llm.parsing.output_parser import (
@@ -17,6 +18,7 @@ from dynbus.llm.parsing.output_parser import (
     output_parser,
     thinking_of,
 )
+from dynbus.llm.structured import json_rule
 
 
 def _no_parser() -> None:
@@ -68,7 +70,9 @@ def reading_of(
         )
         return Reading(
             parser,
-            _after_thinking(asked, reasoning_parser, begun=begun),
+            _after_thinking(
+                _beside_calls(asked, tool_call_parser, use), reasoning_parser, begun=begun
+            ),
             one_call=use.one_call and bool(tool_call_parser),
         )
     return Reading(
@@ -84,6 +88,30 @@ def reading_of(
         ),
         one_call=use.one_call,
         named_call=bool(use.named),
+    )
+
+
+def _beside_calls(
+    form: StructuredOutput | None, tool_call_parser: str, use: ToolUse
+) -> StructuredOutput | None:
+    """The form of an output that is an answer in a form, or calls as the model was trained to
+    write them."""
+    if form is None or not (tool_call_parser and use.tools):
+        return form
+    answer = form.json_schema
+    if isinstance(answer, dict) and tool_call_parser in ("llama3_json", "llama4_json"):
+        return StructuredOutput(json_schema=use.answer_or_call_schema(answer, "parameters"))
+    if isinstance(answer, dict) and tool_call_parser == "hermes":
+        calls = "call" if use.one_call else 'call ("\\n" call)*'
+        return StructuredOutput(
+            grammar=f"start: answer | {calls}\n"
+            f"answer: {json_rule(answer)}\n"
+            f'call: "<tool_call>\\n" {json_rule(use.call_schema("arguments"))} "\\n</tool_call>"\n'
+        )
+    raise unsupported(
+        "tools",
+        "this model's calls cannot be told from an answer whose form is enforced; give "
+        "tool_choice 'none' or 'required', or no form",
     )
 
 

@@ -10,16 +10,18 @@ import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
 from openai import AsyncOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from tests.conditions import eventually
+from tests.llm.engine.test_structured_output import engine_of
 from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
 from dynbus import Actor, handler
+from dynbus.llm.engine import Engine, EngineWorker
 from dynbus.llm.generation import (
     FinishReason,
     Generated,
@@ -87,6 +89,13 @@ class Author(Actor, namespace="test"):
             self.running -= 1
 
 
+class Babbling(EngineWorker, namespace="test"):
+    """Says anything that it may."""
+
+    def make_engine(self) -> Engine:
+        return engine_of(blocks=2048)
+
+
 CARDS = {
     one.name: one
     for one in (
@@ -98,6 +107,7 @@ CARDS = {
             reasoning_parser="qwen3",
         ),
         card("untrained", "test.Author.generate"),
+        card("babbler", "test.Babbling.generate", tool_call_parser="hermes"),
     )
 }
 
@@ -106,6 +116,7 @@ CARDS = {
 async def written(*texts: str) -> AsyncGenerator[tuple[Author, AsyncOpenAI]]:
     """An author of these texts behind a front end, and a client."""
     async with TestKit() as kit:
+        await kit.start(Babbling)
         author = (await kit.start(Author)).actor
         assert isinstance(author, Author)
         author.texts = [*texts]
@@ -392,6 +403,78 @@ async def test_a_model_may_think_before_a_call_that_is_enforced() -> None:
     assert message.tool_calls[0].function.name == "get_time"
     assert structured is not None
     assert structured.thinking == Thinking("<think>", "</think>", begun=True)
+
+
+class Step(BaseModel):
+    explanation: Literal["halve", "double"]
+    output: Annotated[int, Field(ge=0, le=99)]
+
+
+class MathResponse(BaseModel):
+    steps: Annotated[list[Step], Field(max_length=2)]
+    final_answer: Literal["2", "4"]
+
+
+async def test_an_answer_is_parsed_into_the_model_that_gives_its_form() -> None:
+    async with written("") as (_, client):
+        for seed in range(3):
+            completion = await client.chat.completions.parse(
+                model="babbler", messages=ASKED, response_format=MathResponse, seed=seed
+            )
+            assert isinstance(completion.choices[0].message.parsed, MathResponse)
+        async with client.chat.completions.stream(
+            model="babbler", messages=ASKED, response_format=MathResponse, seed=7
+        ) as stream:
+            done = [event.parsed async for event in stream if event.type == "content.done"]
+
+    assert isinstance(done[0], MathResponse)
+
+
+class Pick(BaseModel):
+    """Pick one."""
+
+    what: Literal["a", "b"] | None
+
+
+async def test_calls_that_are_enforced_fit_whatever_a_model_would_say() -> None:
+    tools: Any = [openai.pydantic_function_tool(Pick), openai.pydantic_function_tool(Step)]
+    choices: Any = ["required", {"type": "function", "function": {"name": "Pick"}}] * 2
+    async with written("") as (_, client):
+        for seed, choice in enumerate(choices):
+            completion = await client.chat.completions.parse(
+                model="babbler",
+                messages=[{"role": "user", "content": "?"}],
+                tools=tools,
+                tool_choice=choice,
+                parallel_tool_calls=False,
+                seed=seed,
+            )
+            [called] = completion.choices[0].message.tool_calls or []
+            assert type(called.function.parsed_arguments).__name__ == called.function.name
+
+
+async def test_a_model_that_may_call_answers_in_the_form_or_calls() -> None:
+    tools: Any = [openai.pydantic_function_tool(Pick)]
+    [begins_call] = tiny_tokenizer().encode("<")
+    fields: Any = {"model": "babbler", "tools": tools, "response_format": MathResponse}
+    fields |= {"messages": [{"role": "user", "content": "?"}], "parallel_tool_calls": False}
+    async with written("") as (_, client):
+        for seed in range(3):
+            answered, called = [
+                (
+                    await client.chat.completions.parse(
+                        logit_bias={str(begins_call): bias}, seed=seed, **fields
+                    )
+                )
+                .choices[0]
+                .message
+                for bias in (-100, 30)
+            ]
+            assert isinstance(answered.parsed, MathResponse)
+            assert not answered.tool_calls
+            [one, *_] = called.tool_calls or []
+            assert isinstance(one.function.parsed_arguments, Pick)
+            assert not called.content
 
 
 REFUSED: Sequence[tuple[dict[str, Any], str, str]] = [
