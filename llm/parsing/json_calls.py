@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Final
 
 from .delta import DeltaBuilder
+from .functions import Functions
 from .incoming import IncomingText, Reading
 from .json_text import as_json, decoded, read_json, read_json_string
 
@@ -18,7 +19,7 @@ _BESIDE: Final = ("id", "index", "type")
 
 
 def read_call(
-    text: IncomingText, out: DeltaBuilder, offered: Collection[str] | None = None
+    text: IncomingText, out: DeltaBuilder, offered: Functions | None = None
 ) -> Reading[bool]:
     """Read a call such as `{"name": "f", "arguments": {"x": 1}}`, at whose brace `text` is.
 
@@ -27,7 +28,7 @@ def read_call(
 
     Args:
         text: keeps what is taken.
-        offered: the names that a call may have where no marker says that it is one; its first
+        offered: one of which a call has to name where no marker says that it is one; its first
             member must be one that calls have, too.
     """
     reader = _CallReader(text, out, offered)
@@ -64,9 +65,7 @@ class _CallReader:
         others: members that are content.
     """
 
-    def __init__(
-        self, text: IncomingText, out: DeltaBuilder, offered: Collection[str] | None
-    ) -> None:
+    def __init__(self, text: IncomingText, out: DeltaBuilder, offered: Functions | None) -> None:
         self._text = text
         self._out = out
         self._offered = offered

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Final
 
 from .delta import DeltaBuilder
+from .functions import Functions
 from .incoming import IncomingText, Markers, Reading
 from .json_calls import read_call, read_calls
 
@@ -14,14 +14,12 @@ TAG: Final = "<|python_tag|>"
 _TAGS = Markers(TAG)
 
 
-def read_llama_calls(
-    text: IncomingText, out: DeltaBuilder, offered: Collection[str]
-) -> Reading[None]:
+def read_llama_calls(text: IncomingText, out: DeltaBuilder, offered: Functions) -> Reading[None]:
     """Read a text that begins with calls such as `{"name": "f", "parameters": {"x": 1}}`, or has
     some after a tag; semicolons stand between them.
 
     Args:
-        offered: the names of the request's functions. An answer in JSON is a call only of these,
+        offered: the request's functions. An answer in JSON is a call only of these,
             unless it has the tag.
     """
     text.keep()
@@ -48,7 +46,7 @@ def read_llama_calls(
 
 
 def _read_objects(
-    text: IncomingText, out: DeltaBuilder, offered: Collection[str] | None
+    text: IncomingText, out: DeltaBuilder, offered: Functions | None
 ) -> Reading[None]:
     sign = "{"
     while sign == "{":

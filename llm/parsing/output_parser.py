@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 from dynbus.bus.protocol.tokens import random_id
 
 from .delta import NOTHING, Delta, DeltaBuilder, OutputParser
+from .functions import Functions
 from .incoming import IncomingText, Markers, Reading
 from .json_calls import read_calls
 from .json_text import read_json
 from .llama_calls import TAG, read_llama_calls
 from .mistral_calls import ARGS, CALL_ID, TOOL_CALLS, read_mistral_calls
-from .parameter_types import ParameterTypes
 from .pythonic_calls import END, STARTS, read_pythonic_calls
 from .reasoning import Thinking, read_reasoning
 from .tagged_calls import CLOSE, OPEN, read_tagged_calls
@@ -51,14 +51,14 @@ def _tagged(*tags: str) -> _Format:
     open_tags = Markers(*tags)
 
     def reads(tools: _Tools) -> _Read:
-        types = ParameterTypes(tools)
-        return lambda text, out: read_tagged_calls(text, out, types, open_tags=open_tags)
+        functions = Functions(tools)
+        return lambda text, out: read_tagged_calls(text, out, functions, open_tags=open_tags)
 
     return _Format(reads, (OPEN, CLOSE), OPEN)
 
 
 def _llama(tools: _Tools) -> _Read:
-    offered = _names(tools)
+    offered = Functions(tools)
     return lambda text, out: read_llama_calls(text, out, offered)
 
 
@@ -67,7 +67,7 @@ def _mistral(_tools: _Tools) -> _Read:
 
 
 def _pythonic(tools: _Tools) -> _Read:
-    offered = _names(tools)
+    offered = Functions(tools)
     return lambda text, out: read_pythonic_calls(text, out, offered)
 
 
@@ -173,13 +173,6 @@ def begins_reasoning(reasoning_parser: str, prompt_end: str) -> bool:
 def thinking_of(reasoning_parser: str) -> Thinking | None:
     """How the reasoning that a parser reads is marked; None for no parser."""
     return _THINKING.get(reasoning_parser)
-
-
-def _names(tools: _Tools) -> frozenset[str]:
-    """The names of functions; tools of other kinds have none."""
-    found = (tool.get("function") for tool in tools)
-    names = (cast("object", one.get("name")) for one in found if isinstance(one, Mapping))
-    return frozenset(name for name in names if isinstance(name, str))
 
 
 def _read_content(text: IncomingText, out: DeltaBuilder) -> Reading[None]:

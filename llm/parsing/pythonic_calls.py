@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from typing import Final
 
 from .delta import DeltaBuilder
+from .functions import Functions
 from .incoming import IncomingText, Reading
 from .json_calls import MAX_NAME
 from .json_text import as_json
@@ -18,13 +18,11 @@ END: Final = "<|python_end|>"
 _NAME = re.compile(r"[\w.-]*")
 
 
-def read_pythonic_calls(
-    text: IncomingText, out: DeltaBuilder, offered: Collection[str]
-) -> Reading[None]:
+def read_pythonic_calls(text: IncomingText, out: DeltaBuilder, offered: Functions) -> Reading[None]:
     """Read the calls with which a text begins, such as `[f(x=1, y="two"), g()]`.
 
     Args:
-        offered: the names of the request's functions. A list is one of calls only where it begins
+        offered: the request's functions. A list is one of calls only where it begins
             with one of these, unless it has a token before it.
     """
     text.keep()
@@ -45,9 +43,7 @@ def read_pythonic_calls(
     out.say(text.give_back())
 
 
-def _read_list(
-    text: IncomingText, out: DeltaBuilder, offered: Collection[str] | None
-) -> Reading[bool]:
+def _read_list(text: IncomingText, out: DeltaBuilder, offered: Functions | None) -> Reading[bool]:
     sign = "["
     while sign != "]":
         text.take(1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from .delta import DeltaBuilder
+from .functions import Functions, is_text, value_as_json
 from .incoming import IncomingText, Markers, Reading
 from .json_calls import MAX_NAME, read_call
 from .json_text import as_json
-from .parameter_types import ParameterTypes, is_text, value_as_json
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
@@ -24,7 +24,7 @@ _VALUE_ENDS = Markers(_PARAMETER_END, _PARAMETER, _FUNCTION_END)
 
 
 def read_tagged_calls(
-    text: IncomingText, out: DeltaBuilder, types: ParameterTypes, *, open_tags: Markers
+    text: IncomingText, out: DeltaBuilder, functions: Functions, *, open_tags: Markers
 ) -> Reading[None]:
     """Read a text with calls such as
 
@@ -43,14 +43,14 @@ def read_tagged_calls(
         </tool_call>
 
     Args:
-        types: for the values of the second form, which are JSON only where a parameter is no text.
+        functions: say of the values of the second form which are text, and which JSON.
         open_tags: with which a call begins.
     """
     while True:
         piece, tag = text.take_to_marker(open_tags)
         out.say(piece)
         if tag:
-            yield from _read_call(text, out, types, tag)
+            yield from _read_call(text, out, functions, tag)
         elif text.has_ended:
             return
         else:
@@ -58,7 +58,7 @@ def read_tagged_calls(
 
 
 def _read_call(
-    text: IncomingText, out: DeltaBuilder, types: ParameterTypes, tag: str
+    text: IncomingText, out: DeltaBuilder, functions: Functions, tag: str
 ) -> Reading[None]:
     text.keep()
     if tag == OPEN:
@@ -68,7 +68,7 @@ def _read_call(
         if sign == "{":
             is_whole = yield from read_call(text, out)
         else:
-            is_whole = yield from _read_function(text, out, types)
+            is_whole = yield from _read_function(text, out, functions)
         if not is_whole:
             break
         text.keep()
@@ -84,7 +84,7 @@ def _read_call(
     out.say(text.give_back())
 
 
-def _read_function(text: IncomingText, out: DeltaBuilder, types: ParameterTypes) -> Reading[bool]:
+def _read_function(text: IncomingText, out: DeltaBuilder, functions: Functions) -> Reading[bool]:
     if not (yield from text.begins_with(_FUNCTION)):
         return False
     text.take(len(_FUNCTION))
@@ -106,7 +106,7 @@ def _read_function(text: IncomingText, out: DeltaBuilder, types: ParameterTypes)
                 out.begin_call(name)
             out.add_arguments(f"{before or '{'}{as_json(parameter)}: ")
             before = ", "
-            yield from _read_value(text, out, types.of(name, parameter))
+            yield from _read_value(text, out, functions.types(name, parameter))
             continue
         is_ended = yield from text.begins_with(_FUNCTION_END)
         if is_ended:

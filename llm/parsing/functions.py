@@ -1,4 +1,4 @@
-"""What the parameters of functions are, for models that write their values as plain text."""
+"""The functions that a request offers, and what their parameters are."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ MAX_DEPTH: Final = 16
 """Of schemas within each other that are looked at for a type."""
 
 
-class ParameterTypes:
-    """The types of the parameters of a request's functions.
+class Functions:
+    """Those of a request's tools. They are looked through when an output has something of the kind
+    of a call: most have none, and a request may have many outputs and tools.
 
     Args:
         tools: of the request, as OpenAI's API has them.
@@ -27,17 +28,25 @@ class ParameterTypes:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self._tools = tools
+        self._types: dict[tuple[str, str], frozenset[str]] = {}
 
-    def of(self, function: str, parameter: str) -> frozenset[str]:
-        """The types that a value may have, as JSON Schema calls them; that of text where nothing
-        says what it is."""
-        for tool in self._tools:
-            given = _mapping(_mapping(tool).get("function"))
-            if given.get("name") == function:
-                properties = _mapping(_mapping(given.get("parameters")).get("properties"))
-                if parameter in properties:
-                    return _types(properties[parameter], MAX_DEPTH)
-        return _TEXT
+    def __contains__(self, name: str) -> bool:
+        return self._find(name) is not None
+
+    def types(self, name: str, parameter: str) -> frozenset[str]:
+        """The types that the value of a function's parameter may have, as JSON Schema calls them;
+        that of text where nothing says what it is."""
+        known = self._types.get((name, parameter))
+        if known is None:
+            schema = _mapping(_mapping(self._find(name)).get("parameters"))
+            properties = _mapping(schema.get("properties"))
+            known = _types(properties[parameter], MAX_DEPTH) if parameter in properties else _TEXT
+            self._types[name, parameter] = known
+        return known
+
+    def _find(self, name: str) -> Mapping[str, Any] | None:
+        functions = (_mapping(_mapping(tool).get("function")) for tool in self._tools)
+        return next((one for one in functions if one.get("name") == name), None)
 
 
 def is_text(types: frozenset[str]) -> bool:
