@@ -52,6 +52,11 @@ class Comparison:
         self._seconds = seconds
         self._streams = streams
 
+    async def warm(self, running: Mapping[str, Peer]) -> None:
+        """Ask each front end, so that it starts what it needs."""
+        for peer in running.values():
+            await measure("requests", Spec(url=peer.url, seconds=0.5, streams=16))
+
     async def run(self, running: Mapping[str, Peer], number: int) -> None:
         """Ask each front end once for tokens and once for answers."""
         for kind in self.found:
@@ -93,11 +98,12 @@ def _each(kind: Kind, told: Mapping[str, Any]) -> Figures:
 
 
 async def _ask(kind: Kind, spec: Spec, peer: Peer, alone: float) -> Figures:
-    pids = {f"{role} {pid}": pid for role, own in peer.pids.items() for pid in own}
+    processes = peer.processes()
+    pids = {f"{role} {pid}": pid for role, own in processes.items() for pid in own}
     spec = msgspec.structs.replace(spec, url=peer.url, pids=pids, front=peer.front)
     told = await measure("many" if kind == "tokens" else "requests", spec)
     each = _each(kind, told)
-    parts = {role: sum(each[f"{role} {pid}"] for pid in own) for role, own in peer.pids.items()}
+    parts = {role: sum(each[f"{role} {pid}"] for pid in own) for role, own in processes.items()}
     if peer.has_mock_engine:
         # What the engine's process does beside the engine's own work.
         parts["bus"] += parts["engine"] - alone
@@ -162,6 +168,7 @@ async def _main() -> None:
             name: await exits.enter_async_context(start(settings)) for name, start in chosen.items()
         }
         comparison = Comparison(settings, given.seconds, streams)
+        await comparison.warm(running)
         for number in range(given.runs):
             await comparison.run(running, number)
     _show(comparison, list(running))

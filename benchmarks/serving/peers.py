@@ -62,6 +62,14 @@ class Peer(NamedTuple):
     pids: Mapping[str, Sequence[int]]
     has_mock_engine: bool = False
 
+    def processes(self) -> dict[str, list[int]]:
+        """The process ids, with those of what the front end has started beside its engine."""
+        started = [one.pid for one in psutil.Process(self.front).children(recursive=True)]
+        known = {pid for own in self.pids.values() for pid in own}
+        found = {role: list(own) for role, own in self.pids.items()}
+        found["front end"] += [pid for pid in started if pid not in known]
+        return found
+
 
 class Settings(msgspec.Struct, frozen=True):
     """What every peer serves.

@@ -13,7 +13,8 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, cast
 
 from tokenizers import AddedToken
@@ -71,14 +72,30 @@ class CachedEncoder:
         Raises:
             ValueError: as of `Tokenizer.encode`.
         """
-        pieces = list(self._pieces(text))
-        found = self._look_up(pieces)
-        missing = list(dict.fromkeys(piece for piece in pieces if piece not in found))
+        return self.encode_each([text], special=special)[0]
+
+    def encode_each(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """The token ids of several texts; the tokenizer is called once.
+
+        Raises:
+            ValueError: as of `Tokenizer.encode`, for one of them.
+        """
+        cut = [list(self._pieces(text)) for text in texts]
+        found = self._look_up(chain.from_iterable(cut))
+        missing = list(
+            dict.fromkeys(piece for piece in chain.from_iterable(cut) if piece not in found)
+        )
         for piece, ids in zip(missing, self.tokenizer.encode_each(missing), strict=True):
             found[piece] = array("I", ids)
         self._remember(missing, found)
-        self.characters += len(text)
-        self.cached_characters += len(text) - sum(map(len, missing))
+        characters = sum(map(len, texts))
+        self.characters += characters
+        self.cached_characters += characters - sum(map(len, missing))
+        return [self._join(pieces, found, special=special) for pieces in cut]
+
+    def _join(
+        self, pieces: Iterable[str], found: Mapping[str, array[int]], *, special: bool
+    ) -> list[int]:
         joined = array("I", self._before if special else ())
         for piece in pieces:
             joined.extend(found[piece])

@@ -42,7 +42,16 @@ class Detokenizer:
         ValueError: a stop string is empty.
     """
 
-    __slots__ = ("_pending", "_shown", "_special", "_stop", "_stream", "_tokenizer", "stopped")
+    __slots__ = (
+        "_before",
+        "_pending",
+        "_shown",
+        "_special",
+        "_stop",
+        "_stream",
+        "_tokenizer",
+        "stopped",
+    )
 
     def __init__(
         self,
@@ -56,7 +65,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._special = special
         self._shown = tokenizer.special_texts(shown) if shown else {}
-        self._stream = self._stream_after(prompt_ids[-CONTEXT:])
+        self._before = prompt_ids[-CONTEXT:]
+        # Made for the first token that needs it: most outputs have none.
+        self._stream: DecodeStream | None = None
         self._stop = StopStrings(stop) if stop else None
         self._pending: list[int] = []
         self.stopped: str | None = None
@@ -85,6 +96,8 @@ class Detokenizer:
                     text += whole
                     continue
             pending.append(token_id)
+            if self._stream is None:
+                self._stream = self._stream_after(self._before)
             try:
                 piece = self._stream.step(tokenizer, token_id)
             except (TypeError, OverflowError):
@@ -144,11 +157,11 @@ class Detokenizer:
         while kept > 1 and text + self._decode(rest) != whole:
             kept -= 1
             text, rest = self._split(kept)
-        self._stream = self._stream_after(())
+        self._stream = stream = self._stream_after(())
         self._pending.clear()
         for token_id in rest:
             self._pending.append(token_id)
-            piece = self._stream.step(self._tokenizer.raw, token_id)
+            piece = stream.step(self._tokenizer.raw, token_id)
             if piece is not None:
                 text += piece
                 self._pending.clear()

@@ -37,15 +37,17 @@ MAX_MEMORY: Final = 1024**3
 """Bytes of address space."""
 
 
-class RenderRequest(msgspec.Struct, frozen=True):
-    """A template, and what it is rendered with; None to see whether it is one at all.
+class Rendering(msgspec.Struct, frozen=True):
+    """A template, and what it is rendered with, time after time; nothing to see whether it is a
+    template at all.
 
     Attributes:
-        seconds: of processor time that it may take.
+        conversations: the variables of each time, as JSON.
+        seconds: of processor time that each may take.
     """
 
     source: str
-    variables: dict[str, Any] | None
+    conversations: list[msgspec.Raw]
     seconds: float
 
 
@@ -148,16 +150,22 @@ def render(source: str, variables: Mapping[str, Any] | None) -> RenderAnswer:
         return RenderAnswer(failed=f"{type(error).__name__}: {error}")
 
 
-def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests until there are no more."""
-    decoder, encoder = msgspec.json.Decoder(RenderRequest), msgspec.json.Encoder()
-    for line in requests:
-        request = decoder.decode(line)
+def _answers(request: Rendering) -> list[RenderAnswer]:
+    """What becomes of each conversation, or of the template alone."""
+    answers: list[RenderAnswer] = []
+    for conversation in request.conversations or [msgspec.Raw(b"null")]:
         # Its signal ends the process, whatever it is doing.
         signal.setitimer(signal.ITIMER_PROF, request.seconds)
-        answer = encoder.encode(render(request.source, request.variables))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(answer + b"\n")
+        answers.append(render(request.source, msgspec.json.decode(conversation)))
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return answers
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer requests until there are no more."""
+    decoder, encoder = msgspec.json.Decoder(Rendering), msgspec.json.Encoder()
+    for line in requests:
+        answers.write(encoder.encode(_answers(decoder.decode(line))) + b"\n")
         answers.flush()
 
 

@@ -13,7 +13,7 @@ from dynbus.llm.cores import usable_cores
 from dynbus.llm.sandbox import Sandbox, SandboxEnded
 
 from . import rendering
-from .rendering import RenderAnswer, RenderRequest
+from .rendering import RenderAnswer, Rendering
 
 MAX_SOURCE: Final = 1024 * 1024
 """Characters of a template; the longest in use have some ten thousand."""
@@ -25,7 +25,7 @@ MAX_SECONDS: Final = 2.0
 RENDERERS: Final = Sandbox(Path(rendering.__file__), usable_cores())
 """The processes that render for this one."""
 
-_ANSWERS: Final = msgspec.json.Decoder(RenderAnswer)
+_ANSWERS: Final = msgspec.json.Decoder(list[RenderAnswer])
 
 
 class BrokenTemplate(DynbusError):
@@ -82,7 +82,9 @@ class ChatTemplate:
         Raises:
             BrokenTemplate: it is none.
         """
-        self._run(None)
+        (answer,) = self._run([])
+        if answer.failed is not None:
+            raise self._broken(answer.failed)
 
     def render(
         self,
@@ -104,7 +106,25 @@ class ChatTemplate:
             InvalidRequest: the template refuses the conversation, and why.
             BrokenTemplate: it fails, takes too long or makes too much.
         """
-        given = {
+        given = self.conversation(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+        )
+        (found,) = self.render_each([encode_conversation(given)])
+        if isinstance(found, DynbusError):
+            raise found
+        return found
+
+    def conversation(
+        self,
+        /,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> dict[str, Any]:
+        """All that it is rendered with, by `render`'s arguments."""
+        return {
             **self._special_tokens,
             **variables,
             "messages": messages,
@@ -112,31 +132,63 @@ class ChatTemplate:
             "documents": variables.get("documents"),
             "add_generation_prompt": add_generation_prompt,
         }
-        answer = self._run(given)
-        if answer.refused is not None:
-            raise InvalidRequest(
-                f"the model {self.model} takes no such conversation: {answer.refused}"
-            )
-        return answer.text
 
-    def _run(self, variables: dict[str, Any] | None) -> RenderAnswer:
+    def render_each(self, conversations: Sequence[bytes]) -> list[str | DynbusError]:
+        """The prompt of each conversation, or why it has none, as `render` raises it.
+
+        One that takes too much leaves the others as they would be without it.
+
+        Args:
+            conversations: as `encode_conversation` writes them, one at least.
+        """
         try:
-            data = msgspec.json.encode(RenderRequest(self.source, variables, self._seconds))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequest(f"the conversation is no JSON: {error}") from None
+            answers = self._run(conversations)
+        except BrokenTemplate as error:
+            if len(conversations) == 1:
+                return [error]
+            return [self.render_each([one])[0] for one in conversations]
+        found: list[str | DynbusError] = []
+        for conversation, answer in zip(conversations, answers, strict=True):
+            if answer.refused is not None:
+                found.append(
+                    InvalidRequest(
+                        f"the model {self.model} takes no such conversation: {answer.refused}"
+                    )
+                )
+            elif answer.failed is None:
+                found.append(answer.text)
+            elif len(conversations) == 1:
+                found.append(self._broken(answer.failed))
+            else:
+                # The memory of the process is for one.
+                found += self.render_each([conversation])
+        return found
+
+    def _run(self, conversations: Sequence[bytes]) -> list[RenderAnswer]:
+        raw = [msgspec.Raw(one) for one in conversations]
         try:
-            answer = _ANSWERS.decode(RENDERERS.ask(data))
+            data = msgspec.json.encode(Rendering(self.source, raw, self._seconds))
+            return _ANSWERS.decode(RENDERERS.ask(data))
         except SandboxEnded as error:
             raise self._broken(
                 f"it takes more than {self._seconds:g} s of processor time"
                 if error.time_is_over
                 else "the process that renders it has ended"
             ) from None
-        if answer.failed is not None:
-            raise self._broken(answer.failed)
-        return answer
 
     def _broken(self, why: str) -> BrokenTemplate:
         broken = BrokenTemplate(f"the chat template of the model {self.model} does not work: {why}")
         broken.reason = why
         return broken
+
+
+def encode_conversation(conversation: Mapping[str, Any]) -> bytes:
+    """What a template is rendered with, as JSON.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    try:
+        return msgspec.json.encode(conversation)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the conversation is no JSON: {error}") from None

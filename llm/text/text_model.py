@@ -13,6 +13,7 @@ from dynbus.llm.cores import usable_cores
 from dynbus.llm.weights.errors import BrokenModel
 
 from .cached_encoder import MAX_BYTES, CachedEncoder
+from .chat_encoder import ChatEncoder
 from .detokenizer import Detokenizer
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
@@ -46,8 +47,14 @@ class TextModel:
         # They wait for work without taking time; more than cores would be in each other's way. A
         # call that is cancelled before its turn takes none. They are this model's alone: a
         # tokenizer may be made so that some text takes it for ever.
-        self._threads = ThreadPoolExecutor(usable_cores(), thread_name_prefix="dynbus-text")
+        cores = usable_cores()
+        self._threads = ThreadPoolExecutor(cores, thread_name_prefix="dynbus-text")
         self.encoder = CachedEncoder(tokenizer, cache_bytes)
+        self._chats = (
+            ChatEncoder(template, self.encoder, self._threads, cores)
+            if template is not None
+            else None
+        )
 
     def __repr__(self) -> str:
         return f"<TextModel {self.name} {self.encoder!r}>"
@@ -79,16 +86,12 @@ class TextModel:
             InvalidRequest: the model has no template, or its template refuses the conversation.
             BrokenTemplate: the template fails.
         """
-        if self.template is None:
+        if self.template is None or self._chats is None:
             raise InvalidRequest(f"the model {self.name} has no chat template: use completions")
-        render = partial(
-            self.template.render,
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
+        conversation = self.template.conversation(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
-        return await self._in_thread(lambda: self._encode(render(), special=False))
+        return await self._chats.encode(conversation)
 
     async def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """The text of tokens, all at once.

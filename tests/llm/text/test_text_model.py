@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynbus.bus.errors import InvalidRequest
-from dynbus.llm.text.template import ChatTemplate
+from dynbus.llm.text.template import BrokenTemplate, ChatTemplate
 from dynbus.llm.text.text_model import TextModel
 
 from .tiny_tokenizer import CHATML, tiny_tokenizer
@@ -80,3 +80,57 @@ async def test_a_model_whose_texts_never_end_holds_up_no_other(
     finally:
         ends.set()
     assert await asyncio.gather(*waiting) == [[]] * len(waiting)
+
+
+async def test_conversations_that_come_at_once_are_each_answered_for_themselves() -> None:
+    template = ChatTemplate(
+        "{% set said = messages[0].content %}"
+        "{% if said == 'refused' %}{{ raise_exception('not that') }}{% endif %}"
+        "{% if said == 'fails' %}{{ nothing.at.all }}{% endif %}"
+        "{% if said == 'endless' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+        "{% endfor %}{% endfor %}{% endif %}"
+        "{{ said }}",
+        model="tiny",
+        seconds=0.2,
+    )
+    model = TextModel("tiny", tiny_tokenizer(), template)
+    said = [f"The capital of {number}?" for number in range(80)]
+    said[7:40:8] = ["refused", "fails", "endless", "\ud800", "long " * 40_000]
+
+    found = await asyncio.gather(
+        *(model.encode_chat([{"role": "user", "content": one}]) for one in said),
+        return_exceptions=True,
+    )
+
+    for one, ids in zip(said, found, strict=True):
+        match one:
+            case "refused":
+                assert isinstance(ids, InvalidRequest), ids
+                assert "not that" in str(ids)
+            case "fails":
+                assert isinstance(ids, BrokenTemplate), ids
+                assert "undefined" in str(ids)
+            case "endless":
+                assert isinstance(ids, BrokenTemplate), ids
+                assert "processor time" in str(ids)
+            case "\ud800":
+                assert isinstance(ids, InvalidRequest), ids
+                assert "surrogates" in str(ids)
+            case _:
+                assert ids == tiny_tokenizer().encode(one, special=False)
+
+
+async def test_a_conversation_that_is_left_before_its_turn_keeps_none_waiting() -> None:
+    model = tiny_model()
+    messages = [{"role": "user", "content": "The capital of France?"}]
+    left = [asyncio.create_task(model.encode_chat(messages)) for _ in range(20)]
+    await asyncio.sleep(0)
+
+    for task in left:
+        task.cancel()
+
+    assert await asyncio.wait_for(model.encode_chat(messages), 30)
+    assert all(
+        isinstance(one, asyncio.CancelledError)
+        for one in await asyncio.gather(*left, return_exceptions=True)
+    )

@@ -1,0 +1,162 @@
+"""From conversations to token ids: those that wait meanwhile are done together.
+
+A conversation alone costs a change of threads, two of processes and a call of the tokenizer. Of
+many that come at once, these are for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple
+
+from dynbus.bus.errors import InvalidRequest
+from dynbus.llm.weights.errors import BrokenModel
+
+from .cached_encoder import CachedEncoder
+from .template import ChatTemplate, encode_conversation
+
+MOST_TOGETHER: Final = 32
+
+MOST_BYTES: Final = 64 * 1024
+"""Of conversations that are done together: a longer one keeps none waiting that is shorter."""
+
+Encoded = list[int] | Exception
+
+
+class _Asked(NamedTuple):
+    """A conversation that waits.
+
+    Attributes:
+        conversation: what the template is rendered with.
+        future: of its token ids.
+    """
+
+    conversation: Mapping[str, Any]
+    future: asyncio.Future[list[int]]
+
+
+class ChatEncoder:
+    """Turns conversations into token ids, in threads.
+
+    Args:
+        threads: where it works.
+        workers: how many of these at most.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        encoder: CachedEncoder,
+        threads: ThreadPoolExecutor,
+        workers: int,
+    ) -> None:
+        self._template = template
+        self._encoder = encoder
+        self._threads = threads
+        self._workers = workers
+        self._lock = threading.Lock()
+        self._waiting: deque[_Asked] = deque()
+        self._working = 0
+
+    def __repr__(self) -> str:
+        return f"<ChatEncoder [{len(self._waiting)} waiting, {self._working} working]>"
+
+    async def encode(self, conversation: Mapping[str, Any]) -> list[int]:
+        """The token ids of a conversation. One that is cancelled before its turn takes no time.
+
+        Args:
+            conversation: what the template is rendered with; see `ChatTemplate.conversation`.
+
+        Raises:
+            InvalidRequest: the template refuses it, or its prompt cannot be encoded.
+            BrokenTemplate: the template fails.
+        """
+        future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            self._waiting.append(_Asked(conversation, future))
+            begins = self._working < self._workers
+            self._working += begins
+        if begins:
+            self._threads.submit(self._work)
+        return await future
+
+    # In a thread ------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Encode until nothing waits."""
+        while taken := self._take():
+            for group, conversations in _groups(taken):
+                _settle(group, self._encode(conversations))
+
+    def _take(self) -> list[_Asked]:
+        """Take a share of what waits; with nothing, this thread works no longer."""
+        taken: list[_Asked] = []
+        with self._lock:
+            most = min(MOST_TOGETHER, -(-len(self._waiting) // self._workers))
+            while self._waiting and len(taken) < max(1, most):
+                asked = self._waiting.popleft()
+                if not asked.future.cancelled():
+                    taken.append(asked)
+            if not taken:
+                self._working -= 1
+        return taken
+
+    def _encode(self, conversations: Sequence[bytes]) -> list[Encoded]:
+        """The token ids of each, or why there are none."""
+        try:
+            prompts = self._template.render_each(conversations)
+            ids = iter(self._ids([prompt for prompt in prompts if isinstance(prompt, str)]))
+            return [next(ids) if isinstance(prompt, str) else prompt for prompt in prompts]
+        except Exception as error:  # noqa: BLE001 - whoever asked raises it
+            return [error] * len(conversations)
+
+    def _ids(self, texts: Sequence[str]) -> Sequence[Encoded]:
+        try:
+            return self._encoder.encode_each(texts, special=False)
+        except ValueError as error:
+            if len(texts) == 1:
+                return [error if isinstance(error, BrokenModel) else InvalidRequest(str(error))]
+        # One of them is at fault, and not the others.
+        return [self._ids([text])[0] for text in texts]
+
+
+def _groups(taken: Sequence[_Asked]) -> list[tuple[list[_Asked], list[bytes]]]:
+    """What is done together, as JSON: the short ones first, so that they wait for no long one."""
+    groups: list[tuple[list[_Asked], list[bytes]]] = []
+    encoded: list[tuple[bytes, _Asked]] = []
+    for asked in taken:
+        try:
+            encoded.append((encode_conversation(asked.conversation), asked))
+        except InvalidRequest as error:
+            _settle([asked], [error])
+    room = 0
+    for data, asked in sorted(encoded, key=lambda one: len(one[0])):
+        if len(data) > room:
+            groups.append(([], []))
+            room = MOST_BYTES
+        groups[-1][0].append(asked)
+        groups[-1][1].append(data)
+        room -= len(data)
+    return groups
+
+
+def _settle(group: Sequence[_Asked], found: Sequence[Encoded]) -> None:
+    """Hand over what was found, from a thread to the loop on which all of them wait."""
+    # Where the loop is closed, nobody waits any longer.
+    with contextlib.suppress(RuntimeError):
+        group[0].future.get_loop().call_soon_threadsafe(_tell, group, found)
+
+
+def _tell(group: Sequence[_Asked], found: Sequence[Encoded]) -> None:
+    for asked, ids in zip(group, found, strict=True):
+        if asked.future.done():
+            continue
+        if isinstance(ids, Exception):
+            asked.future.set_exception(ids)
+        else:
+            asked.future.set_result(ids)
