@@ -99,6 +99,11 @@ class NamedWorker(EngineWorker, abstract=True):
         """How the engine makes embeddings; None where it makes none. For subclasses."""
         return None
 
+    @property
+    def only_embeds(self) -> bool:
+        """Whether the engine makes embeddings, and no tokens. For subclasses."""
+        return False
+
     async def on_engine(self, limits: EngineLimits) -> None:
         sampling: Any = self._default_sampling
         if sampling != "openai":
@@ -107,8 +112,8 @@ class NamedWorker(EngineWorker, abstract=True):
             sampling = own if sampling == "model" else {**own, **sampling}
         self._card = await register_llm(
             ModelInput.Tokens,
-            ModelType.Backend,
-            self.generate,
+            ModelType.Embedding if self.only_embeds else ModelType.Backend,
+            self.embed if self.only_embeds else self.generate,
             self.found.path,
             self.model_name or self.found.name,
             context_length=limits.context_length,

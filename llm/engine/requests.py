@@ -60,12 +60,12 @@ def check_request(request: GenerateRequest, limits: EngineLimits) -> NDArray[np.
 
 
 def check_embedding(
-    request: EmbedRequest, limits: EngineLimits, state_size: int
+    request: EmbedRequest, limits: EngineLimits, state_size: int | None = None
 ) -> NDArray[np.uint32]:
     """Check what the engine's size does not decide.
 
     Args:
-        state_size: the most dimensions that an embedding may have.
+        state_size: the most dimensions that an embedding may have; None where the engine checks it.
 
     Returns:
         The text as an array, of shape [tokens].
@@ -75,7 +75,9 @@ def check_embedding(
     """
     text = _tokens(request.token_ids, limits)
     dimensions = request.dimensions
-    if dimensions is not None and not 1 <= dimensions <= state_size:
+    if dimensions is None or state_size is None:
+        return text
+    if not 1 <= dimensions <= state_size:
         raise ValueError(
             f"dimensions = {dimensions}: it is from 1 to {state_size}, which the model has"
         )

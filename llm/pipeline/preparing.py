@@ -83,7 +83,7 @@ async def prepare(
     if isinstance(request, ChatRequest):
         check_chat(request)
         use = request.tool_use()
-        prompt = await encode_chat(text, limits, request, use)
+        prompt = await _encode_chat(text, limits, request, use)
         # Only reasoning may have begun in the prompt.
         end = text.end_of(prompt) if limits.reasoning_parser else ""
         reading = reading_of(limits.tool_call_parser, limits.reasoning_parser, use, end, structured)
@@ -149,7 +149,7 @@ async def _check_grammar(param: str, structured: StructuredOutput) -> None:
         raise BadRequest(f"{param}: {error}", param=param) from None
 
 
-async def encode_chat(
+async def _encode_chat(
     text: TextModel, limits: ModelLimits, request: ChatRequest, use: ToolUse
 ) -> list[int]:
     """The tokens of a conversation, as the model's template writes it.
@@ -201,7 +201,7 @@ async def encoded_prompts(
     """
     limits = ModelLimits(None, ())
     if isinstance(request, ChatRequest):
-        return [await encode_chat(text, limits, request, request.tool_use())]
+        return [await _encode_chat(text, limits, request, request.tool_use())]
     return await _encode_prompts(text, limits, request)
 
 

@@ -8,9 +8,7 @@ from dynbus.llm.openai.requests import check_chat
 from dynbus.llm.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from dynbus.llm.text.text_model import TextModel
 
-from .preparing import ModelLimits, encode_chat
-
-_NO_LIMITS = ModelLimits(None, ())
+from .preparing import encoded_prompts
 
 
 async def tokenize(card: ModelCard, text: TextModel, request: TokenizeRequest) -> Tokenized:
@@ -27,8 +25,7 @@ async def tokenize(card: ModelCard, text: TextModel, request: TokenizeRequest) -
     else:
         chat = request.chat(card.name)
         check_chat(chat)
-        # Whoever counts tokens may want to know how many are too many.
-        tokens = await encode_chat(text, _NO_LIMITS, chat, chat.tool_use())
+        (tokens,) = await encoded_prompts(text, chat)
     written = None
     if request.return_token_strs:
         name_of = text.tokenizer.raw.id_to_token

@@ -147,7 +147,17 @@ class VllmWorker(NamedWorker, namespace="llm"):
             await anyio.sleep(TOLD_EVERY)
             logger.info("vLLM has been starting for %.0f s", monotonic() - began)
 
+    @property
+    def only_embeds(self) -> bool:
+        return self._engine().only_embeds
+
     async def on_engine(self, limits: EngineLimits) -> None:
+        if self.only_embeds:
+            tasks = await self._engine().llm.get_supported_tasks()
+            if "embed" not in tasks:
+                raise ConfigError(
+                    f"vLLM makes no embeddings with this model: it is for {', '.join(tasks)}"
+                )
         await super().on_engine(limits)
         for name, path in self._lora_modules.items():
             try:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import anyio
 import anyio.to_thread
@@ -19,6 +20,7 @@ from dynbus.bus.config import suggestion
 from dynbus.bus.context import context
 from dynbus.bus.errors import InvalidRequest, Overloaded, Unavailable, describe_exception
 from dynbus.kvrouter.routing import DP_RANK_KEY
+from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.engine.interface import (
     NO_EMBEDDINGS,
     EngineLimits,
@@ -29,10 +31,10 @@ from dynbus.llm.engine.interface import (
     RunningEngine,
     Step,
 )
-from dynbus.llm.engine.requests import check_request
+from dynbus.llm.engine.requests import check_embedding, check_request
 from dynbus.llm.generation import Generated, GenerateRequest
 
-from .requests import FINISH_REASONS, generated, sampling_params
+from .requests import FINISH_REASONS, embedded, generated, pooling_params, sampling_params
 from .starting import first_error, start_vllm, vllm_module
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class VllmEngine(RunningEngine):
 
     Attributes:
         llm: the engine itself, with all that it can beside generating.
+        only_embeds: whether it makes embeddings, and no tokens.
         ranks: how many data-parallel ranks it has.
         adapters: LoRA adapters by name, as vLLM knows them.
         unloaded: when adapters were unloaded that are not loaded now, by their names.
@@ -68,6 +71,7 @@ class VllmEngine(RunningEngine):
         cache, scheduler, model = config.cache_config, config.scheduler_config, config.model_config
         events = config.kv_events_config
         self.llm = llm
+        self.only_embeds: bool = model.runner_type == "pooling"
         self.ranks: int = config.parallel_config.data_parallel_size
         self.adapters: dict[str, Any] = {}
         self.unloaded: dict[str, float] = {}
@@ -205,12 +209,12 @@ class _Asked:
     """A request that vLLM has.
 
     Attributes:
-        sampling: of each continuation, by its name in vLLM.
-        options: what else `AsyncLLM.generate` gets.
+        sampling: of each continuation, by its name in vLLM; of a text to embed its pooling.
+        options: what else `AsyncLLM.generate` or `AsyncLLM.encode` gets.
         has_output: whether something was made for it.
     """
 
-    request: GenerateRequest
+    request: EngineRequest
     sampling: dict[str, Any]
     options: dict[str, Any]
     has_output: bool = False
@@ -228,13 +232,11 @@ class VllmStepper:
         self._outputs: list[tuple[str, Generated]] = []
         self._prefilled: list[Prefill] = []
         self._failures: list[tuple[str, str]] = []
+        self._embedded: list[tuple[str, Embedded]] = []
         self._aborted: list[str] = []
         self._news = asyncio.Event()
 
     def add(self, request_id: str, request: EngineRequest) -> None:
-        if not isinstance(request, GenerateRequest):
-            self._listener.on_refused(request_id, ValueError(NO_EMBEDDINGS))
-            return
         try:
             self._asked[request_id] = self._prepare(request_id, request)
         except Exception as error:  # noqa: BLE001 - a client's mistake, as vLLM sees it too
@@ -275,10 +277,11 @@ class VllmStepper:
         outputs, self._outputs = self._outputs, []
         prefilled, self._prefilled = self._prefilled, []
         failures, self._failures = self._failures, []
-        step = Step(outputs, failures=failures, prefilled=prefilled)
+        embedded, self._embedded = self._embedded, []
+        step = Step(outputs, failures=failures, prefilled=prefilled, embedded=embedded)
         self._listener.on_step(step, self._engine.load, monotonic())
 
-    def _prepare(self, request_id: str, request: GenerateRequest) -> _Asked:
+    def _prepare(self, request_id: str, request: EngineRequest) -> _Asked:
         """What vLLM gets for a request.
 
         Raises:
@@ -286,7 +289,33 @@ class VllmStepper:
             Unavailable: its adapter was unloaded.
         """
         engine = self._engine
+        options = self._options(request)
+        if isinstance(request, EmbedRequest):
+            if not engine.only_embeds:
+                raise ValueError(NO_EMBEDDINGS)
+            check_embedding(request, engine.limits)
+            return _Asked(request, {request_id: pooling_params(request)}, options)
+        if engine.only_embeds:
+            raise ValueError("this engine makes embeddings alone: ask another one for tokens")
         check_request(request, engine.limits)
+        rank = context().metadata.get(DP_RANK_KEY)
+        if engine.ranks > 1 and rank:
+            options["data_parallel_rank"] = int(rank)
+        report = None if engine.report_mode is None else engine.report_mode()
+        sampling = {
+            f"{request_id}-{number}": sampling_params(request, number, report)
+            for number in range(request.n)
+        }
+        return _Asked(request, sampling, options)
+
+    def _options(self, request: EngineRequest) -> dict[str, Any]:
+        """What vLLM gets for a request of either kind.
+
+        Raises:
+            ValueError: there is no such adapter.
+            Unavailable: its adapter was unloaded.
+        """
+        engine = self._engine
         prompt: dict[str, Any] = {"prompt_token_ids": request.token_ids}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
@@ -306,32 +335,25 @@ class VllmStepper:
         if request.priority and config.scheduler_config.policy == "priority":
             # vLLM computes lower ones first.
             options["priority"] = -request.priority
-        running = context()
         if config.observability_config.otlp_traces_endpoint is not None:
-            options["trace_headers"] = running.trace_headers()
-        if engine.ranks > 1 and (rank := running.metadata.get(DP_RANK_KEY)):
-            options["data_parallel_rank"] = int(rank)
-        report = None if engine.report_mode is None else engine.report_mode()
-        sampling = {
-            f"{request_id}-{number}": sampling_params(request, number, report)
-            for number in range(request.n)
-        }
-        return _Asked(request, sampling, options)
+            options["trace_headers"] = context().trace_headers()
+        return options
 
     def _begin(self, tasks: TaskGroup, request_id: str) -> None:
         asked = self._asked.get(request_id)
         if asked is None:
+            return
+        if isinstance(asked.request, EmbedRequest):
+            tasks.start_soon(self._embed, request_id, asked)
             return
         for number, name in enumerate(asked.sampling):
             tasks.start_soon(self._follow, request_id, asked, name, asked.request.index + number)
 
     async def _follow(self, request_id: str, asked: _Asked, name: str, index: int) -> None:
         """Read what vLLM makes for one continuation."""
-        errors: Any = vllm_module("exceptions")
-        engine = self._engine
-        generate = engine.llm.generate
+        generate = self._engine.llm.generate
         output: Any = None
-        try:
+        with self._ending(request_id, asked):
             async for output in generate(
                 sampling_params=asked.sampling[name], request_id=name, **asked.options
             ):
@@ -342,8 +364,33 @@ class VllmStepper:
                     self._abort(name)
             if self._asked.get(request_id) is asked and (output is None or not output.finished):
                 self._fail(request_id, "vLLM has lost it")
+
+    async def _embed(self, request_id: str, asked: _Asked) -> None:
+        """Read the embedding that vLLM makes of a text."""
+        encode = self._engine.llm.encode
+        with self._ending(request_id, asked):
+            async for output in encode(
+                pooling_params=asked.sampling[request_id], request_id=request_id, **asked.options
+            ):
+                if self._asked.get(request_id) is asked and output.finished:
+                    del self._asked[request_id]
+                    self._embedded.append((request_id, embedded(output)))
+                    self._news.set()
+            if self._asked.get(request_id) is asked:
+                self._fail(request_id, "vLLM has lost it")
+
+    @contextmanager
+    def _ending(self, request_id: str, asked: _Asked) -> Generator[None]:
+        """End a request with what vLLM raises for it.
+
+        Raises:
+            EngineGone: all of vLLM has ended.
+        """
+        errors: Any = vllm_module("exceptions")
+        try:
+            yield
         except vllm_module("v1.engine.exceptions").EngineDeadError as error:
-            engine.check()
+            self._engine.check()
             raise EngineGone("vLLM has ended") from error
         except errors.VLLMClientError as error:
             self._refuse(request_id, asked, ValueError(str(error)))
@@ -365,7 +412,7 @@ class VllmStepper:
             asked.has_output = True
             cached = output.num_cached_tokens or 0
             self._prefilled.append(Prefill(request_id, cached, 1))
-        item = generated(made, asked.request, index, cached)
+        item = generated(made, cast("GenerateRequest", asked.request), index, cached)
         self._outputs.append((request_id, item))
         self._news.set()
 

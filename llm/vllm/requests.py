@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import (
     FinishReason,
     Generated,
@@ -67,6 +68,17 @@ def _structured(module: Any, structured: StructuredOutput | None) -> Any:
         choice=structured.choice,
         grammar=structured.grammar,
     )
+
+
+def pooling_params(request: EmbedRequest) -> Any:
+    """vLLM's parameters for the embedding of a text."""
+    return vllm_module("pooling_params").PoolingParams(task="embed", dimensions=request.dimensions)
+
+
+def embedded(output: Any) -> Embedded:
+    """The embedding that vLLM has made, a `PoolingRequestOutput`."""
+    numbers: Any = output.outputs.data.float().cpu().numpy()
+    return Embedded(numbers.astype("<f4", copy=False).tobytes(), output.num_cached_tokens or 0)
 
 
 def generated(made: Any, request: GenerateRequest, index: int, cached: int | None) -> Generated:
