@@ -98,7 +98,7 @@ def _json(model: Any) -> dict[str, Any]:
 
 
 @models.command()
-@click.argument("kind", type=click.Choice(["chat", "completions"]))
+@click.argument("kind", type=click.Choice(["chat", "completions", "embedding"]))
 @click.argument("name")
 @click.argument("endpoint", metavar="NAMESPACE.COMPONENT.ENDPOINT")
 @nats_option

@@ -22,7 +22,7 @@ from dynbus.bus.transport import Message
 from dynbus.kvrouter import Candidate, Decision, KvRouter
 from dynbus.kvrouter.routing import InstanceProfile, read_profile
 from dynbus.kvrouter.stream import IndexFollower
-from dynbus.llm.models.card import ModelCard
+from dynbus.llm.models.card import ModelCard, ModelType
 
 LATEST: Final = 20
 """Decisions that are shown of each model."""
@@ -71,7 +71,7 @@ class PageState:
     async def read(self) -> bytes:
         """All that the page shows, as a JSON object."""
         now = monotonic()
-        models = list(self._models())
+        models = _shown(self._models())
         by_component: dict[tuple[str, str], list[ShownModel]] = {}
         for model in models:
             name = model.card.endpoint_name
@@ -106,6 +106,14 @@ class PageState:
                 ],
             }
         )
+
+
+def _shown(models: Sequence[ShownModel]) -> list[ShownModel]:
+    """All models, but for those that make embeddings of one that is there for more, too."""
+    others = {one.card.name for one in models if one.card.type != ModelType.Embedding}
+    return [
+        one for one in models if one.card.type != ModelType.Embedding or one.card.name not in others
+    ]
 
 
 def _model(model: ShownModel) -> dict[str, Any]:

@@ -195,6 +195,7 @@ async def prepare_embeddings(
             EmbedRequest(
                 token_ids,
                 request.dimensions,
+                limits.lora_name,
                 cache_salt=cache_salt,
                 priority=request.priority or 0,
             )

@@ -223,7 +223,8 @@ class VllmWorker(NamedWorker, namespace="llm"):
         unloaded = asyncio.Event()
         try:
             await self.__dynbus_instance__.renew_metadata()
-            await register_adapter(self, self.card, name, name, unloaded)
+            endpoint = self.embed if self.only_embeds else self.generate
+            await register_adapter(endpoint, self.card, name, name, unloaded)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 await self._engine().unload_adapter(name)
