@@ -16,11 +16,13 @@ class Usage(NamedTuple):
 
     Attributes:
         cached: of the prompt, found in a cache; None when the engine does not say.
+        reasoning: of the completion, what the model thought; None where nobody counts them.
     """
 
     prompt: int
     completion: int
     cached: int | None = None
+    reasoning: int | None = None
 
 
 class TokenText(NamedTuple):

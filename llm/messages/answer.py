@@ -187,10 +187,11 @@ def _arguments(text: str) -> Any:
 
 
 def _usage(usage: Usage | None) -> dict[str, Any]:
-    prompt, completion, cached = usage or Usage(0, 0)
+    told = usage or Usage(0, 0)
+    cached = told.cached or 0
     return {
-        "input_tokens": max(0, prompt - (cached or 0)),
+        "input_tokens": max(0, told.prompt - cached),
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached or 0,
-        "output_tokens": completion,
+        "cache_read_input_tokens": cached,
+        "output_tokens": told.completion,
     }

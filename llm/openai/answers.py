@@ -39,6 +39,8 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
     if usage.cached is not None:
         told["prompt_tokens_details"] = {"cached_tokens": usage.cached}
+    if usage.reasoning is not None:
+        told["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning}
     return told
 
 

@@ -10,17 +10,25 @@ import msgspec
 from .errors import misfit, unsupported
 
 
-def messages_for_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_for_template(
+    messages: Sequence[dict[str, Any]], *, text_arguments: bool = False
+) -> list[dict[str, Any]]:
     """A conversation with the parts of each content joined, and the arguments of each tool call as
     an object.
+
+    Args:
+        text_arguments: have arguments as the JSON text that they are in a request.
 
     Raises:
         BadRequest: a message has no role, a content that is no text, or tool calls that are none.
     """
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    return [
+        _message(message, f"messages[{place}]", text_arguments=text_arguments)
+        for place, message in enumerate(messages)
+    ]
 
 
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _message(message: dict[str, Any], where: str, *, text_arguments: bool) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise misfit(f"{where}.role", "give a string, such as 'user'")
     content = message.get("content")
@@ -39,7 +47,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(calls, list):
         raise misfit(f"{where}.tool_calls", "give a list of calls")
     called = [
-        _call(call, f"{where}.tool_calls[{at}]")
+        _call(call, f"{where}.tool_calls[{at}]", text_arguments=text_arguments)
         for at, call in enumerate(cast("list[object]", calls))
     ]
     return {**message, "tool_calls": called}
@@ -59,19 +67,25 @@ def _part(part: object, where: str) -> str:
     raise misfit(where, "give {'type': 'text', 'text': '...'}")
 
 
-def _call(call: object, where: str) -> dict[str, Any]:
+def _call(call: object, where: str, *, text_arguments: bool) -> dict[str, Any]:
     fields = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
     function = fields.get("function")
     if isinstance(function, dict):
         told = cast("dict[str, Any]", function)
         arguments = told.get("arguments", "")
         if isinstance(told.get("name"), str) and isinstance(arguments, str | dict):
-            if isinstance(arguments, str):
+            if text_arguments:
+                arguments = arguments if isinstance(arguments, str) else _text(arguments)
+            elif isinstance(arguments, str):
                 arguments = _object(arguments)
             return {**fields, "function": {**told, "arguments": arguments}}
     raise misfit(
         where, "give {'id': '...', 'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
     )
+
+
+def _text(arguments: dict[str, Any]) -> str:
+    return msgspec.json.encode(arguments).decode()
 
 
 def _object(text: str) -> dict[str, Any] | str:

@@ -69,10 +69,15 @@ class _Details(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
 
 
+class _CompletionDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _CompletionDetails | None = None
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -138,9 +143,10 @@ def _bytes(token: _Token) -> bytes:
 def _usage(usage: _Usage | None) -> Usage | None:
     if usage is None:
         return None
-    details = usage.prompt_tokens_details
+    details, made = usage.prompt_tokens_details, usage.completion_tokens_details
     return Usage(
         usage.prompt_tokens,
         usage.completion_tokens,
         details.cached_tokens if details is not None else None,
+        made.reasoning_tokens if made is not None else None,
     )

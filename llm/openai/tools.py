@@ -41,11 +41,11 @@ class ToolUse:
         that is named, or an array of objects with `name` and `parameters`.
 
         Raises:
-            BadRequest: the parameters of a function are nested too deeply.
+            BadRequest: the parameters of a function are no object, or nested too deeply.
         """
         if self.choice == "named":
-            [function] = [one for one in self._functions if one["name"] == self.named]
-            return _parameters(function)
+            names = [function["name"] for function in self._functions]
+            return self._parameters(names.index(self.named))
         return {
             "type": "array",
             "minItems": 1,
@@ -58,7 +58,7 @@ class ToolUse:
         """The form of a call as an object: its `name`, and its arguments under a name of theirs.
 
         Raises:
-            BadRequest: the parameters of a function are nested too deeply.
+            BadRequest: the parameters of a function are no object, or nested too deeply.
         """
         return {"anyOf": self._calls(arguments), "$defs": self._definitions()}
 
@@ -66,7 +66,7 @@ class ToolUse:
         """The form of an answer, or of a call as in `call_schema`.
 
         Raises:
-            BadRequest: a schema is nested too deeply.
+            BadRequest: a schema is nested too deeply, or a function takes no object.
         """
         moved = _moved(answer, "#/$defs/answer", "response_format")
         return {
@@ -94,13 +94,21 @@ class ToolUse:
 
     def _definitions(self) -> dict[str, Any]:
         return {
-            str(place): _moved(
-                _parameters(function),
-                f"#/$defs/{place}",
-                f"tools[{place}].function.parameters",
-            )
-            for place, function in enumerate(self._functions)
+            str(place): _moved(self._parameters(place), f"#/$defs/{place}", _where(place))
+            for place in range(len(self.tools))
         }
+
+    def _parameters(self, place: int) -> dict[str, Any]:
+        """The schema of a function's arguments, which always are an object."""
+        parameters: dict[str, Any] | None = self._functions[place].get("parameters")
+        if not parameters:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        kind = parameters.get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            raise misfit(
+                _where(place), "arguments are an object: give a schema of the type 'object'"
+            )
+        return {**parameters, "type": "object"}
 
 
 def tool_use(
@@ -210,12 +218,8 @@ def _name(function: object, where: str) -> str:
     raise misfit(f"{where}.name", f"give the name of a function, 1 to {MAX_NAME} characters")
 
 
-def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments, which always are an object."""
-    parameters: dict[str, Any] | None = function.get("parameters")
-    if not parameters:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    return parameters if "type" in parameters else {**parameters, "type": "object"}
+def _where(place: int) -> str:
+    return f"tools[{place}].function.parameters"
 
 
 _DATA: Final = frozenset(("const", "enum", "default", "examples"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+import contextlib
+from collections.abc import Awaitable, Sequence
+from typing import Any, Final, NamedTuple
 
 from tokenizers import decoders
 
@@ -172,14 +173,19 @@ async def _encode_chat(
     messages = messages_for_template(request.messages)
     characters = sum(len(message.get("content") or "") for message in messages)
     check_characters(characters, limits, "messages", request.model)
-    try:
-        return await text.encode_chat(
-            messages,
-            tools=use.tools or None,
-            add_generation_prompt=add,
-            **variables,
+
+    def encode(told: list[dict[str, Any]]) -> Awaitable[list[int]]:
+        return text.encode_chat(
+            told, tools=use.tools or None, add_generation_prompt=add, **variables
         )
+
+    try:
+        return await encode(messages)
     except BrokenTemplate as error:
+        if any(message.get("tool_calls") for message in messages):
+            # A few templates join the arguments of calls to texts.
+            with contextlib.suppress(BrokenTemplate):
+                return await encode(messages_for_template(request.messages, text_arguments=True))
         # It is the conversation's fault, if another one is written well.
         await text.encode_chat(_GREETING)
         raise BadRequest(

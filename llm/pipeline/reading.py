@@ -30,6 +30,7 @@ class Reading(NamedTuple):
 
     Attributes:
         parser: makes what reads one output; it makes None where the text is the content.
+        thinks: whether an output may begin with reasoning.
         structured: the form that an output has; None for any.
         one_call: whether an output ends after its first tool call.
         named_call: whether the output is the call of a function that the request names: it ends as
@@ -37,6 +38,7 @@ class Reading(NamedTuple):
     """
 
     parser: Callable[[], OutputParser | None] = _no_parser
+    thinks: bool = False
     structured: StructuredOutput | None = None
     one_call: bool = False
     named_call: bool = False
@@ -70,6 +72,7 @@ def reading_of(
         )
         return Reading(
             parser,
+            bool(reasoning_parser),
             _after_thinking(
                 _beside_calls(asked, tool_call_parser, use), reasoning_parser, begun=begun
             ),
@@ -83,6 +86,7 @@ def reading_of(
             function=use.named or None,
             reasons_from_start=begun,
         ),
+        bool(reasoning_parser),
         _after_thinking(
             StructuredOutput(json_schema=use.forced_schema()), reasoning_parser, begun=begun
         ),

@@ -97,7 +97,10 @@ class Transcript:
     @property
     def usage(self) -> Usage:
         """The tokens so far."""
-        return Usage(self._prompt_tokens, self.tokens, self._cached)
+        thought = None
+        if self._rules.reading.thinks:
+            thought = sum(output.thought for output in self._outputs)
+        return Usage(self._prompt_tokens, self.tokens, self._cached, thought)
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -155,6 +158,7 @@ class _Output:
 
     Attributes:
         finished: why it ended; empty while more comes.
+        thought: how many of its tokens are reasoning.
     """
 
     __slots__ = (
@@ -164,10 +168,13 @@ class _Output:
         "_format",
         "_index",
         "_is_plain",
+        "_is_thinking",
         "_logprobs",
         "_parser",
         "_rules",
+        "_unread",
         "finished",
+        "thought",
         "tokens",
     )
 
@@ -192,6 +199,10 @@ class _Output:
         self._is_plain = not (
             rules.stop or rules.logprobs or self._parser or echo or format.continuous_usage
         )
+        self._is_thinking = rules.reading.thinks
+        # Tokens whose text was not read to its end.
+        self._unread = 0
+        self.thought = 0
         self.finished = ""
         self.tokens = 0
 
@@ -204,19 +215,22 @@ class _Output:
             return self._format.text(text) if text else None
         if item.finish_reason == "stop" and ids and ids[-1] in self._rules.hidden:
             ids = ids[:-1]
-        text = self._detokenizer.push(ids)
+        parser = self._parser
+        delta = Delta(self._detokenizer.push(ids)) if parser is None else self._read(parser, ids)
         if self._rules.logprobs and item.logprobs:
             self._logprobs += map(self._token_text, item.logprobs[: len(ids)])
         if self._detokenizer.stopped is not None:
             self.finished = "stop"
         elif item.finish_reason is not None:
-            text += self._detokenizer.flush()
+            rest = self._detokenizer.flush()
+            delta = joined((delta, Delta(rest) if parser is None else parser.push(rest)))
             # What was held back may end with a stop string after all.
             stopped = self._detokenizer.stopped is not None
             self.finished = "stop" if stopped else item.finish_reason
-        if self._echo and (text or self.finished):
-            text, self._echo = self._echo + text, ""
-        delta = Delta(text) if self._parser is None else self._read(self._parser, text)
+        if parser is not None:
+            delta = self._with_end(parser, delta)
+        if self._echo and (delta.content or self.finished):
+            delta, self._echo = delta._replace(content=self._echo + delta.content), ""
         if self._format is None:
             self._deltas.append(delta)
             return None
@@ -233,9 +247,25 @@ class _Output:
             usage=usage,
         )
 
-    def _read(self, parser: OutputParser, text: str) -> Delta:
-        """What a piece of the text says."""
-        delta = parser.push(text)
+    def _read(self, parser: OutputParser, ids: Sequence[int]) -> Delta:
+        """What tokens say."""
+        if not self._is_thinking:
+            return parser.push(self._detokenizer.push(ids))
+        # One by one, so that those of the reasoning are counted.
+        deltas: list[Delta] = []
+        for token_id in ids:
+            delta = parser.push(self._detokenizer.push((token_id,)))
+            self._unread += 1
+            if delta.reasoning:
+                self.thought += self._unread
+                self._unread = 0
+            if delta.content or delta.tool_calls:
+                self._is_thinking = False
+            deltas.append(delta)
+        return joined(deltas)
+
+    def _with_end(self, parser: OutputParser, delta: Delta) -> Delta:
+        """What a piece says, and whether it is the last."""
         if self.finished:
             delta = joined((delta, parser.end()))
         if self._rules.reading.one_call and any(call.index for call in delta.tool_calls):

@@ -262,8 +262,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached or 0, "cache_write_tokens": 0},
         "output_tokens": usage.completion,
-        # Of reasoning they are not counted apart.
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning or 0},
         "total_tokens": usage.prompt + usage.completion,
     }
 

@@ -113,14 +113,16 @@ CARDS = {
 
 
 @asynccontextmanager
-async def written(*texts: str) -> AsyncGenerator[tuple[Author, AsyncOpenAI]]:
+async def written(
+    *texts: str, template: str = TEMPLATE
+) -> AsyncGenerator[tuple[Author, AsyncOpenAI]]:
     """An author of these texts behind a front end, and a client."""
     async with TestKit() as kit:
         await kit.start(Babbling)
         author = (await kit.start(Author)).actor
         assert isinstance(author, Author)
         author.texts = [*texts]
-        catalog = FixedCatalog(CARDS, TEMPLATE)
+        catalog = FixedCatalog(CARDS, template)
         async with (
             HttpFrontEnd(kit.caller, catalog, HttpSettings(port=0, grace=1.0)) as front,
             AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
@@ -339,6 +341,18 @@ async def test_where_only_one_call_is_wanted_the_engine_stops_before_the_second(
     assert one == [("get_time", {})]
     assert reason == "tool_calls"
     assert both == [("get_time", {})] * 2
+
+
+async def test_a_template_that_joins_the_arguments_of_calls_gets_them_as_text() -> None:
+    joins = TEMPLATE.replace("call.function.arguments | tojson", "'' + call.function.arguments")
+    messages = [*ASKED]
+    async with written(call("get_weather", location="Paris"), template=joins) as (author, client):
+        messages.append((await create(client)).choices[0].message)
+        messages.append({"role": "tool", "tool_call_id": "1", "content": "14"})
+        await create(client, messages=messages)
+        prompt = author.prompt()
+
+    assert call("get_weather", location="Paris") + "<|im_end|>" in prompt
 
 
 async def test_without_tools_or_with_tools_that_may_not_be_called_a_call_is_text() -> None:

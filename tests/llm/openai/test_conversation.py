@@ -39,6 +39,14 @@ def test_the_arguments_of_a_call_are_an_object(arguments: Any, expected: Any) ->
     assert message["tool_calls"] == [call(arguments)]
 
 
+def test_arguments_are_the_text_of_a_request_for_a_template_that_wants_that() -> None:
+    message = {"role": "assistant", "tool_calls": [call('{"b" :1}'), call({"a": 1})]}
+
+    [told] = messages_for_template([message], text_arguments=True)
+
+    assert [one["function"]["arguments"] for one in told["tool_calls"]] == ['{"b" :1}', '{"a":1}']
+
+
 def test_the_order_of_arguments_is_kept() -> None:
     [told] = messages_for_template([{"role": "assistant", "tool_calls": [call('{"z":1,"a":2}')]}])
 

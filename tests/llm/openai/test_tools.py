@@ -101,6 +101,7 @@ def test_whatever_is_asked_for_is_done_or_refused(tools: Any, choice: Any) -> No
     with contextlib.suppress(BadRequest):
         use = tool_use(tools, choice, None)
         assert not use.is_forced or use.forced_schema()
+        assert use.call_schema("arguments")
 
 
 def takes(schema: dict[str, Any], value: Any) -> bool:
@@ -138,6 +139,15 @@ def test_calls_that_are_required_have_the_form_of_any_tool() -> None:
     assert not takes(several, [{"name": "near", "parameters": {"up": {"at": "b"}}}])
     assert not takes(several, [{"name": "weather", "parameters": {}}])
     assert not takes(several, [{"name": "other", "parameters": {}}])
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("kind", ["string", ["array", "null"], 3])
+def test_arguments_that_are_no_object_are_refused(choice: Any, kind: Any) -> None:
+    with pytest.raises(BadRequest, match="arguments are an object") as raised:
+        tool_use([tool("f", parameters={"type": kind})], choice, None).forced_schema()
+
+    assert raised.value.param == "tools[0].function.parameters"
 
 
 def test_parameters_that_are_nested_without_end_are_refused() -> None:

@@ -17,7 +17,9 @@ from dynbus.llm.generation import Generated
 from dynbus.llm.openai.answers import BARE, AnswerHead, ChatFormat
 from dynbus.llm.openai.merging import MergedAnswer
 from dynbus.llm.openai.reading import read_answer
+from dynbus.llm.openai.tools import ToolUse
 from dynbus.llm.parsing.delta import Delta, ToolCallDelta
+from dynbus.llm.pipeline.reading import reading_of
 from dynbus.llm.pipeline.transcript import TextRules, Transcript
 
 HEAD = AnswerHead("chatcmpl-1", 1, "tiny", BARE)
@@ -116,7 +118,35 @@ def test_what_the_engine_had_in_its_cache_is_told_with_the_usage() -> None:
     told.take(0, Generated([5], cached_tokens=1), [])
     told.take(1, Generated([5], cached_tokens=2), [])
 
-    assert told.usage == (4, 2, 3)
+    assert told.usage == Usage(4, 2, 3)
+
+
+@given(st.integers(1, 9), st.booleans())
+def test_tokens_of_reasoning_are_counted_however_they_come(together: int, streams: bool) -> None:
+    ids = tiny_tokenizer().encode("<think>")
+    thought = tiny_tokenizer().encode("so it is")
+    said = tiny_tokenizer().encode("</think>\n\nYes.")
+    reading = reading_of("", "qwen3", ToolUse(), "")
+    rules = TextRules(tiny_tokenizer(), (), frozenset((2,)), False, None, streams, reading)
+    told = Transcript(ChatFormat(HEAD), rules, [[5, 6]], 1)
+    chunks: list[bytes] = []
+
+    tokens = [*ids, *thought, *said]
+    for place in range(0, len(tokens), together):
+        told.take(0, Generated(tokens[place : place + together]), chunks)
+    told.take(0, Generated([2], finish_reason="stop"), chunks)
+    chunks.append(told.end())
+
+    # Which of them the mark of its beginning is counts with it.
+    assert told.usage.reasoning == len(ids) + len(thought)
+    if streams:
+        merged = MergedAnswer()
+        for chunk in filter(None, chunks):
+            merged.take(chunk)
+        answer = read_answer(merged.encode())
+    else:
+        answer = read_answer(chunks[-1])
+    assert answer.outputs[0].said == Delta("Yes.", "so it is")
 
 
 @pytest.mark.parametrize(
@@ -159,10 +189,10 @@ def test_what_an_answer_says_is_the_same_read_back_in_chunks_and_whole() -> None
     tokens = [TokenText(b"text", -0.5, [(b"text", -0.5)])]
 
     chunk = ChatFormat(head).output(0).piece(said, logprobs=tokens, finish_reason="tool_calls")
-    whole = ChatFormat(head).whole([Output(0, said, tokens, "tool_calls")], Usage(3, 2, 1))
+    whole = ChatFormat(head).whole([Output(0, said, tokens, "tool_calls")], Usage(3, 2, 1, 1))
 
     assert read_answer(chunk).outputs == [Output(0, said, tokens, "tool_calls")]
-    assert read_answer(whole) == ([Output(0, said, tokens, "tool_calls")], Usage(3, 2, 1))
+    assert read_answer(whole) == ([Output(0, said, tokens, "tool_calls")], Usage(3, 2, 1, 1))
 
 
 @given(st.binary(max_size=60) | st.recursive(st.none() | st.integers(), st.lists).map(repr))
