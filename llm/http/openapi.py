@@ -16,7 +16,18 @@ from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from dynbus.llm.responses.requests import ResponsesRequest
 
-from .schemas import ANSWERS, CONDITIONS, REQUESTS, STRING, Schema, one_of, optional, record, ref
+from .schemas import (
+    ANSWERS,
+    CONDITIONS,
+    REQUESTS,
+    STRING,
+    UNDESCRIBED,
+    Schema,
+    one_of,
+    optional,
+    record,
+    ref,
+)
 
 _STATUSES: Final[Mapping[str, str]] = {
     "400": "The request is not usable.",
@@ -159,6 +170,8 @@ def _document() -> dict[str, Any]:
     for kind in types:
         for base in reversed(kind.__mro__):
             schemas[kind.__name__]["properties"].update(REQUESTS.get(base.__name__, {}))
+        for name in UNDESCRIBED:
+            schemas[kind.__name__]["properties"].pop(name, None)
         schemas[kind.__name__].update(CONDITIONS.get(kind.__name__, {}))
     ready = _get("Tell whether requests are answered.", _json(ref("Ready")))
     ready["get"]["responses"]["503"] = {

@@ -124,18 +124,16 @@ REQUESTS: Final[Mapping[str, Mapping[str, Schema]]] = {
                     {
                         "type": one_of("json_schema"),
                         "json_schema": record(
-                            {"name": STRING, "schema": OBJECT}, {"strict": BOOLEAN}
+                            {"name": _NAME, "schema": OBJECT}, {"strict": BOOLEAN}
                         ),
                     }
                 ),
             )
         ),
         "modalities": optional({**array(one_of("text"), 1), "maxItems": 1}),
-        "chat_template": NULL,
     },
     "CompletionRequest": {
         "prompt": _PROMPTS,
-        "suffix": optional({"const": ""}),
     },
     "EmbeddingsRequest": {"input": _PROMPTS},
     "ResponsesRequest": {
@@ -209,7 +207,7 @@ REQUESTS: Final[Mapping[str, Mapping[str, Schema]]] = {
                         either(
                             record({"type": one_of("text", "json_object")}),
                             record(
-                                {"type": one_of("json_schema"), "name": STRING, "schema": OBJECT},
+                                {"type": one_of("json_schema"), "name": _NAME, "schema": OBJECT},
                                 {"strict": BOOLEAN},
                             ),
                         )
@@ -266,6 +264,8 @@ REQUESTS: Final[Mapping[str, Mapping[str, Schema]]] = {
     "MessagesRequest": {"stop_sequences": optional(array(TEXT))},
 }
 """Fields of requests, by the type that has them; those of its bases hold for it too."""
+UNDESCRIBED: Final = frozenset(("chat_template", "suffix"))
+"""Fields that only some engines of text know."""
 
 CONDITIONS: Final[Mapping[str, Schema]] = {
     name: {
@@ -279,6 +279,13 @@ CONDITIONS: Final[Mapping[str, Schema]] = {
         },
     }
     for name in ("ChatRequest", "ResponsesRequest")
+} | {
+    "TokenizeRequest": {
+        "oneOf": [
+            {"required": [name], "properties": {name: {"not": NULL}, other: NULL}}
+            for name, other in (("prompt", "messages"), ("messages", "prompt"))
+        ]
+    }
 }
 """What holds for several fields of a request at once."""
 

@@ -306,7 +306,7 @@ def _output(config: Mapping[str, Any]) -> dict[str, Any]:
     if given is None:
         return found
     form = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
-    if form.get("type") != "json_schema":
+    if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
         raise misfit("output_config.format", "give {'type': 'json_schema', 'schema': {...}}")
     found["response_format"] = {
         "type": "json_schema",

@@ -295,5 +295,7 @@ def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
     fields = cast("dict[str, Any]", given)
     if fields.get("type") != "json_schema":
         return fields
+    if not isinstance(fields.get("name"), str) or not isinstance(fields.get("schema"), dict):
+        raise misfit("text.format", "give a name and a schema: {'type': 'json_schema', ...}")
     schema = {name: value for name, value in fields.items() if name != "type"}
     return {"type": "json_schema", "json_schema": schema}
