@@ -15,7 +15,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.messages.api import MessagesApi
-from dynbus.llm.messages.errors import message_error
+from dynbus.llm.messages.errors import anthropics_error, message_error
+from dynbus.llm.messages.models import model_list
 from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.openai.api import Api, CompletionsApi
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of
@@ -148,11 +149,14 @@ class Application:
         if page is None and path.startswith("/v1/models/"):
             page = partial(self._model, path.removeprefix("/v1/models/"))
         if page is None and path not in EXCHANGES:
-            return _refused(404, f"there is no {path[:200]!r} here; see /docs", "not_found")
+            kept = "responses are not kept here: " if path.startswith("/v1/responses/") else ""
+            why = f"{kept}there is no {path[:200]!r} here; see /docs"
+            return _refused(path, 404, why, "not_found")
         if page is None or method not in ("GET", "HEAD"):
             allowed = "POST" if path in EXCHANGES else "GET"
             why = f"{path} takes {allowed}, not {method}"
-            return _refused(405, why, "method_not_allowed", [(b"allow", allowed.encode())])
+            headers = [(b"allow", allowed.encode())]
+            return _refused(path, 405, why, "method_not_allowed", headers)
         return await page(caller)
 
     async def _send(self, response: Response, method: str, caller: Caller, send: Send) -> None:
@@ -190,6 +194,8 @@ class Application:
         return json_response({"status": "ok", "models": len(names)})
 
     async def _models(self, caller: Caller) -> Response:
+        if "anthropic-version" in caller.headers:
+            return json_response(model_list([one.card for one in self._shared.models.served]))
         return json_response({"object": "list", "data": self._listed()})
 
     def _listed(self) -> list[dict[str, Any]]:
@@ -237,7 +243,9 @@ def _error(told: ErrorAnswer, *, in_browser: bool) -> Response:
     return Response(told.status, told.body, (JSON, *raw_headers(headers)))
 
 
-def _refused(status: int, message: str, code: str, headers: Headers = ()) -> Response:
+def _refused(path: str, status: int, message: str, code: str, headers: Headers = ()) -> Response:
+    if path.startswith(ANTHROPICS):
+        return json_response(anthropics_error(status, message), status, headers)
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
     return json_response({"error": error}, status, headers)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -15,6 +15,7 @@ _TYPES: Final[Mapping[int, str]] = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    405: "invalid_request_error",
     408: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -36,8 +37,14 @@ def message_error(error: DynbusError, request_id: str = "") -> ErrorAnswer:
 def message_error_body(error: DynbusError, request_id: str = "") -> bytes:
     """An error as a JSON object, as in a stream that has begun."""
     fields = error_fields(error, request_id)
-    told = {"type": _TYPES.get(_status(error), "api_error"), "message": fields["message"]}
-    return msgspec.json.encode({"type": "error", "error": told, "request_id": fields["request_id"]})
+    told = anthropics_error(_status(error), fields["message"])
+    return msgspec.json.encode({**told, "request_id": fields["request_id"]})
+
+
+def anthropics_error(status: int, message: str) -> dict[str, Any]:
+    """An error as a JSON object, without the request's id."""
+    kind = _TYPES.get(status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
 
 
 def _status(error: DynbusError) -> int:

@@ -10,8 +10,11 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
+from pydantic import BaseModel
+from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
 from .served import Served, served
+from .test_tools import call, written
 
 pytestmark = pytest.mark.anyio
 
@@ -121,6 +124,63 @@ async def test_tools_are_used_and_their_results_sent_back() -> None:
     assert sent[1]["tool_calls"][0]["function"]["arguments"] == '{"city":"Paris"}'
 
 
+async def test_what_a_model_writes_is_read_into_blocks() -> None:
+    thought = f"Hm.</think>\nI look.\n{call('get_weather', city='Paris')}"
+    forced_call = '[{"name": "get_weather", "parameters": {"city": "Paris"}}]'
+    async with (
+        written(thought, thought, forced_call) as (author, other),
+        AsyncAnthropic(
+            base_url=str(other.base_url).removesuffix("/v1/"), api_key="none", max_retries=0
+        ) as client,
+    ):
+        request = said(
+            "Is it raining?",
+            model="thinker",
+            tools=[WEATHER],
+            thinking={"type": "enabled", "budget_tokens": 1024},
+            max_tokens=1000,
+        )
+        whole = await client.messages.create(**request)
+        async with client.messages.stream(**request) as stream:
+            streamed = await stream.get_final_message()
+        forced = await client.messages.create(
+            **said("?", tools=[WEATHER], tool_choice={"type": "any"}, model="hermes")
+        )
+        [first, *_, last] = author.requests
+
+    both: list[Any] = [whole, streamed]
+    for message in both:
+        thinking, text, used = message.content
+        assert thinking.thinking.strip() == "Hm."
+        assert text.text.strip() == "I look."
+        assert (used.name, used.input) == ("get_weather", {"city": "Paris"})
+        assert message.stop_reason == "tool_use"
+    # The template was told that it thinks.
+    assert tiny_tokenizer().decode(first.token_ids, special=True).endswith("<think>\n")
+    assert last.structured is not None
+    assert forced.stop_reason == "tool_use"
+
+
+class CalendarEvent(BaseModel):
+    name: str
+    participants: list[str]
+
+
+async def test_the_form_of_an_answer_is_a_pydantic_model() -> None:
+    event = CalendarEvent(name="Science fair", participants=["Alice", "Bob"])
+    async with (
+        written(event.model_dump_json()) as (author, other),
+        AsyncAnthropic(
+            base_url=str(other.base_url).removesuffix("/v1/"), api_key="none", max_retries=0
+        ) as client,
+    ):
+        parse: Any = client.messages.parse
+        message = await parse(**said("?", model="hermes"), output_format=CalendarEvent)
+
+    assert message.parsed_output == event
+    assert author.requests[0].structured is not None
+
+
 async def test_errors_have_anthropics_shape() -> None:
     async with asked() as (_, client):
         with pytest.raises(anthropic.NotFoundError, match="not_found_error.*no model 'other'"):
@@ -150,6 +210,18 @@ async def test_tokens_are_counted_as_the_model_gets_them() -> None:
             await client.messages.count_tokens(model="text", messages=request["messages"])
 
     assert counted.input_tokens == len(front.engine.requests[0].token_ids)
+
+
+async def test_models_are_listed_as_anthropic_does() -> None:
+    async with asked() as (_, client):
+        models = [model async for model in await client.models.list()]
+        listed: Any = client.get("/v1/messages", cast_to=object)
+        with pytest.raises(anthropic.APIStatusError, match="takes POST, not GET") as refused:
+            await listed
+
+    assert ("tiny", 2000) in [(model.id, model.max_input_tokens) for model in models]
+    assert refused.value.status_code == 405
+    assert refused.value.type == "invalid_request_error"
 
 
 async def test_its_key_is_that_of_a_tenant(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 
 from .served import Served, served
+from .test_tools import call, written
 
 pytestmark = pytest.mark.anyio
 
@@ -117,10 +120,70 @@ async def test_tools_are_called_and_their_results_sent_back() -> None:
     assert sent["tools"][0]["function"]["name"] == "get_weather"
 
 
+async def test_what_a_model_writes_is_read_into_items() -> None:
+    thought = f"<think>Weather, hm.</think>\n{call('get_weather', city='Paris')}"
+    async with written(thought, thought, "It is <think>raining.") as (author, client):
+        asked: Any = {"model": "thinker", "input": "Is it raining?", "tools": [WEATHER]}
+        whole = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            types = [event.type async for event in stream]
+            streamed = await stream.get_final_response()
+        output = {"type": "function_call_output", "call_id": "call_1", "output": "It is."}
+        conversation: Any = [{"role": "user", "content": "?"}, *whole.output, output]
+        await client.responses.create(model="hermes", input=conversation)
+        prompt = author.prompt()
+
+    both: list[Any] = [whole, streamed]
+    for response in both:
+        reasoning, called = response.output
+        assert reasoning.type == "reasoning"
+        assert reasoning.content[0].text.strip() == "Weather, hm."
+        assert called.type == "function_call"
+        assert (called.name, json.loads(called.arguments)) == ("get_weather", {"city": "Paris"})
+        assert response.status == "completed"
+    assert "response.reasoning_text.delta" in types
+    assert types.count("response.function_call_arguments.delta") > 1
+    assert call("get_weather", city="Paris") + "<|im_end|>" in prompt
+    assert "<|im_start|>tool\nIt is.<|im_end|>" in prompt
+
+
+class CalendarEvent(BaseModel):
+    name: str
+    participants: list[str]
+
+
+async def test_the_form_of_a_text_is_a_pydantic_model() -> None:
+    text = CalendarEvent(name="Science fair", participants=["Alice", "Bob"]).model_dump_json()
+    async with written(text) as (author, client):
+        response = await client.responses.parse(
+            model="hermes",
+            input=[
+                {"role": "system", "content": "Extract the event information."},
+                {"role": "user", "content": "Alice and Bob are going to a science fair."},
+            ],
+            text_format=CalendarEvent,
+        )
+        async with client.responses.stream(
+            model="hermes", input="Alice and Bob.", text_format=CalendarEvent
+        ) as stream:
+            streamed = await stream.get_final_response()
+
+    event = response.output_parsed
+    assert event is not None
+    assert event.participants == ["Alice", "Bob"]
+    assert streamed.output_parsed == event
+    structured = author.requests[0].structured
+    assert structured is not None
+    assert isinstance(structured.json_schema, dict)
+    assert structured.json_schema["required"] == ["name", "participants"]
+
+
 async def test_what_is_not_kept_is_refused_with_the_reason() -> None:
     async with asked() as (_, client):
         with pytest.raises(openai.BadRequestError, match="responses are not kept here") as raised:
             await client.responses.create(model="tiny", input="hi", previous_response_id="resp_1")
+        with pytest.raises(openai.NotFoundError, match="responses are not kept here"):
+            await client.responses.retrieve("resp_1")
         with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
             await client.responses.create(model="other", input="hi")
 

@@ -1,0 +1,36 @@
+"""The models that can be asked, as Anthropic's clients list them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from dynbus.llm.models.card import ModelCard
+
+
+def model_list(cards: Sequence[ModelCard]) -> dict[str, Any]:
+    """All models on one page."""
+    known = {card.name: card for card in cards}
+    told = [_model(known[name]) for name in sorted(known)]
+    return {
+        "data": told,
+        "has_more": False,
+        "first_id": told[0]["id"] if told else None,
+        "last_id": told[-1]["id"] if told else None,
+    }
+
+
+_LATEST: Final = 2**32
+"""Whatever somebody says of a model, it is a date."""
+
+
+def _model(card: ModelCard) -> dict[str, Any]:
+    return {
+        "type": "model",
+        "id": card.name,
+        "display_name": card.name,
+        "created_at": datetime.fromtimestamp(min(max(card.created, 0), _LATEST), UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": card.context_length,
+    }
