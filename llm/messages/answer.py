@@ -181,9 +181,11 @@ def _arguments(text: str) -> Any:
     """The input of a tool; of arguments that were cut off, or are no object, what there is."""
     try:
         found: Any = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        found = text
-    return found if isinstance(found, dict) else {"arguments": found}
+    except (msgspec.DecodeError, RecursionError):
+        return {"arguments": text}
+    # As it is: what can be decoded may be nested too deeply to be encoded within a message.
+    raw = msgspec.Raw(text.encode() or b"{}")
+    return raw if isinstance(found, dict) else {"arguments": raw}
 
 
 def _usage(usage: Usage | None) -> dict[str, Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.openai.api import Asked
 from dynbus.llm.openai.errors import ErrorAnswer
-from dynbus.llm.openai.requests import chat_of
+from dynbus.llm.openai.requests import chat_of, encode_body
 
 from .answer import MessageFormat
 from .errors import message_error
@@ -23,7 +21,7 @@ class MessagesApi:
         body = chat_body(request)
         return Asked(
             chat_of(body),
-            msgspec.json.encode(body),
+            encode_body(body),
             lambda request_id: MessageFormat(request.model, request_id),
         )
 

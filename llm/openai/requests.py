@@ -335,6 +335,18 @@ def read_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
         raise BadRequest(f"the body is not JSON: {error}", reason="invalid_json") from None
 
 
+def encode_body(body: Mapping[str, Any]) -> bytes:
+    """A body as JSON.
+
+    Raises:
+        BadRequest: it is nested too deeply.
+    """
+    try:
+        return msgspec.json.encode(body)
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply; flatten it", status=422) from None
+
+
 def _convert(kind: type[R], value: Mapping[str, Any]) -> R:
     try:
         return msgspec.convert(value, kind)

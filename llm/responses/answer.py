@@ -30,17 +30,18 @@ class ResponseFormat:
     """How one response is told; see `AnswerFormat`.
 
     Args:
+        repeated: `repeated_fields` as JSON.
         answer_id: random; the ids of the response and of its items are made of it.
     """
 
     frame = None
     continuous_usage = False
 
-    def __init__(self, request: ResponsesRequest, answer_id: str) -> None:
+    def __init__(self, repeated: bytes, answer_id: str) -> None:
         self.id = f"resp_{answer_id}"
         self._answer_id = answer_id
         self._created = int(time.time())
-        self._fields = _echoed(request)
+        self._repeated = repeated
         self._output = _Events(answer_id)
 
     def start(self, usage: Usage | None) -> bytes:
@@ -66,10 +67,8 @@ class ResponseFormat:
     def error(self, error: DynbusError, request_id: str) -> bytes:
         """The events that end a stream that fails."""
         told = error_fields(error, request_id)
-        failed = {
-            **self._told("failed", self._output.items("incomplete"), None),
-            "error": {"code": "server_error", "message": told["message"]},
-        }
+        items = self._output.items("incomplete")
+        failed = self._told("failed", items, None, error=told["message"])
         return self._output.event(
             "error", code=told["code"], message=told["message"], param=told["param"]
         ) + self._output.event("response.failed", response=failed)
@@ -81,24 +80,29 @@ class ResponseFormat:
         output.piece(told.said, logprobs=told.logprobs, finish_reason=told.finish_reason)
         output.close()
         status = _status(output.finish_reason)
-        return _encode(self._told(status, output.items(status), usage))
+        return bytes(self._told(status, output.items(status), usage))
 
     def _told(
-        self, status: str, items: Sequence[Mapping[str, Any]], usage: Usage | None
-    ) -> dict[str, Any]:
+        self,
+        status: str,
+        items: Sequence[Mapping[str, Any]],
+        usage: Usage | None,
+        *,
+        error: str | None = None,
+    ) -> msgspec.Raw:
         is_cut = status == "incomplete"
-        return {
+        told = {
             "id": self.id,
             "object": "response",
             "created_at": self._created,
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
-            "error": None,
+            "error": None if error is None else {"code": "server_error", "message": error},
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": items,
             "usage": None if usage is None else _usage(usage),
-            **self._fields,
         }
+        return msgspec.Raw(_encode(told)[:-1] + b"," + self._repeated[1:])
 
 
 class _Events:
@@ -267,7 +271,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _echoed(request: ResponsesRequest) -> dict[str, Any]:
+def repeated_fields(request: ResponsesRequest) -> dict[str, Any]:
     """What a response repeats of its request."""
     reasoning, text = request.reasoning or {}, request.text or {}
     return {

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.openai.api import Asked
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of
-from dynbus.llm.openai.requests import chat_of
+from dynbus.llm.openai.requests import chat_of, encode_body
 
-from .answer import ResponseFormat
+from .answer import ResponseFormat, repeated_fields
 from .requests import chat_body, read_responses
 
 
@@ -20,10 +18,11 @@ class ResponsesApi:
         """The request that a body holds."""
         request = read_responses(data)
         body = chat_body(request)
+        repeated = encode_body(repeated_fields(request))
         return Asked(
             chat_of(body),
-            msgspec.json.encode(body),
-            lambda request_id: ResponseFormat(request, request_id),
+            encode_body(body),
+            lambda request_id: ResponseFormat(repeated, request_id),
         )
 
     def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dynbus.bus.errors import StreamLost
 from dynbus.llm.answers import Output, TokenText, Usage, joined
 from dynbus.llm.parsing.delta import Delta, ToolCallDelta
-from dynbus.llm.responses.answer import ResponseFormat
+from dynbus.llm.responses.answer import ResponseFormat, repeated_fields
 from dynbus.llm.responses.requests import read_responses
 
 USAGE = Usage(7, 5, 4)
@@ -19,7 +19,8 @@ USAGE = Usage(7, 5, 4)
 
 def response_format(**fields: Any) -> ResponseFormat:
     request = {"model": "tiny", "input": "hi", **fields}
-    return ResponseFormat(read_responses(json.dumps(request).encode()), "1")
+    repeated = repeated_fields(read_responses(json.dumps(request).encode()))
+    return ResponseFormat(json.dumps(repeated).encode(), "1")
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
