@@ -564,7 +564,11 @@ class KvEventPublisher(Openable):
 
 
 def _check_rank(dp_rank: object) -> int:
-    rank = index(dp_rank) if isinstance(dp_rank, SupportsIndex) else -1
+    if isinstance(dp_rank, int):
+        # Each step of an engine comes here, and looking for a protocol's methods takes long.
+        rank = dp_rank
+    else:
+        rank = index(dp_rank) if isinstance(dp_rank, SupportsIndex) else -1
     if not 0 <= rank <= MAX_RANK:
         raise ConfigError(f"dp_rank = {dp_rank!r}: give a number from 0 to {MAX_RANK}")
     return int(rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from enum import Enum, Flag, auto
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Final, cast
 
@@ -63,11 +64,16 @@ class ModelType(Flag):
     @classmethod
     def named(cls, names: list[str]) -> ModelType:
         """The types of these names; one that is not known is left out."""
-        found = cls(0)
-        for one in cls:
-            if one.name and one.name.lower() in names:
-                found |= one
-        return found
+        return _named(tuple(names))
+
+
+@lru_cache(maxsize=64)
+def _named(names: tuple[str, ...]) -> ModelType:
+    found = ModelType(0)
+    for one in ModelType:
+        if one.name and one.name.lower() in names:
+            found |= one
+    return found
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -117,7 +123,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def type(self) -> ModelType:
         """What it is asked for."""
-        return ModelType.named(self.types)
+        # Each request asks.
+        return _named(tuple(self.types))
 
     @property
     def endpoint_name(self) -> EndpointName:

@@ -167,11 +167,12 @@ class Models:
             NoInstances: the last instance has gone just now.
             Unavailable: it cannot be served, or nobody knows yet which models there are, and why.
         """
-        with anyio.move_on_after(INSTANCE_TIMEOUT):
-            # Its instances may be started again.
-            while self._is_away(name) and not self._named(name):
-                await self._reconciled.wait()
         named = self._named(name)
+        if not named and self._is_away(name):
+            # Its instances may be started again.
+            with anyio.move_on_after(INSTANCE_TIMEOUT):
+                while not (named := self._named(name)) and self._is_away(name):
+                    await self._reconciled.wait()
         if not named:
             raise self.unknown(name)
         serving = next((one for one in named if one.card.type & wanted), None)
