@@ -260,8 +260,8 @@ def _part(part: object, where: str) -> dict[str, Any]:
 # Tools and formats --------------------------------------------------------------------------------
 
 
-def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:
-    where = f"tools[{place}]"
+def _tool(tool: Mapping[str, Any], place: int, among: str = "tools") -> dict[str, Any]:
+    where = f"{among}[{place}]"
     kind = tool.get("type")
     if kind != "function":
         raise unsupported(
@@ -279,6 +279,18 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
         return choice
     if choice.get("type") == "function":
         return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
+    if choice.get("type") == "allowed_tools":
+        given = choice.get("tools")
+        allowed = cast("list[object]", given) if isinstance(given, list) else []
+        tools = [
+            _tool(cast("dict[str, Any]", tool), place, "tool_choice.tools")
+            for place, tool in enumerate(allowed)
+            if isinstance(tool, dict)
+        ]
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.get("mode"), "tools": tools},
+        }
     raise unsupported(
         "tool_choice",
         f"a choice of the type {str(choice.get('type'))[:40]!r} is not supported; give 'auto', "

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.openai.requests import chat_of
 from dynbus.llm.responses.requests import chat_body, read_responses
 
 PICTURE = "data:image/png;base64,AA=="
@@ -133,6 +134,17 @@ def test_tools_and_formats_are_those_of_a_chat() -> None:
         "reasoning_effort": "low",
         "top_k": 3,
     }
+
+
+def test_a_choice_among_some_tools_is_the_chats() -> None:
+    tools = [{"type": "function", "name": name} for name in ("f", "g")]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": tools[:1]}
+
+    body = body_of(tools=tools, tool_choice=choice)
+
+    use = chat_of(body).tool_use()
+    assert [tool["function"]["name"] for tool in use.tools] == ["f"]
+    assert use.is_forced
 
 
 @pytest.mark.parametrize(
