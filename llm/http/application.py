@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.messages.api import MessagesApi
 from dynbus.llm.messages.errors import anthropics_error, message_error
-from dynbus.llm.messages.models import model_list
+from dynbus.llm.messages.models import model_info, model_list
 from dynbus.llm.models.card import ModelCard, ModelType
 from dynbus.llm.openai.api import Api, CompletionsApi
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of
@@ -118,7 +118,13 @@ class Application:
                 allow_origins=list(origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "traceparent", "retry-after", "x-should-retry"],
+                expose_headers=[
+                    "x-request-id",
+                    "request-id",
+                    "traceparent",
+                    "retry-after",
+                    "x-should-retry",
+                ],
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,7 +170,7 @@ class Application:
         headers = [
             *response.headers,
             *(one for one in _DEFAULTS if one[0] not in given),
-            (b"x-request-id", caller.request_id.encode()),
+            *caller.id_headers,
             (b"content-length", b"%d" % len(response.body)),
         ]
         await send({"type": "http.response.start", "status": response.status, "headers": headers})
@@ -194,19 +200,21 @@ class Application:
         return json_response({"status": "ok", "models": len(names)})
 
     async def _models(self, caller: Caller) -> Response:
-        if "anthropic-version" in caller.headers:
-            return json_response(model_list([one.card for one in self._shared.models.served]))
-        return json_response({"object": "list", "data": self._listed()})
-
-    def _listed(self) -> list[dict[str, Any]]:
-        cards = {one.card.name: one.card for one in self._shared.models.served}
-        return [_told(cards[name]) for name in sorted(cards)]
+        cards = self._cards()
+        if caller.is_anthropics:
+            return json_response(model_list([cards[name] for name in sorted(cards)]))
+        told = [_told(cards[name]) for name in sorted(cards)]
+        return json_response({"object": "list", "data": told})
 
     async def _model(self, name: str, caller: Caller) -> Response:
-        for told in self._listed():
-            if told["id"] == name:
-                return json_response(told)
-        raise self._shared.models.unknown(name)
+        card = self._cards().get(name)
+        if card is None:
+            raise self._shared.models.unknown(name)
+        return json_response(model_info(card) if caller.is_anthropics else _told(card))
+
+    def _cards(self) -> dict[str, ModelCard]:
+        """Those of the models that can be asked, by name."""
+        return {one.card.name: one.card for one in self._shared.models.served}
 
     async def _openapi(self, caller: Caller) -> Response:
         names: dict[ModelType, list[str]] = {}

@@ -214,7 +214,7 @@ class Exchange(ABC):
 
     def _make_writer(self, stream: AnswerFormat | None) -> AnswerWriter:
         fields = self._trace.fields
-        headers = [(b"x-request-id", self._caller.request_id.encode())]
+        headers = self._caller.id_headers
         if "traceparent" in fields:
             headers.append((b"traceparent", fields["traceparent"].encode()))
         extensions: Mapping[str, Any] = self._scope.get("extensions") or {}

@@ -39,6 +39,18 @@ class Caller:
     headers: Mapping[str, str]
 
     @property
+    def is_anthropics(self) -> bool:
+        """Whether a client of Anthropic's sends it."""
+        return "anthropic-version" in self.headers
+
+    @property
+    def id_headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers of an answer that tell the request's id."""
+        told = self.request_id.encode()
+        headers = [(b"x-request-id", told)]
+        return [*headers, (b"request-id", told)] if self.is_anthropics else headers
+
+    @property
     def metadata(self) -> Mapping[str, str]:
         """What reaches the engines' handlers."""
         return {TENANT_KEY: self.tenant} if self.tenant else {}

@@ -196,4 +196,7 @@ def _usage(usage: Usage | None) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": told.completion,
+        **(
+            {"output_tokens_details": {"thinking_tokens": told.reasoning}} if told.reasoning else {}
+        ),
     }

@@ -8,29 +8,29 @@ from typing import Any, Final
 
 from dynbus.llm.models.card import ModelCard
 
+_LATEST: Final = 2**32
+"""Whatever somebody says of a model, it is a date."""
+
+
+def model_info(card: ModelCard) -> dict[str, Any]:
+    """One model."""
+    created = min(max(card.created, 0), _LATEST)
+    return {
+        "type": "model",
+        "id": card.name,
+        "display_name": card.name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": card.context_length,
+    }
+
 
 def model_list(cards: Sequence[ModelCard]) -> dict[str, Any]:
     """All models on one page."""
-    known = {card.name: card for card in cards}
-    told = [_model(known[name]) for name in sorted(known)]
+    told = [model_info(card) for card in cards]
     return {
         "data": told,
         "has_more": False,
         "first_id": told[0]["id"] if told else None,
         "last_id": told[-1]["id"] if told else None,
-    }
-
-
-_LATEST: Final = 2**32
-"""Whatever somebody says of a model, it is a date."""
-
-
-def _model(card: ModelCard) -> dict[str, Any]:
-    return {
-        "type": "model",
-        "id": card.name,
-        "display_name": card.name,
-        "created_at": datetime.fromtimestamp(min(max(card.created, 0), _LATEST), UTC).isoformat(),
-        "lifecycle": "active",
-        "max_input_tokens": card.context_length,
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, beta_async_tool
 from pydantic import BaseModel
 from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
@@ -66,6 +66,7 @@ async def test_a_message_is_answered_whole_and_as_a_stream() -> None:
     [block] = whole.content
     assert block.type == "text"
     assert (block.text, whole.stop_reason) == ("Paris is it.", "end_turn")
+    assert whole.id == f"msg_{whole._request_id}"
     request = front.engine.requests[0]
     assert whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0) == len(
         request.token_ids
@@ -166,6 +167,28 @@ class CalendarEvent(BaseModel):
     participants: list[str]
 
 
+@beta_async_tool
+async def get_weather(location: str) -> str:
+    """Tell the weather of a place."""
+    return f"14 degrees in {location}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_own_runner_of_tools_ends_with_an_answer(stream: bool) -> None:
+    async with (
+        written(call("get_weather", location="Paris"), "It is 14 degrees.") as (author, other),
+        AsyncAnthropic(
+            base_url=str(other.base_url).removesuffix("/v1/"), api_key="none", max_retries=0
+        ) as client,
+    ):
+        run: Any = client.beta.messages.tool_runner
+        runner = run(**said("?", model="hermes", tools=[get_weather]), stream=stream)
+        last = await runner.until_done()
+
+    assert last.content[0].text == "It is 14 degrees."
+    assert "14 degrees in Paris" in author.prompt()
+
+
 async def test_the_form_of_an_answer_is_a_pydantic_model() -> None:
     event = CalendarEvent(name="Science fair", participants=["Alice", "Bob"])
     async with (
@@ -215,11 +238,13 @@ async def test_tokens_are_counted_as_the_model_gets_them() -> None:
 async def test_models_are_listed_as_anthropic_does() -> None:
     async with asked() as (_, client):
         models = [model async for model in await client.models.list()]
+        tiny = await client.models.retrieve("tiny")
         listed: Any = client.get("/v1/messages", cast_to=object)
         with pytest.raises(anthropic.APIStatusError, match="takes POST, not GET") as refused:
             await listed
 
-    assert ("tiny", 2000) in [(model.id, model.max_input_tokens) for model in models]
+    assert tiny in models
+    assert (tiny.id, tiny.max_input_tokens) == ("tiny", 2000)
     assert refused.value.status_code == 405
     assert refused.value.type == "invalid_request_error"
 
