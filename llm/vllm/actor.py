@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from dynbus import handler
@@ -23,14 +24,17 @@ from dynbus.llm.models.register import register_adapter
 from dynbus.llm.named import NamedWorker
 
 from .engine import VllmEngine
+from .starting import EngineFolder, StartProgress, maps_of_processes, weight_files
 
 if TYPE_CHECKING:
     from dynbus.kvrouter.engines.engine_events import EngineEvents
 
 logger = logging.getLogger(__name__)
 
+LOOK_INTERVAL: Final = 0.5
+"""Seconds between two looks at how far the engine is in its start."""
 TOLD_EVERY: Final = 15.0
-"""Seconds between two records that say how long the engine has been starting."""
+"""Seconds without news after which it is said how far that is."""
 
 _OWNED: Final = {
     "served_model_name": "give model_name",
@@ -110,6 +114,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
         self._arguments = {"enable_lora": True, **engine} if lora_modules else engine
         self._kv_events = kv_events
         self._vllm: VllmEngine | None = None
+        self._folder: EngineFolder | None = None
         self._events: EngineEvents | None = None
         self._adapters: dict[str, asyncio.Event] = {}
         self._changing_adapters = anyio.Lock()
@@ -117,8 +122,9 @@ class VllmWorker(NamedWorker, namespace="llm"):
     def make_engine(self) -> VllmEngine:
         started = monotonic()
         logger.info("vLLM starts for %s", self.found.origin)
+        folder = self._folder = EngineFolder()
         self._vllm = VllmEngine.start(
-            str(self.found.path), self._arguments, kv_events=self._kv_events
+            str(self.found.path), self._arguments, folder, kv_events=self._kv_events
         )
         logger.info("vLLM is ready after %.1f s", monotonic() - started)
         return self._vllm
@@ -142,10 +148,24 @@ class VllmWorker(NamedWorker, namespace="llm"):
             tasks.cancel_scope.cancel()
 
     async def _tell_of_start(self) -> None:
-        began = monotonic()
+        """Say what vLLM has come to, and now and then how far it is in that."""
+        progress: StartProgress | None = None
+        began = told = monotonic()
         while True:
-            await anyio.sleep(TOLD_EVERY)
-            logger.info("vLLM has been starting for %.0f s", monotonic() - began)
+            await anyio.sleep(LOOK_INTERVAL)
+            now, folder = monotonic(), self._folder
+            if folder is None:
+                began = told = now  # its files are being had
+                continue
+            if progress is None:
+                progress = StartProgress(weight_files(self.found.path))
+            news = progress.read(await anyio.to_thread.run_sync(folder.messages))
+            is_due = now - told >= TOLD_EVERY
+            if is_due and progress.is_loading:
+                await anyio.to_thread.run_sync(progress.look, maps_of_processes())
+            for phase in news or ([str(progress)] if is_due else []):
+                logger.info("vLLM has been starting for %.0f s: %s", now - began, phase)
+                told = now
 
     @property
     def only_embeds(self) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import anyio
@@ -35,7 +33,7 @@ from dynbus.llm.engine.requests import check_embedding, check_request
 from dynbus.llm.generation import Generated, GenerateRequest
 
 from .requests import FINISH_REASONS, embedded, generated, pooling_params, sampling_params
-from .starting import first_error, start_vllm, vllm_module
+from .starting import EngineFolder, start_vllm, vllm_module
 
 if TYPE_CHECKING:
     from dynbus.kvrouter.engines.zmq_subscriber import ZmqSource
@@ -64,9 +62,7 @@ class VllmEngine(RunningEngine):
         report_mode: what vLLM is to say of the blocks that a request reuses; None to leave it.
     """
 
-    def __init__(
-        self, llm: Any, folder: tempfile.TemporaryDirectory[str], counts: list[RankLoad]
-    ) -> None:
+    def __init__(self, llm: Any, folder: EngineFolder, counts: list[RankLoad]) -> None:
         config = llm.vllm_config
         cache, scheduler, model = config.cache_config, config.scheduler_config, config.model_config
         events = config.kv_events_config
@@ -93,26 +89,30 @@ class VllmEngine(RunningEngine):
         return f"<VllmEngine {self.llm.model_config.model}>"
 
     @classmethod
-    def start(cls, model: str, arguments: Mapping[str, Any], *, kv_events: bool) -> VllmEngine:
+    def start(
+        cls, model: str, arguments: Mapping[str, Any], folder: EngineFolder, *, kv_events: bool
+    ) -> VllmEngine:
         """Start vLLM; takes from seconds to minutes, and belongs into a thread.
+
+        Args:
+            folder: for what it needs while it runs; removed with it, also where it does not start.
 
         Raises:
             ConfigError: vLLM is not installed, or an argument is none of its own or not usable.
             RuntimeError: it does not start, and why.
         """
-        folder = tempfile.TemporaryDirectory(prefix="dynbus-vllm-", ignore_cleanup_errors=True)
         counts: list[RankLoad] = []
         try:
             llm = start_vllm(
                 model,
                 arguments,
-                Path(folder.name),
+                folder,
                 kv_events=kv_events,
                 stat_logger=lambda: counting(counts),
             )
             return cls(llm, folder, counts)
         except BaseException:
-            folder.cleanup()
+            folder.remove()
             raise
 
     @property
@@ -132,12 +132,15 @@ class VllmEngine(RunningEngine):
         """Where its KV-cache events come from."""
         from dynbus.kvrouter.engines.zmq_subscriber import ZmqSource
 
+        if self.ranks == 1:
+            events = self.llm.vllm_config.kv_events_config
+            return ZmqSource([events.endpoint], [events.replay_endpoint])
         found = self.llm.get_kv_event_sources()
         ranks = sorted(found)
         return ZmqSource(
             [_reachable(found[rank].endpoint) for rank in ranks],
             [_reachable(found[rank].replay_endpoint) for rank in ranks],
-            ranks=ranks if self.ranks > 1 else None,
+            ranks=ranks,
         )
 
     def stepper(self, listener: Listener) -> VllmStepper:
@@ -187,13 +190,13 @@ class VllmEngine(RunningEngine):
             EngineGone: they are not.
         """
         if self.llm.errored:
-            cause = first_error(Path(self._folder.name))
+            cause = self._folder.first_error()
             raise EngineGone(f"vLLM has ended: {cause or 'its processes are gone'}")
 
     async def aclose(self) -> None:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.llm.shutdown, STOP_TIMEOUT)
-            await anyio.to_thread.run_sync(self._folder.cleanup)
+            await anyio.to_thread.run_sync(self._folder.remove)
 
 
 def _reachable(endpoint: str) -> str:
@@ -394,7 +397,7 @@ class VllmStepper:
             raise EngineGone("vLLM has ended") from error
         except errors.VLLMClientError as error:
             self._refuse(request_id, asked, ValueError(str(error)))
-        except errors.GracefulHTTPError as error:
+        except getattr(errors, "GracefulHTTPError", ()) as error:  # which vLLM 0.28 has not
             self._refuse(request_id, asked, Overloaded(str(error)))
         except Exception as error:  # noqa: BLE001 - of this request alone
             self._fail(request_id, describe_exception(error))

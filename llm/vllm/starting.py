@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import importlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
@@ -29,7 +34,7 @@ def vllm_module(name: str) -> Any:
 def start_vllm(
     model: str,
     arguments: Mapping[str, Any],
-    folder: Path,
+    folder: EngineFolder,
     *,
     kv_events: bool,
     stat_logger: Callable[[], type],
@@ -38,7 +43,7 @@ def start_vllm(
 
     Args:
         model: the path of its files.
-        folder: for what it needs while it runs: sockets, and the errors of its processes.
+        folder: for what it needs while it runs.
         stat_logger: makes the class that vLLM tells how busy its ranks are.
 
     Raises:
@@ -53,8 +58,9 @@ def start_vllm(
         raise ConfigError(
             f"vLLM cannot be imported: {error}; install it, see docs/guides/vllm.md"
         ) from error
-    given = engine_arguments(model, arguments, folder if kv_events else None)
-    _keep_errors_in(folder)
+    given = engine_arguments(model, arguments, folder.path if kv_events else None)
+    _keep_messages_in(folder.path)
+    _keep_sockets_in(folder.path)
     config = _config(given)
     try:
         started = engine.from_vllm_config(
@@ -64,7 +70,7 @@ def start_vllm(
             disable_log_stats=given.disable_log_stats,
         )
     except Exception as error:
-        cause = first_error(folder)
+        cause = folder.first_error()
         if cause is None:
             raise
         raise RuntimeError(f"vLLM does not start: {cause}") from error
@@ -108,6 +114,11 @@ def engine_arguments(model: str, arguments: Mapping[str, Any], folder: Path | No
     if folder is None or given.enable_prefix_caching is False:
         return given
     own = given.data_parallel_size == 1
+    if not own and not hasattr(vllm_module("v1.engine.async_llm").AsyncLLM, "get_kv_event_sources"):
+        raise ConfigError(
+            f"vLLM {vllm_module('').__version__} does not say where the KV-cache events of its "
+            "ranks come from: take 0.31 or later, or give kv_events=false"
+        )
     given.kv_events_config = vllm_module("config").KVEventsConfig(
         enable_kv_cache_events=True,
         publisher="zmq",
@@ -154,13 +165,83 @@ def _words(arguments: Mapping[str, Any]) -> list[str]:
     return words
 
 
+# Its folder --------------------------------------------------------------------------------
+
+
+class EngineFolder:
+    """A folder for what an engine needs while it runs: sockets, and what its processes write.
+
+    That of a process which was killed is removed by the next one that makes one.
+
+    Attributes:
+        path: where it is.
+    """
+
+    def __init__(self) -> None:
+        _remove_abandoned()
+        self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+        self.path = Path(self._folder.name)
+        # The system takes the lock from a process that has ended, however it did.
+        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def remove(self) -> None:
+        """Remove it with all that is in it."""
+        self._folder.cleanup()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def first_error(self) -> str | None:
+        """The first exception that the engine's processes wrote."""
+        for line in _read(self.path / _ERRORS).splitlines():
+            # That one says only that there is another.
+            if _LINE_OF_ERROR.fullmatch(line) and "EngineDeadError" not in line:
+                return line
+        return None
+
+    def messages(self) -> str:
+        """What the engine's processes wrote last."""
+        return _read(self.path / _MESSAGES)
+
+
+_PREFIX: Final = "dynbus-vllm-"
+_LOCK: Final = "lock"
+_YOUNG: Final = 60.0
+"""Seconds that a folder may have no lock, since it is being made."""
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of processes that were killed."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError):
+            status = lock.parent.lstat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _YOUNG:
+                continue
+            held = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(held)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 _ERRORS: Final = "errors.log"
+_MESSAGES: Final = "messages.log"
+_MAX_MESSAGES: Final = 1 << 20
 _LINE_OF_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*")
 
 
-def _keep_errors_in(folder: Path) -> None:
-    """Have the processes of vLLM write their errors into a file too: where one does not start, the
-    exception that says so does not say why."""
+def _keep_messages_in(folder: Path) -> None:
+    """Have the processes of vLLM write into files too. Where one does not start, the exception that
+    says so does not say why; and only there they say how far they are."""
     if "VLLM_LOGGING_CONFIG_PATH" in os.environ or os.environ.get("VLLM_CONFIGURE_LOGGING") == "0":
         return  # its user has said what becomes of its log
     config: dict[str, Any] = copy.deepcopy(vllm_module("logger").DEFAULT_LOGGING_CONFIG)
@@ -172,19 +253,142 @@ def _keep_errors_in(folder: Path) -> None:
         "level": "ERROR",
         "formatter": "plain",
     }
-    config["loggers"]["vllm"]["handlers"].append("errors")
+    config["handlers"]["messages"] = {
+        "class": "logging.handlers.RotatingFileHandler",
+        "filename": str(folder / _MESSAGES),
+        "maxBytes": _MAX_MESSAGES,
+        "backupCount": 1,
+        "delay": True,
+        "level": "INFO",
+        "formatter": "plain",
+    }
+    config["loggers"]["vllm"]["handlers"] += ["errors", "messages"]
     (folder / "logging.json").write_text(json.dumps(config))
     os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(folder / "logging.json")
 
 
-def first_error(folder: Path) -> str | None:
-    """The first exception that the processes of a vLLM wrote, which was started in this folder."""
-    try:
-        text = (folder / _ERRORS).read_text(errors="replace")
-    except OSError:
-        return None
-    for line in text.splitlines():
-        # That one says only that there is another.
-        if _LINE_OF_ERROR.fullmatch(line) and "EngineDeadError" not in line:
-            return line
-    return None
+def _keep_sockets_in(folder: Path) -> None:
+    """Have vLLM make its own sockets in a folder, where nothing of them is left, unless its user
+    has said where."""
+    former = os.environ.get("VLLM_RPC_BASE_PATH", "")
+    is_ours = Path(former).name.startswith(_PREFIX)
+    if (not former or is_ours) and len(str(folder)) <= _LONGEST_FOLDER:
+        os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+
+
+_LONGEST_FOLDER: Final = 65
+"""A socket's path has at most 107 characters, and vLLM appends 37."""
+
+
+# How far it is -----------------------------------------------------------------------------
+
+_PHASES: Final = (
+    (re.compile(r"Initializing a V1 LLM engine"), "its processes run"),
+    (re.compile(r"Starting to load model"), "it loads the weights"),
+    (re.compile(r"Loading weights took ([\d.]+) s"), "it has the weights, after {} s"),
+    (re.compile(r"Using cache directory: .* for vLLM's torch.compile"), "it compiles the model"),
+    (
+        re.compile(r"Compiling a graph for compile range (.+) takes ([\d.]+) s"),
+        "it compiles the model: the graph for {} took {} s",
+    ),
+    (re.compile(r"KV cache size: ([\d,]+) tokens"), "its cache has {} tokens"),
+    (re.compile(r"Graph capturing finished in (\d+) secs"), "its CUDA graphs took {} s"),
+    (re.compile(r"init engine .* took ([\d.]+) s"), "its caches and graphs are made, after {} s"),
+)
+_LOADING: Final = "it loads the weights"
+
+
+class StartProgress:
+    """How far vLLM is in its start: from what its processes write, and how much of the model's
+    files they have mapped into their memory.
+
+    Args:
+        weights: the files of the model's weights in the order in which they are loaded, with their
+            bytes.
+
+    Attributes:
+        phase: what it does now.
+    """
+
+    def __init__(self, weights: Mapping[str, int]) -> None:
+        self.phase = "its processes start"
+        self._weights = weights
+        self._seen = 0
+        self._share: float | None = None
+
+    def __str__(self) -> str:
+        if self.phase != _LOADING or self._share is None:
+            return self.phase
+        total = sum(self._weights.values()) / (1 << 30)
+        return f"{self.phase}: {self._share:.0%} of {total:.1f} GiB"
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it is worth looking at what its processes have mapped."""
+        return self.phase == _LOADING
+
+    def read(self, messages: str) -> list[str]:
+        """What it has come to since this was asked last.
+
+        Args:
+            messages: all that its processes have written.
+        """
+        whole = messages[: messages.rfind("\n") + 1]
+        news, self._seen = whole[self._seen :], len(whole)
+        found: list[str] = []
+        for line in news.splitlines():
+            for pattern, told in _PHASES:
+                if (match := pattern.search(line)) is not None:
+                    phase = told.format(*match.groups())
+                    # Each of its processes says the same.
+                    if phase != self.phase and phase not in found:
+                        found.append(phase)
+        if found:
+            self.phase = found[-1]
+        return found
+
+    def look(self, maps: Iterable[str]) -> None:
+        """See how much is loaded.
+
+        Args:
+            maps: `/proc/PID/smaps` of its processes.
+        """
+        shares = [share for text in maps if (share := self._loaded(text)) is not None]
+        if shares:
+            # Ranks load the same files, and the slowest of them is waited for.
+            self._share = max(self._share or 0.0, min(shares))
+
+    def _loaded(self, smaps: str) -> float | None:
+        resident: dict[str, int] = {}
+        file = ""
+        for line in smaps.splitlines():
+            if (match := _MAPPING.match(line)) is not None:
+                file = match[1]
+            elif file in self._weights and line.startswith("Rss:"):
+                resident[file] = resident.get(file, 0) + int(line.split()[1]) * 1024
+        loaded, done = None, 0
+        for name, size in self._weights.items():
+            if name in resident:
+                loaded = done + min(size, resident[name])
+            done += size
+        return loaded / done if loaded is not None else None
+
+
+_MAPPING: Final = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)")
+
+
+def weight_files(model: Path) -> dict[str, int]:
+    """The files of a model's weights in the order in which they are loaded, with their bytes."""
+    files = sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
+    return {os.path.realpath(file): file.stat().st_size for file in files}
+
+
+def maps_of_processes() -> Iterator[str]:
+    """`/proc/PID/smaps` of the processes that descend from this one, as far as they can be read."""
+    left = [os.getpid()]
+    while left:
+        tasks = Path(f"/proc/{left.pop()}/task")
+        for children in tasks.glob("*/children"):
+            below = _read(children).split()
+            left += map(int, below)
+            yield from (_read(Path(f"/proc/{pid}/smaps")) for pid in below)

@@ -1,0 +1,100 @@
+"""What is known of a start of vLLM without vLLM: how far it is, and what is left of others."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from dynbus.llm.vllm.starting import EngineFolder, StartProgress, maps_of_processes, weight_files
+
+MESSAGES = """\
+Initializing a V1 LLM engine (v0.32.0) with config: model='qwen'
+Starting to load model qwen...
+Loading weights took 12.31 seconds
+Loading weights took 12.31 seconds
+Using cache directory: /root/.cache/vllm/torch_compile_cache for vLLM's torch.compile
+Compiling a graph for compile range (1, 2048) takes 9.87 s
+GPU KV cache size: 1,234,560 tokens
+Graph capturing finished in 7 secs, took 0.51 GiB
+init engine (profile, create kv cache, warmup model) took 40.10 s
+"""
+
+
+def test_a_start_goes_through_its_phases() -> None:
+    progress = StartProgress({})
+
+    told = [progress.read(MESSAGES[:end]) for end in range(0, len(MESSAGES) + 1, 7)]
+
+    assert [phase for phases in told for phase in phases] + progress.read(MESSAGES) == [
+        "its processes run",
+        "it loads the weights",
+        "it has the weights, after 12.31 s",
+        "it compiles the model",
+        "it compiles the model: the graph for (1, 2048) took 9.87 s",
+        "its cache has 1,234,560 tokens",
+        "its CUDA graphs took 7 s",
+        "its caches and graphs are made, after 40.10 s",
+    ]
+    assert str(progress) == "its caches and graphs are made, after 40.10 s"
+
+
+def smaps(*mappings: tuple[str, int]) -> str:
+    return "".join(
+        f"7f3c00000000-7f3c40000000 r--p 00000000 08:01 99 {file:>40}\n"
+        f"Size:            1048576 kB\nRss:             {kib} kB\nPss:  1 kB\n"
+        for file, kib in mappings
+    )
+
+
+def test_the_share_of_the_weights_is_what_processes_have_mapped() -> None:
+    """Files are loaded one after the other, by each rank; the slowest is waited for."""
+    gib = 1 << 20
+    progress = StartProgress({"/m/1.safetensors": 1 << 30, "/m/2.safetensors": 3 << 30})
+    progress.read("Starting to load model qwen...\n")
+    assert str(progress) == "it loads the weights"
+
+    progress.look([smaps(("/lib/libc.so", 3 * gib)), "", "nonsense\n\n"])
+    assert str(progress) == "it loads the weights"
+    progress.look([smaps(("", 5 * gib), ("/m/1.safetensors", gib // 2))])
+    assert str(progress) == "it loads the weights: 12% of 4.0 GiB"
+    progress.look([smaps(("/m/2.safetensors", 3 * gib)), smaps(("/m/2.safetensors", gib))])
+    assert str(progress) == "it loads the weights: 50% of 4.0 GiB"
+    # Nothing is mapped between two files.
+    progress.look([smaps(("/m/1.safetensors", gib))])
+    assert str(progress) == "it loads the weights: 50% of 4.0 GiB"
+
+
+def test_the_memory_of_processes_can_be_read(tmp_path: Path) -> None:
+    for name in ("b.safetensors", "a.safetensors", "config.json"):
+        (tmp_path / name).write_bytes(b"1234")
+
+    assert list(weight_files(tmp_path).items()) == [
+        (str(tmp_path / "a.safetensors"), 4),
+        (str(tmp_path / "b.safetensors"), 4),
+    ]
+    StartProgress(weight_files(tmp_path)).look(maps_of_processes())
+
+
+def test_the_folder_of_a_process_that_was_killed_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    alive = EngineFolder()
+    killed, young = (tmp_path / f"dynbus-vllm-{name}" for name in ("killed", "young"))
+    foreign = tmp_path / "foreign"
+    for folder in (killed, young, foreign):
+        folder.mkdir()
+        (folder / "lock").touch()
+    (killed / "socket").touch()
+    for folder in (alive.path, killed, foreign):
+        os.utime(folder, (0, 0))
+
+    another = EngineFolder()
+
+    assert set(tmp_path.iterdir()) == {alive.path, another.path, young, foreign}
+    alive.remove()
+    another.remove()
+    assert set(tmp_path.iterdir()) == {young, foreign}
