@@ -142,10 +142,16 @@ class VllmWorker(NamedWorker, namespace="llm"):
             yield None
 
     async def on_start(self) -> None:
-        async with task_group() as tasks:
-            tasks.start_soon(self._tell_of_start)
-            await super().on_start()
-            tasks.cancel_scope.cancel()
+        try:
+            async with task_group() as tasks:
+                tasks.start_soon(self._tell_of_start)
+                await super().on_start()
+                tasks.cancel_scope.cancel()
+        except BaseException:
+            if self._folder is not None:
+                # The thread that waits for vLLM cannot be ended, and is not waited for.
+                self._folder.abandon()
+            raise
 
     async def _tell_of_start(self) -> None:
         """Say what vLLM has come to, and now and then how far it is in that."""

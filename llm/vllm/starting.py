@@ -6,9 +6,11 @@ import copy
 import fcntl
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -181,9 +183,19 @@ class EngineFolder:
         _remove_abandoned()
         self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
         self.path = Path(self._folder.name)
+        self._others = set(multiprocessing.active_children())
         # The system takes the lock from a process that has ended, however it did.
         self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def abandon(self) -> None:
+        """End the processes of an engine that may still be starting, and remove it."""
+        for process in set(multiprocessing.active_children()) - self._others:
+            if process.pid is not None:
+                for pid in (*_processes_below(process.pid), process.pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+        self.remove()
 
     def remove(self) -> None:
         """Remove it with all that is in it."""
@@ -385,10 +397,14 @@ def weight_files(model: Path) -> dict[str, int]:
 
 def maps_of_processes() -> Iterator[str]:
     """`/proc/PID/smaps` of the processes that descend from this one, as far as they can be read."""
-    left = [os.getpid()]
+    for pid in _processes_below(os.getpid()):
+        yield _read(Path(f"/proc/{pid}/smaps"))
+
+
+def _processes_below(pid: int) -> Iterator[int]:
+    left = [pid]
     while left:
-        tasks = Path(f"/proc/{left.pop()}/task")
-        for children in tasks.glob("*/children"):
-            below = _read(children).split()
-            left += map(int, below)
-            yield from (_read(Path(f"/proc/{pid}/smaps")) for pid in below)
+        for children in Path(f"/proc/{left.pop()}/task").glob("*/children"):
+            below = list(map(int, _read(children).split()))
+            left += below
+            yield from below
