@@ -193,7 +193,14 @@ class VllmWorker(NamedWorker, namespace="llm"):
 
     def instance_metadata(self) -> Mapping[str, str]:
         engine = self._engine()
-        own = {profiles.DP_SIZE_KEY: str(engine.ranks)} if engine.ranks > 1 else {}
+        limits, ranks = engine.limits, engine.ranks
+        own: dict[str, str] = {}
+        if ranks > 1:
+            own = {
+                profiles.DP_SIZE_KEY: str(ranks),
+                profiles.TOTAL_BLOCKS_KEY: str(limits.blocks // ranks),
+                profiles.MAX_BATCHED_TOKENS_KEY: str(limits.max_num_batched_tokens // ranks),
+            }
         if engine.adapters:
             own[profiles.LORAS_KEY] = ",".join(sorted(engine.adapters))
         return {**super().instance_metadata(), **own}

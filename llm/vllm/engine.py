@@ -74,9 +74,10 @@ class VllmEngine(RunningEngine):
         self.report_mode: Callable[[], str] | None = None
         self.limits = EngineLimits(
             block_size=cache.block_size,
-            blocks=cache.num_gpu_blocks,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            # Of all ranks together, each of which has so many.
+            blocks=cache.num_gpu_blocks * self.ranks,
+            max_num_seqs=scheduler.max_num_seqs * self.ranks,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens * self.ranks,
             context_length=model.max_model_len,
             has_events=events is not None and events.enable_kv_cache_events,
             vocabulary=model.get_vocab_size(),
@@ -118,7 +119,7 @@ class VllmEngine(RunningEngine):
     @property
     def load(self) -> EngineLoad:
         """How busy it is, as of its last step."""
-        counts, blocks = self._counts, self.limits.blocks
+        counts, blocks = self._counts, self.limits.blocks // self.ranks
         return EngineLoad(
             running=sum(one.running for one in counts),
             waiting=sum(one.waiting for one in counts),

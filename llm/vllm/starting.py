@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn, cast
 import pydantic
 
 from dynbus.bus.config import suggestion
-from dynbus.bus.errors import ConfigError
+from dynbus.bus.errors import ConfigError, describe_exception
 
 CPU_BLOCK: Final = 32
 """vLLM's attention on CPUs takes blocks of a multiple of so many tokens."""
@@ -103,7 +103,7 @@ def engine_arguments(model: str, arguments: Mapping[str, Any], folder: Path | No
             )
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"vLLM does not take its arguments: {message}")
+        raise _refused(message)
 
     parser = vllm_module("utils.argparse_utils").FlexibleArgumentParser(add_help=False)
     parser = engine_args.add_cli_args(parser)
@@ -139,11 +139,22 @@ def _config(given: Any) -> Any:
     """
     try:
         return given.create_engine_config()
-    except pydantic.ValidationError as error:
-        why = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"vLLM does not take its arguments: {why}") from error
-    except ValueError as error:
-        raise ConfigError(f"vLLM does not take its arguments: {error}") from error
+    except Exception as error:
+        raise _refused(error) from error
+
+
+def _refused(error: Exception | str) -> ConfigError:
+    """What vLLM has against its arguments, on one line."""
+    why = str(error) or describe_exception(error) if isinstance(error, Exception) else error
+    if isinstance(error, pydantic.ValidationError):
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        why = (where and f"{where}: ") + first["msg"].removeprefix("Value error, ")
+    why = " ".join(_OF_PYDANTIC.sub("", why).split())
+    return ConfigError(f"vLLM does not take its arguments: {why}")
+
+
+_OF_PYDANTIC: Final = re.compile(r"\[type=.*\]$|For further information visit .*$", re.MULTILINE)
 
 
 def _words(arguments: Mapping[str, Any]) -> list[str]:

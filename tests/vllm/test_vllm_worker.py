@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.conditions import eventually, wait_until
+from tests.conditions import PATIENCE, eventually, wait_until
 from tests.vllm.conftest import START_TIMEOUT, Run, running
 
 from dynbus import Draining, Runtime, UnknownOutcome, call_options
@@ -232,6 +232,8 @@ async def test_clients_of_openai_s_api_are_answered(fleet: Run, front_end: str) 
         ("--Engine.block_size=16", "a multiple of 32"),
         ("--Engine.kv_events_config={}", "give kv_events"),
         ("--Engine.tensor_parallel_size=64", "64"),
+        ("--Engine.pipeline_parallel_size=0", "pipeline_parallel_size: Input should be"),
+        ("--Engine.compilation_config={broken", "compilation-config/-cc: 1 validation error"),
     ],
 )
 async def test_a_start_that_fails_says_why(
@@ -282,6 +284,24 @@ async def test_an_engine_that_dies_is_withdrawn_and_starts_again(
         last = processes_below(run.process.pid, "")
         assert run.stop() == 0
     wait_until(lambda: not any(map(is_alive, last)), what="everything ends")
+
+
+async def test_a_start_that_is_interrupted_leaves_nothing(
+    tmp_path: Path, nats_server: RunningServer, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    monkeypatch.setenv("TMPDIR", str(files))
+    with running(tmp_path, nats_server.url, tiny_model) as run:
+        wait_until(lambda: "its processes run" in run.output, START_TIMEOUT, what="vLLM starts")
+        processes = processes_below(run.process.pid, "")
+        assert any("EngineCore" in title_of(pid) for pid in processes)
+        run.process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(run.process.wait, PATIENCE) == 0
+
+    wait_until(lambda: not any(map(is_alive, processes)), what="everything ends")
+    assert not list(files.glob("dynbus-vllm-*"))
+    assert "Traceback" not in run.output
 
 
 def processes_below(pid: int, title: str) -> list[int]:
