@@ -109,7 +109,12 @@ def engine_arguments(model: str, arguments: Mapping[str, Any], folder: Path | No
     parser = engine_args.add_cli_args(parser)
     # It would print its usage and end this process.
     parser.error = refuse
-    given = engine_args.from_cli_args(parser.parse_args(_words({"model": model, **arguments})))
+    try:
+        given = engine_args.from_cli_args(parser.parse_args(_words({"model": model, **arguments})))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _refused(error) from error
     size = arguments.get("block_size")
     if size and vllm_module("platforms").current_platform.is_cpu() and given.block_size % CPU_BLOCK:
         raise ConfigError(f"block_size = {size}: on a CPU vLLM takes a multiple of {CPU_BLOCK}")
