@@ -179,7 +179,12 @@ class ModelEngine:
         )
         sequence.pool = StatePool(pooling, request.dimensions or model.state_size)
         self._pool.add(
-            request_id, [sequence], 0, priority=request.priority, caches=pooling == "last"
+            request_id,
+            [sequence],
+            0,
+            priority=request.priority,
+            is_text=True,
+            caches=pooling == "last",
         )
 
     def cancel(self, request_id: str) -> None:

@@ -143,6 +143,7 @@ class RequestPool(Generic[S]):
         priority: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
+        is_text: bool = False,
         caches: bool = True,
     ) -> None:
         """Take in a request that is checked: one sequence for each of its continuations."""
@@ -156,6 +157,7 @@ class RequestPool(Generic[S]):
                 stop_token_ids,
                 min_tokens,
                 leads=not number,
+                is_text=is_text,
                 caches=caches,
             )
             for number, sequence in enumerate(sequences)

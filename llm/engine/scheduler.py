@@ -17,6 +17,10 @@ from dynbus.llm.generation import FinishReason
 
 from .block_manager import BlockManager
 
+TEXT_SHARE: Final = 4
+"""The part of a step's tokens that texts to embed have at most while anything else runs: a stream
+waits for the whole step, and nobody watches an embedding come."""
+
 LOOKED_UP: Final = 256
 """Blocks of a prompt that are looked up at first; twice as many each time that all are cached."""
 
@@ -52,6 +56,8 @@ class ScheduledRequest(Generic[S]):
         stop_token_ids: one of them ends it, after `min_tokens`.
         leads: whether it is the first continuation of its request, and tells for all of them what
             was found in the cache.
+        is_text: whether it is a text to embed, which ends with its last token and makes room for
+            all others.
         caches: whether its blocks are looked up in the cache, and found there by others. A text
             of which the states of all tokens are needed gains nothing by it.
         blocks: its block table.
@@ -70,6 +76,7 @@ class ScheduledRequest(Generic[S]):
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     leads: bool = True
+    is_text: bool = False
     caches: bool = True
     blocks: list[int] = field(default_factory=list[int])
     computed: int = 0
@@ -141,6 +148,7 @@ class Scheduler(Generic[S]):
         self.running: list[ScheduledRequest[S]] = []
         self.waiting: deque[ScheduledRequest[S]] = deque()
         self.prompt_tokens = self.cached_tokens = self.preempted = 0
+        self._texts = 0
         self._manager = manager
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
@@ -152,11 +160,13 @@ class Scheduler(Generic[S]):
 
     def add(self, request: ScheduledRequest[S]) -> None:
         """Let a request wait for a step that has room for it."""
+        self._texts += request.is_text
         _insert(self.waiting, request)
 
     def schedule(self) -> StepPlan[S]:
         """Choose what the next step computes, and give it its blocks."""
         budget = self._max_num_batched_tokens
+        text_budget, text_places = self._text_room()
         prefill_tokens = context_tokens = preempted = 0
         chunks: list[tuple[ScheduledRequest[S], int]] = []
         at = 0
@@ -165,6 +175,12 @@ class Scheduler(Generic[S]):
             length = request.sequence.length
             lacking = length - request.computed
             taken = min(lacking, budget)
+            if request.is_text:
+                taken = min(taken, text_budget)
+                text_budget -= taken
+                if not taken:
+                    at += 1
+                    continue
             preempted += self._make_room(request, request.computed + taken)
             if at == len(self.running):
                 # It was the last one, and has lost its own blocks.
@@ -182,7 +198,7 @@ class Scheduler(Generic[S]):
         if preempted:
             self.preempted += preempted
         else:
-            prefill_tokens += self._admit(budget, chunks, admitted)
+            prefill_tokens += self._admit(budget, text_budget, text_places, chunks, admitted)
         return StepPlan(chunks, prefill_tokens, context_tokens, preempted, admitted)
 
     def _make_room(self, request: ScheduledRequest[S], tokens: int) -> int:
@@ -200,23 +216,53 @@ class Scheduler(Generic[S]):
                 break
         return gone
 
+    def _text_room(self) -> tuple[int, int]:
+        """How many tokens of texts to embed the next step may compute, and how many of them it may
+        admit."""
+        tokens, places = self._max_num_batched_tokens, self._max_num_seqs
+        if self._texts in (0, len(self.running) + len(self.waiting)):
+            return tokens, places
+        running = sum(one.is_text for one in self.running)
+        return max(1, tokens // TEXT_SHARE), max(1, places // TEXT_SHARE) - running
+
+    def _next_waiting(self, *, takes_texts: bool) -> ScheduledRequest[S] | None:
+        """Who is to be admitted next; texts are passed by where they have had their part."""
+        if not self.waiting or takes_texts or not self.waiting[0].is_text:
+            return self.waiting[0] if self.waiting else None
+        return next((one for one in self.waiting if not one.is_text), None)
+
     def _admit(
-        self, budget: int, chunks: list[tuple[ScheduledRequest[S], int]], admitted: list[str]
+        self,
+        budget: int,
+        text_budget: int,
+        text_places: int,
+        chunks: list[tuple[ScheduledRequest[S], int]],
+        admitted: list[str],
     ) -> int:
         """Start waiting requests; returns how many tokens they compute."""
         used = 0
-        while self.waiting and budget > used and len(self.running) < self._max_num_seqs:
-            request = self.waiting[0]
+        while budget > used and len(self.running) < self._max_num_seqs:
+            request = self._next_waiting(takes_texts=text_budget > 0 < text_places)
+            if request is None:
+                break
             found = self._room_for(request)
             if found is None:
                 break
             cached = found * self._block_size
             lacking = request.sequence.length - cached
             taken = min(lacking, budget - used)
+            if request.is_text:
+                taken = min(taken, text_budget)
             if taken < lacking and not self._chunked_prefill and chunks:
                 # It waits for a step of its own, and is cut only if that has no room for it either.
                 break
-            self.waiting.popleft()
+            if request is self.waiting[0]:
+                self.waiting.popleft()
+            else:
+                self.waiting.remove(request)
+            if request.is_text:
+                text_budget -= taken
+                text_places -= 1
             _insert(self.running, request)
             self._manager.claim(request.blocks, request.sequence.sequence_hashes, found)
             request.computed = cached
@@ -324,6 +370,7 @@ class Scheduler(Generic[S]):
 
     def finish(self, request: ScheduledRequest[S]) -> None:
         """Take a running request out, and its blocks back."""
+        self._texts -= request.is_text
         self.running.remove(request)
         self._manager.release(request.blocks)
 
@@ -332,6 +379,7 @@ class Scheduler(Generic[S]):
         if request in self.running:
             self.finish(request)
         else:
+            self._texts -= request.is_text
             self.waiting.remove(request)
 
 

@@ -125,3 +125,73 @@ def test_a_request_that_lost_its_blocks_waits_before_those_of_its_priority() -> 
         lost = step(running).preempted
 
     assert [each.id for each in running.waiting] == ["b", "c"]
+
+
+def text(name: str, length: int) -> ScheduledRequest[Numbered]:
+    return ScheduledRequest(name, Numbered(name, length), 0, is_text=True)
+
+
+def embed_step(running: Scheduler[Numbered]) -> list[tuple[str, int]]:
+    """What the next step computes, after which the texts that are complete have left."""
+    plan = running.schedule()
+    for scheduled, _ in plan.chunks:
+        if not scheduled.is_ready:
+            continue
+        if scheduled.is_text:
+            running.finish(scheduled)
+        else:
+            scheduled.sequence.length += 1
+            scheduled.generated += 1
+    return names(plan)
+
+
+def test_texts_to_embed_have_whole_steps_where_nothing_else_runs() -> None:
+    running = scheduler(max_num_batched_tokens=32)
+    for name in "abc":
+        running.add(text(name, 20))
+
+    assert [embed_step(running) for _ in range(3)] == [
+        [("a", 20), ("b", 12)],
+        [("b", 8), ("c", 20)],
+        [],
+    ]
+
+
+def test_streams_go_on_beside_texts_which_have_a_part_of_each_step() -> None:
+    running = scheduler(max_num_batched_tokens=32)
+    running.add(request("stream", 4))
+    embed_step(running)
+    for name in "abc":
+        running.add(text(name, 12))
+
+    assert [embed_step(running) for _ in range(5)] == [
+        [("stream", 1), ("a", 8)],
+        [("stream", 1), ("a", 4), ("b", 4)],
+        [("stream", 1), ("b", 8)],
+        [("stream", 1), ("c", 8)],
+        [("stream", 1), ("c", 4)],
+    ]
+
+
+def test_a_prompt_does_not_wait_for_the_texts_before_it() -> None:
+    running = scheduler(max_num_batched_tokens=32, max_num_seqs=8)
+    for number in range(20):
+        running.add(text(str(number), 2))
+    running.add(request("prompt", 20))
+
+    assert embed_step(running) == [("0", 2), ("1", 2), ("prompt", 20)]
+    assert embed_step(running) == [("prompt", 1), ("2", 2), ("3", 2)]
+
+
+def test_texts_are_not_kept_from_running_by_what_never_ends() -> None:
+    running = scheduler(blocks=256, max_num_batched_tokens=8, max_num_seqs=4)
+    running.add(text("a", 30))
+    computed = 0
+    for number in range(40):
+        running.add(request(str(number), 6, max_tokens=2))
+        for name, tokens in embed_step(running):
+            computed += tokens if name == "a" else 0
+        for scheduled in [one for one in running.running if one.generated >= 2]:
+            running.finish(scheduled)
+
+    assert computed == 30
