@@ -43,6 +43,10 @@ WRITE: Final = "dynbus.write"
 """The extension that writes a piece of an answer at once; see `AnswerWriter`."""
 
 
+LONG_BODY: Final = 1024 * 1024
+"""Bytes from which on a body is read in a thread."""
+
+
 class HungUp(Exception):
     """Raised when the client has left before its request was there."""
 
@@ -173,7 +177,10 @@ class Exchange(ABC):
     async def _answer(self, data: bytes) -> None:
         """Answer a body, also where that fails."""
         try:
-            await self._read(data)()
+            # What is long takes a while, in which others have their turns.
+            is_long = len(data) > LONG_BODY
+            answer = await asyncio.to_thread(self._read, data) if is_long else self._read(data)
+            await answer()
         except DynbusError as error:
             self._end(error)
         except Exception as error:

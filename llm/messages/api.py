@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.openai.api import Asked
 from dynbus.llm.openai.errors import ErrorAnswer
@@ -22,7 +24,7 @@ class MessagesApi:
         return Asked(
             chat_of(body),
             encode_body(body),
-            lambda request_id: MessageFormat(request.model, request_id),
+            partial(MessageFormat, request.model),
         )
 
     def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:

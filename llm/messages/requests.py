@@ -101,7 +101,7 @@ def _conversation(request: ConversationRequest) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     system = _content(request.system, "system", _only_text) if request.system else ""
     if system:
-        found.append({"role": "system", "content": system})
+        _add(found, "system", system)
     for place, message in enumerate(request.messages):
         where = f"messages[{place}]"
         role, content = message.get("role"), message.get("content")
@@ -119,16 +119,25 @@ def _conversation(request: ConversationRequest) -> list[dict[str, Any]]:
             "the last one is the assistant's, and going on from it is not supported; end with the "
             "user's",
         )
+    for message in found:
+        if isinstance(message["content"], _Texts):
+            message["content"] = "\n\n".join(message["content"])
     return found
+
+
+class _Texts(list[str]):
+    """The texts of one message, while there may be more."""
 
 
 def _add(found: list[dict[str, Any]], role: str, content: Any) -> None:
     """A message; texts of one role that follow each other are one, as templates want it."""
-    last = found[-1] if found else {}
-    if last.get("role") == role and isinstance(content, str) and isinstance(last["content"], str):
-        last["content"] += f"\n\n{content}"
-    else:
-        found.append({"role": role, "content": content})
+    if isinstance(content, str):
+        last = found[-1] if found else {}
+        if last.get("role") == role and isinstance(last["content"], _Texts):
+            last["content"].append(content)
+            return
+        content = _Texts([content])
+    found.append({"role": role, "content": content})
 
 
 def _add_user(found: list[dict[str, Any]], content: object, where: str) -> None:
@@ -245,16 +254,20 @@ def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
         media = _text(source, "media_type", f"{where}.source")
         return _image(f"data:{media};base64,{_text(source, 'data', f'{where}.source')}")
     if kind == "document" and source.get("type") == "text":
-        texts = [block.get("title"), block.get("context"), _text(source, "data", f"{where}.source")]
-        return {"type": "text", "text": "\n".join(one for one in texts if isinstance(one, str))}
+        data = _text(source, "data", f"{where}.source")
+        return _text_part(block.get("title"), block.get("context"), data)
     if kind == "search_result":
-        texts = [block.get("title"), given, _content(block.get("content"), where, _only_text)]
-        return {"type": "text", "text": "\n".join(one for one in texts if isinstance(one, str))}
+        content = _content(block.get("content"), where, _only_text)
+        return _text_part(block.get("title"), given, content)
     if kind in ("image", "document"):
         raise unsupported(
             f"{where}.source", f"a source of the type {str(source.get('type'))[:40]!r} is not read"
         )
     return _only_text(block, where)
+
+
+def _text_part(*texts: object) -> dict[str, Any]:
+    return {"type": "text", "text": "\n".join(one for one in texts if isinstance(one, str))}
 
 
 def _image(url: str) -> dict[str, Any]:

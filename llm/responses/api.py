@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.openai.api import Asked
 from dynbus.llm.openai.errors import ErrorAnswer, answer_of
@@ -22,7 +24,7 @@ class ResponsesApi:
         return Asked(
             chat_of(body),
             encode_body(body),
-            lambda request_id: ResponseFormat(repeated, request_id),
+            partial(ResponseFormat, repeated),
         )
 
     def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:

@@ -107,32 +107,42 @@ class _Conversation:
     """Messages as they come from items."""
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
+        self._system: list[str] = []
         # What an assistant's message has had, while items may be added to it.
         self._assistant: dict[str, Any] | None = None
 
+    def end(self) -> list[dict[str, Any]]:
+        """All messages, once there are no more items.
+
+        System messages that begin the conversation are one, as templates want it.
+        """
+        for message in self._messages:
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "".join(message["reasoning_content"])
+            # What a chat's message of an assistant has, also where it only calls tools.
+            message.setdefault("content", None)
+        system = "\n\n".join(self._system)
+        return [{"role": "system", "content": system}] * bool(self._system) + self._messages
+
     def add(self, role: str, content: Any) -> None:
-        """A message; system messages that begin the conversation are one, as templates want it."""
+        """A message."""
         if role == "assistant":
             if "content" in self._turn() or "tool_calls" in self._turn():
                 self._assistant = None
             self._turn()["content"] = content
             return
         self._assistant = None
-        before = self.messages[-1:] if len(self.messages) == 1 else []
-        if role == "system" and before and before[0]["role"] == "system":
-            texts = [before[0]["content"], content]
-            if all(isinstance(text, str) for text in texts):
-                before[0]["content"] = "\n\n".join(texts)
-                return
-        self.messages.append({"role": role, "content": content})
+        if role == "system" and not self._messages and isinstance(content, str):
+            self._system.append(content)
+        else:
+            self._messages.append({"role": role, "content": content})
 
     def reason(self, text: str) -> None:
         """What the assistant thought before its next message."""
         if self._assistant is not None and set(self._assistant) - {"role", "reasoning_content"}:
             self._assistant = None
-        turn = self._turn()
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+        self._turn().setdefault("reasoning_content", []).append(text)
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
         """A tool call of the assistant."""
@@ -147,12 +157,12 @@ class _Conversation:
     def answer(self, call_id: str, content: Any) -> None:
         """What a tool answered."""
         self._assistant = None
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _turn(self) -> dict[str, Any]:
         if self._assistant is None:
             self._assistant = {"role": "assistant"}
-            self.messages.append(self._assistant)
+            self._messages.append(self._assistant)
         return self._assistant
 
 
@@ -162,15 +172,12 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         conversation.add("system", request.instructions)
     if isinstance(request.input, str):
         conversation.add("user", request.input)
-        return conversation.messages
+        return conversation.end()
     if not request.input:
         raise misfit("input", "give a text, or at least one item")
     for place, item in enumerate(request.input):
         _take(item, f"input[{place}]", conversation)
-    for message in conversation.messages:
-        # What a chat's message of an assistant has, also where it only calls tools.
-        message.setdefault("content", None)
-    return conversation.messages
+    return conversation.end()
 
 
 def _take(item: Mapping[str, Any], where: str, conversation: _Conversation) -> None:
@@ -211,7 +218,7 @@ def _text(item: Mapping[str, Any], name: str, where: str) -> str:
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
     """What a reasoning item says; its summary, where that is all that it has."""
     for name in ("content", "summary"):
-        parts = item.get(name) or []
+        parts: object = item.get(name) or []
         if not isinstance(parts, list):
             raise misfit(f"{where}.{name}", "give a list of parts")
         texts = [

@@ -50,15 +50,21 @@ def said(text: str, **fields: Any) -> Any:
     }
 
 
+async def create(client: AsyncAnthropic, **fields: Any) -> Any:
+    """A message."""
+    asked: Any = client.messages.create
+    return await asked(**fields)
+
+
 async def test_a_message_is_answered_whole_and_as_a_stream() -> None:
     async with asked() as (front, client):
-        whole = await client.messages.create(**said("say Paris is it.", system="Be brief."))
+        whole = await create(client, **said("say Paris is it.", system="Be brief."))
         async with client.messages.stream(**said("say naïve café 🙂")) as stream:
             text = "".join([piece async for piece in stream.text_stream])
             streamed = await stream.get_final_message()
-        cut = await client.messages.create(**said("say Paris is it.", max_tokens=2))
+        cut = await create(client, **said("say Paris is it.", max_tokens=2))
         request = said("say Paris is it.", stop_sequences=["it", "Tokyo"])
-        stopped = await client.messages.create(**request)
+        stopped = await create(client, **request)
         async with client.messages.stream(**request) as stream:
             stopped_stream = await stream.get_final_message()
     both: list[Any] = [stopped, stopped_stream]
@@ -97,7 +103,7 @@ async def test_tools_are_used_and_their_results_sent_back() -> None:
         async with client.messages.stream(**request) as stream:
             pieces = [one.partial_json async for one in stream if one.type == "input_json"]
             streamed = await stream.get_final_message()
-        whole = await client.messages.create(**request)
+        whole = await create(client, **request)
         request["messages"] += [
             {"role": "assistant", "content": whole.content},
             {
@@ -106,7 +112,7 @@ async def test_tools_are_used_and_their_results_sent_back() -> None:
             },
         ]
         front.text.deltas, front.text.finish_reason = [{"content": "Yes."}], "stop"
-        answer = await client.messages.create(**request)
+        answer = await create(client, **request)
 
     assert pieces == ['{"city": ', '"Paris"}']
     messages: list[Any] = [streamed, whole]
@@ -141,7 +147,7 @@ async def test_what_a_model_writes_is_read_into_blocks() -> None:
             thinking={"type": "enabled", "budget_tokens": 1024},
             max_tokens=1000,
         )
-        whole = await client.messages.create(**request)
+        whole = await create(client, **request)
         async with client.messages.stream(**request) as stream:
             streamed = await stream.get_final_message()
         forced = await client.messages.create(
@@ -207,13 +213,13 @@ async def test_the_form_of_an_answer_is_a_pydantic_model() -> None:
 async def test_errors_have_anthropics_shape() -> None:
     async with asked() as (_, client):
         with pytest.raises(anthropic.NotFoundError, match="not_found_error.*no model 'other'"):
-            await client.messages.create(**said("hi", model="other"))
+            await create(client, **said("hi", model="other"))
         with pytest.raises(anthropic.BadRequestError, match="max_tokens: Expected"):
-            await client.messages.create(**said("hi", max_tokens=0))
+            await create(client, **said("hi", max_tokens=0))
         with pytest.raises(anthropic.RateLimitError, match="rate_limit_error") as raised:
-            await client.messages.create(**said("overloaded"))
+            await create(client, **said("overloaded"))
         with pytest.raises(anthropic.InternalServerError, match="api_error") as hidden:
-            await client.messages.create(**said("fail"))
+            await create(client, **said("fail"))
         async with client.messages.stream(**said("break x")) as stream:
             with pytest.raises(anthropic.APIStatusError, match="api_error"):
                 await stream.get_final_message()
@@ -228,7 +234,7 @@ async def test_tokens_are_counted_as_the_model_gets_them() -> None:
         counted = await client.messages.count_tokens(
             **{name: request[name] for name in ("model", "messages", "system")}
         )
-        await client.messages.create(**request)
+        await create(client, **request)
         with pytest.raises(anthropic.BadRequestError, match="invalid_request_error"):
             await client.messages.count_tokens(model="text", messages=request["messages"])
 
@@ -253,9 +259,9 @@ async def test_its_key_is_that_of_a_tenant(tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("ada sk-ada-123\n")
     async with asked("sk-ada-123", api_keys=keys) as (front, client):
-        answer = await client.messages.create(**said("say hi"))
+        answer = await create(client, **said("say hi"))
         with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
-            await client.with_options(api_key="sk-bob-123").messages.create(**said("say hi"))
+            await create(client.with_options(api_key="sk-bob-123"), **said("say hi"))
 
     assert answer.stop_reason == "end_turn"
     assert front.engine.metadata[0]["tenant"] == "ada"

@@ -124,7 +124,8 @@ async def test_what_a_model_writes_is_read_into_items() -> None:
     thought = f"<think>Weather, hm.</think>\n{call('get_weather', city='Paris')}"
     async with written(thought, thought, "It is <think>raining.") as (author, client):
         asked: Any = {"model": "thinker", "input": "Is it raining?", "tools": [WEATHER]}
-        whole = await client.responses.create(**asked)
+        create: Any = client.responses.create
+        whole = await create(**asked)
         async with client.responses.stream(**asked) as stream:
             types = [event.type async for event in stream]
             streamed = await stream.get_final_response()

@@ -80,7 +80,7 @@ def test_calls_and_their_results_are_those_of_a_chat() -> None:
         ]
     )
 
-    function = {"name": "f", "arguments": '{"a":1}'}
+    function: Any = {"name": "f", "arguments": '{"a":1}'}
     assert body["messages"][1:] == [
         {
             "role": "assistant",
@@ -138,20 +138,20 @@ def test_pictures_and_documents_are_parts() -> None:
     ],
 )
 def test_tools_are_functions(choice: dict[str, Any], told: dict[str, Any]) -> None:
-    schema = {"type": "object", "properties": {}}
+    schema: Any = {"type": "object", "properties": {}}
 
     body = body_of(
         tools=[{"name": "f", "description": "Does f.", "input_schema": schema}],
         tool_choice=choice,
     )
 
-    function = {"name": "f", "description": "Does f.", "parameters": schema}
+    function: Any = {"name": "f", "description": "Does f.", "parameters": schema}
     assert body["tools"] == [{"type": "function", "function": function}]
     assert {name: body[name] for name in told} == told
 
 
 def test_the_form_of_an_answer_and_thinking_are_the_chats() -> None:
-    schema = {"type": "object"}
+    schema: Any = {"type": "object"}
     body = body_of(
         output_config={"effort": "low", "format": {"type": "json_schema", "schema": schema}},
         thinking={"type": "enabled", "budget_tokens": 1024},

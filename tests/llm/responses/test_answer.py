@@ -170,7 +170,7 @@ def test_log_probabilities_are_with_their_text() -> None:
 
 
 def test_a_response_repeats_what_was_asked() -> None:
-    tools = [{"type": "function", "name": "f", "parameters": {}}]
+    tools: Any = [{"type": "function", "name": "f", "parameters": {}}]
     format = response_format(
         instructions="Be brief.", metadata={"a": "b"}, tools=tools, max_output_tokens=9, store=True
     )

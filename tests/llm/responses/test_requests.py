@@ -97,7 +97,7 @@ def test_a_picture_is_a_part_of_its_message() -> None:
 
 
 def test_tools_and_formats_are_those_of_a_chat() -> None:
-    parameters = {"type": "object", "properties": {}}
+    parameters: Any = {"type": "object", "properties": {}}
     body = body_of(
         tools=[{"type": "function", "name": "f", "parameters": parameters, "strict": True}],
         tool_choice={"type": "function", "name": "f"},
