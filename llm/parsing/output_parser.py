@@ -153,6 +153,7 @@ def forced_calls_parser(
         make_id=found.make_id if found is not None else _call_id,
         thinking=_THINKING.get(reasoning_parser),
         reasons_from_start=reasons_from_start,
+        form_sign="[" if function is None else "{",
     )
 
 
@@ -217,6 +218,7 @@ class _TextParser:
         thinking: Thinking | None = None,
         reasons_from_start: bool = False,
         ends_reasoning: str | None = None,
+        form_sign: str = "",
     ) -> None:
         self._text = text = IncomingText()
         self._out = out = DeltaBuilder(make_id)
@@ -230,7 +232,12 @@ class _TextParser:
             None
             if thinking is None
             else read_reasoning(
-                text, out, thinking, has_begun=reasons_from_start, call_marker=ends_reasoning
+                text,
+                out,
+                thinking,
+                has_begun=reasons_from_start,
+                call_marker=ends_reasoning,
+                form_sign=form_sign,
             ),
         )
 

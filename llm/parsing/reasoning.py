@@ -29,6 +29,7 @@ def read_reasoning(
     *,
     has_begun: bool,
     call_marker: str | None = None,
+    form_sign: str = "",
 ) -> Reading[None]:
     """Read the reasoning at the beginning of an output, where there is any.
 
@@ -38,12 +39,14 @@ def read_reasoning(
         has_begun: whether the prompt began it.
         call_marker: begins a tool call, which ends the reasoning too where it is on a line of its
             own: models forget to end it.
+        form_sign: the first character of the form that is enforced, if one is. An engine that knows
+            nothing of reasoning enforces it from the start, whatever the prompt began.
     """
     text.keep()
-    yield from text.skip_space()
+    sign = yield from text.skip_space()
     if (yield from text.begins_with(thinking.start)):
         text.take(len(thinking.start))
-    elif not has_begun:
+    elif not has_begun or (sign and sign == form_sign):
         out.say(text.give_back())
         return
     text.let_go()

@@ -354,6 +354,12 @@ def test_an_enforced_object_is_the_arguments_of_its_function() -> None:
     assert found == Read("", "so", (WEATHER,))
 
 
+def test_a_form_that_an_engine_enforces_from_the_start_is_no_reasoning() -> None:
+    parser = forced_calls_parser("", "qwen3", function="now", reasons_from_start=True)
+
+    assert read(parser, "{}") == Read(calls=(NOW,))
+
+
 def test_an_enforced_form_that_is_cut_off_before_it_begins_is_content() -> None:
     parser = forced_calls_parser("", "", function=None, reasons_from_start=False)
 
