@@ -123,7 +123,7 @@ def _show(comparison: Comparison, names: list[str]) -> None:
             cells = (_cell(rows[name].get(figure)) for name in rows)
             print(f"  {figure:18}" + "".join(f"{cell:>24}" for cell in cells))
         for name in names:
-            if name != OURS:
+            if OURS in names and name != OURS:
                 ratios = (
                     f"{figure} {_cell(comparison.ratios(kind, figure, name), 2)}"
                     for figure in ("front end", "front end and bus", RATE[kind])
@@ -156,7 +156,10 @@ async def _main() -> None:
     given = parser.parse_args()
     chosen = peers(given.python_vllm, given.python_dynamo)
     if given.only:
-        chosen = {name: chosen[name] for name in given.only.split(";")}
+        names = given.only.split(";")
+        if unknown := [name for name in names if name not in chosen]:
+            parser.error(f"there is no {', '.join(unknown)}: choose of {', '.join(chosen)}")
+        chosen = {name: chosen[name] for name in names}
     allow_many_files()
     streams: dict[Kind, int] = {"tokens": given.streams, "requests": given.side_by_side}
     async with AsyncExitStack() as exits:
