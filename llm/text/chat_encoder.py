@@ -88,10 +88,12 @@ class ChatEncoder:
     # In a thread ------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Encode until nothing waits."""
-        while taken := self._take():
-            for group, conversations in _groups(taken):
-                _settle(group, self._encode(conversations))
+        """Encode a share of what waits. What else these threads do has its turn before the next."""
+        taken = self._take()
+        for group, conversations in _groups(taken):
+            _settle(group, self._encode(conversations))
+        if taken:
+            self._threads.submit(self._work)
 
     def _take(self) -> list[_Asked]:
         """Take a share of what waits; with nothing, this thread works no longer."""

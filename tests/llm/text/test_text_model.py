@@ -134,3 +134,20 @@ async def test_a_conversation_that_is_left_before_its_turn_keeps_none_waiting() 
         isinstance(one, asyncio.CancelledError)
         for one in await asyncio.gather(*left, return_exceptions=True)
     )
+
+
+async def test_a_text_has_its_turn_among_conversations_that_never_cease() -> None:
+    model, ends = tiny_model(), False
+    messages = [{"role": "user", "content": "The capital of France?"}]
+
+    async def chat() -> None:
+        while not ends:
+            await model.encode_chat(messages)
+
+    chats = [asyncio.create_task(chat()) for _ in range(8 * (os.cpu_count() or 1))]
+    try:
+        for _ in range(20):
+            assert await asyncio.wait_for(model.encode("a"), 30)
+    finally:
+        ends = True
+        await asyncio.gather(*chats)
