@@ -21,10 +21,11 @@ from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.runner import EventSink
 from dynbus.llm.models.card import check_name
 from dynbus.llm.models.register import register_adapter
+from dynbus.llm.models.source import LocalModel
 from dynbus.llm.named import NamedWorker
 
 from .engine import VllmEngine
-from .starting import EngineFolder, StartProgress, maps_of_processes, weight_files
+from .starting import EngineFolder, StartProgress, check_arguments, maps_of_processes, weight_files
 
 if TYPE_CHECKING:
     from dynbus.kvrouter.engines.engine_events import EngineEvents
@@ -118,6 +119,11 @@ class VllmWorker(NamedWorker, namespace="llm"):
         self._events: EngineEvents | None = None
         self._adapters: dict[str, asyncio.Event] = {}
         self._changing_adapters = anyio.Lock()
+
+    async def find_model(self) -> LocalModel | None:
+        # Before gigabytes are had in vain.
+        await anyio.to_thread.run_sync(check_arguments, self._arguments, abandon_on_cancel=True)
+        return await super().find_model()
 
     def make_engine(self) -> VllmEngine:
         started = monotonic()

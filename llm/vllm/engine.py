@@ -99,7 +99,7 @@ class VllmEngine(RunningEngine):
             folder: for what it needs while it runs; removed with it, also where it does not start.
 
         Raises:
-            ConfigError: vLLM is not installed, or an argument is none of its own or not usable.
+            ConfigError: an argument is none of vLLM's, or does not fit.
             RuntimeError: it does not start, and why.
         """
         counts: list[RankLoad] = []
@@ -164,14 +164,15 @@ class VllmEngine(RunningEngine):
             raise InvalidRequest(
                 f"vLLM does not load the adapter {name!r}: {describe_exception(error)}"
             ) from error
-        former = self.adapters.get(name)
+        if name in self.adapters:
+            # None may run with it while blocks of the former are in the cache.
+            await self.unload_adapter(name)
+        had_another = name in self.unloaded
+        if had_another:
+            await self.llm.reset_prefix_cache(reset_running_requests=True)
+            del self.unloaded[name]
         self.adapters[name] = request
-        if former is not None:
-            await self.llm.remove_lora(former.lora_int_id)
-        elif self.unloaded.pop(name, None) is None:
-            return False
-        await self.llm.reset_prefix_cache(reset_running_requests=True)
-        return True
+        return had_another
 
     async def unload_adapter(self, name: str) -> None:
         """Forget a LoRA adapter.

@@ -49,17 +49,12 @@ def start_vllm(
         stat_logger: makes the class that vLLM tells how busy its ranks are.
 
     Raises:
-        ConfigError: vLLM is not installed, or an argument is none of its own or not usable.
+        ConfigError: an argument is none of vLLM's, or does not fit.
         RuntimeError: it does not start, and why.
     """
     # This process has threads, which a fork would leave in the middle of their work.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    try:
-        engine = vllm_module("v1.engine.async_llm").AsyncLLM
-    except ImportError as error:
-        raise ConfigError(
-            f"vLLM cannot be imported: {error}; install it, see docs/guides/vllm.md"
-        ) from error
+    engine = vllm_module("v1.engine.async_llm").AsyncLLM
     given = engine_arguments(model, arguments, folder.path if kv_events else None)
     _keep_messages_in(folder.path)
     _keep_sockets_in(folder.path)
@@ -84,16 +79,23 @@ def start_vllm(
     return started
 
 
-def engine_arguments(model: str, arguments: Mapping[str, Any], folder: Path | None) -> Any:
-    """vLLM's `AsyncEngineArgs`, read by its own parser.
-
-    Args:
-        model: the path of its files.
-        folder: for the sockets of its KV-cache events; None for no events.
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Have vLLM's parser read its arguments before anything else is done for them; it takes the
+    seconds that vLLM takes to be imported.
 
     Raises:
-        ConfigError: an argument is none of vLLM's, or does not fit.
+        ConfigError: vLLM is not installed, or an argument is none of its own or cannot be read.
     """
+    try:
+        vllm_module("v1.engine.async_llm")
+    except ImportError as error:
+        raise ConfigError(
+            f"vLLM cannot be imported: {error}; install it, see docs/guides/vllm.md"
+        ) from error
+    _parse("model", arguments)
+
+
+def _parse(model: str, arguments: Mapping[str, Any]) -> Any:
     engine_args = vllm_module("").AsyncEngineArgs
     known = [one.name for one in fields(engine_args)]
     for name in arguments:
@@ -109,10 +111,22 @@ def engine_arguments(model: str, arguments: Mapping[str, Any], folder: Path | No
     parser = engine_args.add_cli_args(parser)
     # It would print its usage and end this process.
     parser.error = refuse
+    return parser.parse_args(_words({"model": model, **arguments}))
+
+
+def engine_arguments(model: str, arguments: Mapping[str, Any], folder: Path | None) -> Any:
+    """vLLM's `AsyncEngineArgs`, read by its own parser.
+
+    Args:
+        model: the path of its files.
+        folder: for the sockets of its KV-cache events; None for no events.
+
+    Raises:
+        ConfigError: an argument is none of vLLM's, or does not fit.
+    """
+    parsed = _parse(model, arguments)
     try:
-        given = engine_args.from_cli_args(parser.parse_args(_words({"model": model, **arguments})))
-    except ConfigError:
-        raise
+        given = vllm_module("").AsyncEngineArgs.from_cli_args(parsed)
     except Exception as error:
         raise _refused(error) from error
     size = arguments.get("block_size")
@@ -408,7 +422,7 @@ _MAPPING: Final = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)")
 def weight_files(model: Path) -> dict[str, int]:
     """The files of a model's weights in the order in which they are loaded, with their bytes."""
     files = sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
-    return {os.path.realpath(file): file.stat().st_size for file in files}
+    return {os.path.realpath(file): file.stat().st_size for file in files if file.is_file()}
 
 
 def maps_of_processes() -> Iterator[str]:

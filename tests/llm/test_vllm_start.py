@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from dynbus.llm.vllm.starting import EngineFolder, StartProgress, maps_of_processes, weight_files
+from dynbus.bus.errors import ConfigError
+from dynbus.llm.vllm.starting import (
+    EngineFolder,
+    StartProgress,
+    check_arguments,
+    maps_of_processes,
+    weight_files,
+)
+
+
+def test_supervisors_import_neither_vllm_nor_torch() -> None:
+    """Half a gigabyte each, in a process that computes nothing."""
+    program = "import sys, dynbus.llm.vllm; print({'vllm', 'torch'} & set(sys.modules))"
+
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+
+    assert found.stdout == b"set()\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_a_missing_vllm_is_told_before_a_model_is_had() -> None:
+    with pytest.raises(ConfigError, match="vLLM cannot be imported.*install it"):
+        check_arguments({})
+
 
 MESSAGES = """\
 Initializing a V1 LLM engine (v0.32.0) with config: model='qwen'
