@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 from dynbus.llm.models.card import ModelCard
 from dynbus.llm.openai.errors import misfit
 from dynbus.llm.openai.requests import check_chat
@@ -28,8 +31,8 @@ async def tokenize(card: ModelCard, text: TextModel, request: TokenizeRequest) -
         (tokens,) = await encoded_prompts(text, chat)
     written = None
     if request.return_token_strs:
-        name_of = text.tokenizer.raw.id_to_token
-        written = [name_of(token) or "" for token in tokens]
+        # There may be millions.
+        written = await asyncio.to_thread(_written, text, tokens)
     return Tokenized(len(tokens), card.context_length or 0, tokens, written)
 
 
@@ -39,8 +42,19 @@ async def detokenize(text: TextModel, request: DetokenizeRequest) -> Detokenized
     Raises:
         BadRequest: a token is none of the model's.
     """
-    name_of = text.tokenizer.raw.id_to_token
-    for token in set(request.tokens):
-        if name_of(token) is None:
-            raise misfit("tokens", f"{token} is no token of the model")
+    unknown = await asyncio.to_thread(_unknown, text, request.tokens)
+    if unknown is not None:
+        raise misfit("tokens", f"{unknown} is no token of the model")
     return Detokenized(await text.decode(request.tokens, special=True))
+
+
+def _written(text: TextModel, tokens: Sequence[int]) -> list[str]:
+    """Tokens as the vocabulary writes them."""
+    name_of = text.tokenizer.raw.id_to_token
+    return [name_of(token) or "" for token in tokens]
+
+
+def _unknown(text: TextModel, tokens: Sequence[int]) -> int | None:
+    """One of these that is no token of the model."""
+    name_of = text.tokenizer.raw.id_to_token
+    return next((token for token in set(tokens) if name_of(token) is None), None)

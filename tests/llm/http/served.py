@@ -30,6 +30,7 @@ class ScriptedEngine(Actor, namespace="test"):
         self.requests: list[GenerateRequest] = []
         self.texts: list[EmbedRequest] = []
         self.running = self.most_running = 0
+        self.holds = False
         self.left = asyncio.Event()
         self.metadata: list[Mapping[str, str]] = []
         self.ids: list[str] = []
@@ -107,7 +108,7 @@ class ScriptedEngine(Actor, namespace="test"):
                 raise ValueError("a secret of the engine")
             if word == "overloaded":
                 raise Overloaded("the engine is full", retry_after=0.01)
-            if word == "silent":
+            if word == "silent" or (word == "hold" and self.holds):
                 await asyncio.sleep(600)
             if word == "broken":
                 return Embedded([float("nan")])

@@ -27,7 +27,7 @@ from dynbus.llm.models.catalog import Catalog
 from dynbus.llm.worker import ModelWorker
 from dynbus.testing import TestKit
 
-from .served import CARDS, Served, card, served
+from .served import CARDS, ScriptedEngine, Served, card, served
 from .test_connections import exchange, request
 
 pytestmark = pytest.mark.anyio
@@ -155,6 +155,22 @@ async def test_a_client_that_leaves_frees_its_engines() -> None:
         _, body = await post(front, "/v1/embeddings", model="tiny", input="one")
 
     assert body["data"]
+
+
+async def test_texts_whose_instance_dies_are_embedded_by_another_one() -> None:
+    async with asked() as (front, client):
+        front.engine.holds = True
+        asking = asyncio.ensure_future(
+            client.embeddings.create(model="tiny", input=["hold a", "hold b"])
+        )
+        await eventually(lambda: front.engine.running == 2, what="the engine has both")
+        await front.kit.start(ScriptedEngine)
+        [first] = [one for one in front.kit.started.values() if one.actor is front.engine]
+        await front.kit.kill(first)
+        answer = await asking
+
+    lengths = [float(len(tokens(text))) for text in ("hold a", "hold b")]
+    assert [each.embedding[0] for each in answer.data] == lengths
 
 
 async def test_texts_of_a_tenant_are_cached_for_that_tenant_alone(tmp_path: Path) -> None:
