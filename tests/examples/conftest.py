@@ -28,7 +28,7 @@ class Example:
         output: what the actors have written; complete after `stop`.
     """
 
-    def __init__(self, folder: Path, url: str, options: Sequence[str]) -> None:
+    def __init__(self, folder: Path, url: str, options: Sequence[str], file: str) -> None:
         self.output = ""
         self._folder = folder
         self._environment = {
@@ -38,7 +38,7 @@ class Example:
             # For a checkout that is on the path by a relative name, without being installed.
             "PYTHONPATH": str(EXAMPLES.parent / "src"),
         }
-        command = [sys.executable, "-m", "dynbus", "run", "actors.py", "--nats", url, *options]
+        command = [sys.executable, "-m", "dynbus", "run", file, "--nats", url, *options]
         self._process = subprocess.Popen(
             command,
             cwd=folder,
@@ -113,10 +113,15 @@ async def _wait_until_ready(url: str, example: Example, endpoints: tuple[str, ..
 
 @contextmanager
 def running(
-    name: str, url: str, endpoints: tuple[str, ...], options: Sequence[str] = ()
+    name: str,
+    url: str,
+    endpoints: tuple[str, ...],
+    options: Sequence[str] = (),
+    *,
+    file: str = "actors.py",
 ) -> Generator[Example]:
     """The actors of an example, once the endpoints are served."""
-    example = Example(EXAMPLES / name, url, options)
+    example = Example(EXAMPLES / name, url, options, file)
     try:
         asyncio.run(_wait_until_ready(url, example, endpoints))
         yield example

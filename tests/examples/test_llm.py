@@ -1,15 +1,19 @@
-"""The graphs of examples/llm, each with mocks for its models: who is served, and by whom."""
+"""The graphs of examples/llm, who is served, and by whom; with mocks for its models."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio.from_thread import start_blocking_portal
+from tests.llm.proxy.scripted_server import ScriptedServer
 
 from dynbus.bus.nats.server_process import RunningServer, free_port
 
@@ -28,11 +32,18 @@ def get(url: str, body: object = None) -> Any:
 
 
 @contextmanager
-def served(graph: str, server: RunningServer, *models: str) -> Generator[str]:
+def served(
+    graph: str,
+    server: RunningServer,
+    *models: str,
+    file: str = "actors.py",
+    endpoint: str = "demo.Engine.generate",
+    options: Sequence[str] = ("--Engine.engine=mock", "--in-process"),
+) -> Generator[str]:
     """The front end of a graph, once it has these models."""
     port = free_port()
-    options = ("-f", f"{graph}.yaml", "--Engine.engine=mock", f"--Front.port={port}")
-    with running("llm", server.url, ("demo.Engine.generate",), (*options, "--in-process")):
+    options = ("-f", f"{graph}.yaml", f"--Front.port={port}", *options)
+    with running("llm", server.url, (endpoint,), options, file=file):
         url = f"http://127.0.0.1:{port}/v1"
         end = time.monotonic() + BOUND
         while {model["id"] for model in get(f"{url}/models")["data"]} != set(models):
@@ -81,3 +92,54 @@ def test_a_second_model_is_served_beside_the_first(
 
     # The processor's instructions are a part of the prompt.
     assert (told["prompt_tokens"] > plain["prompt_tokens"]) == (other == "guide")
+
+
+def test_servers_that_run_already_share_the_requests_of_their_model(
+    own_server: RunningServer,
+) -> None:
+    with scripted_servers(2) as servers:
+        options = [
+            f"--Server.url={servers[0].url},{servers[1].url}",
+            "--Server.kv_events=",
+            "--Server.kv_replay=",
+            "--in-process",
+        ]
+        with served(
+            "servers",
+            own_server,
+            "served",
+            file="servers.py",
+            endpoint="demo.Server.generate",
+            options=options,
+        ) as url:
+            for number in range(8):
+                chat(url, "served", f"say {number}")
+    assert all(server.asked for server in servers)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: see docs/guides/vllm.md",
+)
+@pytest.mark.timeout(900)
+def test_engines_of_vllm_serve_a_model(own_server: RunningServer, tmp_path: Path) -> None:
+    from tests.vllm.conftest import OPTIONS, write_model
+
+    write_model(tmp_path)
+    options = [*OPTIONS, f"--Engine.model={tmp_path}", "--Engine.workers=1"]
+    with served("engines", own_server, "qwen3", file="engines.py", options=options) as url:
+        assert chat(url, "qwen3")["completion_tokens"] == 4
+
+
+@contextmanager
+def scripted_servers(count: int) -> Generator[list[ScriptedServer]]:
+    """Servers of OpenAI's API, in a thread."""
+    servers = [ScriptedServer() for _ in range(count)]
+    with start_blocking_portal() as portal:
+        for server in servers:
+            portal.call(server.start)
+        try:
+            yield servers
+        finally:
+            for server in servers:
+                portal.call(server.kill)

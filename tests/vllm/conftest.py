@@ -110,11 +110,8 @@ def running(folder: Path, url: str, model: Path, *options: str) -> Generator[Run
         run.stop()
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the model."""
-    folder = tmp_path_factory.mktemp("tiny")
-    # In a process of its own: this one stays without torch.
+def write_model(folder: Path) -> None:
+    """Write the model in a process of its own: this one stays without torch."""
     subprocess.run(
         [
             sys.executable,
@@ -124,6 +121,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=True,
         timeout=START_TIMEOUT,
     )
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_model(folder)
     return folder
 
 
