@@ -122,9 +122,13 @@ def test_servers_that_run_already_share_the_requests_of_their_model(
     reason="vLLM is not installed: see docs/guides/vllm.md",
 )
 @pytest.mark.timeout(900)
-def test_engines_of_vllm_serve_a_model(own_server: RunningServer, tmp_path: Path) -> None:
-    from tests.vllm.conftest import OPTIONS, write_model
+def test_engines_of_vllm_serve_a_model(
+    own_server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.vllm.conftest import ENVIRONMENT, OPTIONS, write_model
 
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     write_model(tmp_path)
     options = [*OPTIONS, f"--Engine.model={tmp_path}", "--Engine.workers=1"]
     with served("engines", own_server, "qwen3", file="engines.py", options=options) as url:
