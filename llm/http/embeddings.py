@@ -44,7 +44,7 @@ class EmbeddingsExchange(Exchange):
 
 def _operation(request: EmbeddingsRequest) -> Operation:
     attributes = {
-        "encoding_formats": [request.encoding_format] if request.encoding_format else None,
+        "request.encoding_formats": [request.encoding_format] if request.encoding_format else None,
         "embeddings.dimension.count": request.dimensions,
     }
     told = {name: value for name, value in attributes.items() if value is not None}

@@ -61,7 +61,7 @@ class Operation(NamedTuple):
 
     Attributes:
         name: by the conventions, such as `chat`.
-        attributes: what is told of the request, by their names after `gen_ai.request.`.
+        attributes: what is told of the request, by their names after `gen_ai.`.
         streams: whether the answer is to come as a stream.
     """
 
@@ -87,7 +87,7 @@ def completion_operation(request: ChatRequest | CompletionRequest) -> Operation:
     return Operation(
         "chat" if isinstance(request, ChatRequest) else "text_completion",
         request.model,
-        {name: value for name, value in attributes.items() if value is not None},
+        {f"request.{name}": value for name, value in attributes.items() if value is not None},
         request.streams,
     )
 
@@ -244,7 +244,7 @@ class _Spans(RequestTrace):
             return
         from opentelemetry.trace import SpanKind
 
-        told = {f"gen_ai.request.{name}": value for name, value in asked.attributes.items()}
+        told = {f"gen_ai.{name}": value for name, value in asked.attributes.items()}
         self._model = self._tracer.start_span(
             f"{asked.name} {asked.model}",
             context=self._context,

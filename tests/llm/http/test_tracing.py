@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from tests.conditions import eventually
+from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
 from dynbus.bus.telemetry.telemetry import Telemetry
 from dynbus.llm.http.content import MAX_CONTENT, Content
@@ -177,6 +178,36 @@ async def test_a_request_is_one_trace_from_http_to_its_last_token(
         "dynbus.engine.queue.duration",
         "dynbus.engine.prefill.duration",
     } <= figures
+
+
+async def test_embeddings_are_one_trace_with_the_calls_of_their_texts() -> None:
+    observed = Observed()
+    cards = {"tiny": card("tiny", "test.ScriptedEngine.embed", types=["embedding"])}
+    async with (
+        served(cards, telemetry=observed.telemetry) as front,
+        AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        await client.embeddings.create(
+            model="tiny", input="one", dimensions=2, extra_headers={"traceparent": PARENT}
+        )
+        await eventually(lambda: "POST /v1/embeddings" in observed.spans())
+        await eventually(lambda: "process test.ScriptedEngine.embed" in observed.spans())
+        spans, figures = observed.spans(), observed.figures()
+
+    names = (
+        "POST /v1/embeddings",
+        "embeddings tiny",
+        "tokenize",
+        "send test.ScriptedEngine.embed",
+        "process test.ScriptedEngine.embed",
+    )
+    assert {f"{_context(spans[name]).trace_id:032x}" for name in names} == {TRACE}
+    asked = dict(spans["embeddings tiny"].attributes or {})
+    assert asked["gen_ai.operation.name"] == "embeddings"
+    assert asked["gen_ai.embeddings.dimension.count"] == 2
+    assert asked["gen_ai.request.encoding_formats"] == ("base64",)
+    assert asked["gen_ai.usage.input_tokens"] == len(tiny_tokenizer().encode("one"))
+    assert {"gen_ai.server.request.duration", "gen_ai.client.token.usage"} <= figures
 
 
 async def test_an_error_is_told_by_its_spans() -> None:
