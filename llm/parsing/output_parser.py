@@ -102,6 +102,7 @@ def output_parser(
     *,
     tools: Sequence[Mapping[str, Any]],
     reasons_from_start: bool,
+    form_sign: str = "",
 ) -> OutputParser | None:
     """What reads one output of a request; None where its text is its content as it is.
 
@@ -116,6 +117,7 @@ def output_parser(
         tools: those of the request, as OpenAI's API has them. Without any, calls are not looked
             for.
         reasons_from_start: whether the prompt began the reasoning: see `begins_reasoning`.
+        form_sign: see `read_reasoning`; empty for an output of any form.
     """
     thinking = _THINKING.get(reasoning_parser)
     found = _FORMATS.get(tool_call_parser) if tools else None
@@ -127,9 +129,15 @@ def output_parser(
             thinking=thinking,
             reasons_from_start=reasons_from_start,
             ends_reasoning=found.ends_reasoning,
+            form_sign=form_sign,
         )
     if thinking is not None:
-        return _TextParser(_read_content, thinking=thinking, reasons_from_start=reasons_from_start)
+        return _TextParser(
+            _read_content,
+            thinking=thinking,
+            reasons_from_start=reasons_from_start,
+            form_sign=form_sign,
+        )
     return None
 
 

@@ -69,6 +69,7 @@ def reading_of(
             reasoning_parser,
             tools=use.tools,
             reasons_from_start=begun,
+            form_sign=_first_of(asked),
         )
         return Reading(
             parser,
@@ -117,6 +118,13 @@ def _beside_calls(
         "this model's calls cannot be told from an answer whose form is enforced; give "
         "tool_choice 'none' or 'required', or no form",
     )
+
+
+def _first_of(form: StructuredOutput | None) -> str:
+    """The first character of an output in a form; empty where it may be another one."""
+    schema = form.json_schema if form is not None else None
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    return "{" if kind == "object" else "[" if kind == "array" else ""
 
 
 def _after_thinking(

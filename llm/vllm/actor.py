@@ -19,7 +19,7 @@ from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
 from dynbus.kvrouter.routing import profiles
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.runner import EventSink
-from dynbus.llm.models.card import check_name
+from dynbus.llm.models.card import check_name, check_reasoning_parser
 from dynbus.llm.models.register import register_adapter
 from dynbus.llm.models.source import LocalModel
 from dynbus.llm.named import NamedWorker
@@ -89,7 +89,8 @@ class VllmWorker(NamedWorker, namespace="llm"):
         lora_modules: folders of LoRA adapters by name, which are loaded as the engine starts, and
             served as models of these names.
         tool_call_parser, reasoning_parser: how its outputs have tool calls and reasoning: see
-            `register_llm`.
+            `register_llm`. A `reasoning_parser` that is named is vLLM's own too: an output that has
+            a form has it behind its reasoning.
         engine: arguments of vLLM's, by their names.
 
     Raises:
@@ -113,6 +114,10 @@ class VllmWorker(NamedWorker, namespace="llm"):
                 raise ConfigError(f"{type(self).__name__} sets vLLM's {name} itself: {remedy}")
         self._lora_modules = lora_modules or {}
         self._arguments = {"enable_lora": True, **engine} if lora_modules else engine
+        named = check_reasoning_parser(reasoning_parser)
+        if named:
+            # The form of an output begins behind its reasoning.
+            self._arguments = {"reasoning_parser": named, **self._arguments}
         self._kv_events = kv_events
         self._vllm: VllmEngine | None = None
         self._folder: EngineFolder | None = None

@@ -303,6 +303,11 @@ class VllmStepper:
         if engine.only_embeds:
             raise ValueError("this engine makes embeddings alone: ask another one for tokens")
         check_request(request, engine.limits)
+        form = request.structured
+        reasoning = engine.llm.vllm_config.structured_outputs_config.reasoning_parser
+        if reasoning and form is not None and not (form.thinking and form.thinking.begun):
+            # It would wait for the end of what may never be thought.
+            options["reasoning_ended"] = True
         rank = context().metadata.get(DP_RANK_KEY)
         if engine.ranks > 1 and rank:
             options["data_parallel_rank"] = int(rank)

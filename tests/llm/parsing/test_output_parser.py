@@ -357,7 +357,11 @@ def test_an_enforced_object_is_the_arguments_of_its_function() -> None:
 def test_a_form_that_an_engine_enforces_from_the_start_is_no_reasoning() -> None:
     parser = forced_calls_parser("", "qwen3", function="now", reasons_from_start=True)
 
+    answer = output_parser("", "qwen3", tools=[], reasons_from_start=True, form_sign="{")
+
     assert read(parser, "{}") == Read(calls=(NOW,))
+    assert answer is not None
+    assert read(answer, '{"a": 1}') == Read('{"a": 1}')
 
 
 def test_an_enforced_form_that_is_cut_off_before_it_begins_is_content() -> None:
