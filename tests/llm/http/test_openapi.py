@@ -17,8 +17,6 @@ from .served import served
 
 pytestmark = pytest.mark.anyio
 
-EXAMPLES = 4
-
 checks.load_all_checks()
 known: Any = checks.CHECKS  # pyright: ignore[reportUnknownMemberType]
 KEPT: Any = known.get_by_names(
@@ -31,8 +29,23 @@ KEPT: Any = known.get_by_names(
 )
 
 
-def ask(url: str) -> dict[str, set[int]]:
+SAID: Any = {"model": "tiny", "messages": [{"role": "user", "content": "say Paris is it."}]}
+ANSWERED: Any = {
+    "/v1/chat/completions": {**SAID, "logprobs": True, "top_logprobs": 1},
+    "/v1/completions": {"model": "tiny", "prompt": ["say hi"], "logprobs": 1},
+    "/v1/responses": {"model": "tiny", "input": "say hi", "stream": True},
+    "/v1/messages": {**SAID, "max_tokens": 20},
+    "/v1/messages/count_tokens": SAID,
+    "/tokenize": {"model": "tiny", "prompt": "hi"},
+    "/detokenize": {"model": "tiny", "tokens": [5]},
+}
+
+
+def ask(url: str, examples: int) -> dict[str, set[int]]:
     """Ask everything that the document at a server describes, by what it describes and otherwise.
+
+    Args:
+        examples: of each operation, and as many that are none.
 
     Returns:
         The statuses of each path.
@@ -40,6 +53,11 @@ def ask(url: str) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     schema: Any = schemathesis.openapi.from_url(f"{url}/openapi.json")
     with requests.Session() as session:
+        for path, body in ANSWERED.items():
+            case = schema[path]["POST"].Case(body=body, media_type="application/json")
+            response = case.call(session=session, timeout=30)
+            case.validate_response(response, checks=KEPT)
+            assert response.status_code == 200
         for result in schema.get_all_operations():
             operation = result.ok()
             for mode in (
@@ -49,7 +67,7 @@ def ask(url: str) -> dict[str, set[int]]:
                 if mode is schemathesis.GenerationMode.NEGATIVE and not [*operation.body]:
                     continue
 
-                @settings(max_examples=EXAMPLES, database=None)
+                @settings(max_examples=examples, database=None)
                 @given(operation.as_strategy(generation_mode=mode))
                 def asked(case: Any) -> None:
                     response = case.call(session=session, timeout=30)
@@ -60,14 +78,12 @@ def ask(url: str) -> dict[str, set[int]]:
     return found
 
 
-async def test_whatever_is_asked_is_answered_as_the_document_says() -> None:
+@pytest.mark.parametrize("examples", [3, pytest.param(50, marks=pytest.mark.soak)])
+async def test_whatever_is_asked_is_answered_as_the_document_says(examples: int) -> None:
     async with served() as front:
-        statuses = await anyio.to_thread.run_sync(ask, front.url)
+        statuses = await anyio.to_thread.run_sync(ask, front.url, examples)
 
     assert set(statuses) == set(DOCUMENT["paths"])
-    assert 200 in statuses["/v1/chat/completions"]
-    assert 200 in statuses["/v1/messages"]
-    assert 200 in statuses["/v1/responses"]
 
 
 async def test_the_document_names_the_models_that_can_be_asked() -> None:
