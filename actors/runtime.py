@@ -150,8 +150,9 @@ class Actor(DeclaredActor, abstract=True):
     def instance_metadata(self) -> Mapping[str, str]:
         """What the instance says of itself to whoever finds it, routers above all.
 
-        Asked once, after `on_start` and before the instance is announced. At most 32 keys and
-        4096 bytes; an exception here stops the instance.
+        Asked after `on_start` and before the instance is announced, and again by the instance's
+        `renew_metadata`. At most 32 keys and 4096 bytes; an exception at the start stops the
+        instance.
         """
         return {}
 

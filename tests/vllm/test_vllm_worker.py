@@ -228,7 +228,6 @@ async def test_clients_of_openai_s_api_are_answered(fleet: Run, front_end: str) 
     ("option", "reason"),
     [
         ("--Engine.max_modl_len=7", "did you mean max_model_len"),
-        ("--Engine.max_num_seqs=many", "many"),
         ("--Engine.block_size=16", "a multiple of 32"),
         ("--Engine.kv_events_config={}", "give kv_events"),
         ("--Engine.tensor_parallel_size=64", "64"),
