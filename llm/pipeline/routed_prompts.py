@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple, Protocol
+from typing import Annotated, Final, NamedTuple, Protocol
 
 import anyio
 import msgspec
@@ -21,7 +21,8 @@ TOKENIZES_KEY: Final = "tokenizes"
 """What an engine of text says in its metadata that tells the tokens of a request at that
 endpoint."""
 
-_read_tokens: Final = msgspec.json.Decoder(list[int]).decode
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_read_tokens: Final = msgspec.json.Decoder(list[_TokenId]).decode
 
 ASK_TIMEOUT: Final = 1.0
 """Seconds that an engine has to tell them; after that the request goes by load alone."""

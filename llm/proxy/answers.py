@@ -23,6 +23,9 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 
+MAX_MODELS: Final = 256
+"""Of one server; others are passed over."""
+MAX_COUNT: Final = 1 << 40
 MAX_TEXT: Final = 1000
 """Characters of a server's error that are passed on."""
 MAX_RETRY_AFTER: Final = 3600.0
@@ -82,7 +85,7 @@ def models_of(body: bytes) -> list[ServerModel]:
                     _text(fields.get("root")),
                     _text(fields.get("parent")),
                 )
-    return sorted(found.values(), key=lambda model: (model.parent, model.name))
+    return sorted(found.values(), key=lambda model: (model.parent, model.name))[:MAX_MODELS]
 
 
 def cache_in_metrics(text: str) -> CacheShape | None:
@@ -213,6 +216,6 @@ def _count(value: object) -> int | None:
     """A positive whole number, also as text; None for anything else."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 15:
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_COUNT:
         return None
     return value

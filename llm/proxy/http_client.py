@@ -77,6 +77,7 @@ class ServerAddress(NamedTuple):
         try:
             parts = urlsplit(url.strip())
             port = parts.port
+            (parts.hostname or "").encode("idna")
         except ValueError as error:
             raise ConfigError(f"url = {url!r} is not usable: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -252,6 +253,7 @@ class _Connection:
     Attributes:
         has_begun: whether anything of the answer has come.
         is_complete: whether all of it has.
+        has_excess: whether more came than the answer.
         body: pieces that were not taken yet.
     """
 
@@ -265,7 +267,7 @@ class _Connection:
         self.parser: Any = httptools.HttpResponseParser(self)
         self.headers: dict[str, str] = {}
         self.body: list[bytes] = []
-        self.has_begun = self.has_headers = self.is_complete = False
+        self.has_begun = self.has_headers = self.is_complete = self.has_excess = False
 
     @property
     def is_open(self) -> bool:
@@ -273,7 +275,8 @@ class _Connection:
 
     @property
     def may_be_kept(self) -> bool:
-        return self.is_complete and self.is_open and self.parser.should_keep_alive()
+        is_tidy = self.is_complete and not self.has_excess
+        return is_tidy and self.is_open and self.parser.should_keep_alive()
 
     def close(self) -> None:
         self._writer.close()
@@ -308,7 +311,7 @@ class _Connection:
         self.has_begun = True
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise BrokenOff(f"the server does not answer by HTTP: {error}") from error
         return len(data)
 
@@ -326,17 +329,25 @@ class _Connection:
 
     # What the parser calls ------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        self.has_excess = self.is_complete
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self.has_excess:
+            return
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
+        if self.has_excess:
+            return
         # One of an interim answer is followed by another.
         self.has_headers = self.parser.get_status_code() >= 200
         if not self.has_headers:
             self.headers = {}
 
     def on_body(self, data: bytes) -> None:
-        self.body.append(data)
+        if not self.has_excess:
+            self.body.append(data)
 
     def on_message_complete(self) -> None:
         self.is_complete = self.has_headers

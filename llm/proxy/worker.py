@@ -103,6 +103,9 @@ class OpenAiWorker(Actor, namespace="llm"):
         self._kv_replay = _own("kv_replay", kv_replay, index)
         if kv_replay and not kv_events:
             raise ConfigError("kv_replay needs kv_events, the endpoint of the events themselves")
+        for name, text in (("kv_events", kv_events), ("kv_replay", kv_replay)):
+            if text and text.count(",") != url.count(","):
+                raise ConfigError(f"{name} = {text!r}: give one for each url, with commas between")
         for name, value, least in (
             ("ranks", ranks, 1),
             ("block_size", block_size, 0),
@@ -240,15 +243,13 @@ class OpenAiWorker(Actor, namespace="llm"):
             self._doubt = anyio.Event()
             try:
                 models = await self._server.look()
-            except Away as error:
+            except (Away, ConfigError) as error:
+                # A key may be about to be changed, in its file or at the server.
                 silent += 1
-                if error.is_certain or silent >= LOOKS:
+                if silent >= LOOKS or (isinstance(error, Away) and error.is_certain):
                     self.report_broken(f"{self._address} is away: {error}")
                     return
                 logger.warning("%s: %s", self._address, error)
-            except ConfigError as error:
-                self.report_broken(str(error))
-                return
             else:
                 silent = 0
                 await self._follow_models(models)

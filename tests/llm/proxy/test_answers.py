@@ -39,7 +39,7 @@ def test_models_are_read_as_each_kind_of_server_lists_them() -> None:
         "data": [
             {"id": "vllm", "root": "/models/a", "max_model_len": 4096, "parent": None},
             {"id": "adapter", "root": "/adapters/a", "parent": "vllm"},
-            {"id": "other", "context_length": "no"},
+            {"id": "other", "context_length": 10**30},
             {"id": 7},
             "no model",
         ]
