@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgspec
 
 from dynbus.bus.errors import DynbusError, InvalidResponse
 from dynbus.llm.answers import AnswerFormat, Output, OutputFormat, TokenText, Usage, joined
+from dynbus.llm.openai.fields import fields_of, items_of
 from dynbus.llm.openai.reading import read_answer
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
 from dynbus.llm.parsing.delta import Delta, ToolCallDelta
@@ -190,12 +191,10 @@ def _parts(message: Mapping[str, Any]) -> list[Part]:
     text = _text(message.get("content"))
     if message.get("role") == "tool":
         return [_part("tool_call_response", text, id=message.get("tool_call_id"))]
-    calls: object = message.get("tool_calls")
     called: list[Part] = []
-    for call in cast("list[object]", calls) if isinstance(calls, list) else []:
-        fields = cast("Mapping[str, Any]", call) if isinstance(call, dict) else {}
-        function = fields.get("function")
-        told = cast("Mapping[str, Any]", function) if isinstance(function, dict) else {}
+    for call in items_of(message.get("tool_calls")):
+        fields = fields_of(call)
+        told = fields_of(fields.get("function"))
         arguments = _text(told.get("arguments"))
         called.append(_part("tool_call", arguments, id=fields.get("id"), name=told.get("name")))
     return [_part("text", text), *called] if text or not called else called
@@ -219,10 +218,7 @@ def _part(kind: str, text: str, **fields: Any) -> Part:
 def _text(content: object) -> str:
     if isinstance(content, str):
         return content
-    parts = cast("list[object]", content) if isinstance(content, list) else []
-    texts = [
-        cast("Mapping[str, object]", part).get("text") for part in parts if isinstance(part, dict)
-    ]
+    texts = [fields_of(part).get("text") for part in items_of(content)]
     return "\n".join(text for text in texts if isinstance(text, str))
 
 

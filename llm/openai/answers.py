@@ -182,7 +182,7 @@ class _CompletionsFormat(ABC):
         """The chunk with the usage, where one is wanted, and the end of the events."""
         head, told = self._head, b""
         if head.include_usage and usage is not None:
-            fields = {
+            fields: dict[str, Any] = {
                 **_head_fields(head, self._chunk_kind),
                 "choices": [],
                 "usage": usage_json(usage),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from dynbus.bus.errors import DynbusError
@@ -57,7 +58,7 @@ class CompletionsApi:
     def read(self, data: bytes) -> Asked:
         """The request that a body holds."""
         request = self._read(data)
-        return Asked(request, data, lambda request_id: format_of(request, request_id))
+        return Asked(request, data, partial(format_of, request))
 
     def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
         """An error as OpenAI's clients expect it."""

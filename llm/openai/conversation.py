@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from .errors import misfit, unsupported
+from .fields import fields_of, is_array, is_object
 
 
 def messages_for_template(
@@ -31,70 +32,66 @@ def messages_for_template(
 def _message(message: dict[str, Any], where: str, *, text_arguments: bool) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise misfit(f"{where}.role", "give a string, such as 'user'")
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = cast("list[object]", content)
-        texts = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(parts)]
+    content: object = message.get("content")
+    if is_array(content):
+        parts = enumerate(content)
+        texts = [_part(part, f"{where}.content[{at}]") for at, part in parts]
         message = {**message, "content": "\n".join(texts)}
     elif content is None:
         # Templates would write out "None", or fail.
         message = {**message, "content": ""}
     elif not isinstance(content, str):
         raise misfit(f"{where}.content", "give a string or a list of parts")
-    calls = message.get("tool_calls")
+    calls: object = message.get("tool_calls")
     if calls is None:
         return message
-    if not isinstance(calls, list):
+    if not is_array(calls):
         raise misfit(f"{where}.tool_calls", "give a list of calls")
     called = [
         _call(call, f"{where}.tool_calls[{at}]", text_arguments=text_arguments)
-        for at, call in enumerate(cast("list[object]", calls))
+        for at, call in enumerate(calls)
     ]
     return {**message, "tool_calls": called}
 
 
 def _part(part: object, where: str) -> str:
-    if isinstance(part, dict):
-        fields = cast("dict[str, Any]", part)
-        kind = fields.get("type")
-        text = fields.get("refusal" if kind == "refusal" else "text")
-        if kind in ("text", "refusal") and isinstance(text, str):
-            return text
-        if isinstance(kind, str) and kind not in ("text", "refusal"):
-            raise unsupported(
-                where, f"parts of the type {kind[:40]!r} are not supported, only text"
-            )
+    fields = fields_of(part)
+    kind = fields.get("type")
+    text = fields.get("refusal" if kind == "refusal" else "text")
+    if kind in ("text", "refusal") and isinstance(text, str):
+        return text
+    if isinstance(kind, str) and kind not in ("text", "refusal"):
+        raise unsupported(where, f"parts of the type {kind[:40]!r} are not supported, only text")
     raise misfit(where, "give {'type': 'text', 'text': '...'}")
 
 
 def _call(call: object, where: str, *, text_arguments: bool) -> dict[str, Any]:
-    fields = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
-    function = fields.get("function")
-    if isinstance(function, dict):
-        told = cast("dict[str, Any]", function)
-        arguments = told.get("arguments", "")
-        if isinstance(told.get("name"), str) and isinstance(arguments, str | dict):
-            if text_arguments:
-                arguments = arguments if isinstance(arguments, str) else _text(arguments)
-            elif isinstance(arguments, str):
-                arguments = _object(arguments)
-            return {**fields, "function": {**told, "arguments": arguments}}
+    fields = fields_of(call)
+    function = fields_of(fields.get("function"))
+    arguments: object = function.get("arguments", "")
+    if isinstance(function.get("name"), str) and (
+        isinstance(arguments, str) or is_object(arguments)
+    ):
+        told = _as_text(arguments) if text_arguments else _as_object(arguments)
+        return {**fields, "function": {**function, "arguments": told}}
     raise misfit(
         where, "give {'id': '...', 'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
     )
 
 
-def _text(arguments: dict[str, Any]) -> str:
-    return msgspec.json.encode(arguments).decode()
+def _as_text(arguments: object) -> str:
+    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
 
 
-def _object(text: str) -> dict[str, Any] | str:
+def _as_object(arguments: object) -> object:
     """The object that arguments are as JSON. What a model broke off stays as it is: the turns after
     it shall not fail."""
-    if not text.strip():
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
         return {}
     try:
-        value: object = msgspec.json.decode(text)
+        value: object = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        return text
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else text
+        return arguments
+    return value if is_object(value) else arguments

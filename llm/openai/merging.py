@@ -11,6 +11,8 @@ import msgspec
 
 from dynbus.bus.errors import InvalidResponse
 
+from .fields import fields_of
+
 _WHOLE: Final = "chat.completion"
 """What a whole answer of a chat calls itself; that of a completion is its only chunk too."""
 
@@ -115,7 +117,7 @@ def _join_calls(known: list[dict[str, Any]], pieces: list[dict[str, Any]]) -> No
             known.append({**piece, "index": index})
             continue
         function: dict[str, Any] = call.setdefault("function", {})
-        for name, value in (piece.get("function") or {}).items():
+        for name, value in fields_of(piece.get("function")).items():
             function[name] = (function.get(name) or "") + (value or "")
         for name in ("id", "type"):
             if piece.get(name):

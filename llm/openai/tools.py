@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 from .errors import BadRequest, misfit, unsupported
+from .fields import fields_of, is_array, is_object, items_of
 
 MAX_TOOLS: Final = 512
 MAX_NAME: Final = 256
@@ -103,8 +104,8 @@ class ToolUse:
         parameters: dict[str, Any] | None = self._functions[place].get("parameters")
         if not parameters:
             return {"type": "object", "properties": {}, "additionalProperties": False}
-        kind = parameters.get("type", "object")
-        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        kind: object = parameters.get("type", "object")
+        if kind != "object" and "object" not in items_of(kind):
             raise misfit(
                 _where(place), "arguments are an object: give a schema of the type 'object'"
             )
@@ -139,7 +140,7 @@ def tool_use(
 
 
 def _chosen(tools: Sequence[Tool], choice: object, *, one_call: bool) -> ToolUse:
-    fields = cast("Mapping[str, Any]", choice) if isinstance(choice, dict) else {}
+    fields = fields_of(choice)
     kind = fields.get("type")
     if kind == "function":
         name = _name(fields.get("function"), "tool_choice.function")
@@ -158,13 +159,13 @@ def _chosen(tools: Sequence[Tool], choice: object, *, one_call: bool) -> ToolUse
 
 def _allowed(tools: Sequence[Tool], given: object, *, one_call: bool) -> ToolUse:
     where = "tool_choice.allowed_tools"
-    fields = cast("Mapping[str, Any]", given) if isinstance(given, dict) else {}
-    mode, listed = fields.get("mode"), fields.get("tools")
-    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+    fields = fields_of(given)
+    mode, listed = fields.get("mode"), items_of(fields.get("tools"))
+    if mode not in ("auto", "required") or not listed:
         raise misfit(where, "give a mode, 'auto' or 'required', and the tools that it is for")
     names = [
-        _name(_function(entry), f"{where}.tools[{place}].function")
-        for place, entry in enumerate(cast("list[object]", listed))
+        _name(fields_of(entry).get("function"), f"{where}.tools[{place}].function")
+        for place, entry in enumerate(listed)
     ]
     allowed = _only(tools, names, f"{where}.tools")
     return ToolUse(allowed, "auto" if mode == "auto" else "required", one_call=one_call)
@@ -184,17 +185,16 @@ def _only(tools: Sequence[Tool], names: Sequence[str], where: str) -> list[Tool]
 
 
 def _tool(given: object, where: str) -> Tool:
-    if not isinstance(given, dict):
+    if not is_object(given):
         raise misfit(where, "give {'type': 'function', 'function': {'name': '...', ...}}")
-    tool = cast("dict[str, Any]", given)
-    kind = tool.get("type")
+    kind = given.get("type")
     if isinstance(kind, str) and kind != "function":
         raise unsupported(f"{where}.type", f"{kind[:40]!r} is not supported, only 'function'")
     if kind is None:
         raise misfit(f"{where}.type", "give 'function'")
-    function = tool.get("function")
+    function = given.get("function")
     _name(function, f"{where}.function")
-    fields = cast("dict[str, Any]", function)
+    fields = fields_of(function)
     for name, wanted, called in (
         ("description", str, "a string"),
         ("parameters", dict, "a JSON schema of an object"),
@@ -202,17 +202,11 @@ def _tool(given: object, where: str) -> Tool:
         value: object = fields.get(name)
         if value is not None and not isinstance(value, wanted):
             raise misfit(f"{where}.function.{name}", f"give {called}, or leave it out")
-    return tool
-
-
-def _function(entry: object) -> object:
-    return cast("dict[str, Any]", entry).get("function") if isinstance(entry, dict) else None
+    return given
 
 
 def _name(function: object, where: str) -> str:
-    name: object = None
-    if isinstance(function, dict):
-        name = cast("dict[str, Any]", function).get("name")
+    name: object = fields_of(function).get("name")
     if isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable():
         return name
     raise misfit(f"{where}.name", f"give the name of a function, 1 to {MAX_NAME} characters")
@@ -234,21 +228,20 @@ def _moved(schema: dict[str, Any], to: str, where: str) -> dict[str, Any]:
     """
 
     def moved(value: object) -> object:
-        if isinstance(value, list):
-            return [moved(one) for one in cast("list[object]", value)]
-        if not isinstance(value, dict):
+        if is_array(value):
+            return [moved(one) for one in value]
+        if not is_object(value):
             return value
-        fields = cast("dict[str, Any]", value)
         return {
             name: to + one[1:]
             if name == "$ref" and isinstance(one, str) and one.startswith("#")
             else one
             if name in _DATA
             else moved(one)
-            for name, one in fields.items()
+            for name, one in value.items()
         }
 
     try:
-        return cast("dict[str, Any]", moved(schema))
+        return fields_of(moved(schema))
     except RecursionError:
         raise misfit(where, "it is nested too deeply: flatten it, for example by $defs") from None

@@ -190,14 +190,16 @@ async def test_arguments_are_streamed_as_they_come() -> None:
     ):
         stream = await create(client, stream=True, stream_options={"include_usage": True})
         final: dict[int, Any] = {}
-        pieces, content, reasons = 0, "", []
+        pieces, content = 0, ""
+        reasons: list[str | None] = []
         async for chunk in stream:
             if not chunk.choices:
                 continue
             content += chunk.choices[0].delta.content or ""
             reasons.append(chunk.choices[0].finish_reason)
             # As OpenAI's guide on function calling collects them.
-            for one in chunk.choices[0].delta.tool_calls or []:
+            pieces_of_calls: Any = chunk.choices[0].delta.tool_calls or []
+            for one in pieces_of_calls:
                 if one.index not in final:
                     final[one.index] = one
                     assert one.id
@@ -222,6 +224,7 @@ async def test_the_clients_own_stream_helper_follows_the_arguments() -> None:
 
     async with written(call("get_weather", city="Paris", country="France")) as (_, client):
         seen: list[str] = []
+        done: object = None
         async with client.chat.completions.stream(
             model="hermes",
             messages=ASKED,
@@ -315,14 +318,16 @@ async def _calls(client: AsyncOpenAI, stream: bool, **fields: Any) -> tuple[list
     asked = await create(client, stream=stream, **fields)
     if not stream:
         [choice] = asked.choices
-        calls = [one.function for one in choice.message.tool_calls or []]
+        called: Any = choice.message.tool_calls or []
+        calls: Any = [one.function for one in called]
         return [(one.name, json.loads(one.arguments)) for one in calls], choice.finish_reason
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
     reason = None
     async for chunk in asked:
         reason = chunk.choices[0].finish_reason or reason
-        for one in chunk.choices[0].delta.tool_calls or []:
+        pieces: Any = chunk.choices[0].delta.tool_calls or []
+        for one in pieces:
             names[one.index] = names.get(one.index, "") + (one.function.name or "")
             arguments[one.index] = arguments.get(one.index, "") + (one.function.arguments or "")
     return [(names[index], json.loads(arguments[index])) for index in names], reason

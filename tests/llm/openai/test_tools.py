@@ -95,7 +95,7 @@ JSON = st.recursive(
 
 @given(
     st.lists(JSON | st.builds(tool, st.text(max_size=3), parameters=JSON), max_size=3) | st.none(),
-    JSON | st.builds(lambda name: tool(name), st.text(max_size=3)),
+    JSON | st.builds(tool, st.text(max_size=3)),
 )
 def test_whatever_is_asked_for_is_done_or_refused(tools: Any, choice: Any) -> None:
     with contextlib.suppress(BadRequest):
@@ -105,7 +105,8 @@ def test_whatever_is_asked_for_is_done_or_refused(tools: Any, choice: Any) -> No
 
 
 def takes(schema: dict[str, Any], value: Any) -> bool:
-    return jsonschema.Draft202012Validator(schema).is_valid(value)
+    validator: Any = jsonschema.Draft202012Validator(schema)
+    return bool(validator.is_valid(value))
 
 
 def test_a_call_that_is_named_has_the_form_of_its_arguments() -> None:
