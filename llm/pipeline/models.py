@@ -115,7 +115,7 @@ class Models:
         self._only = only
         self._relay: Relay[Part, bytes] = Relay(deliver)
         self._served: dict[_Key, _Serving] = {}
-        self._gone: dict[str, float] = {}
+        self._gone: dict[tuple[str, ModelType], float] = {}
         self._reconciled = asyncio.Event()
         self._background = Background(f"the background of {self!r}", runtime.bus.fail)
         self._routers = SharedRouters(runtime, self._background, router or RouterConfig())
@@ -136,8 +136,10 @@ class Models:
 
     @property
     def names(self) -> list[str]:
-        """Of the models that can be asked now."""
-        return sorted({model.card.name for model in self.served})
+        """Of the models that can be asked now for all that they are there for."""
+        opened = {model.card.name for model in self.served}
+        opening = {one.card.name for one in self._served.values() if not one.opened.is_set()}
+        return sorted(opened - opening)
 
     @property
     def problem(self) -> str:
@@ -167,17 +169,18 @@ class Models:
             NoInstances: the last instance has gone just now.
             Unavailable: it cannot be served, or nobody knows yet which models there are, and why.
         """
-        named = self._named(name)
-        if not named and self._is_away(name):
+        serving = self._serving(name, wanted)
+        if serving is None and self._is_away(name, wanted):
             # Its instances may be started again.
             with anyio.move_on_after(INSTANCE_TIMEOUT):
-                while not (named := self._named(name)) and self._is_away(name):
+                while not (serving := self._serving(name, wanted)) and self._is_away(name, wanted):
                     await self._reconciled.wait()
-        if not named:
-            raise self.unknown(name)
-        serving = next((one for one in named if one.card.type & wanted), None)
         if serving is None:
-            raise _not_for_this(named[0].card, wanted)
+            named = self._named(name)
+            # What else it is there for may go a moment later.
+            if named and not self._is_away(name, wanted):
+                raise _not_for_this(named[0].card, wanted)
+            raise self.unknown(name)
         if serving.model is None:
             with anyio.move_on_after(INSTANCE_TIMEOUT):
                 await serving.opened.wait()
@@ -191,14 +194,23 @@ class Models:
     def _named(self, name: str) -> list[_Serving]:
         return [one for one in self._served.values() if one.card.name == name]
 
-    def _is_away(self, name: str) -> bool:
-        """Whether the last instance of a model has gone, and may come back."""
-        return monotonic() - self._gone.get(name, -AWAY_TIMEOUT) < AWAY_TIMEOUT
+    def _serving(self, name: str, wanted: ModelType) -> _Serving | None:
+        return next((one for one in self._named(name) if one.card.type & wanted), None)
+
+    def _went(self, name: str, wanted: ModelType) -> float | None:
+        """When the last instance of a model has gone that may come back; None where none has."""
+        found = [at for (gone, of), at in self._gone.items() if gone == name and of & wanted]
+        last = max(found, default=-AWAY_TIMEOUT)
+        return last if monotonic() - last < AWAY_TIMEOUT else None
+
+    def _is_away(self, name: str, wanted: ModelType) -> bool:
+        return self._went(name, wanted) is not None
 
     def unknown(self, name: str) -> DynbusError:
         """What a request for a model that is not served ends with."""
-        if self._is_away(name):
-            since = monotonic() - self._gone[name]
+        went = self._went(name, SERVED)
+        if went is not None:
+            since = monotonic() - went
             return NoInstances(
                 f"the model {name} has no instance since {since:.1f} s", started=False
             )
@@ -228,13 +240,13 @@ class Models:
                 serving.leaving.set()
                 if serving.card.base_model not in {one.card.name for one in found}:
                     # An adapter whose model is there was unloaded: it is not only away.
-                    self._gone[serving.card.name] = monotonic()
+                    self._gone[serving.card.name, serving.card.type] = monotonic()
         for key, card in wanted.items():
             if key not in self._served:
                 serving = self._served[key] = _Serving(card)
                 self._background.start(self._serve, serving, name=f"serving the model {card.name}")
         now = monotonic()
-        self._gone = {name: at for name, at in self._gone.items() if now - at < AWAY_TIMEOUT}
+        self._gone = {key: at for key, at in self._gone.items() if now - at < AWAY_TIMEOUT}
         # Whoever waits looks once.
         self._reconciled.set()
         self._reconciled = asyncio.Event()

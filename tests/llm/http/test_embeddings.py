@@ -173,6 +173,25 @@ async def test_texts_whose_instance_dies_are_embedded_by_another_one() -> None:
     assert [each.embedding[0] for each in answer.data] == lengths
 
 
+async def test_a_chat_waits_for_a_model_of_which_the_embeddings_alone_are_left() -> None:
+    """Its cards go and come one after another when its instance is started again."""
+    async with asked() as (front, client):
+        models = front.front_end.shared.models
+        left = {name: one for name, one in EMBEDDING.items() if name != "tiny"}
+        front.catalog.change(left)
+        await eventually(lambda: len(models.served) == len(left), what="chats are gone")
+        status, body = await post(front, "/v1/completions", model="tiny", prompt="say one")
+        asking = asyncio.ensure_future(
+            client.completions.create(model="tiny", prompt="say one", max_tokens=1)
+        )
+        await asyncio.sleep(0)
+        front.catalog.change(EMBEDDING)
+        answer = await asking
+
+    assert (status, body["error"]["code"]) == (503, "NoInstances")
+    assert answer.choices
+
+
 async def test_texts_of_a_tenant_are_cached_for_that_tenant_alone(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("ada sk-ada-1234\n")
     async with served(EMBEDDING, api_keys=tmp_path / "keys") as front:
