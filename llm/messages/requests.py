@@ -246,7 +246,8 @@ def _only_text(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A block as a part of a chat's message."""
-    kind, given = block.get("type"), block.get("source")
+    kind = block.get("type")
+    given: object = block.get("source")
     source = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
     if kind == "image" and source.get("type") == "url":
         return _image(_text(source, "url", f"{where}.source"))
@@ -258,7 +259,7 @@ def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
         return _text_part(block.get("title"), block.get("context"), data)
     if kind == "search_result":
         content = _content(block.get("content"), where, _only_text)
-        return _text_part(block.get("title"), given, content)
+        return _text_part(block.get("title"), block.get("source"), content)
     if kind in ("image", "document"):
         raise unsupported(
             f"{where}.source", f"a source of the type {str(source.get('type'))[:40]!r} is not read"

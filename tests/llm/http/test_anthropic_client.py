@@ -150,8 +150,8 @@ async def test_what_a_model_writes_is_read_into_blocks() -> None:
         whole = await create(client, **request)
         async with client.messages.stream(**request) as stream:
             streamed = await stream.get_final_message()
-        forced = await client.messages.create(
-            **said("?", tools=[WEATHER], tool_choice={"type": "any"}, model="hermes")
+        forced = await create(
+            client, **said("?", tools=[WEATHER], tool_choice={"type": "any"}, model="hermes")
         )
         [first, *_, last] = author.requests
 

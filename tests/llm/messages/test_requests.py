@@ -200,7 +200,7 @@ def test_a_count_needs_no_limit() -> None:
         ({"thinking": {"type": "loud"}}, "thinking.type", "give 'enabled'"),
         ({"output_config": {"format": {"type": "x"}}}, "output_config.format", "json_schema"),
         ({"container": "c"}, "container", "remove this field"),
-        ({"mcp_servers": [{}]}, "mcp_servers", "give tools"),
+        ({"mcp_servers": ["x"]}, "mcp_servers", "give tools"),
         ({"max_tokens": None}, "max_tokens", "Expected `int`"),
     ],
 )
