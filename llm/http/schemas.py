@@ -130,7 +130,6 @@ REQUESTS: Final[Mapping[str, Mapping[str, Schema]]] = {
                 ),
             )
         ),
-        "modalities": optional({**array(one_of("text"), 1), "maxItems": 1}),
     },
     "CompletionRequest": {
         "prompt": _PROMPTS,
@@ -264,7 +263,7 @@ REQUESTS: Final[Mapping[str, Mapping[str, Schema]]] = {
     "MessagesRequest": {"stop_sequences": optional(array(TEXT))},
 }
 """Fields of requests, by the type that has them; those of its bases hold for it too."""
-UNDESCRIBED: Final = frozenset(("chat_template", "suffix"))
+UNDESCRIBED: Final = frozenset(("chat_template", "modalities", "suffix"))
 """Fields that only some engines of text know."""
 
 CONDITIONS: Final[Mapping[str, Schema]] = {

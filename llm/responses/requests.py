@@ -309,9 +309,9 @@ def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
     given = text.get("format")
     if given is None:
         return None
-    if not isinstance(given, dict):
+    fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    if not isinstance(fields.get("type"), str):
         raise misfit("text.format", "give an object with a type")
-    fields = cast("dict[str, Any]", given)
     if fields.get("type") != "json_schema":
         return fields
     if not isinstance(fields.get("name"), str) or not isinstance(fields.get("schema"), dict):
