@@ -91,7 +91,7 @@ def reading_of(
         _after_thinking(
             StructuredOutput(json_schema=use.forced_schema()), reasoning_parser, begun=begun
         ),
-        one_call=use.one_call,
+        # Of how many calls there may be, the form sees to it.
         named_call=bool(use.named),
     )
 
