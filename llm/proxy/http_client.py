@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
@@ -127,6 +128,15 @@ class Answer:
                 return
             await connection.read()
 
+    async def finish(self) -> None:
+        """Read what is left of the body, which nobody wants.
+
+        Raises:
+            BrokenOff: the connection ended before it.
+        """
+        async for _ in self.pieces():
+            pass
+
     async def body(self, limit: int) -> bytes:
         """The whole body.
 
@@ -152,7 +162,7 @@ class HttpClient:
     def __init__(self, address: ServerAddress) -> None:
         self.address = address
         self._ssl = ssl.create_default_context() if address.tls else None
-        self._kept: list[_Connection] = []
+        self._kept: deque[_Connection] = deque()
 
     def __repr__(self) -> str:
         return f"<HttpClient {self.address} [{len(self._kept)} kept]>"
@@ -161,7 +171,7 @@ class HttpClient:
         """Close the connections that are kept."""
         for connection in self._kept:
             connection.close()
-        self._kept = []
+        self._kept.clear()
 
     @asynccontextmanager
     async def request(
@@ -219,10 +229,12 @@ class HttpClient:
                 raise
 
     def _take_kept(self) -> _Connection | None:
-        now = monotonic()
-        while self._kept:
-            connection = self._kept.pop()
-            if now - connection.kept_since < KEPT_FOR and connection.is_open:
+        kept, now = self._kept, monotonic()
+        while kept and now - kept[0].kept_since >= KEPT_FOR:
+            kept.popleft().close()
+        while kept:
+            connection = kept.pop()
+            if connection.is_open:
                 return connection
             connection.close()
         return None
@@ -254,6 +266,7 @@ class _Connection:
         has_begun: whether anything of the answer has come.
         is_complete: whether all of it has.
         has_excess: whether more came than the answer.
+        keeps_alive: whether the server takes another request after it.
         body: pieces that were not taken yet.
     """
 
@@ -268,6 +281,7 @@ class _Connection:
         self.headers: dict[str, str] = {}
         self.body: list[bytes] = []
         self.has_begun = self.has_headers = self.is_complete = self.has_excess = False
+        self.keeps_alive = False
 
     @property
     def is_open(self) -> bool:
@@ -276,7 +290,7 @@ class _Connection:
     @property
     def may_be_kept(self) -> bool:
         is_tidy = self.is_complete and not self.has_excess
-        return is_tidy and self.is_open and self.parser.should_keep_alive()
+        return is_tidy and self.is_open and self.keeps_alive
 
     def close(self) -> None:
         self._writer.close()
@@ -342,6 +356,8 @@ class _Connection:
             return
         # One of an interim answer is followed by another.
         self.has_headers = self.parser.get_status_code() >= 200
+        # The parser forgets with the end of the answer how that was found.
+        self.keeps_alive = self.parser.should_keep_alive()
         if not self.has_headers:
             self.headers = {}
 

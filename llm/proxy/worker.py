@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -44,6 +44,8 @@ LOOK_INTERVAL: Final = 1.0
 """Seconds between two looks at a server."""
 LOOKS: Final = 3
 """How many looks in a row find a server silent before it is taken for gone."""
+END_TIMEOUT: Final = 0.1
+"""Seconds that a stream has to end which says that it is done, so that its connection is kept."""
 TOLD_EVERY: Final = 15.0
 """Seconds between two records that say for which server a worker waits."""
 
@@ -393,6 +395,8 @@ class _Passed:
             may_go_on = True
             for item in events.push(piece):
                 if item == _DONE:
+                    with anyio.move_on_after(END_TIMEOUT), suppress(BrokenOff):
+                        await answer.finish()
                     return
                 last = item
                 may_go_on = self.push(item)

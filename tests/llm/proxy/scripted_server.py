@@ -38,6 +38,7 @@ class ScriptedServer:
         tokenizes: whether it has `POST /tokenize`, whose tokens are the bytes of a text.
         key: what it wants as a key; empty for none.
         asked: the requests for completions that came.
+        connections: how many were made.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,7 @@ class ScriptedServer:
         self.tokenizes = False
         self.key = ""
         self.asked: list[Asked] = []
+        self.connections = 0
         self.port = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -72,6 +74,7 @@ class ScriptedServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        self.connections += 1
         try:
             while (asked := await _read(reader)) is not None and await self._answer(asked, writer):
                 pass
@@ -114,12 +117,11 @@ class ScriptedServer:
                 await _until_left(asked)
                 return False
             return await _whole(writer, 200, _whole_answer(is_chat, rest))
-        await self._stream(asked, writer, is_chat, word, rest)
-        return False
+        return await self._stream(asked, writer, is_chat, word, rest)
 
     async def _stream(
         self, asked: Asked, writer: asyncio.StreamWriter, is_chat: bool, word: str, rest: str
-    ) -> None:
+    ) -> bool:
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n"
@@ -144,7 +146,7 @@ class ScriptedServer:
                 writer.transport.abort()
             else:
                 await _until_left(asked)
-            return
+            return False
         else:
             for one in words:
                 _write_piece(writer, _event(_chunk(is_chat, one, None)))
@@ -156,6 +158,7 @@ class ScriptedServer:
                 _write_piece(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
         await writer.drain()
+        return True
 
 
 async def _until_left(asked: Asked) -> None:

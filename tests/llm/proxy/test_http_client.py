@@ -13,6 +13,8 @@ from dynbus.llm.proxy.http_client import BrokenOff, HttpClient, NotReached, Serv
 pytestmark = pytest.mark.anyio
 
 OK = b"HTTP/1.1 200 OK\r\n"
+CONNECTIONS: list[int] = []
+"""Those that were made; cleared by who counts them."""
 
 
 @asynccontextmanager
@@ -21,6 +23,7 @@ async def answering(*answers: bytes) -> AsyncGenerator[HttpClient]:
     left = list(answers)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        CONNECTIONS.append(1)
         while left and await reader.read(65536):
             writer.write(left.pop(0))
         writer.close()
@@ -74,8 +77,10 @@ async def test_answers_without_a_length_end_as_they_say(answer: bytes, body: byt
 
 async def test_a_connection_is_kept_unless_more_came_than_the_answer() -> None:
     first = OK + b"Content-Length: 2\r\n\r\n"
+    CONNECTIONS.clear()
     async with answering(first + b"a1", first + b"a2" + first + b"b2", first + b"a3") as client:
         assert [await body_of(client) for _ in range(3)] == [b"a1", b"a2", b"a3"]
+    assert len(CONNECTIONS) == 2
 
 
 async def test_a_connection_that_the_server_closed_meanwhile_is_made_anew() -> None:

@@ -82,6 +82,13 @@ async def test_chunks_pass_as_they_are() -> None:
     assert server.asked[-1].path == "/v1/completions"
 
 
+async def test_streams_that_end_leave_their_connection_to_others() -> None:
+    async with worker() as (_, server, client):
+        for number in range(20):
+            assert await texts_of(client, chat(f"say {number}")) == [str(number), ""]
+        assert server.connections < 10
+
+
 async def test_a_whole_answer_is_one_item() -> None:
     async with worker() as (_, _server, client):
         assert await texts_of(client, chat("say all of it", stream=False)) == ["all of it"]
