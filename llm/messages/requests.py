@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from dynbus.llm.openai.errors import misfit, unsupported
+from dynbus.llm.openai.fields import fields_of, is_array, is_object
 from dynbus.llm.openai.requests import Count, EngineFields, read_body
 
 
@@ -229,12 +230,15 @@ def _joined(parts: Sequence[dict[str, Any]]) -> Any:
 
 
 def _blocks(content: object, where: str) -> list[dict[str, Any]]:
-    if not isinstance(content, list):
+    if not is_array(content):
         raise misfit(where, "give a string or a list of blocks")
-    for place, block in enumerate(cast("list[object]", content)):
-        if not isinstance(block, dict):
-            raise misfit(f"{where}[{place}]", "give a block: an object with a type")
-    return cast("list[dict[str, Any]]", content)
+    return [_block(block, f"{where}[{place}]") for place, block in enumerate(content)]
+
+
+def _block(block: object, where: str) -> dict[str, Any]:
+    if not is_object(block):
+        raise misfit(where, "give a block: an object with a type")
+    return block
 
 
 def _only_text(block: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -247,8 +251,7 @@ def _only_text(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A block as a part of a chat's message."""
     kind = block.get("type")
-    given: object = block.get("source")
-    source = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    source = fields_of(block.get("source"))
     if kind == "image" and source.get("type") == "url":
         return _image(_text(source, "url", f"{where}.source"))
     if kind == "image" and source.get("type") == "base64":
@@ -319,7 +322,7 @@ def _output(config: Mapping[str, Any]) -> dict[str, Any]:
     given = config.get("format")
     if given is None:
         return found
-    form = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    form = fields_of(given)
     if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
         raise misfit("output_config.format", "give {'type': 'json_schema', 'schema': {...}}")
     found["response_format"] = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from dynbus.llm.generation import MAX_LOGPROBS
 from dynbus.llm.openai.errors import misfit, unsupported
+from dynbus.llm.openai.fields import fields_of, is_array, items_of
 from dynbus.llm.openai.requests import Count, EngineFields, read_body
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -219,13 +220,9 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
     """What a reasoning item says; its summary, where that is all that it has."""
     for name in ("content", "summary"):
         parts: object = item.get(name) or []
-        if not isinstance(parts, list):
+        if not is_array(parts):
             raise misfit(f"{where}.{name}", "give a list of parts")
-        texts = [
-            cast("dict[str, Any]", part).get("text")
-            for part in cast("list[object]", parts)
-            if isinstance(part, dict)
-        ]
+        texts = [fields_of(part).get("text") for part in parts]
         found = "\n".join(text for text in texts if isinstance(text, str))
         if found:
             return found
@@ -236,18 +233,16 @@ def _content(content: object, where: str) -> str | list[dict[str, Any]]:
     """A content as chats have it: a text where it is nothing else."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
+    if not is_array(content):
         raise misfit(where, "give a string or a list of parts")
-    parts = [
-        _part(part, f"{where}[{place}]") for place, part in enumerate(cast("list[object]", content))
-    ]
+    parts = [_part(part, f"{where}[{place}]") for place, part in enumerate(content)]
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
 
 
 def _part(part: object, where: str) -> dict[str, Any]:
-    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+    fields = fields_of(part)
     kind = fields.get("type")
     if kind in ("input_text", "output_text", "text"):
         return {"type": "text", "text": _text(fields, "text", where)}
@@ -287,12 +282,9 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
     if choice.get("type") == "function":
         return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
     if choice.get("type") == "allowed_tools":
-        given = choice.get("tools")
-        allowed = cast("list[object]", given) if isinstance(given, list) else []
         tools = [
-            _tool(cast("dict[str, Any]", tool), place, "tool_choice.tools")
-            for place, tool in enumerate(allowed)
-            if isinstance(tool, dict)
+            _tool(fields_of(tool), place, "tool_choice.tools")
+            for place, tool in enumerate(items_of(choice.get("tools")))
         ]
         return {
             "type": "allowed_tools",
@@ -309,7 +301,7 @@ def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
     given = text.get("format")
     if given is None:
         return None
-    fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    fields = fields_of(given)
     if not isinstance(fields.get("type"), str):
         raise misfit("text.format", "give an object with a type")
     if fields.get("type") != "json_schema":

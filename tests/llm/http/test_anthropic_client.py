@@ -13,8 +13,8 @@ from anthropic import AsyncAnthropic, beta_async_tool
 from pydantic import BaseModel
 from tests.llm.text.tiny_tokenizer import tiny_tokenizer
 
+from .author import call, written
 from .served import Served, served
-from .test_tools import call, written
 
 pytestmark = pytest.mark.anyio
 

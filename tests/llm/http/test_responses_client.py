@@ -12,8 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
+from .author import call, written
 from .served import Served, served
-from .test_tools import call, written
 
 pytestmark = pytest.mark.anyio
 
