@@ -99,6 +99,31 @@ async def test_requests_get_what_their_adapter_makes(
     assert base not in expected.values()
 
 
+async def test_a_broken_adapter_is_refused_and_harms_nobody(
+    fleet: Run, nats_server: RunningServer, adapters: Mapping[str, Path]
+) -> None:
+    garbage, too_large = adapters["legal"], adapters["sql"]
+    (garbage / "adapter_model.safetensors").write_bytes(b"\xff" * 4096)
+    config = json.loads((too_large / "adapter_config.json").read_text())
+    (too_large / "adapter_config.json").write_text(json.dumps({**config, "r": 64}))
+    async with calling(fleet, nats_server.url, 2) as (runtime, engine):
+        with call_options(instance=runtime.instance_ids(Engine)[0]):
+            for name, path in (
+                ("garbage", garbage),
+                ("large", too_large),
+                ("none", garbage.parent / "none"),
+                ("file", garbage / "adapter_config.json"),
+                ("", garbage),
+                ("a,b", garbage),
+                ("x" * 300, garbage),
+            ):
+                with pytest.raises(InvalidRequest):
+                    await engine.load_adapter(AdapterAt(name, str(path)))
+            assert await engine.adapters() == []
+            made, _ = await tokens_of(engine, prompt("unharmed", 40), None)
+    assert len(made) == 8
+
+
 async def test_an_adapter_is_a_model_of_its_own(
     fleet: Run, nats_server: RunningServer, front_end: str, adapters: Mapping[str, Path]
 ) -> None:
