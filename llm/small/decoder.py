@@ -81,11 +81,12 @@ class Decoder(Generic[A]):
         """
         backend = self._backend
         states, rows = self._states(chunks)
-        ends = np.cumsum([len(chunk.token_ids) for chunk in chunks])
-        needed = [
-            np.arange(end - chunk.states, end) for chunk, end in zip(chunks, ends, strict=True)
-        ]
-        taken = backend.take(states, backend.indices(np.concatenate(needed)))
+        needed: list[int] = []
+        end = 0
+        for chunk in chunks:
+            end += len(chunk.token_ids)
+            needed += range(end - chunk.states, end)
+        taken = backend.take(states, backend.indices(np.array(needed, np.int64)))
         normed = backend.norm(taken, self._norm, self.config.norm_eps)
         return self._logits(states, rows), backend.host(normed)
 

@@ -65,7 +65,8 @@ def _attention(tiny: TinyModel, layer: dict[str, Floats], rows: Floats) -> Float
 
 def _rotated(heads: Floats) -> Floats:
     half = heads.shape[-1] // 2
-    angles = np.arange(len(heads))[:, None, None] * 10000.0 ** (-np.arange(half) / half)
+    frequencies = np.array([10000.0 ** (-pair / half) for pair in range(half)])
+    angles: Floats = np.arange(len(heads), dtype=np.float64)[:, None, None] * frequencies
     left, right = heads[..., :half], heads[..., half:]
     cos, sin = np.cos(angles), np.sin(angles)
     return np.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
