@@ -217,6 +217,7 @@ async def requests(spec: Spec) -> Any:
                 raise RuntimeError(f"an answer has not the {spec.max_tokens} tokens it should have")
             answers += 1
 
+    figures: dict[str, Any] = {}
     async with anyio.create_task_group() as asking:
         for number, connection in enumerate(connections):
             asking.start_soon(ask, number, connection)
