@@ -41,13 +41,11 @@ class ServerModel(NamedTuple):
     Attributes:
         name: by which its requests ask for it.
         context_length: in tokens; None where the server does not say it.
-        root: where its files are, as the server has them; empty where it does not say it.
         parent: the model whose adapter it is; empty for a model of its own.
     """
 
     name: str
     context_length: int | None = None
-    root: str = ""
     parent: str = ""
 
 
@@ -69,22 +67,18 @@ def models_of(body: bytes) -> list[ServerModel]:
     Raises:
         InvalidResponse: it is none.
     """
-    answer = _object(body)
-    listed = None if answer is None else answer.get("data")
-    if not isinstance(listed, list):
+    listed = _items((_object(body) or {}).get("data"))
+    if listed is None:
         raise InvalidResponse(f"it has no list of models: {_brief(body)}")
     found: dict[str, ServerModel] = {}
-    for each in cast("list[object]", listed):
-        if isinstance(each, dict):
-            fields = cast("dict[str, Any]", each)
-            name = _text(fields.get("id"))
-            if name:
-                found[name] = ServerModel(
-                    name,
-                    next(filter(None, map(_count, map(fields.get, _LENGTHS))), None),
-                    _text(fields.get("root")),
-                    _text(fields.get("parent")),
-                )
+    for fields in filter(None, map(_fields, listed)):
+        name = _text(fields.get("id"))
+        if name:
+            found[name] = ServerModel(
+                name,
+                next(filter(None, map(_count, map(fields.get, _LENGTHS))), None),
+                _text(fields.get("parent")),
+            )
     return sorted(found.values(), key=lambda model: (model.parent, model.name))[:MAX_MODELS]
 
 
@@ -143,8 +137,7 @@ def error_in(item: bytes) -> DynbusError | None:
     if not item.startswith((b'{"error"', b'{"object":"error"', b'{"object": "error"')):
         return None
     answer = _object(item) or {}
-    error: Any = answer.get("error") or answer
-    code = _count(error.get("code")) if isinstance(error, dict) else None
+    code = _count((_fields(answer.get("error")) or answer).get("code"))
     found = error_of(code if code is not None and 400 <= code < 600 else 500, {}, item)
     # Its stream has begun, so that it goes nowhere else.
     return StreamLost(found.message) if isinstance(found, Migrate) else found
@@ -153,37 +146,35 @@ def error_in(item: bytes) -> DynbusError | None:
 def is_finished(chunk: bytes) -> bool:
     """Whether a stream that ends with this chunk was told to its end: an output ended with it, or
     it has the usage alone."""
-    answer = _object(chunk) or {}
-    choices: Any = answer.get("choices")
-    if not isinstance(choices, list):
+    choices = _items((_object(chunk) or {}).get("choices"))
+    if choices is None:
         return False
-    ends = [one.get("finish_reason") for one in choices if isinstance(one, dict)]
-    return not choices or any(end is not None for end in ends)
+    known = filter(None, map(_fields, choices))
+    return not choices or any(one.get("finish_reason") is not None for one in known)
 
 
 def _message(body: bytes) -> str:
     """What a server says in its own words; empty where it says nothing."""
-    answer: Any = _object(body)
+    answer = _object(body)
     if answer is None:
         return _brief(body)
     for name in ("error", "detail", "message"):
-        told: Any = answer.get(name)
-        if isinstance(told, dict):
-            told = cast("dict[str, Any]", told).get("message")
-        if isinstance(told, list):
+        told: object = answer.get(name)
+        if (fields := _fields(told)) is not None:
+            told = fields.get("message")
+        if (misfits := _items(told)) is not None:
             # FastAPI's, one for each field.
-            told = "; ".join(map(_misfit, told))
+            told = "; ".join(map(_misfit, misfits))
         if isinstance(told, str) and told:
             return told[:MAX_TEXT]
     return _brief(body)
 
 
-def _misfit(each: Any) -> str:
-    if not isinstance(each, dict):
+def _misfit(each: object) -> str:
+    fields = _fields(each)
+    if fields is None:
         return str(each)
-    fields = cast("dict[str, Any]", each)
-    where: Any = fields.get("loc")
-    place = ".".join(map(str, where[1:])) if isinstance(where, list) else ""
+    place = ".".join(map(str, (_items(fields.get("loc")) or [])[1:]))
     return f"{place}: {fields.get('msg')}" if place else str(fields.get("msg"))
 
 
@@ -197,10 +188,17 @@ def _retry_after(text: str) -> float:
 
 def _object(body: bytes) -> dict[str, Any] | None:
     try:
-        answer: Any = msgspec.json.decode(body)
+        return _fields(msgspec.json.decode(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return cast("dict[str, Any]", answer) if isinstance(answer, dict) else None
+
+
+def _fields(value: object) -> dict[str, Any] | None:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+def _items(value: object) -> list[object] | None:
+    return cast("list[object]", value) if isinstance(value, list) else None
 
 
 def _brief(body: bytes) -> str:

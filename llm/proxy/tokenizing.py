@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -37,9 +37,9 @@ def tokenize_request(body: bytes) -> dict[str, Any]:
         if asked.get("tool_choice") == "none":
             found.pop("tools", None)
         return found
-    prompt = asked.get("prompt")
+    prompt: object = asked.get("prompt")
     if isinstance(prompt, list) and prompt:
-        prompt = prompt[0]
+        prompt = cast("list[object]", prompt)[0]
     if not isinstance(prompt, str):
         raise InvalidRequest("the request has neither messages nor a prompt of text")
     return {**found, "prompt": prompt}

@@ -46,8 +46,8 @@ def test_models_are_read_as_each_kind_of_server_lists_them() -> None:
     }
     assert models_of(json.dumps(listed).encode()) == [
         ServerModel("other"),
-        ServerModel("vllm", 4096, "/models/a"),
-        ServerModel("adapter", None, "/adapters/a", "vllm"),
+        ServerModel("vllm", 4096),
+        ServerModel("adapter", None, "vllm"),
     ]
 
 

@@ -246,7 +246,8 @@ async def front_end(kit: TestKit) -> AsyncGenerator[AsyncOpenAI]:
 
 async def ask(client: AsyncOpenAI, text: str, **more: Any) -> Any:
     messages: Any = [{"role": "user", "content": text}]
-    return await client.chat.completions.create(model="served", messages=messages, **more)
+    create: Any = client.chat.completions.create
+    return await create(model="served", messages=messages, **more)
 
 
 async def test_openai_s_clients_are_answered_through_a_front_end() -> None:
