@@ -40,12 +40,13 @@ class TokenText(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One output of an answer, whole.
+    """One output of an answer, whole or a piece of it.
 
     Attributes:
-        said: all that it says; each of its tool calls is one delta.
+        said: what it says; each tool call of a whole one is one delta.
         logprobs: of its tokens; None where they were not asked for.
-        finish_reason: `stop`, `length` or `tool_calls`; None where the engine did not say.
+        finish_reason: `stop`, `length` or `tool_calls`; None before the last piece, and where the
+            engine did not say.
         stop_string: of the request's, that ended it; None for none.
     """
 
@@ -63,20 +64,10 @@ class OutputFormat(Protocol):
         """A piece that is nothing but content, before the end: nearly every token is one."""
         ...
 
-    def piece(
-        self,
-        delta: Delta,
-        *,
-        logprobs: Sequence[TokenText] | None = None,
-        finish_reason: str | None = None,
-        stop_string: str | None = None,
-        usage: Usage | None = None,
-    ) -> bytes:
+    def piece(self, piece: Output, usage: Usage | None = None) -> bytes:
         """A piece of any kind.
 
         Args:
-            logprobs: of the tokens since the last piece; None where they were not asked for.
-            finish_reason, stop_string: with the last piece of the output, as in `Output`.
             usage: so far, where the format tells it with each piece.
         """
         ...

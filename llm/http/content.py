@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from dynbus.bus.errors import DynbusError, InvalidResponse
-from dynbus.llm.answers import AnswerFormat, Output, OutputFormat, TokenText, Usage, joined
+from dynbus.llm.answers import AnswerFormat, Output, OutputFormat, Usage, joined
 from dynbus.llm.openai.fields import fields_of, items_of
 from dynbus.llm.openai.reading import read_answer
 from dynbus.llm.openai.requests import ChatRequest, CompletionRequest
@@ -123,24 +123,10 @@ class _RecordedOutput:
         self._content.said(self._index, Delta(text), None)
         return self._format.text(text)
 
-    def piece(
-        self,
-        delta: Delta,
-        *,
-        logprobs: Sequence[TokenText] | None = None,
-        finish_reason: str | None = None,
-        stop_string: str | None = None,
-        usage: Usage | None = None,
-    ) -> bytes:
+    def piece(self, piece: Output, usage: Usage | None = None) -> bytes:
         """A piece of any kind."""
-        self._content.said(self._index, delta, finish_reason)
-        return self._format.piece(
-            delta,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            stop_string=stop_string,
-            usage=usage,
-        )
+        self._content.said(self._index, piece.said, piece.finish_reason)
+        return self._format.piece(piece, usage)
 
 
 class ContentSink:

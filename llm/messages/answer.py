@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from dynbus.bus.errors import DynbusError
-from dynbus.llm.answers import Output, TokenText, Usage
+from dynbus.llm.answers import Output, Usage
 from dynbus.llm.openai.blocks import Block, Blocks, Step
 from dynbus.llm.parsing.delta import Delta
 
@@ -59,7 +59,7 @@ class MessageFormat:
         """The message where nothing is streamed."""
         [told] = outputs
         output = _Events()
-        output.piece(told.said, finish_reason=told.finish_reason, stop_string=told.stop_string)
+        output.piece(told)
         output.close()
         return _encode({**self._told(output.content(), usage), **output.stop})
 
@@ -100,23 +100,15 @@ class _Events:
     def text(self, text: str) -> bytes:
         """A piece that is nothing but content, before the end."""
         if not self._blocks.is_text:
-            return self.piece(Delta(text))
+            return self.piece(Output(0, Delta(text)))
         self._blocks.all[-1].pieces.append(text)
         return self._text_event + _encode(text) + _END
 
-    def piece(
-        self,
-        delta: Delta,
-        *,
-        logprobs: Sequence[TokenText] | None = None,
-        finish_reason: str | None = None,
-        stop_string: str | None = None,
-        usage: Usage | None = None,
-    ) -> bytes:
+    def piece(self, piece: Output, usage: Usage | None = None) -> bytes:
         """A piece of any kind."""
-        self._finish_reason = finish_reason or self._finish_reason
-        self._stop_string = stop_string or self._stop_string
-        return b"".join([self._step(step) for step in self._blocks.take(delta)])
+        self._finish_reason = piece.finish_reason or self._finish_reason
+        self._stop_string = piece.stop_string or self._stop_string
+        return b"".join([self._step(step) for step in self._blocks.take(piece.said)])
 
     def close(self) -> bytes:
         """The events that end the last block."""

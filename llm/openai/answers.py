@@ -97,16 +97,9 @@ class _ChatChunks(_OutputChunks):
         before, self._first = self._first, self._before
         return before + _encode(text) + self._plain_after
 
-    def piece(
-        self,
-        delta: Delta,
-        *,
-        logprobs: Sequence[TokenText] | None = None,
-        finish_reason: str | None = None,
-        stop_string: str | None = None,
-        usage: Usage | None = None,
-    ) -> bytes:
+    def piece(self, piece: Output, usage: Usage | None = None) -> bytes:
         """A chunk of any kind."""
+        delta = piece.said
         is_first, self._first = self._first is not self._before, self._before
         said: dict[str, Any] = {"role": "assistant"} if is_first else {}
         if delta.content or not (delta.reasoning or delta.tool_calls):
@@ -117,8 +110,8 @@ class _ChatChunks(_OutputChunks):
             said["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
             said["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
-        told = None if logprobs is None else chat_logprobs(logprobs)
-        end = self._end(told, finish_reason, usage)
+        told = None if piece.logprobs is None else chat_logprobs(piece.logprobs)
+        end = self._end(told, piece.finish_reason, usage)
         return self._begin + b'"delta":' + _encode(said) + end
 
 
@@ -135,19 +128,12 @@ class _CompletionChunks(_OutputChunks):
         """A chunk that is nothing but text."""
         return self._before + _encode(text) + self._plain_after
 
-    def piece(
-        self,
-        delta: Delta,
-        *,
-        logprobs: Sequence[TokenText] | None = None,
-        finish_reason: str | None = None,
-        stop_string: str | None = None,
-        usage: Usage | None = None,
-    ) -> bytes:
+    def piece(self, piece: Output, usage: Usage | None = None) -> bytes:
         """A chunk of any kind."""
-        offset, self._offset = self._offset, self._offset + len(delta.content)
-        told = None if logprobs is None else _completion_logprobs(logprobs, offset)
-        return self._before + _encode(delta.content) + self._end(told, finish_reason, usage)
+        text, offset = piece.said.content, self._offset
+        self._offset += len(text)
+        told = None if piece.logprobs is None else _completion_logprobs(piece.logprobs, offset)
+        return self._before + _encode(text) + self._end(told, piece.finish_reason, usage)
 
 
 class _CompletionsFormat(ABC):

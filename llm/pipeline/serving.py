@@ -373,13 +373,7 @@ class TextCompletion(Completion):
             known = self._outputs.get(output.index)
             if known is None:
                 known = self._outputs[output.index] = self._format.output(output.index)
-            told += known.piece(
-                output.said,
-                logprobs=output.logprobs,
-                finish_reason=output.finish_reason,
-                stop_string=output.stop_string,
-                usage=self._usage,
-            )
+            told += known.piece(output, self._usage)
         return told
 
 

@@ -239,13 +239,7 @@ class _Output:
                 return None
             if not (delta.reasoning or delta.tool_calls or self._rules.logprobs or usage):
                 return self._format.text(delta.content)
-        return self._format.piece(
-            delta,
-            logprobs=self._take_logprobs(),
-            finish_reason=self.finished or None,
-            stop_string=self._detokenizer.stopped,
-            usage=usage,
-        )
+        return self._format.piece(self._told(delta), usage)
 
     def _read(self, parser: OutputParser, ids: Sequence[int]) -> Delta:
         """What tokens say."""
@@ -279,19 +273,18 @@ class _Output:
 
     def whole(self) -> Output:
         """All of it, where it is not streamed."""
+        return self._told(joined(self._deltas))
+
+    def _told(self, said: Delta) -> Output:
+        """What is told now, with the log-probabilities that have come since it was last asked."""
+        logprobs, self._logprobs = self._logprobs, []
         return Output(
             self._index,
-            joined(self._deltas),
-            self._take_logprobs(),
+            said,
+            logprobs if self._rules.logprobs else None,
             self.finished or None,
             self._detokenizer.stopped,
         )
-
-    def _take_logprobs(self) -> Sequence[TokenText] | None:
-        if not self._rules.logprobs:
-            return None
-        tokens, self._logprobs = self._logprobs, []
-        return tokens
 
     def _token_text(self, token: TokenLogprob) -> TokenText:
         bytes_of = self._rules.tokenizer.token_bytes

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from dynbus.bus.errors import DynbusError
-from dynbus.llm.answers import Output, TokenText, Usage
+from dynbus.llm.answers import Output, Usage
 from dynbus.llm.openai.answers import chat_logprobs
 from dynbus.llm.openai.blocks import Block, Blocks, Step
 from dynbus.llm.openai.errors import error_fields
@@ -77,7 +77,7 @@ class ResponseFormat:
         """The response where nothing is streamed."""
         [told] = outputs
         output = _Events(self._answer_id)
-        output.piece(told.said, logprobs=told.logprobs, finish_reason=told.finish_reason)
+        output.piece(told)
         output.close()
         status = _status(output.finish_reason)
         return bytes(self._told(status, output.items(status), usage))
@@ -123,31 +123,23 @@ class _Events:
     def text(self, text: str) -> bytes:
         """A piece that is nothing but content, before the end."""
         if not self._blocks.is_text:
-            return self.piece(Delta(text))
+            return self.piece(Output(0, Delta(text)))
         self._blocks.all[-1].pieces.append(text)
         return self._delta(_encode(text), b"[]")
 
-    def piece(
-        self,
-        delta: Delta,
-        *,
-        logprobs: Sequence[TokenText] | None = None,
-        finish_reason: str | None = None,
-        stop_string: str | None = None,
-        usage: Usage | None = None,
-    ) -> bytes:
+    def piece(self, piece: Output, usage: Usage | None = None) -> bytes:
         """A piece of any kind."""
-        if logprobs:
-            self._untold += chat_logprobs(logprobs)["content"]
+        if piece.logprobs:
+            self._untold += chat_logprobs(piece.logprobs)["content"]
         events: list[bytes] = []
-        for step in self._blocks.take(delta):
+        for step in self._blocks.take(piece.said):
             if step.block.kind == "text" and step.what == "piece":
                 told, self._untold = self._untold, []
                 self._logprobs.setdefault(step.block.place, []).extend(told)
                 events.append(self._delta(_encode(step.piece), _encode(told)))
             else:
                 events.append(self._step(step))
-        self.finish_reason = finish_reason or self.finish_reason
+        self.finish_reason = piece.finish_reason or self.finish_reason
         return b"".join(events)
 
     def close(self) -> bytes:

@@ -31,8 +31,8 @@ def streamed(deltas: list[Delta], finish_reason: str) -> list[dict[str, Any]]:
     told = b""
     for delta in deltas:
         is_plain = delta == Delta(delta.content) and delta.content
-        told += output.text(delta.content) if is_plain else output.piece(delta)
-    told += output.piece(Delta(), finish_reason=finish_reason)
+        told += output.text(delta.content) if is_plain else output.piece(Output(0, delta))
+    told += output.piece(Output(0, Delta(), finish_reason=finish_reason))
     return events_of(format.start(USAGE) + told + format.end(USAGE))
 
 

@@ -188,11 +188,13 @@ def test_what_an_answer_says_is_the_same_read_back_in_chunks_and_whole() -> None
     said = Delta("text", "thought", (ToolCallDelta(0, "call_a", "f", "{}"),))
     tokens = [TokenText(b"text", -0.5, [(b"text", -0.5)])]
 
-    chunk = ChatFormat(head).output(0).piece(said, logprobs=tokens, finish_reason="tool_calls")
-    whole = ChatFormat(head).whole([Output(0, said, tokens, "tool_calls")], Usage(3, 2, 1, 1))
+    output = Output(0, said, tokens, "tool_calls")
 
-    assert read_answer(chunk).outputs == [Output(0, said, tokens, "tool_calls")]
-    assert read_answer(whole) == ([Output(0, said, tokens, "tool_calls")], Usage(3, 2, 1, 1))
+    chunk = ChatFormat(head).output(0).piece(output)
+    whole = ChatFormat(head).whole([output], Usage(3, 2, 1, 1))
+
+    assert read_answer(chunk).outputs == [output]
+    assert read_answer(whole) == ([output], Usage(3, 2, 1, 1))
 
 
 @given(st.binary(max_size=60) | st.recursive(st.none() | st.integers(), st.lists).map(repr))

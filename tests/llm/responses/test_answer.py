@@ -37,8 +37,8 @@ def streamed(format: ResponseFormat, deltas: list[Delta], finish_reason: str) ->
     told = b""
     for delta in deltas:
         is_plain = delta == Delta(delta.content) and delta.content
-        told += output.text(delta.content) if is_plain else output.piece(delta)
-    told += output.piece(Delta(), finish_reason=finish_reason)
+        told += output.text(delta.content) if is_plain else output.piece(Output(0, delta))
+    told += output.piece(Output(0, Delta(), finish_reason=finish_reason))
     return format.start(USAGE) + told + format.end(USAGE)
 
 
@@ -158,8 +158,8 @@ def test_log_probabilities_are_with_their_text() -> None:
 
     told = format.start(None)
     # The text of the first one is held back.
-    told += output.piece(Delta(), logprobs=tokens[:1])
-    told += output.piece(Delta("Paris"), logprobs=tokens[1:], finish_reason="stop")
+    told += output.piece(Output(0, Delta(), tokens[:1]))
+    told += output.piece(Output(0, Delta("Paris"), tokens[1:], "stop"))
     events = events_of(told + format.end(USAGE))
 
     [delta] = [event for event in events if event["type"] == "response.output_text.delta"]
