@@ -30,7 +30,12 @@ def sampling_params(request: GenerateRequest, number: int, report: str | None) -
 
     Raises:
         VLLMClientError: a value is not usable.
+        ValueError: the form of its output has begun already, which vLLM cannot go on with.
     """
+    if request.structured is not None and request.generated:
+        raise ValueError(
+            "structured: vLLM does not go on with an output whose form has begun; ask for it anew"
+        )
     given, module = request.sampling, vllm_module("sampling_params")
     return module.SamplingParams(
         temperature=given.temperature,
