@@ -147,7 +147,9 @@ def grammar_of(structured: StructuredOutput) -> str:
     if structured.regex is not None:
         return matcher.grammar_from_regex(structured.regex)
     if structured.choice is not None:
-        return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structured.choice)))
+        # As one terminal: of rules llguidance follows no 2000 side by side.
+        texts = " | ".join(map(json.dumps, structured.choice))
+        return matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     assert structured.grammar is not None, "a form has been given"
     return matcher.grammar_from_lark(structured.grammar)
 

@@ -150,6 +150,8 @@ class Step(NamedTuple):
         events: what the KV cache stored and removed, in order.
         failures: ids of requests that cannot go on, and why: they are gone. What stops the whole
             engine is raised.
+        refusals: ids of requests that ask for what shows to be impossible only while they run, and
+            why, which their callers are told: they are gone.
         delay: seconds until the outputs are there, for an engine that models time and computes
             nothing; 0 for one that computed.
         admitted: ids of requests that waited until this step; an engine that does not know leaves
@@ -165,6 +167,7 @@ class Step(NamedTuple):
     admitted: Sequence[str] = ()
     prefilled: Sequence[Prefill] = ()
     embedded: Sequence[tuple[str, Embedded]] = ()
+    refusals: Sequence[tuple[str, str]] = ()
 
 
 class Engine(Protocol):

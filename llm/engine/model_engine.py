@@ -225,12 +225,20 @@ class ModelEngine:
             [scheduled.sequence.length for scheduled in ready],
         )
         outputs: list[tuple[str, Generated]] = []
-        failed: dict[str, str] = {}
+        failures: list[tuple[str, str]] = []
+        refusals: list[tuple[str, str]] = []
+        ended: set[str] = set()
         prefilled: list[Prefill] = []
         for scheduled, token in zip(ready, drawn, strict=True):
             constraint = scheduled.sequence.sampler.constraint
             if token is None or (constraint is not None and constraint.error):
-                failed[scheduled.id] = _why_none(constraint)
+                # It may have several continuations.
+                if scheduled.id not in ended:
+                    ended.add(scheduled.id)
+                    is_form = constraint is not None and bool(constraint.error)
+                    (refusals if is_form else failures).append(
+                        (scheduled.id, _why_none(constraint))
+                    )
                 continue
             scheduled.sequence.append(token.token_id)
             is_first = not scheduled.generated and scheduled.leads
@@ -253,9 +261,8 @@ class ModelEngine:
             outputs.append((scheduled.id, item))
             if reason is not None:
                 self._pool.end(scheduled)
-        for request_id in failed:
+        for request_id in ended:
             self._pool.cancel(request_id)
-        failures = list(failed.items())
         embedded: list[tuple[str, Embedded]] = []
         if states is not None:
             scheduled_texts = [scheduled for scheduled, _ in plan.chunks]
@@ -267,6 +274,7 @@ class ModelEngine:
             admitted=plan.admitted,
             prefilled=prefilled,
             embedded=embedded,
+            refusals=refusals,
         )
 
     def _fill(self, constraints: Sequence[Constraint | None]) -> Future[None] | None:
@@ -316,7 +324,7 @@ def _why_none(constraint: Constraint | None) -> str:
     if constraint is None:
         return _NO_TOKEN
     if constraint.error:
-        return f"the form of its output is too much for llguidance: {constraint.error}"
+        return f"structured: the form is too much for llguidance: {constraint.error}"
     return (
         "no token can be drawn that is in the form of its output: the logits are no numbers, or "
         "logit_bias excludes every such token"

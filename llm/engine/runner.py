@@ -397,7 +397,11 @@ class EngineRunner(Openable):
             if text is not None and not text.embedded.done():
                 text.embedded.set_result(embedded)
         for request_id, reason in step.failures:
+            # Its caller is not told why.
+            logger.warning("request %s failed: %s", request_id, reason)
             self._fail(request_id, reason)
+        for request_id, reason in step.refusals:
+            self.on_refused(request_id, InvalidRequest(reason))
         if self._sink is not None and step.events:
             self._sink.publish(step.events)
         if self._kept_for is not None and monotonic() - self._sends_kept >= self._kept_for:

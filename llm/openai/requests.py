@@ -26,6 +26,7 @@ MAX_BIASES: Final = 4096
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """What OpenAI takes for a completion that names no `max_tokens`; a chat has no such limit."""
 
+_MAX_REASON: Final = 400
 _PATH: Final = re.compile(r" - at `\$\.?(.*)`$")
 
 Count = Annotated[int, Meta(ge=1)]
@@ -358,9 +359,11 @@ def _misfit(error: msgspec.ValidationError) -> BadRequest:
     text = str(error)
     path = _PATH.search(text)
     if path is None:
-        return BadRequest(f"the request does not fit: {text}", status=422)
+        return BadRequest(f"the request does not fit: {text[:_MAX_REASON]}", status=422)
     param = path[1]
-    return BadRequest(f"{param or 'the body'}: {text[: path.start()]}", param=param, status=422)
+    # It may say the value, of whatever length.
+    why = text[: path.start()][:_MAX_REASON]
+    return BadRequest(f"{param or 'the body'}: {why}", param=param, status=422)
 
 
 def check_chat(request: ChatRequest) -> None:

@@ -218,6 +218,10 @@ def _where(place: int) -> str:
 
 _DATA: Final = frozenset(("const", "enum", "default", "examples"))
 """Whose values are no schemas."""
+_NAMED: Final = frozenset(
+    ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+)
+"""Whose values have schemas under names that anybody may choose."""
 
 
 def _moved(schema: dict[str, Any], to: str, where: str) -> dict[str, Any]:
@@ -232,14 +236,16 @@ def _moved(schema: dict[str, Any], to: str, where: str) -> dict[str, Any]:
             return [moved(one) for one in value]
         if not is_object(value):
             return value
-        return {
-            name: to + one[1:]
-            if name == "$ref" and isinstance(one, str) and one.startswith("#")
-            else one
-            if name in _DATA
-            else moved(one)
-            for name, one in value.items()
-        }
+        return {name: moved_under(name, one) for name, one in value.items()}
+
+    def moved_under(name: str, value: object) -> object:
+        if name == "$ref" and isinstance(value, str) and value.startswith("#"):
+            return to + value[1:]
+        if name in _DATA:
+            return value
+        if name in _NAMED and is_object(value):
+            return {chosen: moved(one) for chosen, one in value.items()}
+        return moved(value)
 
     try:
         return fields_of(moved(schema))

@@ -14,7 +14,7 @@ from tests.llm.engine.engines import CountingEngine, Reader
 from dynbus.bus.clock import monotonic
 from dynbus.bus.errors import HandlerError, InvalidRequest, Unavailable
 from dynbus.kvrouter.events import KvEvent
-from dynbus.llm.engine import Engine
+from dynbus.llm.engine import Engine, Step
 from dynbus.llm.engine.runner import MAX_JOINED_TOKENS, EngineRunner
 from dynbus.llm.engine.stepping import STEPS_AHEAD, STOP_TIMEOUT
 from dynbus.llm.generation import Generated, GenerateRequest
@@ -154,7 +154,7 @@ def test_only_requests_that_may_have_made_the_engine_fail_are_not_to_be_sent_els
     assert ended == ({"old": Unavailable, "new": HandlerError} if is_new else {"old": HandlerError})
 
 
-def test_a_request_that_cannot_go_on_ends_alone() -> None:
+def test_a_request_that_cannot_go_on_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
     async def story() -> None:
         engine = CountingEngine(allowed=1)
         async with EngineRunner(engine) as runner:
@@ -169,7 +169,36 @@ def test_a_request_that_cannot_go_on_ends_alone() -> None:
 
         assert isinstance(bad.error, HandlerError)
         assert "its logits are no numbers" in str(bad.error)
+        assert "bad failed: its logits are no numbers" in caplog.text
         assert good.token_ids == [0, 1, 2, 3, 4]
+
+    run(story())
+
+
+def test_who_asks_for_what_shows_to_be_impossible_is_told_why() -> None:
+    class Choosy(CountingEngine):
+        """Finds out with the second token."""
+
+        def step(self) -> Step:
+            step = super().step()
+            refusals = [
+                (name, "it is too much") for name, (_, made) in self.requests.items() if made > 1
+            ]
+            for name, _ in refusals:
+                del self.requests[name]
+            return step._replace(refusals=refusals)
+
+    async def story() -> None:
+        async with EngineRunner(Choosy()) as runner:
+            good, bad = Reader(), Reader()
+            runner.submit("bad", request(50), bad.reply)
+            runner.submit("good", request(1), good.reply)
+            await bad.closed()
+            await good.closed()
+
+        assert isinstance(bad.error, InvalidRequest)
+        assert "it is too much" in str(bad.error)
+        assert good.error is None
 
     run(story())
 

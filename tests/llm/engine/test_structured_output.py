@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from tests.llm.text.tiny_tokenizer import tiny_json, tiny_tokenizer
 
 from dynbus.llm.engine import Chunk, EngineLimits, ModelEngine
+from dynbus.llm.engine.constraint import Constraint
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling, StructuredOutput, Thinking
 from dynbus.llm.mock import MockEngine
+from dynbus.llm.structured import MAX_CHOICES
 
 TOKENS = tiny_tokenizer()
 # As many models have, there are more logits than tokens.
@@ -119,6 +121,7 @@ FORMS = [
     (StructuredOutput(json_schema=dict(SCHEMA)), _is_valid(SCHEMA)),
     (StructuredOutput(regex=r"[ab]{3}-\d{2,4}x"), _matches(r"[ab]{3}-\d{2,4}x")),
     (StructuredOutput(choice=['say "a"', "東京", "a\nb"]), _matches('say "a"|東京|a\nb')),
+    (StructuredOutput(choice=[f"c{at}" for at in range(MAX_CHOICES)]), _matches("c[0-9]{1,4}")),
     (StructuredOutput(grammar='start: "<" NAME ">"\nNAME: /[a-z]{1,9}/'), _matches("<[a-z]{1,9}>")),
 ]
 
@@ -359,6 +362,28 @@ def test_a_form_that_no_token_fits_ends_its_request_alone() -> None:
     assert request_id == "bound"
     assert "no token can be drawn that is in the form of its output" in why
     assert len(tokens) == 3
+
+
+def test_a_form_that_shows_to_be_too_much_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fill(constraint: Constraint) -> None:
+        constraint.error = "too many items"
+
+    monkeypatch.setattr(Constraint, "fill", fill)
+    engine = engine_of()
+    engine.add("bound", asked(StructuredOutput(regex="[0-9]{3}"), n=2))
+    engine.add("free", asked(None, max_tokens=3))
+
+    refusals: list[tuple[str, str]] = []
+    while engine.has_work:
+        step = engine.step()
+        assert not step.failures
+        refusals += step.refusals
+
+    assert refusals == [
+        ("bound", "structured: the form is too much for llguidance: too many items")
+    ]
 
 
 def test_engines_that_cannot_enforce_a_form_say_so() -> None:

@@ -142,6 +142,19 @@ def test_calls_that_are_required_have_the_form_of_any_tool() -> None:
     assert not takes(several, [{"name": "other", "parameters": {}}])
 
 
+def test_arguments_may_have_the_names_of_keywords() -> None:
+    keywords = ["default", "enum", "examples", "const", "$defs", "properties"]
+    parameters = {
+        "properties": {keyword: {"$ref": "#/$defs/default"} for keyword in keywords},
+        "$defs": {"default": {"type": "string"}},
+    }
+    form = tool_use([tool("f", parameters=parameters)], "required", None).forced_schema()
+
+    assert takes(form, [{"name": "f", "parameters": dict.fromkeys(keywords, "a")}])
+    for keyword in keywords:
+        assert not takes(form, [{"name": "f", "parameters": {keyword: 1}}])
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 @pytest.mark.parametrize("kind", ["string", ["array", "null"], 3])
 def test_arguments_that_are_no_object_are_refused(choice: Any, kind: Any) -> None:
