@@ -153,7 +153,8 @@ def forced_calls_parser(
     Args:
         tool_call_parser: whose ids the calls have; may be empty.
         function: whose arguments the output is, as a JSON object; None where it is a JSON array of
-            objects with `name` and `parameters`.
+            objects with `name` and `parameters`. Of an array that is cut off, calls stay as far as
+            their arguments came, and the rest is left out.
     """
     found = _FORMATS.get(tool_call_parser)
     return _TextParser(
@@ -196,6 +197,9 @@ def _read_content(text: IncomingText, out: DeltaBuilder) -> Reading[None]:
 def _read_array(text: IncomingText, out: DeltaBuilder) -> Reading[None]:
     text.keep()
     if (yield from text.skip_space()) == "[" and (yield from read_calls(text, out)):
+        text.let_go()
+    if text.has_ended:
+        # It was cut off within its form: what is left of that is no content.
         text.let_go()
     out.say(text.give_back())
 

@@ -364,10 +364,37 @@ def test_a_form_that_an_engine_enforces_from_the_start_is_no_reasoning() -> None
     assert read(answer, '{"a": 1}') == Read('{"a": 1}')
 
 
-def test_an_enforced_form_that_is_cut_off_before_it_begins_is_content() -> None:
+ENFORCED = (
+    '[{"name": "now", "parameters": {}} ,\r {"name": "get_weather", "parameters": {"city": 1}}]'
+)
+
+
+@pytest.mark.parametrize("end", range(len(ENFORCED)))
+def test_of_an_enforced_array_that_is_cut_off_nothing_is_content(end: int) -> None:
+    begun = ENFORCED.index("1}}") - len('{"city": ')
+    closed = len(ENFORCED) - len("}]")
+
+    found = read(
+        forced_calls_parser("", "", function=None, reasons_from_start=False), [ENFORCED[:end]]
+    )
+
+    assert found.content == ""
+    first = ENFORCED[ENFORCED.index("{}") : end][:2]
+    calls = [Call("now", first)] if first else []
+    if end > begun:
+        calls.append(Call("get_weather", ENFORCED[begun : min(end, closed)]))
+    assert found.calls == tuple(calls)
+
+
+@pytest.mark.parametrize(
+    "text", ["Hello", "[1, 2]", '[{"name": "now"} and more', '[{"name": 1}, {"name": "now"}]']
+)
+def test_what_is_not_of_the_enforced_form_is_content(text: str) -> None:
     parser = forced_calls_parser("", "", function=None, reasons_from_start=False)
 
-    assert read(parser, '[{"name": "no') == Read('[{"name": "no')
+    found = read(parser, text)
+
+    assert found.content == (" and more" if found.calls else text)
 
 
 # What holds for every output ---------------------------------------------------------------------
