@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from dynbus.llm.openai.errors import misfit, unsupported
-from dynbus.llm.openai.fields import fields_of, is_array, is_object
+from dynbus.llm.openai.fields import fields_of, is_array, is_object, text_of
 from dynbus.llm.openai.requests import Count, EngineFields, read_body
 
 
@@ -153,7 +153,7 @@ def _add_user(found: list[dict[str, Any]], content: object, where: str) -> None:
             found.append(
                 {
                     "role": "tool",
-                    "tool_call_id": _text(block, "tool_use_id", at),
+                    "tool_call_id": text_of(block, "tool_use_id", at),
                     "content": _result(block, at),
                 }
             )
@@ -184,7 +184,7 @@ def _assistant(content: object, where: str) -> dict[str, Any]:
         at = f"{where}[{place}]"
         kind = block.get("type")
         if kind == "thinking":
-            thoughts.append(_text(block, "thinking", at))
+            thoughts.append(text_of(block, "thinking", at))
         elif kind == "tool_use":
             calls.append(_call(block, at))
         elif kind != "redacted_thinking":
@@ -204,10 +204,10 @@ def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise misfit(f"{where}.input", "give an object")
     return {
-        "id": _text(block, "id", where),
+        "id": text_of(block, "id", where),
         "type": "function",
         "function": {
-            "name": _text(block, "name", where),
+            "name": text_of(block, "name", where),
             "arguments": msgspec.json.encode(arguments).decode(),
         },
     }
@@ -245,7 +245,7 @@ def _only_text(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = block.get("type")
     if kind != "text":
         raise unsupported(where, f"a block of the type {str(kind)[:40]!r} cannot be here")
-    return {"type": "text", "text": _text(block, "text", where)}
+    return {"type": "text", "text": text_of(block, "text", where)}
 
 
 def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -253,12 +253,12 @@ def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = block.get("type")
     source = fields_of(block.get("source"))
     if kind == "image" and source.get("type") == "url":
-        return _image(_text(source, "url", f"{where}.source"))
+        return _image(text_of(source, "url", f"{where}.source"))
     if kind == "image" and source.get("type") == "base64":
-        media = _text(source, "media_type", f"{where}.source")
-        return _image(f"data:{media};base64,{_text(source, 'data', f'{where}.source')}")
+        media = text_of(source, "media_type", f"{where}.source")
+        return _image(f"data:{media};base64,{text_of(source, 'data', f'{where}.source')}")
     if kind == "document" and source.get("type") == "text":
-        data = _text(source, "data", f"{where}.source")
+        data = text_of(source, "data", f"{where}.source")
         return _text_part(block.get("title"), block.get("context"), data)
     if kind == "search_result":
         content = _content(block.get("content"), where, _only_text)
@@ -278,13 +278,6 @@ def _image(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _text(block: Mapping[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise misfit(f"{where}.{name}", "give a string")
-    return value
-
-
 # Tools, thinking and the form of an answer ------------------------------------------------------
 
 
@@ -295,7 +288,7 @@ def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:
         raise unsupported(
             where, f"the tool {str(kind)[:40]!r} is Anthropic's; give tools with an input_schema"
         )
-    function: dict[str, Any] = {"name": _text(tool, "name", where)}
+    function: dict[str, Any] = {"name": text_of(tool, "name", where)}
     if not isinstance(tool.get("input_schema"), dict):
         raise misfit(f"{where}.input_schema", "give a JSON schema")
     function["parameters"] = tool["input_schema"]
@@ -310,7 +303,7 @@ def _tool_choice(choice: Mapping[str, Any]) -> Any:
         return None
     kind = choice.get("type")
     if kind == "tool":
-        return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
+        return {"type": "function", "function": {"name": text_of(choice, "name", "tool_choice")}}
     if kind not in ("auto", "any", "none"):
         raise misfit("tool_choice.type", "give 'auto', 'any', 'tool' or 'none'")
     return "required" if kind == "any" else kind

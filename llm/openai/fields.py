@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeGuard
+
+from .errors import misfit
 
 
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:
@@ -23,3 +26,18 @@ def fields_of(value: object) -> dict[str, Any]:
 def items_of(value: object) -> list[object]:
     """The items of an array; none of anything else."""
     return value if is_array(value) else []
+
+
+def text_of(fields: Mapping[str, Any], name: str, where: str) -> str:
+    """The text that an object has to have in a field.
+
+    Args:
+        where: the object is in the request.
+
+    Raises:
+        BadRequest: it has none.
+    """
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise misfit(f"{where}.{name}", "give a string")
+    return value

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgspec
 
 from dynbus.llm.generation import StructuredOutput
 from dynbus.llm.structured import check_structured
 
-from .errors import BadRequest
+from .errors import BadRequest, misfit
+from .fields import is_object
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -86,21 +87,20 @@ def _response_format(given: Mapping[str, Any]) -> StructuredOutput | None:
     if kind == "json_object":
         return StructuredOutput(json_schema=dict(_ANY_OBJECT))
     if kind != "json_schema":
-        raise _misfit("response_format.type", "give 'text', 'json_object' or 'json_schema'")
+        raise misfit("response_format.type", "give 'text', 'json_object' or 'json_schema'")
     described = given.get("json_schema")
     where = "response_format.json_schema"
-    if not isinstance(described, dict):
-        raise _misfit(where, "give an object with a name and a schema")
-    fields = cast("dict[str, Any]", described)
-    name = fields.get("name")
+    if not is_object(described):
+        raise misfit(where, "give an object with a name and a schema")
+    name = described.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _misfit(f"{where}.name", "give 1 to 64 letters, digits, underscores and dashes")
-    if not isinstance(fields.get("strict"), bool | None):
-        raise _misfit(f"{where}.strict", "give true or false")
-    schema = fields.get("schema", _ANY_OBJECT)
-    if not isinstance(schema, dict):
-        raise _misfit(f"{where}.schema", "give a JSON schema")
-    return StructuredOutput(json_schema=cast("dict[str, Any]", schema))
+        raise misfit(f"{where}.name", "give 1 to 64 letters, digits, underscores and dashes")
+    if not isinstance(described.get("strict"), bool | None):
+        raise misfit(f"{where}.strict", "give true or false")
+    schema = described.get("schema", _ANY_OBJECT)
+    if not is_object(schema):
+        raise misfit(f"{where}.schema", "give a JSON schema")
+    return StructuredOutput(json_schema=schema)
 
 
 def _structured_outputs(given: Mapping[str, Any]) -> StructuredOutput:
@@ -109,7 +109,7 @@ def _structured_outputs(given: Mapping[str, Any]) -> StructuredOutput:
     if asked.pop("json_object", None):
         asked["json"] = _ANY_OBJECT
     if len(asked) != 1 or not asked.keys() <= _FORMS.keys():
-        raise _misfit(where, f"give exactly one of {', '.join(_FORMS)} and json_object")
+        raise misfit(where, f"give exactly one of {', '.join(_FORMS)} and json_object")
     ((name, value),) = asked.items()
     return _vllm_form(f"{where}.{name}", name, value)
 
@@ -119,13 +119,9 @@ def _vllm_form(where: str, name: str, value: Any) -> StructuredOutput:
         try:
             value = msgspec.json.decode(value)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise _misfit(where, f"it is not JSON: {error}") from None
+            raise misfit(where, f"it is not JSON: {error}") from None
     try:
         return msgspec.convert({_FORMS[name]: value}, StructuredOutput)
     except msgspec.ValidationError:
         wanted = {"json": "a JSON schema", "choice": "a list of strings"}
-        raise _misfit(where, f"give {wanted.get(name, 'a string')}") from None
-
-
-def _misfit(where: str, why: str) -> BadRequest:
-    return BadRequest(f"{where}: {why}", param=where, status=422)
+        raise misfit(where, f"give {wanted.get(name, 'a string')}") from None

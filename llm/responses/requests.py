@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from dynbus.llm.generation import MAX_LOGPROBS
 from dynbus.llm.openai.errors import misfit, unsupported
-from dynbus.llm.openai.fields import fields_of, is_array, items_of
+from dynbus.llm.openai.fields import fields_of, is_array, items_of, text_of
 from dynbus.llm.openai.requests import Count, EngineFields, read_body
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -184,20 +184,20 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 def _take(item: Mapping[str, Any], where: str, conversation: _Conversation) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        role = _text(item, "role", where)
+        role = text_of(item, "role", where)
         if role not in _ROLES:
             raise misfit(f"{where}.role", f"give one of {', '.join(_ROLES)}")
         content = _content(item.get("content"), f"{where}.content")
         conversation.add("system" if role == "developer" else role, content)
     elif kind == "function_call":
         conversation.call(
-            _text(item, "call_id", where),
-            _text(item, "name", where),
-            _text(item, "arguments", where),
+            text_of(item, "call_id", where),
+            text_of(item, "name", where),
+            text_of(item, "arguments", where),
         )
     elif kind == "function_call_output":
         content = _content(item.get("output"), f"{where}.output")
-        conversation.answer(_text(item, "call_id", where), content)
+        conversation.answer(text_of(item, "call_id", where), content)
     elif kind == "reasoning":
         conversation.reason(_reasoning(item, where))
     elif kind == "item_reference":
@@ -207,13 +207,6 @@ def _take(item: Mapping[str, Any], where: str, conversation: _Conversation) -> N
 
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
-
-
-def _text(item: Mapping[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise misfit(f"{where}.{name}", "give a string")
-    return value
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
@@ -245,11 +238,11 @@ def _part(part: object, where: str) -> dict[str, Any]:
     fields = fields_of(part)
     kind = fields.get("type")
     if kind in ("input_text", "output_text", "text"):
-        return {"type": "text", "text": _text(fields, "text", where)}
+        return {"type": "text", "text": text_of(fields, "text", where)}
     if kind == "refusal":
-        return {"type": "text", "text": _text(fields, "refusal", where)}
+        return {"type": "text", "text": text_of(fields, "refusal", where)}
     if kind == "input_image" and fields.get("image_url") is not None:
-        image = {"url": _text(fields, "image_url", where), "detail": fields.get("detail")}
+        image = {"url": text_of(fields, "image_url", where), "detail": fields.get("detail")}
         return {
             "type": "image_url",
             "image_url": {name: value for name, value in image.items() if value is not None},
@@ -269,7 +262,7 @@ def _tool(tool: Mapping[str, Any], place: int, among: str = "tools") -> dict[str
         raise unsupported(
             where, f"tools of the type {str(kind)[:40]!r} are not here; give functions"
         )
-    function = {"name": _text(tool, "name", where)}
+    function = {"name": text_of(tool, "name", where)}
     for name in ("description", "parameters", "strict"):
         if tool.get(name) is not None:
             function[name] = tool[name]
@@ -280,7 +273,7 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> Any:
     if not isinstance(choice, Mapping):
         return choice
     if choice.get("type") == "function":
-        return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
+        return {"type": "function", "function": {"name": text_of(choice, "name", "tool_choice")}}
     if choice.get("type") == "allowed_tools":
         tools = [
             _tool(fields_of(tool), place, "tool_choice.tools")
