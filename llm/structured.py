@@ -34,6 +34,8 @@ MAX_MARKER: Final = 64
 """Characters of each text around thinking."""
 
 _KINDS: Final = ("json_schema", "regex", "choice", "grammar")
+# The objects that take what the schemas true and false take.
+_BOOLEANS: Final[dict[bool, dict[str, Any]]] = {True: {}, False: {"not": {}}}
 
 
 def check_structured(structured: StructuredOutput) -> None:
@@ -141,7 +143,7 @@ def grammar_of(structured: StructuredOutput) -> str:
     if structured.json_schema is not None:
         schema = structured.json_schema
         if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
+            schema = _BOOLEANS[schema]
         text = msgspec.json.encode(schema).decode()
         return matcher.grammar_from_json_schema(text, _JSON_OPTIONS)
     if structured.regex is not None:

@@ -147,36 +147,37 @@ def _schemas() -> st.SearchStrategy[Any]:
     leaves: st.SearchStrategy[Any] = st.one_of(
         st.just({"type": "boolean"}),
         st.just({"type": "null"}),
-        st.builds(
-            lambda least, more: {"type": "integer", "minimum": least, "maximum": least + more},
-            st.integers(-50, 50),
-            st.integers(0, 100),
-        ),
-        st.builds(lambda most: {"type": "string", "maxLength": most}, st.integers(0, 4)),
-        st.builds(lambda one: {"enum": one}, st.lists(words, min_size=1, max_size=3, unique=True)),
-        st.builds(lambda one: {"const": one}, words),
+        st.builds(_integers, st.integers(-50, 50), st.integers(0, 100)),
+        st.integers(0, 4).map(lambda most: {"type": "string", "maxLength": most}),
+        st.lists(words, min_size=1, max_size=3, unique=True).map(lambda these: {"enum": these}),
+        words.map(lambda one: {"const": one}),
     )
     return st.recursive(
         leaves,
         lambda inner: st.one_of(
-            st.builds(
-                lambda items, most: {"type": "array", "items": items, "maxItems": most},
-                inner,
-                st.integers(0, 2),
-            ),
-            st.builds(
-                lambda fields: {
-                    "type": "object",
-                    "properties": fields,
-                    "required": sorted(fields)[::2],
-                    "additionalProperties": False,
-                },
-                st.dictionaries(words, inner, max_size=3),
-            ),
-            st.builds(lambda one, other: {"anyOf": [one, other]}, inner, inner),
+            st.builds(_arrays, inner, st.integers(0, 2)),
+            st.dictionaries(words, inner, max_size=3).map(_objects),
+            st.lists(inner, min_size=2, max_size=2).map(lambda two: {"anyOf": two}),
         ),
         max_leaves=4,
     )
+
+
+def _integers(least: int, more: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": least, "maximum": least + more}
+
+
+def _arrays(items: Any, most: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, "maxItems": most}
+
+
+def _objects(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": sorted(fields)[::2],
+        "additionalProperties": False,
+    }
 
 
 @settings(max_examples=40, deadline=None)
