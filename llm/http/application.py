@@ -157,12 +157,12 @@ class Application:
         if page is None and path not in EXCHANGES:
             kept = "responses are not kept here: " if path.startswith("/v1/responses/") else ""
             why = f"{kept}there is no {path[:200]!r} here; see /docs"
-            return _refused(path, 404, why, "not_found")
+            return _refused(path, 404, why, "not_found", caller)
         if page is None or method not in ("GET", "HEAD"):
             allowed = "POST" if path in EXCHANGES else "GET"
             why = f"{path} takes {allowed}, not {method}"
             headers = [(b"allow", allowed.encode())]
-            return _refused(path, 405, why, "method_not_allowed", headers)
+            return _refused(path, 405, why, "method_not_allowed", caller, headers)
         return await page(caller)
 
     async def _send(self, response: Response, method: str, caller: Caller, send: Send) -> None:
@@ -251,11 +251,16 @@ def _error(told: ErrorAnswer, *, in_browser: bool) -> Response:
     return Response(told.status, told.body, (JSON, *raw_headers(headers)))
 
 
-def _refused(path: str, status: int, message: str, code: str, headers: Headers = ()) -> Response:
+def _refused(
+    path: str, status: int, message: str, code: str, caller: Caller, headers: Headers = ()
+) -> Response:
+    told: dict[str, Any]
     if path.startswith(ANTHROPICS):
-        return json_response(anthropics_error(status, message), status, headers)
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return json_response({"error": error}, status, headers)
+        told = anthropics_error(status, message, caller.request_id)
+    else:
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        told = {"error": {**error, "request_id": caller.request_id}}
+    return json_response(told, status, headers)
 
 
 _started: Final = int(time.time())

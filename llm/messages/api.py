@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Final
 
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.openai.api import Asked
-from dynbus.llm.openai.errors import ErrorAnswer
+from dynbus.llm.openai.errors import ErrorAnswer, by_own_names
 from dynbus.llm.openai.requests import chat_of, encode_body
 
 from .answer import MessageFormat
 from .errors import message_error
 from .requests import chat_body, read_messages
+
+_NAMES: Final[Mapping[str, str]] = {
+    "messages": "messages",
+    "response_format": "output_config.format",
+}
 
 
 class MessagesApi:
@@ -29,4 +36,4 @@ class MessagesApi:
 
     def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
         """An error as Anthropic's clients expect it."""
-        return message_error(error, request_id)
+        return message_error(by_own_names(error, _NAMES), request_id)

@@ -37,14 +37,14 @@ def message_error(error: DynbusError, request_id: str = "") -> ErrorAnswer:
 def message_error_body(error: DynbusError, request_id: str = "") -> bytes:
     """An error as a JSON object, as in a stream that has begun."""
     fields = error_fields(error, request_id)
-    told = anthropics_error(_status(error), fields["message"])
-    return msgspec.json.encode({**told, "request_id": fields["request_id"]})
+    told = anthropics_error(_status(error), fields["message"], fields["request_id"])
+    return msgspec.json.encode(told)
 
 
-def anthropics_error(status: int, message: str) -> dict[str, Any]:
-    """An error as a JSON object, without the request's id."""
+def anthropics_error(status: int, message: str, request_id: str | None) -> dict[str, Any]:
+    """An error as a JSON object."""
     kind = _TYPES.get(status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def _status(error: DynbusError) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +18,8 @@ from dynbus.bus.errors import (
     StreamLost,
     UnknownOutcome,
 )
+
+_FIELD: Final = re.compile(r"\w+")
 
 
 class BadRequest(InvalidRequest):
@@ -49,6 +52,24 @@ def unsupported(param: str, why: str) -> BadRequest:
 def misfit(param: str, why: str) -> BadRequest:
     """A field is not what it must be."""
     return BadRequest(f"{param}: {why}", param=param, status=422)
+
+
+def by_own_names(error: DynbusError, names: Mapping[str, str]) -> DynbusError:
+    """A refusal of a chat, for the client of another interface whose request became that chat.
+
+    Args:
+        names: what the request calls fields of the chat. What a refusal says of a place within one
+            is left out: the request may have other places.
+    """
+    if not isinstance(error, BadRequest):
+        return error
+    field = _FIELD.match(error.param)
+    name = names.get(field[0]) if field is not None else None
+    if field is None or name is None:
+        return error
+    named = re.compile(rf"(?<![\w'-]){field[0]}(?:\[\d+\]|\.\w+)*(?![\w'-])")
+    message = named.sub(lambda _: name, error.message)
+    return BadRequest(message, param=name, reason=error.reason, status=error.status)
 
 
 class ModelNotFound(DynbusError):

@@ -28,6 +28,7 @@ DEFAULT_COMPLETION_TOKENS: Final = 16
 
 _MAX_REASON: Final = 400
 _PATH: Final = re.compile(r" - at `\$\.?(.*)`$")
+_MISSING: Final = re.compile(r"missing required field `(\w+)`$")
 
 Count = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -359,7 +360,11 @@ def _misfit(error: msgspec.ValidationError) -> BadRequest:
     text = str(error)
     path = _PATH.search(text)
     if path is None:
-        return BadRequest(f"the request does not fit: {text[:_MAX_REASON]}", status=422)
+        missing = _MISSING.search(text)
+        param = missing[1] if missing is not None else ""
+        return BadRequest(
+            f"the request does not fit: {text[:_MAX_REASON]}", param=param, status=422
+        )
     param = path[1]
     # It may say the value, of whatever length.
     why = text[: path.start()][:_MAX_REASON]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Final
 
 from dynbus.bus.errors import DynbusError
 from dynbus.llm.openai.api import Asked
-from dynbus.llm.openai.errors import ErrorAnswer, answer_of
+from dynbus.llm.openai.errors import ErrorAnswer, answer_of, by_own_names
 from dynbus.llm.openai.requests import chat_of, encode_body
 
 from .answer import ResponseFormat, repeated_fields
 from .requests import chat_body, read_responses
+
+_NAMES: Final[Mapping[str, str]] = {"messages": "input", "response_format": "text.format"}
 
 
 class ResponsesApi:
@@ -29,4 +33,4 @@ class ResponsesApi:
 
     def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:
         """An error as OpenAI's clients expect it."""
-        return answer_of(error, request_id)
+        return answer_of(by_own_names(error, _NAMES), request_id)

@@ -228,6 +228,17 @@ async def test_errors_have_anthropics_shape() -> None:
     assert "secret" not in str(hidden.value)
 
 
+async def test_refusals_name_what_the_request_has() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+    shown = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    form = {"type": "json_schema", "schema": {"type": "object", "not": {}}}
+    async with asked() as (_, client):
+        with pytest.raises(anthropic.BadRequestError, match="messages: parts of the type"):
+            await create(client, **said("", system="Look.", messages=shown))
+        with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format: "):
+            await create(client, **said("hi", output_config={"format": form}))
+
+
 async def test_tokens_are_counted_as_the_model_gets_them() -> None:
     request = said("say hi", system="Be brief.")
     async with asked() as (front, client):
@@ -253,6 +264,8 @@ async def test_models_are_listed_as_anthropic_does() -> None:
     assert (tiny.id, tiny.max_input_tokens) == ("tiny", 2000)
     assert refused.value.status_code == 405
     assert refused.value.type == "invalid_request_error"
+    body: Any = refused.value.body
+    assert body["request_id"] == refused.value.response.headers["request-id"]
 
 
 async def test_its_key_is_that_of_a_tenant(tmp_path: Path) -> None:

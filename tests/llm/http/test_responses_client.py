@@ -191,6 +191,25 @@ async def test_what_is_not_kept_is_refused_with_the_reason() -> None:
     assert raised.value.param == "previous_response_id"
 
 
+async def test_refusals_name_what_the_request_has() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+    shown: Any = [{"role": "user", "content": [image]}]
+    form: Any = {"type": "json_schema", "name": "x", "schema": {"type": "object", "not": {}}}
+    async with asked() as (_, client):
+        with pytest.raises(openai.BadRequestError, match="input: parts of the type") as part:
+            await client.responses.create(model="tiny", instructions="Look.", input=shown)
+        with pytest.raises(openai.BadRequestError, match="and input has .* shorten input") as long:
+            await client.responses.create(model="tiny", input="messages " * 3000)
+        with pytest.raises(openai.BadRequestError, match=r"text\.format: ") as unfit:
+            await client.responses.create(model="tiny", input="hi", text={"format": form})
+        missing: Any = client.post("/responses", body={"model": "tiny"}, cast_to=object)
+        with pytest.raises(openai.UnprocessableEntityError) as nothing:
+            await missing
+
+    assert [each.value.param for each in (part, long, nothing)] == ["input"] * 3
+    assert unfit.value.param == "text.format"
+
+
 async def test_an_engine_that_fails_within_a_stream_fails_the_response() -> None:
     async with asked() as (_, client):
         stream = await client.responses.create(model="tiny", input="break x", stream=True)
