@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 from tests.conditions import eventually
 from tests.llm.http.served import FixedCatalog, card
@@ -12,8 +14,10 @@ from tests.llm.pipeline.test_serving import ask
 
 from dynbus import Actor, handler
 from dynbus.bus.errors import ConfigError, DynbusError
+from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import Generated, GenerateRequest
 from dynbus.llm.models.card import ModelType
+from dynbus.llm.openai.embeddings import EmbeddingsFormat, read_embeddings
 from dynbus.llm.openai.errors import ModelNotFound
 from dynbus.llm.pipeline import RoutingChoice
 from dynbus.llm.pipeline.models import Models
@@ -35,6 +39,12 @@ class Engine(Actor, namespace="test"):
         """One token."""
         self.asked.append(request.lora_name)
         yield Generated([5], finish_reason="length")
+
+    @handler
+    async def embed(self, request: EmbedRequest) -> Embedded:
+        """One number."""
+        self.asked.append(request.lora_name)
+        return Embedded([1.0])
 
 
 def base_and_adapter() -> FixedCatalog:
@@ -77,6 +87,43 @@ def test_requests_go_to_instances_that_have_loaded_the_adapter(routing: RoutingC
                 assert one.router is two.router
 
     run(story())
+
+
+def test_embeddings_are_those_of_the_adapter_that_is_asked_for() -> None:
+    embedding: Any = {"types": ["embedding"]}
+    cards = {
+        "tiny": card("tiny", "test.Engine.embed", **embedding),
+        "legal": card(
+            "legal", "test.Engine.embed", base_model="tiny", lora_name="law", **embedding
+        ),
+    }
+
+    async def story() -> None:
+        async with TestKit() as kit:
+            instances = [await kit.start(Engine) for _ in range(2)]
+            having: Any = instances[1].actor
+            having.loaded = ["law"]
+            await instances[1].renew_metadata()
+            async with Models(kit.caller, FixedCatalog(cards)) as models:
+                await eventually(lambda: models.names == ["legal", "tiny"])
+                for _ in range(4):
+                    for name in models.names:
+                        await embed(models, name)
+        asked = [one for instance in instances for one in cast("Any", instance.actor).asked]
+        assert having.asked.count("law") == asked.count("law") == 4
+        assert asked.count(None) == 4
+
+    run(story())
+
+
+async def embed(models: Models, name: str) -> None:
+    body = json.dumps({"model": name, "input": "a cat"}).encode()
+    opened = await models.get(name, ModelType.Embedding)
+    request = read_embeddings(body)
+    made = await opened.prepare_embeddings(
+        request, msgspec.Raw(body), EmbeddingsFormat(request, "1"), None
+    )
+    await opened.embed(made)
 
 
 def test_an_adapter_that_was_unloaded_is_no_model_any_more() -> None:
