@@ -59,7 +59,7 @@ class CompletionExchange(Exchange):
         metrics = self._ask_for(request.model, request.priority or 0)
         timing.observe = metrics.inter_token_latency.observe
         body = self._for_engines(asked.body)
-        inquiry = Inquiry(request, body, format, caller.tenant or None)
+        inquiry = Inquiry(request, body, format, caller.tenant or None, asked.shortens)
         begun = time.perf_counter()
         sink: Sink = self._writer
         if self._content is not None and format.frame is not None:

@@ -32,6 +32,8 @@ class MessagesApi:
             chat_of(body),
             encode_body(body),
             partial(MessageFormat, request.model),
+            # Clients have to give a limit, and give that of Anthropic's models.
+            shortens=True,
         )
 
     def refusal(self, error: DynbusError, request_id: str) -> ErrorAnswer:

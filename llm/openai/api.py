@@ -22,11 +22,14 @@ class Asked(NamedTuple):
         body: the request as a body of OpenAI's chat completions or completions, for engines that
             take text.
         format: how it is to be answered, given the id of the request.
+        shortens: whether a limit of tokens that the context has no room for is brought down to
+            what it has; it is refused elsewhere.
     """
 
     request: ChatRequest | CompletionRequest
     body: bytes
     format: Callable[[str], AnswerFormat]
+    shortens: bool = False
 
 
 class Api(Protocol):

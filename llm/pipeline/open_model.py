@@ -32,12 +32,14 @@ class Inquiry:
         body: all of it, for engines that take text.
         format: how it is answered.
         cache_salt: requests share cached blocks only where it is the same.
+        shortens: see `prepare`; engines that take text get the limit as it is.
     """
 
     request: ChatRequest | CompletionRequest
     body: msgspec.Raw
     format: AnswerFormat
     cache_salt: str | None = None
+    shortens: bool = False
 
 
 class OpenModel:
@@ -115,7 +117,12 @@ class OpenModel:
                 routed_as=routed_as,
             )
         prepared = await prepare(
-            self._text, self._limits, request, inquiry.format, cache_salt=inquiry.cache_salt
+            self._text,
+            self._limits,
+            request,
+            inquiry.format,
+            cache_salt=inquiry.cache_salt,
+            shortens=inquiry.shortens,
         )
         return TokenCompletion(prepared, sink, timing)
 

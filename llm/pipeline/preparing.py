@@ -66,12 +66,15 @@ async def prepare(
     format: AnswerFormat,
     *,
     cache_salt: str | None,
+    shortens: bool = False,
 ) -> Prepared:
     """A request with its prompts as token ids.
 
     Args:
         format: how its answer is told.
         cache_salt: see `GenerateRequest`.
+        shortens: whether `max_tokens` for which the context has no room becomes what it has room
+            for; it is refused elsewhere.
 
     Raises:
         BadRequest: a message or a prompt does not fit, or is too long.
@@ -106,6 +109,9 @@ async def prepare(
             f"{MAX_OUTPUTS} are made for one request",
             param="n",
         )
+    if shortens and max_tokens is not None and limits.context_length is not None:
+        room = limits.context_length - max(map(len, prompts))
+        max_tokens = min(max_tokens, max(room, 1))
     for prompt in prompts:
         check_length(prompt, max_tokens, limits.context_length, what, request.model)
     stops = request.stops()

@@ -88,6 +88,18 @@ async def test_a_message_is_answered_whole_and_as_a_stream() -> None:
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
 
 
+async def test_a_limit_that_the_context_has_no_room_for_becomes_what_it_has() -> None:
+    async with asked() as (front, client):
+        message = await create(client, **said("say Paris is it.", max_tokens=20_000))
+        async with client.messages.stream(**said("say Paris.", max_tokens=32_000)) as stream:
+            streamed = await stream.get_final_message()
+        with pytest.raises(anthropic.BadRequestError, match="2000 tokens, and messages has"):
+            await create(client, **said("say " + "Paris " * 3000, max_tokens=20_000))
+
+    assert (message.stop_reason, streamed.stop_reason) == ("end_turn", "end_turn")
+    assert [one.max_tokens + len(one.token_ids) for one in front.engine.requests] == [2000, 2000]
+
+
 async def test_tools_are_used_and_their_results_sent_back() -> None:
     call = {"index": 0, "id": "toolu_1", "type": "function"}
     async with asked() as (front, client):

@@ -35,6 +35,25 @@ async def test_token_ids_that_are_too_many_are_refused_before_anything_is_made_o
         )
 
 
+@pytest.mark.parametrize(("over", "given"), [(-1, -1), (0, 0), (1, 0)])
+async def test_a_limit_above_the_room_is_brought_down_to_it_where_that_is_asked_for(
+    over: int, given: int
+) -> None:
+    room = 2000 - len(tiny_tokenizer().encode("say yes"))
+    request = completion_of({"model": "tiny", "prompt": "say yes", "max_tokens": room + over})
+
+    prepared = await prepare(
+        TextModel("tiny", tiny_tokenizer()),
+        ModelLimits(2000, [2]),
+        request,
+        CompletionFormat(AnswerHead("cmpl-1", 0, "tiny")),
+        cache_salt=None,
+        shortens=True,
+    )
+
+    assert prepared.requests[0].max_tokens == room + given
+
+
 async def test_a_stop_string_has_a_limit() -> None:
     request = completion_of({"model": "tiny", "prompt": "a", "stop": ["b", "a" * 257], "n": 128})
 
