@@ -155,7 +155,7 @@ class Application:
         if page is None and path.startswith("/v1/models/"):
             page = partial(self._model, path.removeprefix("/v1/models/"))
         if page is None and path not in EXCHANGES:
-            kept = "responses are not kept here: " if path.startswith("/v1/responses/") else ""
+            kept = "responses are not stored: " if path.startswith("/v1/responses/") else ""
             why = f"{kept}there is no {path[:200]!r} here; see /docs"
             return _refused(path, 404, why, "not_found", caller)
         if page is None or method not in ("GET", "HEAD"):

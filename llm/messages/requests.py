@@ -67,9 +67,9 @@ def chat_body(request: ConversationRequest) -> dict[str, Any]:
         BadRequest: it has a block or a tool that a chat cannot have.
     """
     if request.container is not None:
-        raise unsupported("container", "nothing runs in containers here; remove this field")
+        raise unsupported("container", "containers are not supported; remove this field")
     if request.mcp_servers:
-        raise unsupported("mcp_servers", "MCP servers are not asked here; give tools")
+        raise unsupported("mcp_servers", "MCP servers are not supported; give tools")
     choice = request.tool_choice or {}
     fields: dict[str, Any] = {
         "model": request.model,
@@ -117,7 +117,7 @@ def _conversation(request: ConversationRequest) -> list[dict[str, Any]]:
     if request.messages[-1].get("role") == "assistant":
         raise unsupported(
             "messages",
-            "the last one is the assistant's, and going on from it is not supported; end with the "
+            "the last message is the assistant's, and continuing it is not supported; end with the "
             "user's",
         )
     for message in found:
@@ -244,7 +244,7 @@ def _block(block: object, where: str) -> dict[str, Any]:
 def _only_text(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = block.get("type")
     if kind != "text":
-        raise unsupported(where, f"a block of the type {str(kind)[:40]!r} cannot be here")
+        raise unsupported(where, f"blocks of the type {str(kind)[:40]!r} are not supported here")
     return {"type": "text", "text": text_of(block, "text", where)}
 
 
@@ -265,7 +265,8 @@ def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
         return _text_part(block.get("title"), block.get("source"), content)
     if kind in ("image", "document"):
         raise unsupported(
-            f"{where}.source", f"a source of the type {str(source.get('type'))[:40]!r} is not read"
+            f"{where}.source",
+            f"sources of the type {str(source.get('type'))[:40]!r} are not supported",
         )
     return _only_text(block, where)
 
@@ -286,7 +287,8 @@ def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise unsupported(
-            where, f"the tool {str(kind)[:40]!r} is Anthropic's; give tools with an input_schema"
+            where,
+            f"the server tool {str(kind)[:40]!r} is not supported; give tools with an input_schema",
         )
     function: dict[str, Any] = {"name": text_of(tool, "name", where)}
     if not isinstance(tool.get("input_schema"), dict):

@@ -108,17 +108,12 @@ class CommonRequest(EngineFields, frozen=True, kw_only=True):
         """
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MAX_STOPS or not all(stops):
-            raise BadRequest(
-                f"stop: give at most {MAX_STOPS} strings, none of them empty",
-                param="stop",
-                status=422,
-            )
+            raise misfit("stop", f"give at most {MAX_STOPS} strings, none of them empty")
         longest = max(map(len, stops), default=0)
         if longest > MAX_STOP_CHARACTERS:
-            raise BadRequest(
-                f"stop: a string has {longest} characters; at most {MAX_STOP_CHARACTERS} are taken",
-                param="stop",
-                status=422,
+            raise misfit(
+                "stop",
+                f"a string has {longest} characters; at most {MAX_STOP_CHARACTERS} are taken",
             )
         return stops
 
@@ -155,11 +150,7 @@ class CommonRequest(EngineFields, frozen=True, kw_only=True):
         found: dict[int, float] = {}
         for key, bias in biases.items():
             if not (key.isascii() and key.isdigit() and len(key) <= 10):
-                raise BadRequest(
-                    f"logit_bias: {key[:40]!r} is no token id",
-                    param="logit_bias",
-                    status=422,
-                )
+                raise misfit("logit_bias", f"{key[:40]!r} is no token id")
             found[int(key)] = bias
         return found
 

@@ -57,19 +57,17 @@ def read_responses(data: bytes) -> ResponsesRequest:
     if request.previous_response_id is not None:
         raise unsupported(
             "previous_response_id",
-            "responses are not kept here; send the items of the conversation as input",
+            "responses are not stored; send the items of the conversation as input",
         )
     if request.conversation is not None:
         raise unsupported(
             "conversation",
-            "conversations are not kept here; send the items of this one as input",
+            "conversations are not stored; send the items of this one as input",
         )
     if request.prompt is not None:
-        raise unsupported("prompt", "prompts are not kept here; send its text as instructions")
+        raise unsupported("prompt", "prompts are not stored; send its text as instructions")
     if request.background:
-        raise unsupported(
-            "background", "responses are not kept here; wait for this one, or stream it"
-        )
+        raise unsupported("background", "responses are not stored; wait for this one, or stream it")
     return request
 
 
@@ -201,7 +199,7 @@ def _take(item: Mapping[str, Any], where: str, conversation: _Conversation) -> N
     elif kind == "reasoning":
         conversation.reason(_reasoning(item, where))
     elif kind == "item_reference":
-        raise unsupported(where, "items are not kept here; send the item itself")
+        raise unsupported(where, "items are not stored; send the item itself")
     else:
         raise unsupported(where, f"items of the type {str(kind)[:40]!r} are not supported")
 
@@ -248,7 +246,7 @@ def _part(part: object, where: str) -> dict[str, Any]:
             "image_url": {name: value for name, value in image.items() if value is not None},
         }
     if isinstance(kind, str):
-        raise unsupported(where, f"parts of the type {kind[:40]!r} are not supported like this")
+        raise unsupported(where, f"parts of the type {kind[:40]!r} are not supported in this form")
     raise misfit(where, "give {'type': 'input_text', 'text': '...'}")
 
 
@@ -260,7 +258,7 @@ def _tool(tool: Mapping[str, Any], place: int, among: str = "tools") -> dict[str
     kind = tool.get("type")
     if kind != "function":
         raise unsupported(
-            where, f"tools of the type {str(kind)[:40]!r} are not here; give functions"
+            where, f"tools of the type {str(kind)[:40]!r} are not supported; give functions"
         )
     function = {"name": text_of(tool, "name", where)}
     for name in ("description", "parameters", "strict"):

@@ -193,7 +193,7 @@ class VllmWorker(NamedWorker, namespace="llm"):
             tasks = await self._engine().llm.get_supported_tasks()
             if "embed" not in tasks:
                 raise ConfigError(
-                    f"vLLM makes no embeddings with this model: it is for {', '.join(tasks)}"
+                    f"vLLM makes no embeddings with this model; it supports {', '.join(tasks)}"
                 )
         await super().on_engine(limits)
         for name, path in self._lora_modules.items():

@@ -373,7 +373,7 @@ class VllmStepper:
                     # It was cancelled before vLLM had it.
                     self._abort(name)
             if self._asked.get(request_id) is asked and (output is None or not output.finished):
-                self._fail(request_id, "vLLM has lost it")
+                self._fail(request_id, "vLLM ended its stream without a finish reason")
 
     async def _embed(self, request_id: str, asked: _Asked) -> None:
         """Read the embedding that vLLM makes of a text."""
@@ -387,7 +387,7 @@ class VllmStepper:
                     self._embedded.append((request_id, embedded(output)))
                     self._news.set()
             if self._asked.get(request_id) is asked:
-                self._fail(request_id, "vLLM has lost it")
+                self._fail(request_id, "vLLM ended its stream without a finish reason")
 
     @contextmanager
     def _ending(self, request_id: str, asked: _Asked) -> Generator[None]:

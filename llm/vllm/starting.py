@@ -170,7 +170,7 @@ def _refused(error: Exception | str) -> ConfigError:
         where = ".".join(map(str, first["loc"]))
         why = (where and f"{where}: ") + first["msg"].removeprefix("Value error, ")
     why = " ".join(_OF_PYDANTIC.sub("", why).split())
-    return ConfigError(f"vLLM does not take its arguments: {why}")
+    return ConfigError(f"vLLM refuses its arguments: {why}")
 
 
 _OF_PYDANTIC: Final = re.compile(r"\[type=.*\]$|For further information visit .*$", re.MULTILINE)

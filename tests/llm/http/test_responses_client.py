@@ -181,9 +181,9 @@ async def test_the_form_of_a_text_is_a_pydantic_model() -> None:
 
 async def test_what_is_not_kept_is_refused_with_the_reason() -> None:
     async with asked() as (_, client):
-        with pytest.raises(openai.BadRequestError, match="responses are not kept here") as raised:
+        with pytest.raises(openai.BadRequestError, match="responses are not stored") as raised:
             await client.responses.create(model="tiny", input="hi", previous_response_id="resp_1")
-        with pytest.raises(openai.NotFoundError, match="responses are not kept here"):
+        with pytest.raises(openai.NotFoundError, match="responses are not stored"):
             await client.responses.retrieve("resp_1")
         with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
             await client.responses.create(model="other", input="hi")

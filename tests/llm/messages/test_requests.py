@@ -172,7 +172,7 @@ def test_a_count_needs_no_limit() -> None:
     ("fields", "param", "why"),
     [
         ({"messages": []}, "messages", "give at least one"),
-        ({"messages": [USER, {"role": "assistant", "content": "("}]}, "messages", "going on from"),
+        ({"messages": [USER, {"role": "assistant", "content": "("}]}, "messages", "continuing it"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role", "'user' or 'assist"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "a string or a list of blocks"),
         (
@@ -183,7 +183,7 @@ def test_a_count_needs_no_limit() -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
             "messages[0].content[0]",
-            "'audio' cannot be here",
+            "'audio' are not supported here",
         ),
         (
             {
@@ -192,9 +192,9 @@ def test_a_count_needs_no_limit() -> None:
                 ]
             },
             "messages[0].content[0].source",
-            "'file' is not read",
+            "'file' are not supported",
         ),
-        ({"tools": [{"type": "web_search_20250305"}]}, "tools[0]", "is Anthropic's"),
+        ({"tools": [{"type": "web_search_20250305"}]}, "tools[0]", "is not supported"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "give a JSON schema"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type", "give 'auto', 'any'"),
         ({"thinking": {"type": "loud"}}, "thinking.type", "give 'enabled'"),

@@ -150,7 +150,7 @@ def test_a_choice_among_some_tools_is_the_chats() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "why"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "responses are not kept here"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "responses are not stored"),
         ({"conversation": "conv_1"}, "conversation", "send the items of this one"),
         ({"background": True}, "background", "wait for this one, or stream it"),
         ({"prompt": {"id": "p"}}, "prompt", "send its text as instructions"),
