@@ -190,6 +190,20 @@ def check_name(name: object) -> str:
     )
 
 
+def check_lora_name(name: object) -> str:
+    """Return `name` when an adapter may be called so.
+
+    Instances announce the names of theirs with commas between them.
+
+    Raises:
+        ConfigError: no model may be called so, or it has a comma.
+    """
+    checked = check_name(name)
+    if "," in checked:
+        raise ConfigError(f"the adapter's name {name!r} has a comma: give it another one")
+    return checked
+
+
 def check_user_data(user_data: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The custom data of a card, as JSON has it.
 

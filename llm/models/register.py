@@ -27,6 +27,7 @@ from .card import (
     ModelCard,
     ModelInput,
     ModelType,
+    check_lora_name,
     check_name,
     check_reasoning_parser,
     check_sampling,
@@ -212,7 +213,7 @@ async def register_adapter(
         The card, as it is stored.
 
     Raises:
-        ConfigError: the name is not usable; or another card of it says otherwise, and in what.
+        ConfigError: a name is not usable; or another card of it says otherwise, and in what.
         Unavailable: JetStream does not answer.
     """
     target = _target(endpoint)
@@ -220,7 +221,7 @@ async def register_adapter(
         base,
         name=check_name(name),
         base_model=base.name,
-        lora_name=lora_name,
+        lora_name=check_lora_name(lora_name),
         created=unix_time(),
     )
     # Its files are kept for the model.

@@ -25,7 +25,14 @@ from dynbus.bus.errors import (
     Unavailable,
 )
 from dynbus.kvrouter.routing import DP_RANK_KEY, profiles
-from dynbus.llm.models.card import MAX_NAME, ModelCard, ModelInput, ModelType, check_name
+from dynbus.llm.models.card import (
+    MAX_NAME,
+    ModelCard,
+    ModelInput,
+    ModelType,
+    check_lora_name,
+    check_name,
+)
 from dynbus.llm.models.register import register_adapter, register_llm
 from dynbus.llm.pipeline.routed_prompts import TOKENIZES_KEY
 
@@ -436,9 +443,10 @@ def _own(name: str, text: str, index: int) -> str:
 
 
 def _is_usable(model: ServerModel) -> bool:
-    """Whether a model can have its name here; those of adapters are told with commas between."""
+    """Whether a model can have its name here."""
+    check = check_lora_name if model.parent else check_name
     try:
-        check_name(model.name)
+        check(model.name)
     except ConfigError:
         return False
-    return not (model.parent and "," in model.name)
+    return True

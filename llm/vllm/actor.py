@@ -19,7 +19,7 @@ from dynbus.bus.errors import ConfigError, InvalidRequest, Unavailable
 from dynbus.kvrouter.routing import profiles
 from dynbus.llm.engine.interface import EngineLimits
 from dynbus.llm.engine.runner import EventSink
-from dynbus.llm.models.card import check_name, check_reasoning_parser
+from dynbus.llm.models.card import check_lora_name, check_reasoning_parser
 from dynbus.llm.models.register import register_adapter
 from dynbus.llm.models.source import LocalModel
 from dynbus.llm.named import NamedWorker
@@ -253,11 +253,9 @@ class VllmWorker(NamedWorker, namespace="llm"):
 
     async def _load_adapter(self, name: str, path: str) -> None:
         try:
-            check_name(name)
+            check_lora_name(name)
         except ConfigError as error:
             raise InvalidRequest(str(error)) from None
-        if "," in name:
-            raise InvalidRequest(f"the adapter's name {name!r} has a comma: give it another one")
         if await self._engine().load_adapter(name, path):
             self._cleared()
         if name not in self._adapters:

@@ -10,6 +10,7 @@ from dynbus.llm.models.card import (
     ModelCard,
     ModelInput,
     ModelType,
+    check_lora_name,
     check_name,
     check_reasoning_parser,
     check_tool_call_parser,
@@ -69,6 +70,13 @@ def test_cards_for_different_requests_may_differ() -> None:
 def test_a_name_that_is_not_usable_is_refused(name: object) -> None:
     with pytest.raises(ConfigError, match="model_name"):
         check_name(name)
+
+
+def test_an_adapters_name_has_no_comma_since_instances_announce_a_list_of_them() -> None:
+    assert check_lora_name("math") == "math"
+    for name in ("math,law", ""):
+        with pytest.raises(ConfigError):
+            check_lora_name(name)
 
 
 @pytest.mark.parametrize("user_data", [{"a": object()}, {"a": "x" * 40_000}])
