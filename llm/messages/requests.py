@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
+from dynbus.llm.openai.conversation import content_of
 from dynbus.llm.openai.errors import misfit, unsupported
 from dynbus.llm.openai.fields import fields_of, is_array, is_object, text_of
 from dynbus.llm.openai.requests import Count, EngineFields, read_body
@@ -160,7 +161,7 @@ def _add_user(found: list[dict[str, Any]], content: object, where: str) -> None:
         else:
             parts.append(_part(block, at))
     if parts:
-        _add(found, "user", _joined(parts))
+        _add(found, "user", content_of(parts))
     elif not content:
         raise misfit(where, "it is empty; give a text, or at least one block")
 
@@ -220,13 +221,7 @@ def _content(
     if isinstance(content, str):
         return content
     blocks = _blocks(content, where)
-    return _joined([part(block, f"{where}[{place}]") for place, block in enumerate(blocks)])
-
-
-def _joined(parts: Sequence[dict[str, Any]]) -> Any:
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts
+    return content_of([part(block, f"{where}[{place}]") for place, block in enumerate(blocks)])
 
 
 def _blocks(content: object, where: str) -> list[dict[str, Any]]:

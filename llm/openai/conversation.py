@@ -11,6 +11,13 @@ from .errors import misfit, unsupported
 from .fields import fields_of, is_array, is_object
 
 
+def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """The content of a chat's message that has some parts: a text where they are nothing else."""
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
 def messages_for_template(
     messages: Sequence[dict[str, Any]], *, text_arguments: bool = False
 ) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from dynbus.llm.generation import MAX_LOGPROBS
+from dynbus.llm.openai.conversation import content_of
 from dynbus.llm.openai.errors import misfit, unsupported
 from dynbus.llm.openai.fields import fields_of, is_array, items_of, text_of
 from dynbus.llm.openai.requests import Count, EngineFields, read_body
@@ -226,10 +227,7 @@ def _content(content: object, where: str) -> str | list[dict[str, Any]]:
         return content
     if not is_array(content):
         raise misfit(where, "give a string or a list of parts")
-    parts = [_part(part, f"{where}[{place}]") for place, part in enumerate(content)]
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts
+    return content_of([_part(part, f"{where}[{place}]") for place, part in enumerate(content)])
 
 
 def _part(part: object, where: str) -> dict[str, Any]:
