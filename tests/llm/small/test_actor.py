@@ -50,13 +50,17 @@ def test_a_worker_serves_its_model_and_registers_it(tmp_path: Path) -> None:
             cards = await read_cards(instance.actor.runtime.bus.data.jetstream, "tiny")
             return tokens, [stored.card for stored in cards]
 
-    tokens, [card] = run(story())
+    tokens, cards = run(story())
+    by_endpoint = {one.endpoint: one for one in cards}
+    card = by_endpoint.pop("llm.SmallWorker.generate")
+    embedding = by_endpoint.pop("llm.SmallWorker.embed")
+    assert not by_endpoint
 
     assert tokens == references.stored()["llama"]["tokens"]
-    assert card.endpoint == "llm.SmallWorker.generate"
     assert card.type == ModelType.Chat | ModelType.Completions
     assert card.default_sampling == DefaultSampling()
     assert (card.context_length, card.kv_cache_block_size) == (CONTEXT, 8)
+    assert embedding.type == ModelType.Embedding
 
 
 def test_a_model_that_cannot_be_served_stops_the_worker_with_the_reason(tmp_path: Path) -> None:
