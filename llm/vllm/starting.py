@@ -13,8 +13,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
@@ -125,10 +125,8 @@ def engine_arguments(model: str, arguments: Mapping[str, Any], folder: Path | No
         ConfigError: an argument is none of vLLM's, or does not fit.
     """
     parsed = _parse(model, arguments)
-    try:
+    with _told_of_arguments():
         given = vllm_module("").AsyncEngineArgs.from_cli_args(parsed)
-    except Exception as error:
-        raise _refused(error) from error
     size = arguments.get("block_size")
     if size and vllm_module("platforms").current_platform.is_cpu() and given.block_size % CPU_BLOCK:
         raise ConfigError(f"block_size = {size}: on a CPU vLLM takes a multiple of {CPU_BLOCK}")
@@ -156,8 +154,18 @@ def _config(given: Any) -> Any:
     Raises:
         ConfigError: they do not fit together, or not this machine.
     """
-    try:
+    with _told_of_arguments():
         return given.create_engine_config()
+
+
+@contextmanager
+def _told_of_arguments() -> Generator[None]:
+    """Tell what vLLM raises as what it has against its arguments."""
+    try:
+        yield
+    except ValueError as error:
+        # It says which value is wrong and why; where vLLM found that says no more to users.
+        raise _refused(error) from None
     except Exception as error:
         raise _refused(error) from error
 

@@ -243,6 +243,8 @@ async def test_a_start_that_fails_says_why(
     told = run.output.splitlines()[-1]
     assert code != 0
     assert reason in told, run.output[-3000:]
+    if "Input should be" in reason:
+        assert "Traceback" not in run.output, run.output[-3000:]
 
 
 @pytest.mark.timeout(900)
