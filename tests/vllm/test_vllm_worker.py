@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import os
 import signal
 from collections.abc import AsyncGenerator, Iterator
@@ -18,6 +19,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.conditions import PATIENCE, eventually, wait_until
 from tests.vllm.conftest import START_TIMEOUT, Run, running
+from tokenizers import Tokenizer
 
 from dynbus import Draining, Runtime, UnknownOutcome, call_options
 from dynbus.bus.errors import InvalidRequest, StreamLost
@@ -222,6 +224,72 @@ async def test_clients_of_openai_s_api_are_answered(fleet: Run, front_end: str) 
     assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens == 9
     # It is the same prompt: vLLM has its first block.
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
+
+
+async def test_calls_and_answers_have_the_form_that_is_asked_for(
+    fleet: Run, front_end: str, tiny_model: Path
+) -> None:
+    from openai import AsyncOpenAI
+
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    # A form may have white space without end between its words, and random weights may like it.
+    ids = range(tokenizer.get_vocab_size())
+    no_space = {str(one): -100 for one in ids if tokenizer.decode([one]).isspace()}
+    schema = {
+        "type": "object",
+        "properties": {"sky": {"enum": ["clear", "grey"]}, "wet": {"type": "boolean"}},
+        "required": ["sky", "wet"],
+        "additionalProperties": False,
+    }
+    named = {"type": "function", "function": {"name": "tell"}}
+    tool = {"type": "function", "function": {"name": "tell", "parameters": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
+    async with AsyncOpenAI(base_url=front_end, api_key="none", max_retries=50) as client:
+
+        async def is_served() -> bool:
+            return "tiny" in [model.id async for model in client.models.list()]
+
+        await eventually(is_served, START_TIMEOUT, what="the model is listed")
+
+        async def ask(**fields: Any) -> tuple[str, list[tuple[str, str]], str]:
+            """The content, the calls and why it ended."""
+            create: Any = client.chat.completions.create
+            messages = [{"role": "user", "content": "the quick brown fox"}]
+            said, calls, why = "", list[tuple[str, str]](), ""
+            async for chunk in await create(
+                model="tiny",
+                messages=messages,
+                max_tokens=300,
+                seed=1,
+                stream=True,
+                logit_bias=no_space,
+                **fields,
+            ):
+                [choice] = chunk.choices
+                said += choice.delta.content or ""
+                for piece in choice.delta.tool_calls or ():
+                    if piece.function.name:
+                        calls.append((piece.function.name, ""))
+                    name, arguments = calls[piece.index]
+                    calls[piece.index] = name, arguments + (piece.function.arguments or "")
+                why = choice.finish_reason or why
+            return said, calls, why
+
+        one = {"tools": [tool], "parallel_tool_calls": False}
+        required = await ask(**one, tool_choice="required")
+        chosen = await ask(**one, tool_choice=named)
+        content, calls, why = await ask(response_format=form)
+
+    texts = [content]
+    for said, made, _ in (required, chosen):
+        [(name, arguments)] = made
+        assert (said, name) == ("", "tell")
+        texts.append(arguments)
+    assert (calls, why, required[2], chosen[2]) == ([], "stop", "tool_calls", "stop")
+    for text in texts:
+        value = json.loads(text)
+        assert value["sky"] in ("clear", "grey")
+        assert value["wet"] in (True, False)
 
 
 @pytest.mark.parametrize(
