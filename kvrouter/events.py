@@ -278,11 +278,15 @@ def decode_events(message: bytes) -> EventBatch:
         raise InvalidEvents("a digest that is not two numbers")
     if bounds[-1] != engine_count or codes.translate(_HAS_PARENT).count(1) != parent_count:
         raise InvalidEvents("the counts of its events do not add up")
-    if stored != engine_count and stored != sum(
-        count
-        for count, operation in zip(counts, operations, strict=True)
-        if operation == Operation.STORED
-    ):
+    stored_count = engine_count
+    # Most messages hold stored blocks only.
+    if operations.count(Operation.STORED) != events:
+        stored_count = sum(
+            count
+            for count, operation in zip(counts, operations, strict=True)
+            if operation == Operation.STORED
+        )
+    if stored != stored_count:
         raise InvalidEvents("the counts of its events do not add up")
     parents: Sequence[int | None]
     if parent_count == events:

@@ -155,6 +155,14 @@ def test_a_changed_byte_is_refused_or_gives_a_sound_batch(
     assert len(batch.parents) == len(batch)
 
 
+def test_blocks_without_an_event_that_stores_them_are_refused() -> None:
+    message = bytearray(encode_events([BlockStored(None, [1], [2])], event_epoch=1, first_id=0))
+    message[HEADER.size] = Operation.REMOVED
+
+    with pytest.raises(InvalidEvents, match="do not add up"):
+        decode_events(bytes(message))
+
+
 @pytest.mark.parametrize(
     ("epoch", "first_id"), [(1 << 63, 0), ((1 << 64) - 1, 0), (1, (1 << 64) - 2)]
 )
