@@ -119,6 +119,8 @@ _REASONS: Final[Mapping[str, str]] = {
     Unauthorized.code: "invalid_api_key",
     "Overloaded": "overloaded",
     "PayloadTooLarge": "request_too_large",
+    # No instance was left to go to.
+    "Migrate": "Unavailable",
 }
 
 HIDDEN: Final = "the server failed to answer the request; its log says why"

@@ -1,4 +1,4 @@
-"""What is said of fields that do not fit."""
+"""What is said of requests that do not fit, or get no answer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from dynbus.bus.errors import Migrate
 from dynbus.llm.openai.embeddings import read_embeddings
-from dynbus.llm.openai.errors import BadRequest
+from dynbus.llm.openai.errors import BadRequest, answer_of
 
 
 def test_a_long_value_is_not_said_again_whole() -> None:
@@ -18,3 +19,10 @@ def test_a_long_value_is_not_said_again_whole() -> None:
 
     assert len(str(raised.value)) < 500
     assert raised.value.param == "encoding_format"
+
+
+def test_a_request_that_was_given_back_and_went_nowhere_is_unavailable() -> None:
+    told = answer_of(Migrate("the server is not ready"), "asked")
+
+    assert told.status == 503
+    assert json.loads(told.body)["error"]["code"] == "Unavailable"
