@@ -34,6 +34,7 @@ from dynbus.bus.errors import (
 from dynbus.kvrouter.events import KvEvent
 from dynbus.llm.embedding import Embedded, EmbedRequest
 from dynbus.llm.generation import FinishReason, Generated, GenerateRequest, TokenLogprob
+from dynbus.llm.structured import check_grammar
 
 from .interface import (
     Engine,
@@ -251,10 +252,13 @@ class EngineRunner(Openable):
 
         Raises:
             InvalidRequest: a value is not usable.
+            Unavailable: the form of its output cannot be checked.
         """
         if request.structured is None or not isinstance(self._engine, PreparingEngine):
             return
         try:
+            # Not all requests come through a front end, which has done so.
+            await check_grammar(request.structured)
             await anyio.to_thread.run_sync(
                 self._engine.prepare, request, limiter=self._preparing, abandon_on_cancel=True
             )

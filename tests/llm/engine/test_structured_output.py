@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.llm.text.tiny_tokenizer import tiny_json, tiny_tokenizer
 
-from dynbus.llm.engine import Chunk, EngineLimits, ModelEngine
+from dynbus.bus.errors import InvalidRequest
+from dynbus.llm import structured
+from dynbus.llm.engine import Chunk, EngineLimits, EngineRunner, ModelEngine
 from dynbus.llm.engine.constraint import Constraint
 from dynbus.llm.generation import Generated, GenerateRequest, Sampling, StructuredOutput, Thinking
 from dynbus.llm.mock import MockEngine
@@ -385,6 +387,19 @@ def test_a_form_that_shows_to_be_too_much_is_refused_with_the_reason(
     assert refusals == [
         ("bound", "structured: the form is too much for llguidance: too many items")
     ]
+
+
+@pytest.mark.anyio
+async def test_a_form_that_would_hold_the_process_up_is_refused_whoever_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(structured, "MAX_SECONDS", 0.5)
+    # Each terminal is twice the next.
+    rules = "\n".join(f"R{at}: R{at + 1} R{at + 1}" for at in range(5000))
+    form = StructuredOutput(grammar=f'start: R0\n{rules}\nR5000: "a"')
+
+    with pytest.raises(InvalidRequest, match=r"takes more than 0\.5 s of processor time"):
+        await EngineRunner(engine_of()).prepare(asked(form))
 
 
 def test_engines_that_cannot_enforce_a_form_say_so() -> None:
