@@ -24,6 +24,7 @@ from dynbus.llm.engine.runner import EngineRunner
 from dynbus.llm.http.frontend import HttpFrontEnd
 from dynbus.llm.http.settings import HttpSettings
 from dynbus.llm.models.catalog import Catalog
+from dynbus.llm.text.template import RENDERERS
 from dynbus.llm.worker import MOCK_NAME, ModelWorker
 
 from .observation import leftovers, resident
@@ -172,9 +173,11 @@ class Stack:
             for runtime in self._runtimes
             for connection in (runtime.bus.data, runtime.bus.lane.connection)
         ]
+        # One more renders where two chats come at once, by chance the first time only now.
+        pipes = 2 * len(RENDERERS.idle)
         return {
             "tasks": len(asyncio.all_tasks()),
-            "descriptors": len(os.listdir("/proc/self/fd")),
+            "descriptors": len(os.listdir("/proc/self/fd")) - pipes,
             **{
                 f"subscriptions {number}": int(SUBSCRIPTIONS.findall(repr(each))[0])
                 for number, each in enumerate(connections)

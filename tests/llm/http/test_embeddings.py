@@ -95,7 +95,7 @@ REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"input": ["a", 1]}, 422, "input"),
     ({"input": {"a": 1}}, 422, "input"),
     ({"input": None}, 422, "input"),
-    ({}, 422, None),
+    ({}, 422, "input"),
     ({"input": ["a"] * 2049}, 422, "input"),
     ({"input": ""}, 400, "input"),
     ({"input": [5] * 2001}, 400, "input"),
