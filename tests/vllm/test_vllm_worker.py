@@ -255,7 +255,8 @@ async def test_calls_and_answers_have_the_form_that_is_asked_for(
             """The content, the calls and why it ended."""
             create: Any = client.chat.completions.create
             messages = [{"role": "user", "content": "the quick brown fox"}]
-            said, calls, why = "", list[tuple[str, str]](), ""
+            said, why = "", ""
+            calls: list[tuple[str, str]] = []
             async for chunk in await create(
                 model="tiny",
                 messages=messages,
@@ -270,8 +271,9 @@ async def test_calls_and_answers_have_the_form_that_is_asked_for(
                 for piece in choice.delta.tool_calls or ():
                     if piece.function.name:
                         calls.append((piece.function.name, ""))
-                    name, arguments = calls[piece.index]
-                    calls[piece.index] = name, arguments + (piece.function.arguments or "")
+                    at: int = piece.index
+                    name, arguments = calls[at]
+                    calls[at] = name, arguments + (piece.function.arguments or "")
                 why = choice.finish_reason or why
             return said, calls, why
 

@@ -243,7 +243,7 @@ async def test_errors_have_anthropics_shape() -> None:
 async def test_refusals_name_what_the_request_has() -> None:
     source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
     shown = [{"role": "user", "content": [{"type": "image", "source": source}]}]
-    form = {"type": "json_schema", "schema": {"type": "object", "not": {}}}
+    form: dict[str, Any] = {"type": "json_schema", "schema": {"type": "object", "not": {}}}
     async with asked() as (_, client):
         with pytest.raises(anthropic.BadRequestError, match="messages: parts of the type"):
             await create(client, **said("", system="Look.", messages=shown))
