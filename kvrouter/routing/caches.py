@@ -108,7 +108,6 @@ class ExpectedCaches:
         self._look_at = -inf
         self._approximates = config.approximate_ttl != 0
         self._prediction_ttl = config.prediction_ttl
-        self._predicts = config.prediction_ttl > 0
         self._forgets = config.approximate_ttl is not None
         # Of instances that send events, until these arrive.
         self._predictions = ApproximateIndex(ttl=config.prediction_ttl)
@@ -179,7 +178,7 @@ class ExpectedCaches:
         if not self._is_followed(profile):
             capacity = self._capacities[profile.instance] = profile.total_blocks
             self._approximations.store(rank, hashes, now, capacity=capacity)
-        elif self._predicts:
+        elif self._prediction_ttl:
             known = chosen.overlap.total - guessed
             self._predictions.store(rank, hashes, now, start=known)
             if len(hashes) > known:

@@ -41,7 +41,7 @@ Initializing a V1 LLM engine (v0.32.0) with config: model='qwen'
 Starting to load model qwen...
 Loading weights took 12.31 seconds
 Loading weights took 12.31 seconds
-Using cache directory: /root/.cache/vllm/torch_compile_cache for vLLM's torch.compile
+Using cache directory: /home/user/.cache/vllm/torch_compile_cache for vLLM's torch.compile
 Compiling a graph for compile range (1, 2048) takes 9.87 s
 GPU KV cache size: 1,234,560 tokens
 Graph capturing finished in 7 secs, took 0.51 GiB
