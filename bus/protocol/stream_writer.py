@@ -399,9 +399,15 @@ class StreamWriter:
             self._set_free_until()
 
     def resume(self, sequence: int) -> bool:
-        """Hand out again everything from `sequence`; False when that is no longer kept."""
-        if not self._acknowledged <= sequence <= self.next_sequence:
+        """Hand out again everything from `sequence`; False when there is no such unit.
+
+        A question from before what the reader has acknowledged since was answered late: it has
+        those units, and asks anew for what it misses now.
+        """
+        if not 0 <= sequence <= self.next_sequence:
             return False
+        if sequence < self._acknowledged:
+            return True
         self.acknowledge(sequence)
         self._sent_before = max(self._sent_before, self._acknowledged + self._next_unsent)
         self._next_unsent = 0

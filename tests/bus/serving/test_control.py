@@ -44,8 +44,8 @@ def request(client: PlayedClient, base: str, number: int) -> None:
     client.base = mine
 
 
-def ask(number: int, age: float | None = None) -> Resume:
-    return Resume(number, secret_of(number), 1, 0, age)
+def ask(number: int, age: float | None = None, resume_from: int = 0) -> Resume:
+    return Resume(number, secret_of(number), 1, resume_from, age)
 
 
 async def answer(client: PlayedClient) -> Failed | Unknown:
@@ -176,14 +176,13 @@ def test_a_call_that_ended_because_nobody_listed_it_did_begin() -> None:
     assert said.code == "UnknownOutcome"
 
 
-def test_a_stream_whose_reader_asks_for_what_it_acknowledged_did_begin() -> None:
+def test_a_stream_whose_reader_asks_for_more_than_there_is_did_begin() -> None:
     async def story() -> Failed | Unknown:
         async with serving(endpoint(numbers, streaming=True)) as given:
             given.client.send(1, b"a")
             await given.client.heard(Item)
-            await given.client.say(Open([(1, 1)], []))
 
-            await given.client.say(ask(1, age=0.1))
+            await given.client.say(ask(1, age=0.1, resume_from=1 << 20))
 
             return await answer(given.client)
 

@@ -397,14 +397,13 @@ def test_what_was_lost_is_sent_again_until_it_is_acknowledged() -> None:
     assert [frame.sequence for frame in call.writer.take(1 << 30)] == [1]
 
 
-def test_a_reader_that_asks_for_what_it_acknowledged_is_told_that_it_is_not_kept() -> None:
+def test_a_reader_that_asks_for_more_than_there_is_is_told_that_it_is_not_kept() -> None:
     books = Books()
     call = books.begin(1)
     call.writer.push(b"a")
     call.writer.take(1 << 30)
-    books.hear(Open([(1, 1)], []))
 
-    (said,) = books.hear(resume(1, 0))
+    (said,) = books.hear(resume(1, 2))
 
     assert isinstance(said, SendFailed)
     assert "is kept any longer" in said.frame.message
@@ -419,6 +418,21 @@ def test_a_question_after_a_request_that_is_not_here_waits_for_what_is_still_unr
     call.writer.push(b"a")
 
     assert books.ledger.answer(ask.inquiry, 1.0) == [Send(call.client, call.writer)]
+
+
+def test_a_question_that_is_answered_after_its_reader_acknowledged_what_it_asked_for_ends_nothing() -> (
+    None
+):
+    books = Books()
+    (ask,) = books.hear(resume(1, 0))
+    assert isinstance(ask, MakeSure)
+    call = books.begin(1)
+    call.writer.push(b"a")
+    call.writer.push(b"b")
+    call.writer.take(1000)
+    assert books.hear(Open([(1, 1)], [])) == []
+
+    assert books.ledger.answer(ask.inquiry, 1.0) == []
 
 
 def test_a_request_that_is_said_not_to_be_here_never_begins() -> None:
