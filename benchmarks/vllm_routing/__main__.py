@@ -229,7 +229,7 @@ async def agreement(count: int, pause: float, blocks: int) -> Mapping[str, objec
 @click.option("--only", type=click.Choice(["speed", "agreement"]), help="Do one alone.")
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--requests", default=200, show_default=True, help="Of each policy in each run.")
-@click.option("--blocks", default=272, show_default=True, help="Of each cache, for the speed.")
+@click.option("--blocks", default=240, show_default=True, help="Of each cache, for the speed.")
 @click.option("--turns", default=2000, show_default=True, help="Requests for the agreement.")
 @click.option("--pause", default=0.02, show_default=True, help="Seconds between two of these.")
 def main(only: str | None, runs: int, requests: int, blocks: int, turns: int, pause: float) -> None:
