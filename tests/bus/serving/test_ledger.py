@@ -420,9 +420,8 @@ def test_a_question_after_a_request_that_is_not_here_waits_for_what_is_still_unr
     assert books.ledger.answer(ask.inquiry, 1.0) == [Send(call.client, call.writer)]
 
 
-def test_a_question_that_is_answered_after_its_reader_acknowledged_what_it_asked_for_ends_nothing() -> (
-    None
-):
+def test_a_question_that_is_answered_late_ends_nothing() -> None:
+    """Its reader has acknowledged meanwhile what it asked for."""
     books = Books()
     (ask,) = books.hear(resume(1, 0))
     assert isinstance(ask, MakeSure)
