@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -141,6 +141,23 @@ class Prefill(NamedTuple):
     chunks: int
 
 
+class Held(NamedTuple):
+    """Blocks that stay what they are until they are released.
+
+    Attributes:
+        hold_id: of the hold; that of its request where it has one.
+        blocks: of the prompt, in the order of its tokens.
+        computed: how many tokens of the prompt are in them, from the first on. Those of a request
+            that waits for its blocks to be delivered are the cached ones.
+        cached: how many of these were found in the cache.
+    """
+
+    hold_id: str
+    blocks: tuple[int, ...]
+    computed: int
+    cached: int
+
+
 class Step(NamedTuple):
     """What one step made.
 
@@ -158,6 +175,7 @@ class Step(NamedTuple):
             them out, and is shown without its queue.
         prefilled: requests whose first token is among the outputs.
         embedded: ids of requests for embeddings that have ended, each with its own.
+        held: holds that are new or have more tokens than before, of a `TransferringEngine`.
     """
 
     outputs: Sequence[tuple[str, Generated]]
@@ -168,6 +186,7 @@ class Step(NamedTuple):
     prefilled: Sequence[Prefill] = ()
     embedded: Sequence[tuple[str, Embedded]] = ()
     refusals: Sequence[tuple[str, str]] = ()
+    held: Sequence[Held] = ()
 
 
 class Engine(Protocol):
@@ -242,6 +261,84 @@ class PreparingEngine(Engine, Protocol):
         ...
 
 
+@runtime_checkable
+class TransferringEngine(Engine, Protocol):
+    """An engine whose blocks are read and written by others, which it keeps in place for them.
+
+    What is held stays held until `release`, whatever becomes of the request: nobody else gets the
+    blocks, and the engine writes into none that it has told of as computed.
+
+    Attributes:
+        memory: where its blocks lie.
+    """
+
+    memory: Any
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has no work only since requests wait for `deliver` or for `release`."""
+        ...
+
+    def reserve(self, request_id: str, request: GenerateRequest) -> None:
+        """Take in a request whose prompt is computed elsewhere, and hold its blocks.
+
+        It waits in line for room like others; `Step.held` tells the blocks that it then has, of
+        which `Held.cached` tokens need not come. It waits for `deliver`.
+
+        Raises:
+            RequestTooLong: its prompt and output do not fit.
+            ValueError: a value is not usable, and which; it has several continuations; or the id
+                is in use, by a request or a hold.
+        """
+        ...
+
+    def deliver(self, request_id: str, computed: int, first: Generated | None) -> None:
+        """End the wait of a reserved request, once; nothing for one that does not wait.
+
+        The request goes on here with what it lacks. Where its whole prompt is delivered and `first`
+        given, that is its second token. Otherwise it is computed as if it had been preempted: the
+        complete blocks that were delivered are found in the cache, and none of its other blocks is
+        written or read any more, so that a transfer that was given up may still end in them.
+
+        Args:
+            computed: tokens of the prompt that are in its blocks, from the first on, and proven to
+                be; fewer than the cached ones count as these.
+            first: the first token of its output, which is not among the outputs of any step here;
+                None where it is to be drawn.
+        """
+        ...
+
+    def add_held(self, request_id: str, request: GenerateRequest) -> None:
+        """Take in a request of which the prompt and one token are computed here; hold its blocks.
+
+        The token is the one that `add` would give first, whatever `max_tokens` is. Its
+        `finish_reason` is "stop" if it ends the output, else "length". `Step.held` tells after
+        each step how much of the prompt is computed.
+
+        Raises:
+            RequestTooLong: its prompt does not fit.
+            ValueError: as by `reserve`.
+        """
+        ...
+
+    def hold(self, hold_id: str, request: GenerateRequest) -> None:
+        """Hold what is cached of the prompt of a request that is not taken in.
+
+        The next step's `Step.held` tells the blocks, none of them if nothing is cached.
+
+        Raises:
+            ValueError: a value is not usable, and which; or the id is in use.
+        """
+        ...
+
+    def release(self, hold_id: str) -> None:
+        """End a hold, or have none for its request; nothing for an unknown one.
+
+        Blocks that no request uses are free then.
+        """
+        ...
+
+
 EngineRequest = GenerateRequest | EmbedRequest
 
 
@@ -262,6 +359,52 @@ class Listener(Protocol):
 
     def on_idle(self, taken: int) -> None:
         """The engine has no work left, after it was given so many requests."""
+        ...
+
+
+class EvictedBlock(NamedTuple):
+    """A block that the cache has no room for any longer.
+
+    Attributes:
+        block: where its contents are.
+        sequence_hash: by which the engine finds it again.
+        parent_hash: that of the block before it; None at the beginning.
+        block_hash: by which routers know its tokens.
+    """
+
+    block: int
+    sequence_hash: int
+    parent_hash: int | None
+    block_hash: int
+
+
+class BlockTier(Protocol):
+    """Where blocks are kept that an engine's cache has no room for.
+
+    The engine's thread calls it, between computations: what it does, all requests wait for.
+    """
+
+    def evicted(self, blocks: Sequence[EvictedBlock]) -> None:
+        """These blocks are about to be written over: their contents are there until this returns.
+
+        They are in the order in which they were evicted, the last ones of a prompt first.
+        """
+        ...
+
+    def find(self, sequence_hashes: Sequence[int]) -> int:
+        """How many of these blocks it has, from the first on."""
+        ...
+
+    def fill(self, blocks: Sequence[int], sequence_hashes: Sequence[int]) -> int:
+        """Write the contents of what `find` has found into these blocks of the engine.
+
+        Returns:
+            How many it has written, from the first on: fewer only where some are lost.
+        """
+        ...
+
+    def take_events(self) -> Sequence[KvEvent]:
+        """What it has stored and removed since the last call, in its order."""
         ...
 
 

@@ -15,10 +15,11 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from dynbus import Reply, push_each
 from dynbus.bus.background import Openable
@@ -40,12 +41,14 @@ from .interface import (
     Engine,
     EngineLoad,
     EngineRequest,
+    Held,
     PreparingEngine,
     RunningEngine,
     Step,
     StepFailed,
+    TransferringEngine,
 )
-from .stepping import stepper_of
+from .stepping import EngineStepper, stepper_of
 from .tracing import EngineTrace
 
 logger = logging.getLogger(__name__)
@@ -100,6 +103,7 @@ class _Stream:
         number: of the request, from 1 on in the order of their submission.
         open: continuations that have not ended.
         gathers: whether few items are wanted.
+        is_single: whether it ends with its first token in any case.
         kept: what is to be sent later; None where each item is sent at once.
         is_blocked: whether the reader has no credit.
     """
@@ -108,6 +112,7 @@ class _Stream:
         "gathers",
         "has_tokens",
         "is_blocked",
+        "is_single",
         "kept",
         "number",
         "open",
@@ -123,6 +128,7 @@ class _Stream:
         self.reply = reply
         self.open = set(range(request.index, request.index + request.n))
         self.gathers = not request.stream
+        self.is_single = request.max_tokens == 1
         self.kept: deque[_Piece] | None = deque() if self.gathers else None
         self.is_blocked = False
         self.has_tokens = False
@@ -167,6 +173,50 @@ class _Text:
             self.embedded.exception()
 
 
+class _Hold:
+    """A hold of blocks, and the request of which only the prompt is computed where it is one's.
+
+    Attributes:
+        first: the token of such a request, or why there is none; None for any other hold.
+        held: what was told of it last, until somebody has taken it.
+    """
+
+    __slots__ = ("_changed", "_error", "first", "held", "number")
+
+    def __init__(self, number: int, *, is_request: bool) -> None:
+        self.number = number
+        self.held: Held | None = None
+        self.first: asyncio.Future[Generated] | None = None
+        if is_request:
+            self.first = asyncio.get_running_loop().create_future()
+        self._changed = asyncio.Event()
+        self._error: DynbusError | None = None
+
+    def put(self, held: Held) -> None:
+        self.held = held
+        self._changed.set()
+
+    def fail(self, error: DynbusError) -> None:
+        """Nothing more is told of it; the first reason counts."""
+        if self._error is None:
+            self._error = error
+            self._changed.set()
+        if self.first is not None and not self.first.done():
+            self.first.set_exception(error)
+            # Whoever asked may be cancelled just now.
+            self.first.exception()
+
+    async def next(self) -> Held:
+        while True:
+            held, self.held = self.held, None
+            if held is not None:
+                return held
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+
+
 class EngineRunner(Openable):
     """Steps an engine and sends what it makes. Use it with `async with`, on the event loop.
 
@@ -176,8 +226,8 @@ class EngineRunner(Openable):
     Args:
         sink: gets what the cache stored and removed when a step has ended; None for nobody.
         trace: is told of requests and steps, where somebody wants spans and times of them.
-        hold: seconds for which the outputs of a request that wants no stream are kept at most; None
-            for as long as they are few.
+        kept_for: seconds for which the outputs of a request that wants no stream are kept at most;
+            None for as long as they are few.
         failed: called with the reason when the engine has raised. Before that the requests end
             with `HandlerError` that may have been the cause (see `StepFailed`), so that nobody
             sends them to another engine; after it the others, with `Unavailable`.
@@ -195,7 +245,7 @@ class EngineRunner(Openable):
         sink: EventSink | None = None,
         *,
         trace: EngineTrace | None = None,
-        hold: float | None = None,
+        kept_for: float | None = None,
         failed: Callable[[str], object] | None = None,
     ) -> None:
         super().__init__()
@@ -205,13 +255,14 @@ class EngineRunner(Openable):
         self.output_tokens = self.failed_requests = 0
         self._sink = sink
         self._trace = trace
-        self._kept_for = hold
+        self._kept_for = kept_for
         self._sends_kept = monotonic()
         self._failed = failed
         self._submitted = 0
         self._streams: dict[str, _Stream] = {}
         self._by_reply: dict[Reply[Generated], _Stream] = {}
         self._texts: dict[str, _Text] = {}
+        self._holds: dict[str, _Hold] = {}
         self._stepper = stepper_of(engine, self)
         # One at a time: the others' tokens need the cores.
         self._preparing = anyio.CapacityLimiter(1)
@@ -275,9 +326,15 @@ class EngineRunner(Openable):
             ValueError: the id is in use.
         """
         self._check_new(request_id)
+        self._open_stream(request_id, request, reply)
+        self._count(request_id, request)
+        self._stepper.add(request_id, request)
+
+    def _open_stream(
+        self, request_id: str, request: GenerateRequest, reply: Reply[Generated]
+    ) -> None:
         stream = _Stream(self._submitted + 1, request_id, reply, request)
         self._streams[request_id] = self._by_reply[reply] = stream
-        self._hand_over(request_id, request)
 
     async def embed(self, request_id: str, request: EmbedRequest) -> Embedded:
         """The embedding of a text.
@@ -291,7 +348,8 @@ class EngineRunner(Openable):
         """
         self._check_new(request_id)
         text = self._texts[request_id] = _Text(self._submitted + 1)
-        self._hand_over(request_id, request)
+        self._count(request_id, request)
+        self._stepper.add(request_id, request)
         try:
             return await text.embedded
         finally:
@@ -304,15 +362,174 @@ class EngineRunner(Openable):
             raise self._unavailable()
         if request_id in self._streams or request_id in self._texts:
             raise ValueError(f"request {request_id!r} is in the engine already: cancel it first")
+        if request_id in self._holds:
+            raise ValueError(f"{request_id!r} holds blocks of the engine: release it first")
 
-    def _hand_over(self, request_id: str, request: EngineRequest) -> None:
+    def _count(self, request_id: str, request: EngineRequest) -> None:
         self._submitted += 1
         if self._trace is not None:
             self._trace.submitted(request_id, request)
-        self._stepper.add(request_id, request)
+
+    # Blocks that others read and write ------------------------------------------------
+
+    @property
+    def memory(self) -> Any:
+        """Where the engine's blocks lie.
+
+        Raises:
+            InvalidRequest: its blocks stay where they are: it is no `TransferringEngine`.
+        """
+        self._transferring()
+        assert isinstance(self._engine, TransferringEngine)
+        return self._engine.memory
+
+    def _transferring(self) -> EngineStepper:
+        if not isinstance(self._engine, TransferringEngine):
+            raise InvalidRequest(f"the blocks of {self._engine!r} cannot be transferred")
+        assert isinstance(self._stepper, EngineStepper), "no engine that steps itself transfers"
+        return self._stepper
+
+    def reserve(self, request_id: str, request: GenerateRequest, reply: Reply[Generated]) -> None:
+        """Have a request served whose prompt is computed elsewhere: see `TransferringEngine`.
+
+        `next_held` gives its blocks. End its wait with `deliver` or `cancel`, and the hold with
+        `release` in any case, once nothing writes into the blocks any longer.
+
+        Raises:
+            InvalidRequest: the engine's blocks stay where they are.
+            Unavailable: the engine was stopped, or it failed.
+            ValueError: the id is in use.
+        """
+        stepper = self._transferring()
+        self._check_new(request_id)
+        self._open_stream(request_id, request, reply)
+        self._holds[request_id] = _Hold(self._submitted + 1, is_request=False)
+        self._count(request_id, request)
+        stepper.take_in(request_id, lambda engine: engine.reserve(request_id, request))
+
+    def show_first(self, request_id: str, first: Generated) -> bool:
+        """Send the first token of a reserved request, as the `first` of another engine gave it.
+
+        Returns:
+            Whether the request goes on. If not, its stream has ended and the engine has forgotten
+            it: nothing has to be delivered.
+        """
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return False
+        ends = first.finish_reason == "stop" or stream.is_single
+        if not ends:
+            first = msgspec.structs.replace(first, finish_reason=None)
+        else:
+            self._stepper.cancel(request_id)
+        self._send([(request_id, first)])
+        return not ends
+
+    def deliver(self, request_id: str, computed: int, first: Generated | None) -> None:
+        """Let a reserved request go on: see `TransferringEngine`.
+
+        Args:
+            first: what `show_first` has sent, and said to go on.
+        """
+        self._transferring().tell(
+            request_id, lambda engine: engine.deliver(request_id, computed, first)
+        )
+
+    def add_held(self, request_id: str, request: GenerateRequest) -> None:
+        """Have the prompt and the first token of a request computed: see `TransferringEngine`.
+
+        `next_held` gives what of the prompt is computed, `first` the token. `release` the hold in
+        any case.
+
+        Raises:
+            InvalidRequest: the engine's blocks stay where they are.
+            Unavailable: the engine was stopped, or it failed.
+            ValueError: the id is in use.
+        """
+        stepper = self._transferring()
+        self._check_new(request_id)
+        self._holds[request_id] = _Hold(self._submitted + 1, is_request=True)
+        self._count(request_id, request)
+        stepper.take_in(request_id, lambda engine: engine.add_held(request_id, request))
+
+    async def first(self, request_id: str) -> Generated:
+        """The first token of a request that `add_held` took in.
+
+        Raises:
+            InvalidRequest: the engine refuses the request.
+            HandlerError: it cannot go on, or may have made the engine fail.
+            Cancelled: it was cancelled or released.
+            Unavailable: the engine was stopped, or it failed.
+        """
+        hold = self._known_hold(request_id)
+        assert hold.first is not None, f"{request_id} is no request that add_held took in"
+        return await asyncio.shield(hold.first)
+
+    async def hold(self, hold_id: str, request: GenerateRequest) -> Held:
+        """Hold what is cached of a prompt: see `TransferringEngine`.
+
+        `release` the hold in any case that this returns; where it raises or is cancelled, there is
+        none.
+
+        Raises:
+            InvalidRequest: the engine refuses it, or its blocks stay where they are.
+            Unavailable: the engine was stopped, or it failed.
+            ValueError: the id is in use.
+        """
+        stepper = self._transferring()
+        self._check_new(hold_id)
+        hold = self._holds[hold_id] = _Hold(self._submitted, is_request=False)
+        stepper.tell(hold_id, lambda engine: engine.hold(hold_id, request))
+        try:
+            return await hold.next()
+        except BaseException:
+            self.release(hold_id)
+            raise
+
+    async def next_held(self, hold_id: str) -> Held:
+        """What a hold has now, once that is more than when this returned last.
+
+        Raises:
+            InvalidRequest: the engine refuses the request.
+            HandlerError: it cannot go on, or may have made the engine fail.
+            Cancelled: it was cancelled, or the hold was released or is unknown.
+            Unavailable: the engine was stopped, or it failed.
+        """
+        return await self._known_hold(hold_id).next()
+
+    def _known_hold(self, hold_id: str) -> _Hold:
+        hold = self._holds.get(hold_id)
+        if hold is None:
+            raise Cancelled(f"{hold_id!r} holds no blocks, or was released")
+        return hold
+
+    def release(self, hold_id: str) -> None:
+        """End a hold, and forget its request where `add_held` took it in."""
+        hold = self._holds.pop(hold_id, None)
+        if hold is None:
+            return
+        hold.fail(Cancelled("its blocks were released"))
+        if self._failure is not None:
+            return
+        stepper = self._transferring()
+        if hold.first is not None:
+            stepper.cancel(hold_id)
+            if self._trace is not None:
+                self._trace.ended(hold_id)
+        stepper.tell(hold_id, lambda engine: engine.release(hold_id))
+
+    # Ends -----------------------------------------------------------------------------
 
     def cancel(self, request_id: str) -> None:
-        """Free what a request has, and end its stream as cancelled; nothing for an unknown one."""
+        """Free what a request has, and end its stream as cancelled; nothing for an unknown one.
+
+        Blocks that it holds stay held until `release`.
+        """
+        hold = self._holds.get(request_id)
+        if hold is not None:
+            if hold.first is not None:
+                self._stepper.cancel(request_id)
+            hold.fail(Cancelled("the request was cancelled"))
         text = self._forget_text(request_id)
         if text is not None:
             self._stepper.cancel(request_id)
@@ -332,6 +549,9 @@ class EngineRunner(Openable):
         """Free what a request has whose call has ended; nothing for an unknown one."""
         if self._forget(request_id) is not None:
             self._stepper.cancel(request_id)
+            hold = self._holds.get(request_id)
+            if hold is not None:
+                hold.fail(Cancelled("the call of the request has ended"))
 
     def _forget(self, request_id: str) -> _Stream | None:
         stream = self._streams.pop(request_id, None)
@@ -357,14 +577,20 @@ class EngineRunner(Openable):
 
     def _fail(self, request_id: str, reason: str) -> None:
         """End a request that cannot go on, here or elsewhere."""
-        stream, text = self._forget(request_id), self._forget_text(request_id)
         error = HandlerError(f"the request failed: {reason}")
+        self.failed_requests += self._end_with(request_id, error)
+
+    def _end_with(self, request_id: str, error: DynbusError) -> bool:
+        """End a request, and who waits for its blocks, with an error; False for an unknown one."""
+        stream, text = self._forget(request_id), self._forget_text(request_id)
+        hold = self._holds.get(request_id)
+        if hold is not None:
+            hold.fail(error)
         if stream is not None:
-            self.failed_requests += 1
             stream.reply.fail(error)
         elif text is not None:
-            self.failed_requests += 1
             text.fail(error)
+        return not (stream is None and text is None and hold is None)
 
     def _unavailable(self) -> Unavailable:
         return Unavailable(f"the engine does not run: {self._failure}")
@@ -378,22 +604,24 @@ class EngineRunner(Openable):
             text = self._forget_text(request_id)
             if text is not None:
                 text.fail(self._unavailable())
+        for hold in self._holds.values():
+            hold.fail(self._unavailable())
 
     # What the engine made -------------------------------------------------------------
 
     def on_refused(self, request_id: str, error: Exception) -> None:
-        stream, text = self._forget(request_id), self._forget_text(request_id)
         refusal = error if isinstance(error, DynbusError) else InvalidRequest(str(error))
-        if stream is not None:
-            stream.reply.fail(refusal)
-        elif text is not None:
-            text.fail(refusal)
+        self._end_with(request_id, refusal)
 
     def on_step(self, step: Step, load: EngineLoad, began: float) -> None:
         """Send what a step made."""
         self.load = load
         if self._trace is not None:
             self._trace.stepped(step, began)
+        for held in step.held:
+            hold = self._holds.get(held.hold_id)
+            if hold is not None:
+                hold.put(held)
         if step.outputs:
             self._send(step.outputs)
         for request_id, embedded in step.embedded:
@@ -425,6 +653,11 @@ class EngineRunner(Openable):
             logger.error("%s: %s", stream.request_id, reason)
             self._forget(stream.request_id)
             stream.reply.fail(HandlerError(reason))
+        for hold_id, hold in self._holds.items():
+            if hold.first is not None and not hold.first.done() and hold.number <= taken:
+                reason = "the engine has lost the request: it has no work left and made no token"
+                logger.error("%s: %s", hold_id, reason)
+                self._fail(hold_id, reason)
         lost_texts = [name for name, one in self._texts.items() if one.number <= taken]
         for request_id in lost_texts:
             reason = "the engine has lost the request: it has no work left and has not embedded it"
@@ -440,6 +673,7 @@ class EngineRunner(Openable):
             self.output_tokens += len(item.token_ids)
             stream = streams.get(request_id)
             if stream is None:
+                self._note_first(request_id, item)
                 continue
             if item.finish_reason is not None:
                 stream.open.discard(item.index)
@@ -459,6 +693,12 @@ class EngineRunner(Openable):
             self._send_kept(stream)
         for stream in ended:
             self._end_if_done(stream)
+
+    def _note_first(self, request_id: str, item: Generated) -> None:
+        """Take the token of a request that has no stream."""
+        hold = self._holds.get(request_id)
+        if hold is not None and hold.first is not None and not hold.first.done():
+            hold.first.set_result(item)
 
     def _wait_for_reader(self, stream: _Stream) -> None:
         """Keep what is made for a stream until its reader has credit."""

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Collection
-from typing import Final
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from typing import Final, TypeVar
 
 import anyio
 
@@ -26,6 +27,7 @@ from .interface import (
     Step,
     StepFailed,
     Stepper,
+    TransferringEngine,
 )
 
 logger = logging.getLogger(__name__)
@@ -38,12 +40,60 @@ STOP_TIMEOUT: Final = 10.0
 """Seconds that a step in a thread may take to end; then it is left alone."""
 
 
+E = TypeVar("E", bound=Engine)
+
+Command = Callable[[E], object]
+"""What is done with an engine between two steps."""
+
+
 def stepper_of(engine: Engine | RunningEngine, listener: Listener) -> Stepper:
-    """What steps this engine."""
+    """What steps this engine; an `EngineStepper` unless it steps itself."""
     if isinstance(engine, RunningEngine):
         return engine.stepper(listener)
     kind = _ThreadStepper if engine.computes else _LoopStepper
     return kind(engine, listener)
+
+
+class EngineStepper(ABC):
+    """Steps an engine, and has it do before its next step what it is told, in that order.
+
+    A `ValueError` is told as a refusal; what else a request raises fails the engine.
+    """
+
+    def add(self, request_id: str, request: EngineRequest) -> None:
+        self._put(request_id, lambda engine: _add(engine, request_id, request), is_request=True)
+
+    def cancel(self, request_id: str) -> None:
+        self._put(request_id, lambda engine: engine.cancel(request_id), is_request=False)
+
+    def take_in(self, request_id: str, command: Command[TransferringEngine]) -> None:
+        """Have a `TransferringEngine` take in a request in a way of its own."""
+        self._put(request_id, _transferring(command), is_request=True)
+
+    def tell(self, hold_id: str, command: Command[TransferringEngine]) -> None:
+        """Have a `TransferringEngine` do what takes in no request."""
+        self._put(hold_id, _transferring(command), is_request=False)
+
+    @abstractmethod
+    def _put(self, name: str, command: Command[Engine], *, is_request: bool) -> None:
+        """Have a command done for a request or a hold."""
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Step until cancelled; see `Stepper`."""
+
+
+def _transferring(command: Command[TransferringEngine]) -> Command[Engine]:
+    def run(engine: Engine) -> None:
+        assert isinstance(engine, TransferringEngine), "whoever tells it so has looked"
+        command(engine)
+
+    return run
+
+
+def _is_idle(engine: Engine) -> bool:
+    """Whether an engine without work has none since there is no request left in it."""
+    return not (isinstance(engine, TransferringEngine) and engine.is_waiting)
 
 
 def _add(engine: Engine, request_id: str, request: EngineRequest) -> None:
@@ -73,7 +123,7 @@ def _step(engine: Engine, added: Collection[str]) -> Step:
         raise StepFailed(describe_exception(error), added) from error
 
 
-class _LoopStepper:
+class _LoopStepper(EngineStepper):
     """Steps an engine that computes nothing, and sleeps for as long as its steps take."""
 
     def __init__(self, engine: Engine, listener: Listener) -> None:
@@ -83,18 +133,15 @@ class _LoopStepper:
         self._added: list[str] = []
         self._taken = 0
 
-    def add(self, request_id: str, request: EngineRequest) -> None:
-        self._taken += 1
+    def _put(self, name: str, command: Command[Engine], *, is_request: bool) -> None:
+        self._taken += is_request
         try:
-            _add(self._engine, request_id, request)
+            command(self._engine)
         except ValueError as error:
-            self._listener.on_refused(request_id, error)
+            self._listener.on_refused(name, error)
         else:
-            self._added.append(request_id)
-        self._has_work.set()
-
-    def cancel(self, request_id: str) -> None:
-        self._engine.cancel(request_id)
+            if is_request:
+                self._added.append(name)
         self._has_work.set()
 
     async def run(self) -> None:
@@ -103,7 +150,8 @@ class _LoopStepper:
         while True:
             if not engine.has_work:
                 self._listener.on_step(Step(()), engine.load, monotonic())
-                self._listener.on_idle(self._taken)
+                if _is_idle(engine):
+                    self._listener.on_idle(self._taken)
                 self._has_work.clear()
                 await self._has_work.wait()
                 ends = monotonic()
@@ -118,7 +166,7 @@ class _LoopStepper:
             self._listener.on_step(step, engine.load, began)
 
 
-class _ThreadStepper:
+class _ThreadStepper(EngineStepper):
     """Steps an engine in a thread, the only one that uses it."""
 
     def __init__(self, engine: Engine, listener: Listener) -> None:
@@ -128,20 +176,14 @@ class _ThreadStepper:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         # What follows belongs to both sides, under the lock of `_changed`.
         self._changed = threading.Condition()
-        # Requests to take in, and those to cancel: in their order.
-        self._commands: list[tuple[str, EngineRequest | None]] = []
+        # With the request or the hold that each is for, and whether it takes in a request.
+        self._commands: list[tuple[str, Command[Engine], bool]] = []
         self._untold = 0
         self._closing = False
 
-    def add(self, request_id: str, request: EngineRequest) -> None:
-        self._put(request_id, request)
-
-    def cancel(self, request_id: str) -> None:
-        self._put(request_id, None)
-
-    def _put(self, request_id: str, request: EngineRequest | None) -> None:
+    def _put(self, name: str, command: Command[Engine], *, is_request: bool) -> None:
         with self._changed:
-            self._commands.append((request_id, request))
+            self._commands.append((name, command, is_request))
             self._changed.notify_all()
 
     async def run(self) -> None:
@@ -228,22 +270,20 @@ class _ThreadStepper:
                 self._untold += 1
             refused: list[tuple[str, ValueError]] = []
             added: list[str] = []
-            for request_id, request in commands:
-                if request is None:
-                    engine.cancel(request_id)
-                    continue
-                taken += 1
+            for name, command, is_request in commands:
+                taken += is_request
                 try:
-                    _add(engine, request_id, request)
+                    command(engine)
                 except ValueError as error:
-                    refused.append((request_id, error))
+                    refused.append((name, error))
                 except Exception as error:
-                    raise StepFailed(describe_exception(error), (request_id,)) from error
+                    raise StepFailed(describe_exception(error), (name,)) from error
                 else:
-                    added.append(request_id)
+                    if is_request:
+                        added.append(name)
             began = monotonic()
             step = _step(engine, added) if engine.has_work else Step(())
-            idle_after = None if engine.has_work else taken
+            idle_after = None if engine.has_work or not _is_idle(engine) else taken
             self._loop.call_soon_threadsafe(
                 self._tell, step, engine.load, began, refused, idle_after
             )

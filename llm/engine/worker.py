@@ -75,7 +75,7 @@ class EngineWorker(Actor, abstract=True):
                 engine,
                 sink,
                 trace=EngineTrace.of(self.runtime.bus.telemetry, self.__dynbus_name__),
-                hold=self._kept_for(),
+                kept_for=self._kept_for(),
                 failed=self.report_broken,
             )
             await exits.enter_async_context(runner)

@@ -465,7 +465,7 @@ def test_a_request_that_wants_no_stream_gets_few_items(n: int) -> None:
 
 def test_what_is_gathered_is_bounded_and_not_kept_for_longer_than_it_may_be() -> None:
     async def story(hold: float | None) -> list[int]:
-        async with EngineRunner(MockEngine(CONFIG), hold=hold) as runner:
+        async with EngineRunner(MockEngine(CONFIG), kept_for=hold) as runner:
             reader = Reader()
             runner.submit("a", whole(MAX_JOINED_TOKENS + 60), reader.reply)
             await reader.closed()
