@@ -1,1 +1,19 @@
-"""Moving KV blocks between instances with NIXL. Empty until its first part lands."""
+"""Moving KV blocks between instances with NIXL.
+
+`__all__` names the modules that other folders may take. None is imported before it is asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import checksums, descriptors, errors, layout, leases, quarantine, states
+
+__all__ = [
+    "checksums",
+    "descriptors",
+    "errors",
+    "layout",
+    "leases",
+    "quarantine",
+    "states",
+]

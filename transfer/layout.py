@@ -1,0 +1,548 @@
+"""Where the keys and values of blocks lie, and which bytes of one cache are which of another.
+
+A block has, for each layer, the keys and the values of `block_size` tokens for some heads, each of
+`head_dim` numbers. Engines keep these in different orders, tensor parallelism gives each of them a
+part of the heads, and block sizes differ. `plan` finds which bytes of one side are which of the
+other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import InvalidTransfer, LayoutMismatch
+
+ITEM_SIZES: Final = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of a number by dtype."""
+
+Axis: TypeAlias = Literal["layer", "block", "kv", "head", "token"]
+Integers: TypeAlias = NDArray[np.int64]
+
+_MAX_BYTES: Final = 2**62
+_MAX_BLOCKS: Final = 2**31 - 1
+_MAX_LAYERS: Final = 65_536
+
+
+class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Where each number of a KV cache lies. The numbers of one head and token are contiguous.
+
+    It is checked when it is made and when it is decoded.
+
+    Attributes:
+        dtype: one of `ITEM_SIZES`.
+        layers: how many the model has.
+        kv_heads: how many heads are here, from `first_head` on, of `total_heads` of the model.
+        head_dim: numbers of a head and token.
+        block_size: tokens of a block.
+        blocks: how many blocks there are; their ids begin at 0.
+        offsets: of each layer, the region that it is in and its offset there in bytes.
+        strides: bytes from one block, from the keys to the values, from one head, from one token
+            to the next.
+    """
+
+    dtype: str
+    layers: int
+    kv_heads: int
+    first_head: int
+    total_heads: int
+    head_dim: int
+    block_size: int
+    blocks: int
+    offsets: tuple[tuple[int, int], ...]
+    strides: tuple[int, int, int, int]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_SIZES:
+            raise InvalidTransfer(
+                f"KV blocks of {self.dtype!r} are not known: choose one of {', '.join(ITEM_SIZES)}"
+            )
+        for name in ("layers", "kv_heads", "total_heads", "head_dim", "block_size", "blocks"):
+            if not 1 <= getattr(self, name) <= _MAX_BLOCKS:
+                raise InvalidTransfer(f"a layout cannot have {name} = {getattr(self, name)}")
+        if not 0 <= self.first_head <= self.total_heads - self.kv_heads:
+            raise InvalidTransfer(
+                f"heads {self.first_head} to {self.first_head + self.kv_heads - 1} are not among"
+                f" {self.total_heads} heads"
+            )
+        if len(self.offsets) != self.layers or self.layers > _MAX_LAYERS:
+            raise InvalidTransfer(
+                f"a layout of {self.layers} layers has {len(self.offsets)} offsets"
+            )
+        if any(region < 0 or not 0 <= offset < _MAX_BYTES for region, offset in self.offsets):
+            raise InvalidTransfer("a layer of a layout begins outside of its region")
+        inner = self.token_bytes
+        extents = (self.blocks, 2, self.kv_heads, self.block_size)
+        for stride, extent in sorted(zip(self.strides, extents, strict=True)):
+            if extent == 1:
+                continue
+            if stride < inner:
+                raise InvalidTransfer(f"the strides {self.strides} of a layout overlap")
+            inner += stride * (extent - 1)
+        if inner >= _MAX_BYTES:
+            raise InvalidTransfer(f"a layer of {inner} bytes is too large")
+
+    @classmethod
+    def packed(
+        cls,
+        order: Sequence[Axis],
+        *,
+        dtype: str,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        blocks: int,
+        first_head: int = 0,
+        total_heads: int | None = None,
+    ) -> BlockLayout:
+        """The layout of contiguous arrays whose axes are in this order, `head_dim` last.
+
+        Args:
+            order: "block", "kv", "head" and "token", the outermost first. With "layer" too, all
+                layers are in one region; without, each is in a region of its own.
+            total_heads: those here by default.
+        """
+        # An unknown dtype is refused below, with the message of a layout.
+        inner = head_dim * ITEM_SIZES.get(dtype, 1)
+        sizes = {
+            "layer": layers,
+            "block": blocks,
+            "kv": 2,
+            "head": kv_heads,
+            "token": block_size,
+        }
+        if sorted(order) not in (sorted(sizes), sorted({*sizes} - {"layer"})):
+            raise InvalidTransfer(f"{tuple(order)} is not an order of {', '.join(sizes)}")
+        strides: dict[str, int] = {}
+        for axis in reversed(order):
+            strides[axis] = inner
+            inner *= sizes[axis]
+        return cls(
+            dtype=dtype,
+            layers=layers,
+            kv_heads=kv_heads,
+            first_head=first_head,
+            total_heads=kv_heads if total_heads is None else total_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            blocks=blocks,
+            offsets=tuple(
+                (0, layer * strides["layer"]) if "layer" in strides else (layer, 0)
+                for layer in range(layers)
+            ),
+            strides=(strides["block"], strides["kv"], strides["head"], strides["token"]),
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys, or of the values, of one head and token of one layer."""
+        return self.head_dim * ITEM_SIZES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a whole block: all layers, keys and values."""
+        return self.layers * 2 * self.kv_heads * self.block_size * self.token_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes from where a layer begins to the end of its last number."""
+        extents = (self.blocks, 2, self.kv_heads, self.block_size)
+        return self.token_bytes + sum(
+            stride * (extent - 1) for stride, extent in zip(self.strides, extents, strict=True)
+        )
+
+    def region_bytes(self) -> tuple[int, ...]:
+        """How large each region has to be, by its index."""
+        sizes = [0] * (1 + max(region for region, _ in self.offsets))
+        for region, offset in self.offsets:
+            sizes[region] = max(sizes[region], offset + self.layer_bytes)
+        return tuple(sizes)
+
+    def blocks_of(self, tokens: int) -> int:
+        """How many blocks so many tokens take."""
+        return -(-tokens // self.block_size)
+
+
+class Region(msgspec.Struct, frozen=True):
+    """A stretch of memory of this process or of a peer.
+
+    It is checked when it is made and when it is decoded.
+
+    Attributes:
+        address: of its first byte.
+        size: in bytes.
+        device: which GPU; 0 for memory of the host.
+    """
+
+    address: int
+    size: int
+    device: int = 0
+    kind: Literal["DRAM", "VRAM"] = "DRAM"
+
+    def __post_init__(self) -> None:
+        if self.address < 1 or self.size < 1 or self.address + self.size > 2**63:
+            raise InvalidTransfer(f"{self.size} bytes at {self.address} are no region of memory")
+        if not 0 <= self.device < 2**16:
+            raise InvalidTransfer(f"there is no device {self.device}")
+
+
+class KvMemory:
+    """The memory of a KV cache: its layout, its regions, and what keeps these alive.
+
+    Args:
+        owner: whatever has to live as long as the memory is used.
+
+    Raises:
+        InvalidTransfer: a layer does not lie in the regions.
+    """
+
+    def __init__(
+        self, layout: BlockLayout, regions: Iterable[Region], owner: object = None
+    ) -> None:
+        self.layout = layout
+        self.regions = tuple(regions)
+        self.owner = owner
+        check_regions(layout, self.regions)
+
+    def __repr__(self) -> str:
+        return f"<KvMemory [{describe(self.layout)}]>"
+
+    @classmethod
+    def of_arrays(cls, layout: BlockLayout, arrays: Sequence[Any]) -> KvMemory:
+        """The memory of numpy arrays or torch tensors, one for each region of the layout.
+
+        Raises:
+            InvalidTransfer: one is not contiguous, cannot be written, or is too small.
+        """
+        return cls(layout, [_region_of(array) for array in arrays], owner=tuple(arrays))
+
+    @classmethod
+    def allocate(cls, layout: BlockLayout) -> KvMemory:
+        """New memory of the host for a layout, all zero."""
+        return cls.of_arrays(layout, [np.zeros(size, np.uint8) for size in layout.region_bytes()])
+
+
+def check_regions(layout: BlockLayout, regions: Sequence[Region]) -> None:
+    """Check that every layer of a layout lies in its region.
+
+    Raises:
+        InvalidTransfer: one does not.
+    """
+    sizes = layout.region_bytes()
+    if len(sizes) > len(regions):
+        raise InvalidTransfer(
+            f"a layout in {len(sizes)} regions does not fit into {len(regions)} regions"
+        )
+    for index, (size, region) in enumerate(zip(sizes, regions, strict=False)):
+        if size > region.size:
+            raise InvalidTransfer(
+                f"region {index} has {region.size} bytes, and its layers take {size}"
+            )
+
+
+def _region_of(array: Any) -> Region:
+    if isinstance(array, np.ndarray):
+        if not (array.flags.c_contiguous or array.flags.f_contiguous):
+            raise InvalidTransfer("an array of KV blocks has to be contiguous")
+        if not array.flags.writeable:
+            raise InvalidTransfer("an array of KV blocks has to be writable")
+        return Region(address=array.ctypes.data, size=array.nbytes)
+    if not array.is_contiguous():
+        raise InvalidTransfer("a tensor of KV blocks has to be contiguous")
+    size = array.numel() * array.element_size()
+    if array.device.type == "cpu":
+        return Region(address=array.data_ptr(), size=size)
+    if array.device.type == "cuda":
+        return Region(array.data_ptr(), size, array.device.index or 0, "VRAM")
+    raise InvalidTransfer(f"KV blocks on {array.device} cannot be transferred")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Bytes of one side and of the other that belong together; the arrays are equally long.
+
+    Attributes:
+        local_region, remote_region: indices of regions.
+        local_offset, remote_offset: in bytes, from where the region begins.
+        length: in bytes.
+    """
+
+    local_region: Integers
+    local_offset: Integers
+    remote_region: Integers
+    remote_offset: Integers
+    length: Integers
+
+    def __len__(self) -> int:
+        return self.length.size
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pieces."""
+        return int(self.length.sum())
+
+
+def plan(
+    local: BlockLayout,
+    local_blocks: Sequence[int],
+    remote: BlockLayout,
+    remote_blocks: Sequence[int],
+    tokens: int,
+    *,
+    local_start: int = 0,
+    remote_start: int = 0,
+) -> Pieces:
+    """The fewest pieces that hold `tokens` tokens on both sides, for the heads that both have.
+
+    Pieces that are adjacent on both sides are one.
+
+    Args:
+        local_blocks, remote_blocks: in the order of their tokens; blocks beyond the tokens are
+            not touched.
+        local_start, remote_start: the place of the first token, counted from the beginning of the
+            first block of the list.
+
+    Raises:
+        LayoutMismatch: the layouts hold other numbers, or no head is on both sides.
+        InvalidTransfer: a block does not exist, is there twice, or blocks are missing.
+    """
+    if tokens < 1 or local_start < 0 or remote_start < 0:
+        raise InvalidTransfer(
+            f"{tokens} tokens from {local_start} here and {remote_start} there are no transfer"
+        )
+    ours = _checked_ids("local", local, local_blocks, local_start, tokens)
+    theirs = _checked_ids("remote", remote, remote_blocks, remote_start, tokens)
+    return _conversion(local, remote).pieces(ours, local_start, theirs, remote_start, tokens)
+
+
+def check_convertible(local: BlockLayout, remote: BlockLayout) -> None:
+    """Check that blocks of one layout can become blocks of the other.
+
+    Raises:
+        LayoutMismatch: they cannot; the message names both.
+    """
+    for name in ("dtype", "layers", "total_heads", "head_dim"):
+        if getattr(local, name) != getattr(remote, name):
+            raise LayoutMismatch(
+                f"KV blocks of {describe(remote)} cannot become {describe(local)}: {name} is"
+                f" {getattr(remote, name)} there and {getattr(local, name)} here"
+            )
+    if not _common_heads(local, remote):
+        raise LayoutMismatch(
+            f"KV blocks of {describe(remote)} and {describe(local)} have no head in common"
+        )
+
+
+def describe(layout: BlockLayout) -> str:
+    """A layout in words, for messages."""
+    last = layout.first_head + layout.kv_heads - 1
+    return (
+        f"{layout.dtype}, {layout.layers} layers, heads {layout.first_head} to {last} of"
+        f" {layout.total_heads}, head_dim {layout.head_dim}, blocks of {layout.block_size} tokens"
+    )
+
+
+def _common_heads(local: BlockLayout, remote: BlockLayout) -> range:
+    return range(
+        max(local.first_head, remote.first_head),
+        min(local.first_head + local.kv_heads, remote.first_head + remote.kv_heads),
+    )
+
+
+def _checked_ids(
+    side: str, layout: BlockLayout, blocks: Sequence[int], start: int, tokens: int
+) -> Integers:
+    needed = layout.blocks_of(start + tokens)
+    ids: Integers = np.asarray(blocks, np.int64)[:needed]
+    if ids.size < needed:
+        raise InvalidTransfer(
+            f"{tokens} tokens from {start} on need {needed} {side} blocks of"
+            f" {layout.block_size} tokens; {ids.size} are given"
+        )
+    if ids.min() < 0 or ids.max() >= layout.blocks:
+        raise InvalidTransfer(
+            f"{side} blocks {ids.min()} to {ids.max()} are not among the {layout.blocks} there"
+        )
+    ordered = np.sort(ids)
+    if (twice := ordered[1:][ordered[1:] == ordered[:-1]]).size:
+        raise InvalidTransfer(f"{side} block {twice[0]} is given twice")
+    return ids
+
+
+class _Conversion:
+    """What is the same for all transfers between two layouts."""
+
+    def __init__(self, local: BlockLayout, remote: BlockLayout) -> None:
+        check_convertible(local, remote)
+        self._local = local
+        self._remote = remote
+        self._heads = _common_heads(local, remote)
+        self._templates: dict[int, Pieces] = {}
+
+    def pieces(
+        self, ours: Integers, local_start: int, theirs: Integers, remote_start: int, tokens: int
+    ) -> Pieces:
+        local, remote = self._local, self._remote
+        begins = np.union1d(
+            _cuts(local_start, local.block_size, tokens),
+            _cuts(remote_start, remote.block_size, tokens),
+        )
+        counts = np.diff(begins, append=tokens)
+        local_base = _bases(local, ours, local_start + begins)
+        remote_base = _bases(remote, theirs, remote_start + begins)
+        # Runs of tokens that have their pieces at the same places of their blocks go together.
+        kinds: list[tuple[Pieces, list[int]]] = []
+        for count in np.unique(counts)[::-1].tolist():
+            template = self._template(count)
+            for known, members in kinds:
+                if _same_places(template, known):
+                    members.append(count)
+                    break
+            else:
+                kinds.append((template, [count]))
+        found = [
+            self._joined(
+                [self._template(count) for count in members],
+                members,
+                counts[chosen],
+                local_base[chosen],
+                remote_base[chosen],
+            )
+            for _, members in kinds
+            for chosen in [np.isin(counts, members)]
+        ]
+        if len(found) == 1:
+            return found[0]
+        return Pieces(
+            np.concatenate([each.local_region for each in found]),
+            np.concatenate([each.local_offset for each in found]),
+            np.concatenate([each.remote_region for each in found]),
+            np.concatenate([each.remote_offset for each in found]),
+            np.concatenate([each.length for each in found]),
+        )
+
+    def _joined(
+        self,
+        templates: list[Pieces],
+        members: list[int],
+        counts: Integers,
+        local_base: Integers,
+        remote_base: Integers,
+    ) -> Pieces:
+        """The pieces of runs of tokens, those joined that follow each other on both sides."""
+        place = templates[0]
+        local_offset = place.local_offset[:, None] + local_base
+        remote_offset = place.remote_offset[:, None] + remote_base
+        lengths = np.empty_like(local_offset)
+        for template, count in zip(templates, members, strict=True):
+            lengths[:, counts == count] = template.length[:, None]
+        begins = np.ones(lengths.shape, bool)
+        begins[:, 1:] = (np.diff(local_offset) != lengths[:, :-1]) | (
+            np.diff(remote_offset) != lengths[:, :-1]
+        )
+        at = np.flatnonzero(begins)
+        entry = at // counts.size
+        return Pieces(
+            place.local_region[entry],
+            local_offset.ravel()[at],
+            place.remote_region[entry],
+            remote_offset.ravel()[at],
+            np.add.reduceat(lengths.ravel(), at),
+        )
+
+    def _template(self, tokens: int) -> Pieces:
+        """The pieces of so many tokens within one block of each side, as for block and token 0."""
+        template = self._templates.get(tokens)
+        if template is None:
+            template = self._templates[tokens] = self._made_template(tokens)
+        return template
+
+    def _made_template(self, tokens: int) -> Pieces:
+        local, remote = self._local, self._remote
+        unit = local.token_bytes
+        if local.strides[3] == remote.strides[3] == unit:
+            unit, tokens = unit * tokens, 1
+        shape = (local.layers, 2, len(self._heads), tokens)
+        layer, kv, head, token = (axis.ravel() for axis in np.indices(shape, np.int64))
+        sides: list[tuple[Integers, Integers]] = []
+        for layout in (local, remote):
+            region, begin = np.array(layout.offsets, np.int64)[layer].T
+            _, by_kv, by_head, by_token = layout.strides
+            first = self._heads.start - layout.first_head
+            sides.append((region, begin + kv * by_kv + (head + first) * by_head + token * by_token))
+        return _merged(*sides[0], *sides[1], np.full(layer.size, unit, np.int64))
+
+
+@lru_cache(maxsize=64)
+def _conversion(local: BlockLayout, remote: BlockLayout) -> _Conversion:
+    return _Conversion(local, remote)
+
+
+def _cuts(start: int, block_size: int, tokens: int) -> Integers:
+    """Where blocks begin, as tokens of the transfer; 0 is always one."""
+    cuts: Integers = np.arange(-(start % block_size), tokens, block_size)
+    cuts[0] = 0
+    return cuts
+
+
+def _bases(layout: BlockLayout, blocks: Integers, places: Integers) -> Integers:
+    by_block, _, _, by_token = layout.strides
+    number, token = np.divmod(places, layout.block_size)
+    bases: Integers = blocks[number] * by_block + token * by_token
+    return bases
+
+
+def _same_places(one: Pieces, other: Pieces) -> bool:
+    return np.array_equal(one.local_offset, other.local_offset) and np.array_equal(
+        one.remote_offset, other.remote_offset
+    )
+
+
+def _merged(
+    local_region: Integers,
+    local_offset: Integers,
+    remote_region: Integers,
+    remote_offset: Integers,
+    length: Integers,
+) -> Pieces:
+    order = np.lexsort((local_offset, local_region))
+    local_region, local_offset = local_region[order], local_offset[order]
+    remote_region, remote_offset = remote_region[order], remote_offset[order]
+    begins = np.ones(length.size, bool)
+    begins[1:] = (
+        (np.diff(local_region) != 0)
+        | (np.diff(remote_region) != 0)
+        | (np.diff(local_offset) != length[:-1])
+        | (np.diff(remote_offset) != length[:-1])
+    )
+    at = np.flatnonzero(begins)
+    return Pieces(
+        local_region[at],
+        local_offset[at],
+        remote_region[at],
+        remote_offset[at],
+        np.add.reduceat(length, at),
+    )
+
+
+def transfer_bytes(local: BlockLayout, remote: BlockLayout, tokens: int) -> int:
+    """How many bytes `tokens` tokens are, of the heads that both sides have."""
+    heads = len(_common_heads(local, remote))
+    return math.prod((local.layers, 2, heads, tokens, local.token_bytes))

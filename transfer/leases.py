@@ -1,0 +1,231 @@
+"""Leases: what keeps blocks in place while a peer reads or writes them.
+
+A peer's READ cannot be revoked, and its end is not seen here. So the owner of the blocks grants a
+lease on them, and neither frees nor overwrites them while the lease holds. The peer may use what it
+has read only after the owner has *settled* the lease: has answered that the lease held until now.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from .errors import BadDescription, InvalidTransfer
+
+MAX_SECONDS = 86_400.0
+"""The longest time that a lease is granted for at once."""
+_MAX_BLOCK = 2**31 - 1
+
+
+class Lease(NamedTuple):
+    """Blocks that are kept in place until `deadline`.
+
+    Attributes:
+        deadline: on the owner's own monotonic clock, in seconds.
+    """
+
+    lease_id: int
+    epoch: str
+    blocks: tuple[int, ...]
+    deadline: float
+
+
+class LeaseTable:
+    """The leases of one agent on its own blocks.
+
+    Times are given by the caller, from one monotonic clock; an earlier time than the latest counts
+    as the latest.
+
+    Args:
+        epoch: which life of the agent this is; no other agent has ever had it.
+    """
+
+    def __init__(self, epoch: str) -> None:
+        self.epoch = epoch
+        self._leases: dict[int, Lease] = {}
+        self._uses: Counter[int] = Counter()
+        self._next = 1
+        self._now = float("-inf")
+
+    def __repr__(self) -> str:
+        return f"<LeaseTable [{len(self._leases)} leases, {self.blocks_held} blocks]>"
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def blocks_held(self) -> int:
+        """How many blocks are held by at least one lease."""
+        return len(self._uses)
+
+    def holds(self, block: int) -> bool:
+        """Whether a lease that is not over holds this block."""
+        return block in self._uses
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the first lease runs out; None without leases."""
+        return min((lease.deadline for lease in self._leases.values()), default=None)
+
+    def grant(self, blocks: Iterable[int], seconds: float, now: float) -> Lease:
+        """Hold blocks for a peer.
+
+        Raises:
+            InvalidTransfer: there are no blocks, one of them twice, or the time is not usable.
+        """
+        deadline = self._advance(now) + _checked_seconds(seconds)
+        lease = Lease(self._next, self.epoch, _checked_blocks(blocks), deadline)
+        self._next += 1
+        self._leases[lease.lease_id] = lease
+        self._uses.update(lease.blocks)
+        return lease
+
+    def add(self, lease_id: int, blocks: Iterable[int], now: float) -> Lease | None:
+        """Hold more blocks under a lease; None, and nothing done, when it does not hold any more.
+
+        Raises:
+            InvalidTransfer: there are no blocks, or one of them is in the lease already.
+        """
+        lease = self._held(lease_id, self.epoch, now)
+        if lease is None:
+            return None
+        more = _checked_blocks(blocks)
+        grown = lease._replace(blocks=_checked_blocks((*lease.blocks, *more)))
+        self._leases[lease_id] = grown
+        self._uses.update(more)
+        return grown
+
+    def extend(self, lease_id: int, epoch: str, seconds: float, now: float) -> Lease | None:
+        """Let a lease hold for `seconds` from now on; None when it does not hold any more.
+
+        A lease is never made shorter.
+
+        Raises:
+            InvalidTransfer: the time is not usable.
+        """
+        seconds = _checked_seconds(seconds)
+        lease = self._held(lease_id, epoch, now)
+        if lease is None:
+            return None
+        longer = lease._replace(deadline=max(lease.deadline, self._now + seconds))
+        self._leases[lease_id] = longer
+        return longer
+
+    def held(self, lease_id: int, epoch: str, now: float) -> bool:
+        """Whether a lease has held until now; what was read by now may be used if so."""
+        return self._held(lease_id, epoch, now) is not None
+
+    def settle(self, lease_id: int, epoch: str, now: float) -> bool:
+        """Whether a lease has held until now; if so it ends here, and its blocks are free."""
+        lease = self._held(lease_id, epoch, now)
+        if lease is None:
+            return False
+        self._end(lease)
+        return True
+
+    def release(self, lease_id: int, epoch: str) -> bool:
+        """End a lease, whatever its peer still reads; False when there is none any more."""
+        lease = self._leases.get(lease_id)
+        if lease is None or epoch != self.epoch:
+            return False
+        self._end(lease)
+        return True
+
+    def expired(self, now: float) -> Sequence[Lease]:
+        """End the leases whose time is over, and return them; until then they hold their blocks."""
+        now = self._advance(now)
+        over = [lease for lease in self._leases.values() if lease.deadline <= now]
+        for lease in over:
+            self._end(lease)
+        return over
+
+    def _held(self, lease_id: int, epoch: str, now: float) -> Lease | None:
+        now = self._advance(now)
+        lease = self._leases.get(lease_id)
+        if lease is None or epoch != self.epoch or lease.deadline <= now:
+            return None
+        return lease
+
+    def _end(self, lease: Lease) -> None:
+        del self._leases[lease.lease_id]
+        for block in lease.blocks:
+            self._uses[block] -= 1
+            if not self._uses[block]:
+                del self._uses[block]
+
+    def _advance(self, now: float) -> float:
+        self._now = max(self._now, now)
+        return self._now
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What the owner of leased blocks gives to the peer that is to read or write them.
+
+    It is checked when it is made and when it is decoded.
+
+    Attributes:
+        agent: the name of the owner's agent.
+        epoch: of that agent; a ticket is void where the agent has another.
+        lease_id: of the lease that holds the blocks.
+        blocks: ids of blocks of the owner's memory, in the order of their tokens.
+        tokens: how many tokens are in them, from the first block on.
+        seconds: how long the lease held when this was sent; it says nothing about clocks.
+    """
+
+    agent: str
+    epoch: str
+    lease_id: int
+    blocks: tuple[int, ...]
+    tokens: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.agent or not self.epoch:
+            raise InvalidTransfer("a ticket names an agent and its epoch")
+        if not 0 < self.lease_id < 2**63:
+            raise InvalidTransfer(f"lease {self.lease_id} of a ticket is not the number of a lease")
+        _checked_blocks(self.blocks)
+        if not 0 <= self.tokens < 2**31:
+            raise InvalidTransfer(f"a ticket cannot have {self.tokens} tokens")
+        _checked_seconds(self.seconds)
+
+    def encode(self) -> bytes:
+        """The ticket in msgpack."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Ticket:
+        """The ticket that `encode` made `data` of.
+
+        Raises:
+            BadDescription: it is none, or says what cannot be.
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadDescription(f"this is not a ticket: {error}") from error
+
+
+def _checked_blocks(blocks: Iterable[int]) -> tuple[int, ...]:
+    checked = tuple(blocks)
+    if not checked:
+        raise InvalidTransfer("a lease needs at least one block")
+    if min(checked) < 0 or max(checked) > _MAX_BLOCK:
+        raise InvalidTransfer(f"block ids are from 0 to {_MAX_BLOCK}")
+    if len(set(checked)) != len(checked):
+        twice = next(block for block, times in Counter(checked).items() if times > 1)
+        raise InvalidTransfer(f"block {twice} is given twice")
+    return checked
+
+
+def _checked_seconds(seconds: float) -> float:
+    # Written so that a NaN is refused.
+    if not 0 < seconds <= MAX_SECONDS:
+        raise InvalidTransfer(
+            f"a lease of {seconds:g} s is not possible: choose more than 0 and at most"
+            f" {MAX_SECONDS:g} s"
+        )
+    return seconds
