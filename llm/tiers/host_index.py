@@ -1,0 +1,210 @@
+"""Which blocks a host store keeps, at which places, and which of them goes for another one.
+
+A block is of no use without those before it. So the store is closed under prefixes: each block
+that it keeps follows one that it keeps, too, or begins a prompt. A block goes only when nothing in
+the store follows it: of these the one that was used the longest ago.
+
+A place is a number from 0 on. Whoever reads a block from outside pins its place, and as long as it
+is pinned the block stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count, islice
+from typing import Final
+
+from dynbus.kvrouter.events import BlockRemoved, BlockStored, KvEvent, Tier
+
+_STALE: Final = 64
+"""Entries of the order of use that may be outdated, beside as many as there are blocks."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A block of the store.
+
+    Attributes:
+        parent: the sequence hash of the block before it; None at the beginning of a prompt.
+        followers: how many blocks of the store follow it.
+        used: when it was used; a later use has a higher number.
+        pins: how many hold it where it is.
+    """
+
+    place: int
+    parent: int | None
+    used: int
+    followers: int = 0
+    pins: int = 0
+
+
+class HostIndex:
+    """The blocks of a host store by their sequence hashes.
+
+    Args:
+        places: how many blocks there is room for.
+
+    Raises:
+        ValueError: there is room for none.
+    """
+
+    def __init__(self, places: int) -> None:
+        if places < 1:
+            raise ValueError(f"places = {places}: a host store has room for 1 block at least")
+        self.places = places
+        self._entries: dict[int, _Entry] = {}
+        self._at: list[int | None] = [None] * places
+        self._unused = list(range(places - 1, -1, -1))
+        self._clock = count(1)
+        # Blocks that nothing follows and nobody pins, by their use; outdated ones are passed by.
+        self._order: list[tuple[int, int]] = []
+        self._events: list[KvEvent] = []
+        self._removed: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"<HostIndex [{len(self._entries)} of {self.places} blocks]>"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, sequence_hash: int) -> bool:
+        return sequence_hash in self._entries
+
+    @property
+    def pinned(self) -> int:
+        """Blocks that somebody holds where they are."""
+        return sum(entry.pins > 0 for entry in self._entries.values())
+
+    def find(self, sequence_hashes: Sequence[int], first: int, limit: int) -> list[int]:
+        """The places of the blocks `[first, limit)` of a prompt, up to the first that is lacking.
+
+        They count as used, and so do those before them.
+        """
+        entries = self._entries
+        found: list[int] = []
+        for sequence_hash in islice(sequence_hashes, first, limit):
+            entry = entries.get(sequence_hash)
+            if entry is None:
+                break
+            found.append(entry.place)
+        if found:
+            now = next(self._clock)
+            for sequence_hash in islice(sequence_hashes, first + len(found)):
+                self._use(sequence_hash, now)
+        return found
+
+    def _use(self, sequence_hash: int, now: int) -> None:
+        entry = self._entries.get(sequence_hash)
+        if entry is not None:
+            entry.used = now
+            self._line_up(sequence_hash, entry)
+
+    def _line_up(self, sequence_hash: int, entry: _Entry) -> None:
+        """Have a block go in its turn, if it may go."""
+        if entry.followers or entry.pins:
+            return
+        heappush(self._order, (entry.used, sequence_hash))
+        if len(self._order) > 2 * len(self._entries) + _STALE:
+            self._order = [
+                (one.used, name)
+                for name, one in self._entries.items()
+                if not (one.followers or one.pins)
+            ]
+            heapify(self._order)
+
+    def add(
+        self, parent: int | None, sequence_hashes: Sequence[int], block_hashes: Sequence[int]
+    ) -> list[int]:
+        """Take in blocks that follow each other and are not here; others may go for them.
+
+        Args:
+            parent: the sequence hash of the block before the first, which is here; None where they
+                begin a prompt.
+            block_hashes: of the same blocks, for routers.
+
+        Returns:
+            The places of the first ones of them: of all for which there is room.
+        """
+        entries = self._entries
+        if parent is not None and parent not in entries:
+            return []
+        now = next(self._clock)
+        before = parent
+        if before is not None:
+            self._use(before, now)
+        places: list[int] = []
+        for sequence_hash in sequence_hashes:
+            # What the next one follows must not go for it.
+            last = entries[before] if before is not None else None
+            if last is not None:
+                last.pins += 1
+            place = self._unused.pop() if self._unused else self._remove_oldest()
+            if last is not None:
+                last.pins -= 1
+            if place is None:
+                break
+            if last is not None:
+                last.followers += 1
+            entries[sequence_hash] = _Entry(place, before, now)
+            self._at[place] = sequence_hash
+            places.append(place)
+            before = sequence_hash
+        if before is not None:
+            self._line_up(before, entries[before])
+        if places:
+            self._note_removals()
+            added = len(places)
+            self._events.append(
+                BlockStored(
+                    parent, list(sequence_hashes[:added]), list(block_hashes[:added]), Tier.HOST
+                )
+            )
+        return places
+
+    def _remove_oldest(self) -> int | None:
+        """The place of the block that goes; None where all are needed."""
+        entries, order = self._entries, self._order
+        while order:
+            used, sequence_hash = heappop(order)
+            entry = entries.get(sequence_hash)
+            if entry is None or entry.used != used or entry.followers or entry.pins:
+                continue
+            del entries[sequence_hash]
+            self._at[entry.place] = None
+            self._removed.append(sequence_hash)
+            if entry.parent is not None:
+                parent = entries[entry.parent]
+                parent.followers -= 1
+                parent.used = max(parent.used, entry.used)
+                self._line_up(entry.parent, parent)
+            return entry.place
+        return None
+
+    def pin(self, places: Iterable[int]) -> None:
+        """Hold the blocks at these places where they are; as often as it is asked for."""
+        for place in places:
+            sequence_hash = self._at[place]
+            assert sequence_hash is not None, "a place that is pinned has a block"
+            self._entries[sequence_hash].pins += 1
+
+    def unpin(self, places: Iterable[int]) -> None:
+        """Undo one `pin`."""
+        for place in places:
+            sequence_hash = self._at[place]
+            assert sequence_hash is not None, "a block stays as long as it is pinned"
+            entry = self._entries[sequence_hash]
+            entry.pins -= 1
+            self._line_up(sequence_hash, entry)
+
+    def take_events(self) -> list[KvEvent]:
+        """What was stored and removed since the last call, in its order."""
+        self._note_removals()
+        events, self._events = self._events, []
+        return events
+
+    def _note_removals(self) -> None:
+        if self._removed:
+            self._events.append(BlockRemoved(self._removed, Tier.HOST))
+            self._removed = []
